@@ -1,0 +1,54 @@
+"""Linear-attention decode that keeps every recurrent state exact and reads it through a compact sketch.
+
+Calibrate once, save a plan, decode with a tenth of the state traffic: see the README for the main job, and
+`sketchssm.reference` for the method in plain NumPy. Names are loaded on first use, so that the import is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DENSE": "recurrence",
+    "Layer": "recurrence",
+    "Moments": "calibrate.moments",
+    "SketchBasis": "calibrate.basis",
+    "fit_basis": "calibrate.basis",
+    "RankScores": "calibrate.scores",
+    "Allocation": "calibrate.allocation",
+    "allocate_ranks": "calibrate.allocation",
+    "PlanFileError": "plan",
+    "SketchPlan": "plan",
+    "SketchHead": "head",
+    "StandardHead": "baselines",
+    "ReplayHead": "baselines",
+}
+_MODULES = ("models", "traffic")
+
+__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604  names are strings
+
+if TYPE_CHECKING:
+    from sketchssm import models, traffic
+    from sketchssm.baselines import ReplayHead, StandardHead
+    from sketchssm.calibrate.allocation import Allocation, allocate_ranks
+    from sketchssm.calibrate.basis import SketchBasis, fit_basis
+    from sketchssm.calibrate.moments import Moments
+    from sketchssm.calibrate.scores import RankScores
+    from sketchssm.head import SketchHead
+    from sketchssm.plan import PlanFileError, SketchPlan
+    from sketchssm.recurrence import DENSE, Layer
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"sketchssm.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"sketchssm.{name}")
+    raise AttributeError(f"module 'sketchssm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,51 @@
+"""The two exact systems that a sketch is compared with: standard decode and buffered replay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sketchssm.backends import load_engine
+from sketchssm.head import DecodeHead, check_capacity
+from sketchssm.recurrence import Layer
+
+__all__ = ["ReplayHead", "StandardHead"]
+
+
+class StandardHead(DecodeHead):
+    """Reads and writes every state at every token: what serving engines do by default.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu"}, default "auto"
+        Where to run.
+    """
+
+    def __init__(self, layer: Layer, slots: int, backend: str = "auto") -> None:
+        capacity = check_capacity(slots)
+        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity))
+
+
+class ReplayHead(DecodeHead):
+    """Buffers a window's raw inputs and writes the state once per window, but reads it at every token (ReplaySSM).
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu"}, default "auto"
+        Where to run.
+    window : int, default 16
+        Tokens from one flush to the next (W).
+    """
+
+    def __init__(self, layer: Layer, slots: int, backend: str = "auto", *, window: int = 16) -> None:
+        if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
+            raise ValueError(f"window: expected a positive integer, got {window!r}")
+        capacity = check_capacity(slots)
+        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, int(window)))

@@ -1,0 +1,1 @@
+"""Calibration: second moments of traces, sketch bases, rank scores and rank allocation."""

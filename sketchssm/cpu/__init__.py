@@ -1,0 +1,1 @@
+"""Numba engines: float32 states, parallel over rows and heads."""

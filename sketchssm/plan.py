@@ -1,0 +1,237 @@
+"""The plan of one layer: sketch bases, ranks and settings, and the file that carries them.
+
+A plan file is a safetensors file. Its tensors are plain arrays that any framework can open; its metadata names the
+format, its version and the settings, and is checked on load before anything is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.recurrence import DENSE, Layer
+
+if TYPE_CHECKING:
+    from sketchssm.calibrate.allocation import Allocation
+    from sketchssm.calibrate.basis import SketchBasis
+
+__all__ = ["DEFAULT_RIDGE", "MAPS", "PlanFileError", "SketchPlan"]
+
+MAPS = ("exact", "ridge", "lowrank", "prior", "offline")
+"""Coefficient maps; `sketchssm.reference.maps` defines each."""
+
+DEFAULT_RIDGE = {"exact": 0.0, "ridge": 0.01, "lowrank": 0.1, "prior": 0.001, "offline": 0.0}
+"""Ridge of each map unless the plan names one: the paper's for lowrank, measured on real traces for the others."""
+
+STORAGE = {"exact": "dense", "ridge": "dense", "lowrank": "factors", "prior": "factors", "offline": "shared"}
+"""What a state keeps of its map: the dense matrix, its factors, or nothing (one matrix per head for all states)."""
+
+FORMAT = "sketchssm-plan"
+VERSION = 1
+SETTINGS = ("window", "map", "pivots", "ridge")
+TENSORS = ("phi", "projection", "ranks")
+
+
+class PlanFileError(ValueError):
+    """A plan file that can't be used: truncated, not a plan, of a newer version, or inconsistent."""
+
+
+class SketchPlan:
+    """Bases, ranks and settings of one layer's sketches.
+
+    Parameters
+    ----------
+    basis : SketchBasis
+        Calibrated bases, from `fit_basis`.
+    ranks : array_like of int, (heads,), or Allocation
+        Rank of each head; `DENSE` for a head that reads its full state.
+    window : int, default 16
+        Tokens from one flush to the next (W).
+    map : {"exact", "ridge", "lowrank", "prior", "offline"}, default "lowrank"
+        Coefficient map.
+    pivots : int, default 4
+        Pivot count P of `lowrank` and `prior`; the others ignore it.
+    ridge : float, optional
+        Regularisation of the coefficients relative to the state metric's mean diagonal. Default: the map's own,
+        `DEFAULT_RIDGE`.
+
+    Attributes
+    ----------
+    layer : Layer
+        Kind and shape.
+    ranks : ndarray of int64, (heads,)
+        Rank per head, `DENSE` where the full state is read.
+    phi : ndarray of float32, (heads, K, rank_max)
+        Sketch basis: a head of rank G uses its first G columns. Orthonormal columns, or E0-orthonormal ones for
+        `prior` and `offline`.
+    projection : ndarray of float32, (heads, K, rank_max)
+        The map's shared projection Pi: `phi` itself, or ``E0 phi``.
+    window, map, pivots, ridge
+        As given.
+
+    Raises
+    ------
+    ValueError
+        If a setting or a rank is out of range, or a basis holds NaN.
+    """
+
+    def __init__(
+        self,
+        basis: SketchBasis,
+        ranks: npt.ArrayLike | Allocation,
+        window: int = 16,
+        map: str = "lowrank",  # noqa: A002  the field's word, and the paper's
+        pivots: int = 4,
+        ridge: float | None = None,
+    ) -> None:
+        if map not in MAPS:
+            raise ValueError(f"map: expected one of {', '.join(MAPS)}, got {map!r}")
+        table = np.asarray(getattr(ranks, "ranks", ranks))
+        used = int(max(table.max(initial=1), 1)) if table.dtype.kind in "iu" else 1
+        if used > basis.rank_max:
+            raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")
+        phi, projection = basis.columns(used, weighted=map in ("prior", "offline"))
+        ridge = DEFAULT_RIDGE[map] if ridge is None else ridge
+        self._fill(basis.layer, {"phi": phi, "projection": projection, "ranks": table}, window, map, pivots, ridge)
+
+    def _fill(
+        self,
+        layer: Layer,
+        tensors: dict[str, npt.NDArray[Any]],
+        window: int,
+        map: str,  # noqa: A002
+        pivots: int,
+        ridge: float,
+    ) -> None:
+        """Check every field and set it; the one way into a plan, from a basis or from a file."""
+        if map not in MAPS:
+            raise ValueError(f"map: expected one of {', '.join(MAPS)}, got {map!r}")
+        for name, value, least in (("window", window, 2), ("pivots", pivots, 1)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+        if not (np.isfinite(ridge) and ridge >= 0):
+            raise ValueError(f"ridge: expected a finite number of at least 0, got {ridge!r}")
+        ranks = tensors["ranks"]
+        if ranks.shape != (layer.heads,) or ranks.dtype.kind not in "iu":
+            raise ValueError(f"ranks: expected {layer.heads} integers, got shape {ranks.shape} of {ranks.dtype}")
+        limit = min(layer.key_dim, layer.value_dim, tensors["phi"].shape[-1])
+        wrong = ranks[(ranks != DENSE) & ((ranks < 1) | (ranks > limit))]
+        if wrong.size:
+            raise ValueError(f"ranks: expected DENSE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
+        for name in ("phi", "projection"):
+            shape = tensors[name].shape
+            if len(shape) != 3 or shape[:2] != (layer.heads, layer.key_dim):
+                raise ValueError(f"{name}: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {shape}")
+            if not np.isfinite(tensors[name]).all():
+                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+        if tensors["phi"].shape != tensors["projection"].shape:
+            raise ValueError("projection: expected the shape of phi")
+        self.layer = layer
+        self.ranks = ranks.astype(np.int64)
+        self.phi = np.ascontiguousarray(tensors["phi"], dtype=np.float32)
+        self.projection = np.ascontiguousarray(tensors["projection"], dtype=np.float32)
+        self.window, self.map, self.pivots, self.ridge = int(window), map, int(pivots), float(ridge)
+
+    @property
+    def storage(self) -> str:
+        """What a state keeps of its map: "dense", "factors" or "shared" (nothing of its own)."""
+        return STORAGE[self.map]
+
+    @property
+    def mean_rank(self) -> float:
+        """Mean rank of the sketched heads; NaN if all are dense."""
+        sketched = self.ranks[self.ranks != DENSE]
+        return float(sketched.mean()) if sketched.size else float("nan")
+
+    def __repr__(self) -> str:
+        """Kind, shape, ranks and settings in one line."""
+        sketched = self.ranks[self.ranks != DENSE]
+        span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
+        return (
+            f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
+            f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
+            f"dense={int((self.ranks == DENSE).sum())}, window={self.window}, map={self.map}, "
+            f"pivots={self.pivots}, ridge={self.ridge:g})"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a safetensors file, all or nothing.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where to; an existing file is replaced at once when the new one is complete.
+        """
+        from safetensors.numpy import save
+
+        layer = self.layer
+        meta = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "layer": json.dumps(
+                {name: getattr(layer, name) for name in ("kind", "heads", "key_dim", "value_dim", "key_heads")}
+            ),
+            "settings": json.dumps({name: getattr(self, name) for name in SETTINGS}),
+        }
+        path = os.fspath(path)
+        scratch = f"{path}.{os.getpid()}.tmp"
+        with open(scratch, "wb") as file:
+            file.write(save({name: getattr(self, name) for name in TENSORS}, metadata=meta))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SketchPlan:
+        """Read a plan file and check all of it.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            A file that `save` wrote.
+
+        Returns
+        -------
+        SketchPlan
+            The plan.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        PlanFileError
+            If the file is truncated, is not a plan, is of a newer version, or contradicts itself.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = os.fspath(path)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"no plan file at {path}")
+        try:
+            with safe_open(path, "np") as file:
+                meta = file.metadata() or {}
+                if meta.get("format") != FORMAT:
+                    raise PlanFileError(f"{path}: expected format {FORMAT!r}, got {meta.get('format')!r}")
+                version = meta.get("version", "")
+                if not version.isdigit() or int(version) < 1:
+                    raise PlanFileError(f"{path}: expected a version number, got {version!r}")
+                if int(version) > VERSION:
+                    raise PlanFileError(f"{path}: version {version} is newer than this library reads ({VERSION})")
+                missing = set(TENSORS) - set(file.keys())
+                if missing:
+                    raise PlanFileError(f"{path}: tensors missing: {', '.join(sorted(missing))}")
+                tensors = {name: file.get_tensor(name) for name in TENSORS}
+            settings = json.loads(meta["settings"])
+            plan = cls.__new__(cls)
+            plan._fill(Layer(**json.loads(meta["layer"])), tensors, **{name: settings[name] for name in SETTINGS})
+        except SafetensorError as error:
+            raise PlanFileError(f"{path}: not a whole safetensors file ({error})") from error
+        except PlanFileError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(f"{path}: metadata or tensors are inconsistent ({error})") from error
+        return plan

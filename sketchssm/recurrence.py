@@ -1,0 +1,238 @@
+"""What one layer's recurrence looks like: its kind, its shapes, and the checks of what a caller hands in.
+
+This is the one place where the three kinds differ in words. With ``S`` of shape ``(K, V)``, one token does
+
+    S_t = M_t S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t,    M_t = (I - beta_t k_t k_t^T) Diag(exp g_t)
+
+(equations *update* and *read* of the paper). For ``mamba2`` nothing is erased: ``M_t = exp(g_t) I`` and
+``beta_t = 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DENSE", "KINDS", "Layer", "Tokens", "check_slots", "check_state", "check_tokens"]
+
+KINDS = ("mamba2", "gdn", "kda")
+
+DENSE = -1
+"""Rank that marks a head which reads the full state instead of a sketch."""
+
+PAD_SLOT = -1
+"""Slot of a padding row: nothing is read or written for it and its output is zeros."""
+
+
+class Tokens(NamedTuple):
+    """Inputs of the recurrence, each ``(batch, tokens, ...)``; `beta` is None for mamba2."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Kind and shape of one recurrent layer.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence the layer runs.
+    heads : int
+        Value heads; each owns a state of shape ``(value_dim, key_dim)``.
+    key_dim : int
+        Length K of a query or a key.
+    value_dim : int
+        Length V of a value or an output.
+    key_heads : int, optional
+        Heads of q and k; must divide `heads`. Value head ``h`` uses key head ``h // (heads // key_heads)``.
+        Default: `heads`.
+
+    Raises
+    ------
+    ValueError
+        If the kind is unknown, a size is not positive, or `key_heads` does not divide `heads`.
+    """
+
+    kind: str
+    heads: int
+    key_dim: int
+    value_dim: int
+    key_heads: int = 0  # 0 stands for `heads` until __post_init__
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.key_heads == 0:
+            object.__setattr__(self, "key_heads", self.heads)
+        for name in ("heads", "key_dim", "value_dim", "key_heads"):
+            size = getattr(self, name)
+            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+            object.__setattr__(self, name, int(size))
+        if self.heads % self.key_heads:
+            raise ValueError(f"key_heads: expected a divisor of heads={self.heads}, got {self.key_heads}")
+
+    @property
+    def group(self) -> int:
+        """Value heads that share one key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def erases(self) -> bool:
+        """Whether a token erases along its key before it writes (the delta rule: gdn and kda)."""
+        return self.kind != "mamba2"
+
+    @property
+    def gate_channels(self) -> int:
+        """Length of one head's log-decay: K for kda, 1 for a scalar gate."""
+        return self.key_dim if self.kind == "kda" else 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape ``(heads, V, K)`` of one slot's state, K contiguous."""
+        return (self.heads, self.value_dim, self.key_dim)
+
+    def token_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each input after its ``(batch,)`` or ``(batch, tokens)`` axes; beta only where there is one."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (self.key_heads, self.key_dim),
+            "k": (self.key_heads, self.key_dim),
+            "v": (self.heads, self.value_dim),
+            "g": (self.heads, self.key_dim) if self.kind == "kda" else (self.heads,),
+        }
+        if self.erases:
+            shapes["beta"] = (self.heads,)
+        return shapes
+
+    def expand_keys(self, x: npt.NDArray[Any], axis: int = -2) -> npt.NDArray[Any]:
+        """Repeat the key-head axis of `x` so that it has one entry per value head."""
+        return x if self.group == 1 else np.repeat(x, self.group, axis=axis)
+
+
+def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:
+    """Check the shapes of one call's inputs against a layer.
+
+    Looks at ``.shape`` alone, so it serves arrays of any framework on any device.
+
+    Parameters
+    ----------
+    layer : Layer
+        What the inputs must fit.
+    q, k, v, g, beta : array
+        Shapes ``(batch, [tokens,] ...)`` as in `Layer.token_shapes`; `beta` must be None for mamba2.
+    tokens_axis : bool, optional
+        True or False demands or forbids the tokens axis; None accepts both.
+
+    Returns
+    -------
+    bool
+        Whether there is a tokens axis.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, the expected shape and the one that came.
+    """
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    shapes = layer.token_shapes()
+    if "beta" not in shapes and beta is not None:
+        raise ValueError(f"beta: {layer.kind} has no write gate, expected None, got an array")
+    for name in shapes:
+        if given[name] is None:
+            raise ValueError(f"{name}: {layer.kind} needs an array {_describe(shapes[name])}, got None")
+        if not hasattr(given[name], "shape"):
+            raise ValueError(f"{name}: expected an array {_describe(shapes[name])}, got {type(given[name]).__name__}")
+    lead = tuple(v.shape)[: len(v.shape) - 2]
+    allowed = {None: (1, 2), True: (2,), False: (1,)}[tokens_axis]
+    for name, tail in shapes.items():
+        shape = tuple(given[name].shape)
+        if len(lead) not in allowed or shape != lead + tail:
+            want = _describe(tail, tokens_axis) if len(lead) not in allowed else str(lead + tail)
+            raise ValueError(f"{name}: expected shape {want}, got {shape}")
+    return len(lead) == 2
+
+
+def _describe(tail: tuple[int, ...], tokens_axis: bool | None = None) -> str:
+    axes = {None: "(batch, [tokens,] ", True: "(batch, tokens, ", False: "(batch, "}[tokens_axis]
+    return axes + ", ".join(map(str, tail)) + ")"
+
+
+def check_gates(g: npt.NDArray[Any], beta: npt.NDArray[Any] | None) -> None:
+    """Check the values of host gates: g in [-inf, 0] and beta not NaN.
+
+    Raises
+    ------
+    ValueError
+        If a log-decay is positive or NaN (the state would grow), or a write gate is NaN.
+    """
+    if not (g <= 0).all():
+        worst = g.max() if not np.isnan(g).any() else np.nan
+        raise ValueError(f"g: expected log-decays <= 0 (-inf allowed), got a value of {worst}")
+    if beta is not None and np.isnan(beta).any():
+        raise ValueError("beta: expected numbers, got NaN")
+
+
+def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
+    """Check and return the state slot of each row.
+
+    Parameters
+    ----------
+    slots : array of int or None
+        Shape ``(batch,)``; -1 marks a padding row. None stands for rows 0 to batch - 1.
+    batch : int
+        Rows of the call.
+    capacity : int
+        Slots that the head holds.
+
+    Returns
+    -------
+    ndarray of int64
+        Shape ``(batch,)``.
+
+    Raises
+    ------
+    ValueError
+        If the shape or dtype is wrong, a slot is out of range, or two rows name one slot.
+    """
+    if slots is None:
+        if batch > capacity:
+            raise ValueError(f"slots: expected an array, since a batch of {batch} exceeds the head's {capacity} slots")
+        return np.arange(batch, dtype=np.int64)
+    array = np.asarray(slots)
+    if array.dtype.kind not in "iu" and array.size:
+        raise ValueError(f"slots: expected integers, got dtype {array.dtype}")
+    array = array.astype(np.int64)
+    if array.shape != (batch,):
+        raise ValueError(f"slots: expected shape ({batch},), got {array.shape}")
+    outside = array[(array < PAD_SLOT) | (array >= capacity)]
+    if outside.size:
+        raise ValueError(f"slots: expected -1 (padding) or 0 to {capacity - 1}, got {outside[0]}")
+    live = np.sort(array[array != PAD_SLOT])
+    twice = live[1:][live[1:] == live[:-1]]
+    if twice.size:
+        raise ValueError(f"slots: expected each slot at most once, got slot {twice[0]} twice")
+    return array
+
+
+def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:
+    """Check that an array can be loaded as states of a layer.
+
+    Raises
+    ------
+    ValueError
+        Unless the shape is ``(batch, heads, V, K)``.
+    """
+    shape: Sequence[int] = tuple(getattr(state, "shape", ()))
+    rows: Any = "batch" if batch is None else batch
+    if len(shape) != 4 or tuple(shape[1:]) != layer.state_shape or (batch is not None and shape[0] != batch):
+        want = ", ".join(map(str, (rows, *layer.state_shape)))
+        raise ValueError(f"state: expected shape ({want}), K last, got {tuple(shape)}")

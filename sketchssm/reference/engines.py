@@ -1,0 +1,144 @@
+"""The decode systems in float64, one row and one token at a time: what every faster engine is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.reference import maps
+from sketchssm.reference.recurrence import Array, per_head, step
+from sketchssm.reference.window import Ring, fold, read_window
+
+__all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
+
+
+class StandardEngine:
+    """The recurrence as it stands: state read and written at every token."""
+
+    dtype = np.dtype(np.float64)
+
+    def __init__(self, layer: Layer, slots: int) -> None:
+        self.layer = layer
+        self.state = np.zeros((slots, *layer.state_shape))
+        self.position = np.zeros(slots, dtype=np.int32)
+
+    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
+        """See `sketchssm.backends.Engine`."""
+        inputs = per_head(self.layer, tokens)
+        for row, slot in enumerate(slots):
+            for t in range(out.shape[1]):
+                if slot < 0:
+                    out[row, t] = 0.0
+                    continue
+                out[row, t] = self._token(slot, Tokens(*(x if x is None else x[row, t] for x in inputs)))
+
+    def _token(self, slot: int, token: Tokens) -> Array:
+        state, output = step(self.state[slot].swapaxes(-1, -2), *token)
+        self.state[slot] = state.swapaxes(-1, -2)
+        return output
+
+    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                self.state[slot] = state[row]
+                self._start_window(slot)
+
+    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+
+    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        for slot in slots[slots >= 0]:
+            self.state[slot] = 0.0
+            self._start_window(slot)
+
+    def _start_window(self, slot: int) -> None:
+        self.position[slot] = 0
+
+
+class ReplayEngine(StandardEngine):
+    """Buffered replay: raw inputs wait in a ring and are folded into the state at the window's last token."""
+
+    def __init__(self, layer: Layer, slots: int, window: int) -> None:
+        super().__init__(layer, slots)
+        self.window = window
+        self._ring: list[list[Tokens]] = [[] for _ in range(slots)]
+
+    def _token(self, slot: int, token: Tokens) -> Array:
+        self._ring[slot].append(token)
+        self.position[slot] += 1
+        if self.position[slot] == self.window:
+            self.flush(np.array([slot]))
+            return np.einsum("hvk,hk->hv", self.state[slot], token.q)
+        ring = self._stacked(slot)
+        reads = read_window(token.q[:, None, :], ring)
+        return self._read(slot, reads.queries[:, 0, :]) + np.einsum("hs,hsv->hv", reads.weights[:, 0, :], ring.v)
+
+    def _read(self, slot: int, queries: Array) -> Array:
+        """State-read outputs ``(heads, V)`` of effective queries ``(heads, K)``."""
+        return np.einsum("hvk,hk->hv", self.state[slot], queries)
+
+    def _stacked(self, slot: int) -> Ring:
+        tokens = self._ring[slot]
+        k, v, g = (np.stack([getattr(token, name) for token in tokens], axis=1) for name in "kvg")
+        return Ring(k, v, g, np.stack([t.beta for t in tokens], axis=1) if self.layer.erases else None)
+
+    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        for slot in slots[slots >= 0]:
+            if self._ring[slot]:
+                folded = fold(self.state[slot].swapaxes(-1, -2), self._stacked(slot))
+                self.state[slot] = folded.swapaxes(-1, -2)
+                self._start_window(slot)
+
+    def _start_window(self, slot: int) -> None:
+        self.position[slot] = 0
+        self._ring[slot] = []
+
+
+class SketchEngine(ReplayEngine):
+    """The paper's algorithm 1: replay whose state reads between flushes go through a sketch."""
+
+    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "float64") -> None:
+        super().__init__(plan.layer, slots, plan.window)
+        self.plan = plan
+        self._reads: list[list[Callable[[Array], Array]]] = [[] for _ in range(slots)]
+        for slot in range(slots):
+            self._start_window(slot)
+
+    def _start_window(self, slot: int) -> None:
+        super()._start_window(slot)
+        self._reads[slot] = [self._sketch(slot, head) for head in range(self.layer.heads)]
+
+    def _sketch(self, slot: int, head: int) -> Callable[[Array], Array]:
+        """Sketch one head's state and return how to read it: effective query ``(K,)`` to output ``(V,)``."""
+        state = self.state[slot, head].T.copy()
+        rank = int(self.plan.ranks[head])
+        if rank == DENSE:
+            return lambda x: state.T @ x
+        coefficients = coefficient_map(self.plan, head, state)
+        sketch = state.T @ np.asarray(self.plan.phi[head, :, :rank], dtype=np.float64)
+        return lambda x: sketch @ coefficients(x)
+
+    def _read(self, slot: int, queries: Array) -> Array:
+        return np.stack([read(x) for read, x in zip(self._reads[slot], queries, strict=True)])
+
+
+def coefficient_map(plan: SketchPlan, head: int, state: Array) -> Callable[[Array], Array]:
+    """The plan's coefficient map of one head and one state ``(K, V)``, as a function of effective queries."""
+    rank = int(plan.ranks[head])
+    phi = np.asarray(plan.phi[head, :, :rank], dtype=np.float64)
+    pi = np.asarray(plan.projection[head, :, :rank], dtype=np.float64)
+    if plan.map == "lowrank":
+        return maps.lowrank_factors(state, phi, plan.pivots, plan.ridge).apply
+    if plan.map == "prior":
+        return maps.prior_factors(state, phi, pi, plan.pivots, plan.ridge).apply
+    if plan.map == "offline":
+        return lambda x: x @ pi
+    dense = maps.exact_map(state, phi) if plan.map == "exact" else maps.ridge_map(state, phi, plan.ridge)
+    return lambda x: dense @ x

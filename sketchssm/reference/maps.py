@@ -1,0 +1,210 @@
+"""Coefficient maps: from an effective query to the combination of sketch columns that stands for it.
+
+One head's state ``S`` is ``(..., K, V)``; its sketch is ``U = S^T Phi`` ``(..., V, G)`` with a sketch basis ``Phi``
+``(K, G)``. Every map is linear, ``c = C x``, and the state read is approximated by ``U c``. With the state metric
+normalised to a mean diagonal of one, ``H = S S^T / mu`` and ``mu = |S|_F^2 / K``:
+
+=========  ==========================================================================  ==================
+map        C                                                                           paper
+=========  ==========================================================================  ==================
+exact      ``pinv(U) S^T``                                                             equation *m-coeff*
+ridge      ``(Phi^T H Phi + ridge I)^-1 Phi^T H``                                      *pivot-ridge*
+lowrank    the same with ``H ~ B B^T + Diag(d)``: what p pivots see, and a diagonal    *pivot-metric*
+prior      the same with ``H ~ B B^T + a E0``: what they miss is put where             (ours)
+           calibration saw energy
+offline    ``(Phi^T E0 Phi)^-1 Phi^T E0``, the same for every state                    section 4.1
+=========  ==========================================================================  ==================
+
+`lowrank` and `prior` have one form, and are kept as factors: with a diagonal residual ``delta`` (``d``, or ``a`` for
+every column) and a shared projection ``Pi`` (``Phi``, or ``E0 Phi`` where ``Phi^T E0 Phi = I``),
+
+    C = (L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T),    B = S Q / sqrt(mu),  L = Phi^T B,
+
+and by the Woodbury identity, with ``z = Pi^T x`` and ``w = delta / (delta + ridge)``,
+
+    C x = w z + F (B^T x - L^T (w z)),    F = D^-1 L (I + L^T D^-1 L)^-1,  D = Diag(delta + ridge).
+
+A state then holds ``B (K, p)``, ``F`` and ``L (G, p)`` and ``w (G)`` beside its sketch; ``Pi`` is one per head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sketchssm.reference.recurrence import Array
+
+__all__ = [
+    "RIDGE_FLOOR",
+    "MapFactors",
+    "exact_map",
+    "lowrank_factors",
+    "offline_map",
+    "pivot_basis",
+    "prior_factors",
+    "ridge_map",
+    "state_scale",
+]
+
+RIDGE_FLOOR = 1e-6
+"""Smallest ridge in use: below it float32 can't hold the solve, so a ridge of 0 is evaluated at this value, on
+every backend alike (the metric's mean diagonal is 1, so the limit of a vanishing ridge is reached well before)."""
+
+PIVOT_TOLERANCE = 1e-5
+"""A pivot column that lies this close to the ones before it (relative to its norm) carries rounding noise alone."""
+
+
+class MapFactors(NamedTuple):
+    """A coefficient map in Woodbury form; see the module's text.
+
+    ``b (..., K, p)``, ``f (..., G, p)``, ``l (..., G, p)``, ``w (..., G)`` per state, ``pi (K, G)`` per head.
+    """
+
+    b: Array
+    f: Array
+    l: Array  # noqa: E741  the paper's letter
+    w: Array
+    pi: Array
+
+    def apply(self, x: Array) -> Array:
+        """Coefficients ``C x`` ``(..., G)`` of effective queries ``(..., K)``, without forming C."""
+        wz = self.w * (x @ self.pi)
+        seen = np.einsum("...kp,...k->...p", self.b, x) - np.einsum("...gp,...g->...p", self.l, wz)
+        return wz + np.einsum("...gp,...p->...g", self.f, seen)
+
+    def dense(self) -> Array:
+        """The same map as a matrix ``(..., G, K)``."""
+        wpi = self.w[..., :, None] * self.pi.T
+        return wpi + self.f @ (self.b.swapaxes(-1, -2) - self.l.swapaxes(-1, -2) @ wpi)
+
+
+def state_scale(state: Array) -> Array:
+    """``mu = |S|_F^2 / K``, and 1 for a zero state (equation *pivot-state-metric*)."""
+    mu = np.square(state).sum(axis=(-1, -2)) / state.shape[-2]
+    return np.where(mu > 0, mu, 1.0)
+
+
+def exact_map(state: Array, phi: Array) -> Array:
+    """Least-squares map ``pinv(U) S^T`` ``(..., G, K)`` (equation *m-coeff*).
+
+    Singular values below 1e-7 of the largest count as zero: they are float32 noise of the state.
+    """
+    sketch = state.swapaxes(-1, -2) @ phi
+    return np.linalg.pinv(sketch, rcond=1e-7) @ state.swapaxes(-1, -2)
+
+
+def ridge_map(state: Array, phi: Array, ridge: float) -> Array:
+    """Regularised map with all blocks of the state metric exact, ``(..., G, K)`` (equation *pivot-ridge*)."""
+    sketch = state.swapaxes(-1, -2) @ phi
+    mu = state_scale(state)[..., None, None]
+    gram = sketch.swapaxes(-1, -2) @ sketch / mu
+    cross = sketch.swapaxes(-1, -2) @ state.swapaxes(-1, -2) / mu
+    return np.linalg.solve(gram + max(ridge, RIDGE_FLOOR) * np.eye(phi.shape[-1]), cross)
+
+
+def offline_map(phi: Array, e0: Array) -> Array:
+    """The map of the mean state metric, ``(Phi^T E0 Phi)^+ Phi^T E0`` ``(G, K)``, for any basis (section 4.1)."""
+    cross = phi.swapaxes(-1, -2) @ e0
+    return np.linalg.pinv(cross @ phi, hermitian=True) @ cross
+
+
+def pivot_basis(sketch: Array, pivots: int) -> Array:
+    """Orthonormal basis Q of the first p sketch columns, by Gram-Schmidt done twice.
+
+    Parameters
+    ----------
+    sketch : ndarray, (..., V, G)
+        The sketch U.
+    pivots : int
+        P; ``p = min(G, P)``.
+
+    Returns
+    -------
+    ndarray, (..., V, p)
+        Orthonormal columns, a zero column wherever a sketch column depends on the ones before it.
+    """
+    p = min(pivots, sketch.shape[-1])
+    q = np.zeros((*sketch.shape[:-1], p))
+    for i in range(p):
+        column = sketch[..., i]
+        residual = column
+        for _ in range(2):
+            residual = residual - np.einsum("...vp,...wp,...w->...v", q, q, residual)
+        norm = np.linalg.norm(residual, axis=-1, keepdims=True)
+        independent = norm > PIVOT_TOLERANCE * np.linalg.norm(column, axis=-1, keepdims=True)
+        q[..., i] = np.where(independent, residual / np.where(independent, norm, 1.0), 0.0)
+    return q
+
+
+def lowrank_factors(state: Array, phi: Array, pivots: int, ridge: float) -> MapFactors:
+    """The paper's low-rank-plus-diagonal map (appendix *pivot-coeff*).
+
+    Parameters
+    ----------
+    state : ndarray, (..., K, V)
+        State at the window's start.
+    phi : ndarray, (K, G)
+        Orthonormal sketch basis.
+    pivots : int
+        Pivot count P.
+    ridge : float
+        Regularisation of the coefficients, relative to the metric's mean diagonal.
+
+    Returns
+    -------
+    MapFactors
+        Factors with ``Pi = Phi``.
+    """
+    sketch = state.swapaxes(-1, -2) @ phi
+    mu = state_scale(state)
+    b, low = _pivot_factors(state, sketch, phi, pivots, mu)
+    energy = np.square(sketch).sum(axis=-2) / mu[..., None]
+    residual = np.maximum(energy - np.square(low).sum(axis=-1), 0.0)
+    return _woodbury(b, low, residual, ridge, phi)
+
+
+def prior_factors(state: Array, phi: Array, projection: Array, pivots: int, ridge: float) -> MapFactors:
+    """Map with the calibrated metric in place of the diagonal: ``H ~ B B^T + a E0``.
+
+    ``a = 1 - |B|_F^2 / K`` is the share of the state's energy that the pivots miss; E0 is scaled to trace K.
+
+    Parameters
+    ----------
+    state : ndarray, (..., K, V)
+        State at the window's start.
+    phi : ndarray, (K, G)
+        Sketch basis, E0-orthonormal: ``Phi^T E0 Phi = I``.
+    projection : ndarray, (K, G)
+        ``E0 Phi``.
+    pivots : int
+        Pivot count P.
+    ridge : float
+        Regularisation of the coefficients in the E0-orthonormal basis.
+
+    Returns
+    -------
+    MapFactors
+        Factors with ``Pi = E0 Phi``.
+    """
+    sketch = state.swapaxes(-1, -2) @ phi
+    b, low = _pivot_factors(state, sketch, phi, pivots, state_scale(state))
+    missed = np.maximum(1.0 - np.square(b).sum(axis=(-1, -2)) / state.shape[-2], 0.0)
+    residual = np.broadcast_to(missed[..., None], low.shape[:-1])
+    return _woodbury(b, low, residual, ridge, projection)
+
+
+def _pivot_factors(state: Array, sketch: Array, phi: Array, pivots: int, mu: Array) -> tuple[Array, Array]:
+    """``B = S Q / sqrt(mu)`` and ``L = Phi^T B = U^T Q / sqrt(mu)`` (equation *pivot-low-rank-factor*)."""
+    scale = np.sqrt(mu)[..., None, None]
+    q = pivot_basis(sketch, pivots)
+    return state @ q / scale, sketch.swapaxes(-1, -2) @ q / scale
+
+
+def _woodbury(b: Array, low: Array, residual: Array, ridge: float, pi: Array) -> MapFactors:
+    """Factors of ``(L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T)`` (equation *pivot-woodbury*)."""
+    diagonal = residual + max(ridge, RIDGE_FLOOR)
+    scaled = low / diagonal[..., None]
+    small = np.eye(low.shape[-1]) + low.swapaxes(-1, -2) @ scaled
+    f = np.linalg.solve(small, scaled.swapaxes(-1, -2)).swapaxes(-1, -2)
+    return MapFactors(b, f, low, residual / diagonal, pi)

@@ -1,0 +1,196 @@
+"""One window of buffered tokens: the paper's split into a state read and an exact buffer output.
+
+With the state ``S0`` fixed at the window's start and tokens ``s = 1..t`` in the ring,
+
+    o_t = S0^T x_t + sum_s c_ts v_s,          x_t = M_{1:t}^T q_t   (the effective query),
+    S_t = D_{1:t} S0 + sum_s l_s(t) w_s^T,    l_s(t) = D_{s+1:t} k_s.
+
+Both follow from two scalar tables over pairs of tokens, the decayed Gram matrix ``A[j, s] = <l_s(j), k_j>`` and the
+decayed scores ``P[t, s] = <l_s(t), q_t>``: the weights of the buffer output solve the unit triangular system
+
+    c_ts = beta_s (P[t, s] - sum_{s < j <= t} c_tj A[j, s]),
+
+and the same weights give the effective query, ``x_t = D_{1:t} q_t - sum_j c_tj D_{1:j} k_j``. This is the transpose of
+the paper's WY recurrence (equation *wy*): its forward factors ``pi_s`` are never needed. Decay enters only as
+``exp`` of sums of log-decays over a stretch of tokens, never as a quotient of cumulative decays.
+
+Arrays carry any leading axes; ``t`` tokens are on axis -2 of k and v. Float64 throughout.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sketchssm.reference.recurrence import Array, transition
+
+__all__ = [
+    "Ring",
+    "WindowReads",
+    "decay_between",
+    "effective_query",
+    "erase_factors",
+    "fold",
+    "read_window",
+]
+
+
+class Ring(NamedTuple):
+    """Raw inputs of the tokens buffered since the last flush, in token order.
+
+    ``k (..., t, K)``, ``v (..., t, V)``, ``g (..., t, 1 or K)``, ``beta (..., t)`` or None for mamba2.
+    """
+
+    k: Array
+    v: Array
+    g: Array
+    beta: Array | None
+
+
+class WindowReads(NamedTuple):
+    """What the queries of a window need besides the state.
+
+    ``queries (..., n, K)`` are the effective queries and ``weights (..., n, t)`` the buffer weights, zero for tokens
+    after the query's own: ``o_t = S0^T queries_t + sum_s weights_ts v_s``.
+    """
+
+    queries: Array
+    weights: Array
+
+
+def decay_between(g: Array) -> tuple[Array, Array]:
+    """Decay over every stretch of tokens of a window.
+
+    Parameters
+    ----------
+    g : ndarray, (..., t, C)
+        Log-decays, <= 0; -inf forgets everything before the token.
+
+    Returns
+    -------
+    from_start : ndarray, (..., t, C)
+        ``exp(g_1 + ... + g_j)``, the diagonal of ``D_{1:j}``.
+    between : ndarray, (..., t, t, C)
+        ``between[j, s] = exp(g_{s+1} + ... + g_j)`` for ``s <= j``, and 0 above the diagonal.
+    """
+    tokens = g.shape[-2]
+    log_between = np.full((*g.shape[:-2], tokens, tokens, g.shape[-1]), -np.inf)
+    for j in range(tokens):
+        log_between[..., j, j, :] = 0.0
+        if j:
+            # a running sum per start, since -inf - (-inf) would make a difference of cumulative sums NaN
+            log_between[..., j, :j, :] = log_between[..., j - 1, :j, :] + g[..., j, None, :]
+    return np.exp(np.cumsum(g, axis=-2)), np.exp(log_between)
+
+
+def effective_query(q: Array, ring: Ring) -> Array:
+    """Effective query ``M_{1:t}^T q`` by applying the transposed transitions one by one (section 3.2).
+
+    Parameters
+    ----------
+    q : ndarray, (..., K)
+        Query of the ring's last token.
+    ring : Ring
+        Tokens 1 to t.
+
+    Returns
+    -------
+    ndarray, (..., K)
+        The query that reads the state of the window's start.
+    """
+    x = q
+    for s in reversed(range(ring.k.shape[-2])):
+        beta = None if ring.beta is None else ring.beta[..., s]
+        x = np.einsum("...ij,...i->...j", transition(ring.k[..., s, :], ring.g[..., s, :], beta), x)
+    return x
+
+
+def erase_factors(ring: Ring) -> Array:
+    """The paper's erase factors ``pi_s`` (equation *wy*), by its forward recurrence.
+
+    Parameters
+    ----------
+    ring : Ring
+        Tokens 1 to t of a gdn or kda window.
+
+    Returns
+    -------
+    ndarray, (..., t, K)
+        ``M_{1:t} = Diag(D_{1:t}) - sum_s l_s(t) pi_s^T``.
+    """
+    assert ring.beta is not None
+    from_start, between = decay_between(ring.g)
+    gram = _decayed_products(between, ring.k, ring.k)
+    pi = np.zeros_like(ring.k)
+    for s in range(ring.k.shape[-2]):
+        earlier = np.einsum("...j,...jk->...k", gram[..., s, :s], pi[..., :s, :])
+        pi[..., s, :] = ring.beta[..., s, None] * (from_start[..., s, :] * ring.k[..., s, :] - earlier)
+    return pi
+
+
+def read_window(q: Array, ring: Ring) -> WindowReads:
+    """Effective queries and buffer weights of a window's last n tokens at once.
+
+    Parameters
+    ----------
+    q : ndarray, (..., n, K)
+        Queries of the ring's last n tokens: all of them in calibration, one in a decode step.
+    ring : Ring
+        Tokens 1 to t.
+
+    Returns
+    -------
+    WindowReads
+        One row per query.
+    """
+    from_start, between = decay_between(ring.g)
+    rows = slice(ring.k.shape[-2] - q.shape[-2], None)
+    scores = _decayed_products(between[..., rows, :, :], ring.k, q)
+    queries = from_start[..., rows, :] * q
+    if ring.beta is None:
+        return WindowReads(queries, scores)
+    gate = ring.beta[..., None, :]
+    system = _unit_lower(_decayed_products(between, ring.k, ring.k) * gate)
+    weights = np.linalg.solve(system.swapaxes(-1, -2), (scores * gate).swapaxes(-1, -2)).swapaxes(-1, -2)
+    return WindowReads(queries - weights @ (from_start * ring.k), weights)
+
+
+def fold(state: Array, ring: Ring) -> Array:
+    """Advance a state through a ring from its raw inputs, exactly.
+
+    Parameters
+    ----------
+    state : ndarray, (..., K, V)
+        State at the window's start.
+    ring : Ring
+        Tokens 1 to t.
+
+    Returns
+    -------
+    ndarray, (..., K, V)
+        ``S_t``: the same as t steps of the recurrence, as two matrix products and one triangular solve.
+    """
+    if ring.k.shape[-2] == 0:
+        return state
+    from_start, between = decay_between(ring.g)
+    left = between[..., -1, :, :] * ring.k
+    write = ring.v
+    if ring.beta is not None:
+        gram = _decayed_products(between, ring.k, ring.k)
+        predicted = (from_start * ring.k) @ state
+        system = _unit_lower(ring.beta[..., :, None] * gram)
+        write = np.linalg.solve(system, ring.beta[..., None] * (ring.v - predicted))
+    return from_start[..., -1, :, None] * state + left.swapaxes(-1, -2) @ write
+
+
+def _decayed_products(between: Array, k: Array, y: Array) -> Array:
+    """Table ``[j, s] = <D_{s+1:j} k_s, y_j>`` over rows j of `between` and y, zero for ``s > j``."""
+    if between.shape[-1] == 1:
+        return between[..., 0] * (y @ k.swapaxes(-1, -2))
+    return np.einsum("...jsk,...jk->...js", between * k[..., None, :, :], y)
+
+
+def _unit_lower(table: Array) -> Array:
+    """``I + strict lower triangle``: the triangular system of the delta rule's cross terms."""
+    return np.tril(table, -1) + np.eye(table.shape[-1])
