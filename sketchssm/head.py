@@ -90,9 +90,11 @@ class DecodeHead:
         index = check_slots(None if slots is None else interop.to_host(slots, "slots"), batch, self.slots)
         if out is not None and tuple(out.shape) != tuple(v.shape):
             raise ValueError(f"out: expected shape {tuple(v.shape)}, got {tuple(out.shape)}")
-        host = [None if x is None else self._take(x, name) for name, x in zip("q k v g beta".split(), (q, k, v, g, beta), strict=True)]
+        given = Tokens(q, k, v, g, beta)
+        host = [None if x is None else self._take(x, name) for name, x in given._asdict().items()]
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
-        check_gates(tokens.g[index >= 0], None if tokens.beta is None else tokens.beta[index >= 0])
+        live = index >= 0 if (index < 0).any() else slice(None)
+        check_gates(tokens.g[live], None if tokens.beta is None else tokens.beta[live])
         result = np.empty(tokens.v.shape, dtype=self._engine.dtype)
         self._engine.step(tokens, index, result)
         return interop.from_host(result if several else result[:, 0], like=v, out=out)

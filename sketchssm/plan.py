@@ -88,14 +88,12 @@ class SketchPlan:
         pivots: int = 4,
         ridge: float | None = None,
     ) -> None:
-        if map not in MAPS:
-            raise ValueError(f"map: expected one of {', '.join(MAPS)}, got {map!r}")
         table = np.asarray(getattr(ranks, "ranks", ranks))
         used = int(max(table.max(initial=1), 1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
             raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")
         phi, projection = basis.columns(used, weighted=map in ("prior", "offline"))
-        ridge = DEFAULT_RIDGE[map] if ridge is None else ridge
+        ridge = DEFAULT_RIDGE.get(map, 0.0) if ridge is None else ridge
         self._fill(basis.layer, {"phi": phi, "projection": projection, "ranks": table}, window, map, pivots, ridge)
 
     def _fill(
