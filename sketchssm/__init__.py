@@ -28,7 +28,23 @@ _HOME = {
 }
 _MODULES = ("models", "traffic")
 
-__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604  names are strings
+__all__ = [
+    "DENSE",
+    "Allocation",
+    "Layer",
+    "Moments",
+    "PlanFileError",
+    "RankScores",
+    "ReplayHead",
+    "SketchBasis",
+    "SketchHead",
+    "SketchPlan",
+    "StandardHead",
+    "allocate_ranks",
+    "fit_basis",
+    "models",
+    "traffic",
+]
 
 if TYPE_CHECKING:
     from sketchssm import models, traffic

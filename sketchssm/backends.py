@@ -45,7 +45,7 @@ class Engine(Protocol):
     """``(slots,)``: tokens buffered since each slot's last flush."""
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Run ``(batch, tokens, ...)`` inputs, one token after the other, and write ``out (batch, tokens, heads, V)``."""
+        """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``."""
 
     def load_state(self, state: npt.NDArray[Any], slots: npt.NDArray[np.int64]) -> None:
         """Set states ``(batch, heads, V, K)`` at the start of a window."""

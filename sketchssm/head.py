@@ -52,9 +52,7 @@ class DecodeHead:
         """Tokens that each slot has buffered since its last flush, ``(slots,)``."""
         return self._engine.position.copy()
 
-    def step(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None
-    ) -> Any:
+    def step(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None) -> Any:
         """Decode one token, or several in order, for each row of a batch.
 
         Parameters
@@ -182,9 +180,7 @@ class SketchHead(DecodeHead):
         If an argument is out of range.
     """
 
-    def __init__(
-        self, plan: SketchPlan, slots: int, backend: str = "auto", *, sketch_dtype: str = "bfloat16"
-    ) -> None:
+    def __init__(self, plan: SketchPlan, slots: int, backend: str = "auto", *, sketch_dtype: str = "bfloat16") -> None:
         if sketch_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
         capacity = check_capacity(slots)

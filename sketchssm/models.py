@@ -2,14 +2,14 @@
 
 Each converter starts where a layer has finished its projections and its short convolution, and is named in
 that layer's own terms (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). Leading axes are
-``(batch, tokens)`` or, for one decoding step, ``(batch,)``. Everything is computed in float64, since a softplus
-of a very negative argument times a large decay rate is lost in float32. Each result is rounded to float32, or
-kept in float64 where the array that it comes from has it.
+``(batch, tokens)`` or, for one decoding step, ``(batch,)``. Everything is computed in float64, since a
+softplus of a very negative argument times a large decay rate is lost in float32. Each result is rounded to
+float32, or kept in float64 where the array that it comes from has it.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,8 @@ def mamba2_inputs(
 
     Notes
     -----
-    Serving engines keep ``A = -exp(A_log)`` in place of the parameter; pass ``log(-A)``. Their decoding kernels
-    take no step limit: pass one only where the model's configuration narrows it.
+    Serving engines keep ``A = -exp(A_log)`` in place of the parameter; pass ``log(-A)``. Their decoding
+    kernels take no step limit: pass one only where the model's configuration narrows it.
     """
     x, lead, heads, _ = _values("x", x)
     B, groups, key_dim = _keys("B", B, lead, heads)
@@ -123,7 +123,7 @@ def mamba2_output(o: npt.ArrayLike, x: npt.ArrayLike, D: npt.ArrayLike) -> Array
         raise ValueError(f"D: expected shape ({heads},) or ({heads}, {value_dim}), got {D.shape}")
     skip = D[:, None] if D.ndim == 1 else D
     dtype = np.result_type(o, x, np.float32)
-    return cast(Array, o.astype(dtype) + skip.astype(dtype) * x.astype(dtype))
+    return o.astype(dtype) + skip.astype(dtype) * x.astype(dtype)
 
 
 def gdn_inputs(
@@ -165,7 +165,7 @@ def gdn_inputs(
     eps : float
         Added to the squared norm, as fla and transformers do.
     allow_neg_eigval : bool
-        Double ``beta``, so that a transition may have negative eigenvalues, as fla's option of that name does.
+        Double ``beta``, so that a transition may have negative eigenvalues, as fla's option of the name does.
 
     Returns
     -------
@@ -207,8 +207,8 @@ def kda_inputs(
 ) -> Tokens:
     """Convert a Kimi Delta Attention layer's inputs (fla, Kimi Linear) to the recurrence's.
 
-    As `gdn_inputs`, with a log-decay per channel: ``g = -exp(A_log) * softplus(a + dt_bias)``, where `A_log` is
-    one number per head.
+    As `gdn_inputs`, with a log-decay per channel: ``g = -exp(A_log) * softplus(a + dt_bias)``, where `A_log`
+    is one number per head.
 
     Parameters
     ----------
@@ -232,10 +232,10 @@ def kda_inputs(
     eps : float
         Added to the squared norm, as fla does.
     allow_neg_eigval : bool
-        Double ``beta``, as fla's option of that name does.
+        Double ``beta``, as fla's option of the name does.
     lower_bound : float, optional
-        Negative. Selects fla's bounded gate, ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``, in place
-        of the softplus. It is another function, not a clamp.
+        Negative. Selects fla's bounded gate, ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``, in
+        place of the softplus. It is another function, not a clamp.
     clamp_min : float, optional
         Negative. Raise smaller log-decays of the softplus gate to this value.
 
@@ -326,11 +326,9 @@ def _queries_keys(
     k, key_heads, key_dim = _keys("k", k, lead, heads)
     q = _array("q", q, (*lead, key_heads, key_dim))
     scale = key_dim**-0.5 if scale is None else scale
-    return (
-        (_normalised(q, eps, scale), _normalised(k, eps))
-        if l2norm
-        else (_rounded(q * scale, q), _rounded(k, k))
-    )
+    if l2norm:
+        return _normalised(q, eps, scale), _normalised(k, eps)
+    return _rounded(q.astype(np.float64) * scale, q), _rounded(k, k)
 
 
 def _normalised(x: Array, eps: float, scale: float = 1.0) -> Array:
@@ -359,25 +357,25 @@ def _biased(
     array = _array(bias_name, bias)
     if array.shape not in (bias_shape, (int(np.prod(bias_shape)),)):
         raise ValueError(f"{bias_name}: expected shape {bias_shape}, got {array.shape}")
-    return cast(Array, raw + array.reshape(bias_shape))
+    return raw + array.reshape(bias_shape)
 
 
 def _log(x: Array) -> Array:
     if (x < 0).any():
         raise ValueError(f"dt: expected steps >= 0 where dt_softplus is False, got {x.min()}")
     with np.errstate(divide="ignore"):
-        return cast(Array, np.log(x))
+        return np.log(x)
 
 
 def _log_softplus(x: Array) -> Array:
-    # Below -30 the softplus is exp(x) to float64's last digit, and beyond -745 it would underflow.
-    return cast(Array, np.where(x < -30, x, np.log(np.logaddexp(0.0, np.maximum(x, -30)))))
+    # Below -37 the softplus is exp(x) to float64's last digit, and beyond -745 it would underflow.
+    return np.where(x < -37, x, np.log(np.logaddexp(0.0, np.maximum(x, -37))))
 
 
 def _decay(rate_log: Array, log_step: Array) -> Array:
     """Return ``-exp(rate_log) * step``, as one exponential: neither factor alone can overflow or vanish."""
     with np.errstate(over="ignore"):  # -inf, a full forget, is the right limit
-        return cast(Array, -np.exp(rate_log + log_step))
+        return -np.exp(rate_log + log_step)
 
 
 def _write_gate(b: npt.ArrayLike, shape: tuple[int, ...], allow_neg_eigval: bool) -> Array:

@@ -84,7 +84,7 @@ class SketchPlan:
         basis: SketchBasis,
         ranks: npt.ArrayLike | Allocation,
         window: int = 16,
-        map: str = "lowrank",  # noqa: A002  the field's word, and the paper's
+        map: str = "lowrank",
         pivots: int = 4,
         ridge: float | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class SketchPlan:
         layer: Layer,
         tensors: dict[str, npt.NDArray[Any]],
         window: int,
-        map: str,  # noqa: A002
+        map: str,
         pivots: int,
         ridge: float,
     ) -> None:

@@ -102,7 +102,13 @@ class Layer:
         return (self.heads, self.value_dim, self.key_dim)
 
     def token_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each input after its ``(batch,)`` or ``(batch, tokens)`` axes; beta only where there is one."""
+        """Shape of each input after its ``(batch,)`` or ``(batch, tokens)`` axes.
+
+        Returns
+        -------
+        dict of str to tuple of int
+            For q, k, v, g and, where the kind has a write gate, beta.
+        """
         shapes: dict[str, tuple[int, ...]] = {
             "q": (self.key_heads, self.key_dim),
             "k": (self.key_heads, self.key_dim),
@@ -114,7 +120,20 @@ class Layer:
         return shapes
 
     def expand_keys(self, x: npt.NDArray[Any], axis: int = -2) -> npt.NDArray[Any]:
-        """Repeat the key-head axis of `x` so that it has one entry per value head."""
+        """Repeat the key-head axis of an array so that it has one entry per value head.
+
+        Parameters
+        ----------
+        x : ndarray
+            Array with a key-head axis.
+        axis : int, default -2
+            Which axis that is.
+
+        Returns
+        -------
+        ndarray
+            `x` itself where every value head has a key head of its own.
+        """
         return x if self.group == 1 else np.repeat(x, self.group, axis=axis)
 
 
@@ -150,7 +169,8 @@ def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tok
         if given[name] is None:
             raise ValueError(f"{name}: {layer.kind} needs an array {_describe(shapes[name])}, got None")
         if not hasattr(given[name], "shape"):
-            raise ValueError(f"{name}: expected an array {_describe(shapes[name])}, got {type(given[name]).__name__}")
+            came = type(given[name]).__name__
+            raise ValueError(f"{name}: expected an array {_describe(shapes[name])}, got {came}")
     lead = tuple(v.shape)[: len(v.shape) - 2]
     allowed = {None: (1, 2), True: (2,), False: (1,)}[tokens_axis]
     for name, tail in shapes.items():
@@ -205,7 +225,7 @@ def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
     """
     if slots is None:
         if batch > capacity:
-            raise ValueError(f"slots: expected an array, since a batch of {batch} exceeds the head's {capacity} slots")
+            raise ValueError(f"slots: expected an array, as a batch of {batch} exceeds the head's {capacity} slots")
         return np.arange(batch, dtype=np.int64)
     array = np.asarray(slots)
     if array.dtype.kind not in "iu" and array.size:

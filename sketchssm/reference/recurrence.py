@@ -15,7 +15,7 @@ from sketchssm.recurrence import Layer, Tokens, check_tokens
 
 __all__ = ["Array", "per_head", "run", "step", "transition"]
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.floating[Any]]
 
 
 def transition(k: Array, g: Array, beta: Array | None) -> Array:
@@ -134,6 +134,6 @@ def run(
         current = np.asarray(state, dtype=np.float64).swapaxes(-1, -2)
     output = np.empty(inputs.v.shape)
     for t in range(length):
-        token = (x if x is None else x[:, t] for x in inputs)
+        token = Tokens(*(x if x is None else x[:, t] for x in inputs))
         current, output[:, t] = step(current, *token)
     return output, np.ascontiguousarray(current.swapaxes(-1, -2))

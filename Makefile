@@ -1,0 +1,50 @@
+# The two commands that matter: `make demo` and `make test`. Each sets up what it needs in .venv.
+PYTHON ?= python3
+PYTEST_FLAGS ?= -n auto --dist loadfile
+ARGS ?=
+
+BIN := .venv/bin
+BUILD := setup.py pyproject.toml
+
+.PHONY: demo test lint format typecheck docs bench clean
+
+demo: .venv/.installed
+	$(BIN)/sketchssm demo $(ARGS)
+
+# The checks come first, and pytest's closing line last.
+test: lint typecheck
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: .venv/.installed-dev
+	$(BIN)/mypy
+
+docs: .venv/.installed-dev
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+bench: .venv/.installed
+	$(BIN)/sketchssm bench $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info docs/_build docs/generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environment itself is no target: pip changes its folder's time at every installation.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"sketchssm needs Python 3.11 or later; $(PYTHON) is {v[0]}.{v[1]}")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: $(BUILD) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv/.installed-dev: $(BUILD) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch .venv/.installed $@

@@ -1,0 +1,19 @@
+from sketchssm import __version__ as release  # noqa: F401  Sphinx reads it
+
+project = "sketchssm"
+author = "the sketchssm developers"
+copyright = "the sketchssm developers"
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax", "numpydoc", "myst_parser"]
+exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+
+html_theme = "furo"
+html_title = "sketchssm"
+
+myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_typehints = "none"  # the docstrings give types with shapes
+autosummary_generate = True
+numpydoc_show_class_members = False  # the class template lists them

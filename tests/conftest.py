@@ -1,0 +1,51 @@
+"""Fixtures and settings shared by all tests."""
+
+import importlib.util
+import os
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# A shared machine's pauses are no failures; CI must give the same answer for the same code.
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def has_cuda_device() -> bool:
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a device where there is none."""
+    on_device = [item for item in items if item.get_closest_marker("gpu")]
+    if on_device and not has_cuda_device():
+        config.hook.pytest_deselected(items=on_device)
+        items[:] = [item for item in items if item not in on_device]
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers of the test's own, the same in every run."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="session")
+def jax():
+    return pytest.importorskip("jax")
+
+
+@pytest.fixture(scope="session")
+def cupy():
+    return pytest.importorskip("cupy")

@@ -1,0 +1,120 @@
+"""The documentation keeps its promises: docstrings are complete, and what is shown runs."""
+
+import ast
+import doctest
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+import sketchssm
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OPTIONAL = {"cupy", "jax", "matplotlib", "torch", "transformers"}
+# A fenced python block that stands right after the marker line.
+RUNNABLE = re.compile(r"^<!-- run -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [
+    page
+    for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
+    if RUNNABLE.search(page.read_text())
+]
+
+
+def public_objects() -> dict[str, object]:
+    """Public names with a docstring: functions, classes and modules with what they hold."""
+    found: dict[str, object] = {}
+
+    def visit(name: str, obj: object) -> None:
+        if isinstance(obj, types.ModuleType):
+            members = {member: getattr(obj, member) for member in obj.__all__}
+        elif inspect.isclass(obj):
+            members = {
+                member: value
+                for member, value in vars(obj).items()
+                if not member.startswith("_")
+                and isinstance(value, types.FunctionType | classmethod | staticmethod | property)
+            }
+        elif callable(obj) or isinstance(obj, classmethod | staticmethod | property):
+            members = {}
+        else:
+            return
+        found[name] = obj
+        for member, value in members.items():
+            visit(f"{name}.{member}", value)
+
+    for name in sketchssm.__all__:
+        visit(f"sketchssm.{name}", getattr(sketchssm, name))
+    return found
+
+
+PUBLIC = public_objects()
+
+
+def missing_packages(source: str) -> set[str]:
+    """Optional packages that a script imports and that are not installed."""
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.partition(".")[0])
+    return {name for name in imported & OPTIONAL if importlib.util.find_spec(name) is None}
+
+
+def skip_unless_installed(source: str) -> None:
+    if missing := missing_packages(source):
+        pytest.skip(f"needs {', '.join(sorted(missing))}")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstring(name):
+    validate = pytest.importorskip("numpydoc.validate").validate
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["numpydoc_validation"]
+    errors = [(code, message) for code, message in validate(name)["errors"] if code in config["checks"]]
+    assert not errors
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstring_examples(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name):
+        runner.run(test)
+    assert runner.summarize().failed == 0
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example(path, tmp_path):
+    skip_unless_installed(path.read_text())
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_blocks(page, tmp_path, monkeypatch):
+    text = page.read_text()
+    # Blank lines in place of what precedes a block keep the page's line numbers in a traceback.
+    blocks = ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in RUNNABLE.finditer(text)]
+    skip_unless_installed("".join(blocks))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)

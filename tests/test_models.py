@@ -1,0 +1,284 @@
+"""Converters against the layers' formulas, written out directly in float64."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sketchssm.models import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output
+from sketchssm.recurrence import Layer, check_gates, check_tokens
+
+# A converter computes in float64 and rounds once to float32: half a unit in each element's last place, and a
+# hundredth for the arithmetic before it.
+ONCE_ROUNDED = 1.01 * 2.0**-24
+# A float64 gate is the exponential of a sum of logarithms, below 10 here and each known to its last place.
+FLOAT64 = 32 * np.finfo(np.float64).eps
+RTOL = {np.float32: ONCE_ROUNDED, np.float64: FLOAT64}
+EXTREME = np.array([-1000.0, -100.0, -37.5, -36.5, -30.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1000.0])
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def each(function, x):
+    return np.vectorize(function, otypes=[np.float64])(np.asarray(x, np.float64))
+
+
+def mamba2(rng, lead=(2, 3), heads=8, groups=2, K=16, V=80, dtype=np.float32):
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    return {
+        "x": normal(*lead, heads, V),
+        "dt": normal(*lead, heads),
+        "A_log": normal(heads),
+        "B": normal(*lead, groups, K),
+        "C": normal(*lead, groups, K),
+        "dt_bias": normal(heads),
+    }
+
+
+def delta(rng, kind, lead=(2, 3), heads=4, key_heads=2, K=16, V=80, dtype=np.float32):
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    channels = (K,) if kind == "kda" else ()
+    return {
+        "q": normal(*lead, key_heads, K),
+        "k": normal(*lead, key_heads, K),
+        "v": normal(*lead, heads, V),
+        "a": normal(*lead, heads, *channels),
+        "b": normal(*lead, heads),
+        "A_log": normal(heads),
+        "dt_bias": normal(heads, *channels),
+    }
+
+
+CONVERTERS = {"mamba2": mamba2_inputs, "gdn": gdn_inputs, "kda": kda_inputs}
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("lead", [(2, 3), (2,)])
+def test_mamba2_formulas(rng, lead, dtype):
+    given = mamba2(rng, lead, dtype=dtype)
+    tokens = mamba2_inputs(**given)
+    dt = each(softplus, given["dt"].astype(np.float64) + given["dt_bias"])
+    np.testing.assert_array_equal(tokens.q, given["C"])
+    np.testing.assert_array_equal(tokens.k, given["B"])
+    np.testing.assert_allclose(tokens.v, dt[..., None] * given["x"], rtol=RTOL[dtype])
+    np.testing.assert_allclose(tokens.g, -each(math.exp, given["A_log"]) * dt, rtol=RTOL[dtype])
+    assert tokens.beta is None
+    check_tokens(Layer("mamba2", heads=8, key_dim=16, value_dim=80, key_heads=2), *tokens)
+
+
+def test_mamba2_step_limits_apply_last(rng):
+    given = mamba2(rng)
+    given["x"] = np.ones_like(given["x"])
+    step = mamba2_inputs(**given, dt_limit=(0.5, 1.0)).v
+    free = mamba2_inputs(**given).v
+    np.testing.assert_allclose(step, np.clip(free, 0.5, 1.0), rtol=ONCE_ROUNDED * 2)
+    assert (free < 0.5).any()
+    assert (free > 1.0).any()
+
+
+def test_mamba2_without_softplus_takes_dt_as_it_is(rng):
+    given = mamba2(rng)
+    given["dt"], given["dt_bias"] = np.abs(given["dt"]), None
+    given["dt"][0, 0, 0] = 0  # no step: nothing decays, nothing is written
+    tokens = mamba2_inputs(**given, dt_softplus=False)
+    np.testing.assert_allclose(tokens.v, given["dt"][..., None] * given["x"], rtol=ONCE_ROUNDED * 2)
+    assert tokens.g[0, 0, 0] == 0
+    with pytest.raises(ValueError, match=r"dt: expected steps >= 0 .* got -"):
+        mamba2_inputs(**given | {"dt": -given["dt"]}, dt_softplus=False)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_mamba2_skip_completes_the_layer(rng, per_channel):
+    x, o = rng.standard_normal((2, 2, 3, 8, 80)).astype(np.float32)
+    D = rng.standard_normal((8, 80) if per_channel else 8).astype(np.float32)
+    y = mamba2_output(o, x, D)
+    exact = o.astype(np.float64) + (D if per_channel else D[:, None]).astype(np.float64) * x
+    assert y.dtype == np.float32
+    # One product and one sum, each rounded: two half units of the larger magnitude.
+    assert np.abs(y - exact).max() <= 2 * ONCE_ROUNDED * (np.abs(o) + np.abs(exact - o)).max()
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("lead", [(2, 3), (2,)])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_delta_rule_formulas(rng, kind, lead, dtype):
+    given = delta(rng, kind, lead, dtype=dtype)
+    tokens = CONVERTERS[kind](**given)
+    wide = {name: array.astype(np.float64) for name, array in given.items()}
+    rate = np.exp(wide["A_log"])[:, None] if kind == "kda" else np.exp(wide["A_log"])
+    q, k = (wide[name] / np.sqrt((wide[name] ** 2).sum(-1, keepdims=True) + 1e-6) for name in "qk")
+    rtol = RTOL[dtype]
+    np.testing.assert_allclose(tokens.q, q / 4, rtol=rtol)  # K ** -0.5
+    np.testing.assert_allclose(tokens.k, k, rtol=rtol)
+    np.testing.assert_array_equal(tokens.v, given["v"])
+    np.testing.assert_allclose(tokens.g, -rate * each(softplus, wide["a"] + wide["dt_bias"]), rtol=rtol)
+    np.testing.assert_allclose(tokens.beta, each(sigmoid, wide["b"]), rtol=rtol)
+    assert {array.dtype for array in tokens} == {np.dtype(dtype)}
+    check_tokens(Layer(kind, heads=4, key_dim=16, value_dim=80, key_heads=2), *tokens)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_delta_rule_options(rng, kind):
+    given = delta(rng, kind)
+    plain = CONVERTERS[kind](**given)
+    np.testing.assert_array_equal(CONVERTERS[kind](**given, allow_neg_eigval=True).beta, 2 * plain.beta)
+    np.testing.assert_array_equal(CONVERTERS[kind](**given, scale=1.0).q, 4 * plain.q)
+    ready = CONVERTERS[kind](**given | {"q": plain.q, "k": plain.k}, l2norm=False, scale=1.0)
+    np.testing.assert_array_equal(ready.q, plain.q)
+    np.testing.assert_array_equal(ready.k, plain.k)
+
+
+def test_zero_keys_stay_zero(rng):
+    given = delta(rng, "gdn")
+    given["k"][0, 0] = 0
+    assert not gdn_inputs(**given).k[0, 0].any()
+
+
+def test_kda_parameters_in_the_shapes_of_checkpoints(rng):
+    given = delta(rng, "kda")
+    plain = kda_inputs(**given)
+    flat = given | {"A_log": given["A_log"].reshape(1, 1, -1, 1), "dt_bias": given["dt_bias"].ravel()}
+    np.testing.assert_array_equal(kda_inputs(**flat).g, plain.g)
+
+
+def test_kda_bounds(rng):
+    given = delta(rng, "kda")
+    given["a"] *= 10
+    plain = kda_inputs(**given).g
+    np.testing.assert_array_equal(kda_inputs(**given, clamp_min=-5.0).g, np.maximum(plain, -5.0))
+    assert (plain < -5.0).any()
+
+    raw = given["a"].astype(np.float64) + given["dt_bias"]
+    bounded = -5.0 * each(sigmoid, np.exp(given["A_log"].astype(np.float64))[:, None] * raw)
+    np.testing.assert_allclose(kda_inputs(**given, lower_bound=-5.0).g, bounded, rtol=ONCE_ROUNDED)
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("bias", [-100.0, 0.0, 100.0])
+@pytest.mark.parametrize("A_log", [-100.0, -8.0, 0.0, 8.0, 100.0])
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_extreme_gates(rng, kind, A_log, bias, dtype):
+    """No overflow, no NaN, and right wherever the dtype can hold the answer."""
+    heads, raw = len(EXTREME), EXTREME.astype(dtype)
+    if kind == "mamba2":
+        given = mamba2(rng, (1,), heads, groups=1, dtype=dtype) | {"dt": raw[None]}
+        given["x"][:] = 1
+    else:
+        given = delta(rng, kind, (1,), heads, key_heads=1, dtype=dtype)
+        given["a"][:] = raw[:, None] if kind == "kda" else raw
+    given["A_log"][:], given["dt_bias"][:] = A_log, bias
+    tokens = CONVERTERS[kind](**given)
+    check_gates(tokens.g, tokens.beta)
+
+    step = each(softplus, EXTREME + bias)
+    checked = [(tokens.g[0, :, 0] if kind == "kda" else tokens.g[0], -math.exp(A_log) * step)]
+    if kind == "mamba2":
+        checked.append((tokens.v[0, :, 0], step))
+    # Sums of logarithms now reach 1100, both sides are rounded, and subnormal results are spaced evenly.
+    rtol, atol = 2 * RTOL[dtype] + 1100 * FLOAT64, float(np.finfo(dtype).smallest_subnormal)
+    held = EXTREME + bias > -700  # below, the formula written out here underflows
+    for got, exact in checked:
+        with np.errstate(over="ignore", under="ignore"):
+            expected = exact.astype(dtype)
+        np.testing.assert_allclose(
+            got[held].astype(float), expected[held].astype(float), rtol=rtol, atol=atol
+        )
+
+
+@given(a=st.floats(-1e4, 1e4), A_log=st.floats(-100, 100), b=st.floats(-1e4, 1e4))
+def test_gates_are_always_gates(a, A_log, b):
+    ones = np.ones((1, 1, 4))
+    for convert, raw, bound in ((gdn_inputs, [[a]], {}), (kda_inputs, [[[a] * 4]], {"lower_bound": -5.0})):
+        tokens = convert(ones, ones, ones, raw, [[b]], [A_log], **bound)
+        check_gates(tokens.g, tokens.beta)
+        assert (tokens.beta <= 1).all()
+        assert (tokens.g >= (-5 if bound else -np.inf)).all()
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_low_precision_is_widened_first(rng, dtype, l2norm):
+    given = delta(rng, "gdn", dtype=dtype)
+    tokens = gdn_inputs(**given, scale=0.3, l2norm=l2norm)
+    assert {array.dtype for array in tokens} == {np.dtype(np.float32)}
+    wide = {name: array.astype(np.float64) for name, array in given.items()}
+    wide = gdn_inputs(**wide, scale=0.3, l2norm=l2norm)
+    for got, exact in zip(tokens, wide, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=ONCE_ROUNDED)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_inputs_are_left_alone(rng, kind):
+    given = mamba2(rng) if kind == "mamba2" else delta(rng, kind)
+    before = {name: array.copy() for name, array in given.items()}
+    for array in given.values():
+        array.flags.writeable = False
+    tokens = CONVERTERS[kind](**given)
+    for name, array in given.items():
+        np.testing.assert_array_equal(array, before[name])
+        assert not any(np.shares_memory(array, out) for out in tokens if out is not None)
+
+
+def bad(kind, message, **changes):
+    return pytest.param(kind, changes, message, id=message.partition(":")[0] + "-" + kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        bad("mamba2", r"x: expected shape \(batch, \[tokens,\] heads, V\), got \(4,\)", x=np.ones(4)),
+        bad("mamba2", r"dt: expected shape \(2, 3, 8\), got \(2, 3, 8, 80\)", dt=np.ones((2, 3, 8, 80))),
+        bad("mamba2", r"A_log: expected shape \(8,\), got \(2,\)", A_log=np.ones(2)),
+        bad("mamba2", r"A_log: expected shape \(8,\), got \(4, 2\)", A_log=np.ones((4, 2))),
+        bad("mamba2", r"B: expected shape \(2, 3, key heads, K\), got \(2, 3, 16\)", B=np.ones((2, 3, 16))),
+        bad(
+            "mamba2",
+            r"B: expected a number of key heads that divides 8 heads, got 3",
+            B=np.ones((2, 3, 3, 16)),
+        ),
+        bad("mamba2", r"C: expected shape \(2, 3, 2, 16\), got \(2, 3, 1, 16\)", C=np.ones((2, 3, 1, 16))),
+        bad("mamba2", r"dt_bias: expected shape \(8,\), got \(1, 8\)", dt_bias=np.ones((1, 8))),
+        bad("mamba2", r"dt_limit: expected 0 <= low <= high, got \(1.0, 0.5\)", dt_limit=(1.0, 0.5)),
+        bad(
+            "mamba2",
+            r"x: expected real numbers of at most 64 bits, got dtype complex128",
+            x=np.ones(4, complex),
+        ),
+        bad("gdn", r"q: expected shape \(2, 3, 2, 16\), got \(2, 3, 2, 8\)", q=np.ones((2, 3, 2, 8))),
+        bad(
+            "gdn", r"k: expected shape \(2, 3, key heads, K\), got \(2, 4, 2, 16\)", k=np.ones((2, 4, 2, 16))
+        ),
+        bad("gdn", r"b: expected shape \(2, 3, 4\), got \(2, 3, 2\)", b=np.ones((2, 3, 2))),
+        bad("gdn", r"v: expected an array that NumPy can read, got list", v=[[1.0], [1.0, 2.0]]),
+        bad("kda", r"a: expected shape \(2, 3, 4, 16\), got \(2, 3, 4\)", a=np.ones((2, 3, 4))),
+        bad("kda", r"dt_bias: expected shape \(4, 16\), got \(4,\)", dt_bias=np.ones(4)),
+        bad("kda", r"lower_bound: expected a negative number, got 5.0", lower_bound=5.0),
+        bad("kda", r"clamp_min: expected a negative number, got 0", clamp_min=0),
+        bad("kda", r"clamp_min: expected None beside a lower_bound", clamp_min=-5, lower_bound=-5),
+    ],
+)
+def test_bad_input_is_named(rng, kind, changes, message):
+    given = mamba2(rng) if kind == "mamba2" else delta(rng, kind)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CONVERTERS[kind](**given | changes)
+
+
+def test_bad_skip_is_named(rng):
+    o = rng.standard_normal((2, 8, 80))
+    with pytest.raises(ValueError, match=r"^x: expected shape \(2, 8, 80\), got \(2, 8, 64\)"):
+        mamba2_output(o, o[..., :64], np.ones(8))
+    with pytest.raises(ValueError, match=r"^D: expected shape \(8,\) or \(8, 80\), got \(80,\)"):
+        mamba2_output(o, o, np.ones(80))
