@@ -1,18 +1,14 @@
-"""The plan of one layer: sketch bases, ranks and settings, and the file that carries them.
-
-A plan file is a safetensors file. Its tensors are plain arrays that any framework can open; its metadata names the
-format, its version and the settings, and is checked on load before anything is used.
-"""
+"""The plan of one layer: sketch bases, ranks and settings, and the file that carries them."""
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.files import FileFormat, FileFormatError, layer_fields, load_file, save_file
 from sketchssm.recurrence import DENSE, Layer
 
 if TYPE_CHECKING:
@@ -30,14 +26,14 @@ DEFAULT_RIDGE = {"exact": 0.0, "ridge": 0.01, "lowrank": 0.1, "prior": 0.001, "o
 STORAGE = {"exact": "dense", "ridge": "dense", "lowrank": "factors", "prior": "factors", "offline": "shared"}
 """What a state keeps of its map: the dense matrix, its factors, or nothing (one matrix per head for all states)."""
 
-FORMAT = "sketchssm-plan"
-VERSION = 1
 SETTINGS = ("window", "map", "pivots", "ridge")
-TENSORS = ("phi", "projection", "ranks")
 
 
-class PlanFileError(ValueError):
+class PlanFileError(FileFormatError):
     """A plan file that can't be used: truncated, not a plan, of a newer version, or inconsistent."""
+
+
+FORMAT = FileFormat("sketchssm-plan", 1, ("phi", "projection", "ranks"), PlanFileError)
 
 
 class SketchPlan:
@@ -164,24 +160,9 @@ class SketchPlan:
         path : str or PathLike
             Where to; an existing file is replaced at once when the new one is complete.
         """
-        from safetensors.numpy import save
-
-        layer = self.layer
-        meta = {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "layer": json.dumps(
-                {name: getattr(layer, name) for name in ("kind", "heads", "key_dim", "value_dim", "key_heads")}
-            ),
-            "settings": json.dumps({name: getattr(self, name) for name in SETTINGS}),
-        }
-        path = os.fspath(path)
-        scratch = f"{path}.{os.getpid()}.tmp"
-        with open(scratch, "wb") as file:
-            file.write(save({name: getattr(self, name) for name in TENSORS}, metadata=meta))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        tensors = {name: getattr(self, name) for name in FORMAT.tensors}
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        save_file(path, FORMAT, tensors, {"layer": layer_fields(self.layer), "settings": settings})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SketchPlan:
@@ -204,32 +185,11 @@ class SketchPlan:
         PlanFileError
             If the file is truncated, is not a plan, is of a newer version, or contradicts itself.
         """
-        from safetensors import SafetensorError, safe_open
+        return load_file(path, FORMAT, cls._build)
 
-        path = os.fspath(path)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"no plan file at {path}")
-        try:
-            with safe_open(path, "np") as file:
-                meta = file.metadata() or {}
-                if meta.get("format") != FORMAT:
-                    raise PlanFileError(f"{path}: expected format {FORMAT!r}, got {meta.get('format')!r}")
-                version = meta.get("version", "")
-                if not version.isdigit() or int(version) < 1:
-                    raise PlanFileError(f"{path}: expected a version number, got {version!r}")
-                if int(version) > VERSION:
-                    raise PlanFileError(f"{path}: version {version} is newer than this library reads ({VERSION})")
-                missing = set(TENSORS) - set(file.keys())
-                if missing:
-                    raise PlanFileError(f"{path}: tensors missing: {', '.join(sorted(missing))}")
-                tensors = {name: file.get_tensor(name) for name in TENSORS}
-            settings = json.loads(meta["settings"])
-            plan = cls.__new__(cls)
-            plan._fill(Layer(**json.loads(meta["layer"])), tensors, **{name: settings[name] for name in SETTINGS})
-        except SafetensorError as error:
-            raise PlanFileError(f"{path}: not a whole safetensors file ({error})") from error
-        except PlanFileError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanFileError(f"{path}: metadata or tensors are inconsistent ({error})") from error
+    @classmethod
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], meta: dict[str, Any]) -> SketchPlan:
+        plan = cls.__new__(cls)
+        settings = meta["settings"]
+        plan._fill(Layer(**meta["layer"]), tensors, **{name: settings[name] for name in SETTINGS})
         return plan
