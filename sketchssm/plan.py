@@ -47,7 +47,7 @@ class SketchPlan:
         Rank of each head; `DENSE` for a head that reads its full state.
     window : int, default 16
         Tokens from one flush to the next (W).
-    map : {"exact", "ridge", "lowrank", "prior", "offline"}, default "lowrank"
+    map : {"exact", "ridge", "lowrank", "prior", "offline"}, default "prior"
         Coefficient map.
     pivots : int, default 4
         Pivot count P of `lowrank` and `prior`; the others ignore it.
@@ -80,7 +80,7 @@ class SketchPlan:
         basis: SketchBasis,
         ranks: npt.ArrayLike | Allocation,
         window: int = 16,
-        map: str = "lowrank",
+        map: str = "prior",
         pivots: int = 4,
         ridge: float | None = None,
     ) -> None:

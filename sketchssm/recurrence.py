@@ -173,11 +173,12 @@ def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tok
             raise ValueError(f"{name}: expected an array {_describe(shapes[name])}, got {came}")
     lead = tuple(v.shape)[: len(v.shape) - 2]
     allowed = {None: (1, 2), True: (2,), False: (1,)}[tokens_axis]
+    if len(lead) not in allowed:
+        raise ValueError(f"v: expected shape {_describe(shapes['v'], tokens_axis)}, got {tuple(v.shape)}")
     for name, tail in shapes.items():
         shape = tuple(given[name].shape)
-        if len(lead) not in allowed or shape != lead + tail:
-            want = _describe(tail, tokens_axis) if len(lead) not in allowed else str(lead + tail)
-            raise ValueError(f"{name}: expected shape {want}, got {shape}")
+        if shape != lead + tail:
+            raise ValueError(f"{name}: expected shape {lead + tail}, got {shape}")
     return len(lead) == 2
 
 

@@ -1,0 +1,263 @@
+"""Rank allocation: which head reads through how wide a sketch, under one budget of read traffic.
+
+The paper's appendix *Offline sketch-rank allocation*: every head takes a rank or a full read so that the sum of the
+scores is least within the budget (equation *m-allocation*), a multiple-choice knapsack. A price on traffic makes the
+heads independent and gives a lower bound (equation *alloc-dual*) that certifies how far the table can be from optimal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm import traffic
+from sketchssm.calibrate.scores import SCORES, RankScores
+from sketchssm.recurrence import DENSE
+from sketchssm.reference.recurrence import Array
+
+__all__ = ["METHODS", "Allocation", "Traffic", "allocate_ranks"]
+
+METHODS = (*SCORES, "uniform")
+
+Choice = npt.NDArray[np.int64]
+
+
+class Traffic(NamedTuple):
+    """What a rank table costs.
+
+    ``read_bytes`` is the sum over heads of what a read between flushes moves, which the budget bounds; ``reduction``
+    the whole state traffic relative to standard decoding, flushes included.
+    """
+
+    read_bytes: float
+    reduction: float
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """A rank table and how good it is.
+
+    Attributes
+    ----------
+    ranks : ndarray of int64, (heads,), or list of them
+        Rank of each head, `DENSE` for a full read; one array per layer where a sequence of scores came in.
+    objective : float
+        Sum of the scores J of the chosen ranks (P).
+    bound : float
+        Lower bound on any table's objective within the budget (D).
+    budget : float
+        Read bytes that the mean rank allows (B).
+    traffic : Traffic
+        Read bytes in use, and the traffic reduction.
+    method : str
+        Score that the table was chosen by.
+    """
+
+    ranks: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]
+    objective: float
+    bound: float
+    budget: float
+    traffic: Traffic
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """Duality certificate ``(P - D) / P``: no table within the budget is better by a larger share."""
+        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
+
+
+def allocate_ranks(
+    scores: RankScores | Sequence[RankScores],
+    mean_rank: float,
+    method: str | None = None,
+    *,
+    storage: str = "dense",
+    pivots: int = 4,
+) -> Allocation:
+    """Allocate ranks to heads within the read traffic of a mean rank.
+
+    Parameters
+    ----------
+    scores : RankScores or sequence of them
+        Scores of one layer, or of several layers that share the budget.
+    mean_rank : float
+        Mean rank; the budget is what all heads would read at it.
+    method : {"gradient", "error", "sensitivity", "uniform"}, optional
+        Score to minimise, see `RankScores.J`; "uniform" gives every head the mean rank, a fraction dropped so
+        as not to exceed the budget, and reports the default score's objective and bound. Default: "gradient" if all
+        layers have gradients, else "error".
+    storage : {"dense", "factors", "shared"}, default "dense"
+        What a rank costs, see `sketchssm.traffic.sketch_read`; the paper's by default.
+    pivots : int, default 4
+        Pivot count of "factors".
+
+    Returns
+    -------
+    Allocation
+        Rank table with its certificate.
+
+    Raises
+    ------
+    ValueError
+        If there are no scores, the mean rank is below 1 or, for "uniform", beyond the ranks that can be given, or the
+        method is unknown or needs gradients that were not given.
+    """
+    single = isinstance(scores, RankScores)
+    layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
+    if not layers:
+        raise ValueError("scores: expected those of at least one layer, got none")
+    default = "gradient" if all(layer.graded for layer in layers) else "error"
+    method = method or default
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    table = _Table.of(layers, default if method == "uniform" else method, storage, pivots)
+    if not (np.isfinite(mean_rank) and mean_rank >= 1):
+        raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
+    if method == "uniform" and mean_rank > table.uniform_limit:
+        raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
+
+    mean_reads = [_read(layer, np.asarray(mean_rank), storage, pivots).item() for layer in layers]
+    budget = sum(layer.layer.heads * read for layer, read in zip(layers, mean_reads, strict=True))
+    choice, beyond, bound = _bisect(table, budget)
+    if method == "uniform":
+        choice = np.full_like(choice, int(mean_rank) - 1)
+    else:
+        choice = _spend(table, _upgrade(table, choice, beyond, budget), budget)
+
+    objective, used = table.totals(choice)
+    ranks = np.where(choice == table.cost.shape[1] - 1, DENSE, choice + 1)
+    per_layer = np.split(ranks, np.cumsum([layer.layer.heads for layer in layers])[:-1])
+    cost = Traffic(used, _reduction(layers, per_layer, storage, pivots))
+    return Allocation(per_layer[0] if single else per_layer, objective, bound, budget, cost, method)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Score and read bytes ``(N, actions)`` of ranks 1, 2, ... and, last, the full read.
+
+    A score is inf where a head can't take the rank: it was not scored, or is no cheaper than the full read.
+    """
+
+    score: Array
+    cost: Array
+    uniform_limit: int
+
+    @classmethod
+    def of(cls, layers: Sequence[RankScores], method: str, storage: str, pivots: int) -> _Table:
+        width = max(layer.rank_max for layer in layers)
+        decay = _shared_decay(layers, width) if method == "sensitivity" else None
+        scores, costs, limits = [], [], []
+        for layer in layers:
+            heads, limit = layer.layer.heads, layer.rank_max
+            full = float(_read(layer, np.asarray(DENSE), storage, pivots))
+            cost = _read(layer, np.arange(1, width + 1), storage, pivots)
+            limit = min(limit, int((cost < full).sum()))  # G*: a wider sketch costs more than the state
+            score = np.full((heads, width + 1), np.inf)
+            curves = layer.J(method, None if decay is None else decay[: layer.rank_max + 1])
+            score[:, :limit] = curves[:, 1 : limit + 1]
+            score[:, -1] = 0.0
+            scores.append(score)
+            costs.append(np.broadcast_to(np.append(cost, full), score.shape))
+            limits.append(limit)
+        return cls(np.concatenate(scores), np.concatenate(costs), min(limits))
+
+    def totals(self, choice: Choice) -> tuple[float, float]:
+        """Objective and read bytes of one action per head."""
+        rows = np.arange(choice.size)
+        return float(self.score[rows, choice].sum()), float(self.cost[rows, choice].sum())
+
+
+def _bisect(table: _Table, budget: float) -> tuple[Choice, Choice, float]:
+    """Find the price at which the heads' own choices meet the budget.
+
+    Returns the best feasible table met, the choices at the largest price found to be too low, and the best bound.
+    """
+
+    def choose(price: float) -> tuple[Choice, float, float]:
+        penalised = table.score + price * table.cost
+        choice = penalised.argmin(axis=1)  # the first of equals is the cheapest
+        return choice, table.totals(choice)[1], float(penalised.min(axis=1).sum()) - price * budget
+
+    beyond, used, bound = choose(0.0)
+    if used <= budget:
+        return beyond, beyond, bound
+    # at this price no step up from rank 1 is worth its bytes
+    worst = table.score.max(where=np.isfinite(table.score), initial=0.0)
+    low, high = 0.0, float(worst / np.diff(table.cost, axis=1)[:, :-1].min(initial=1.0))
+    feasible, _, at_high = choose(high)
+    best, bound = table.totals(feasible)[0], max(bound, at_high)
+    for _ in range(100):  # halves the price's interval beyond float64's resolution
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        choice, used, value = choose(middle)
+        bound = max(bound, value)
+        if used > budget:
+            low, beyond = middle, choice
+            continue
+        high = middle
+        objective = table.totals(choice)[0]
+        if objective <= best:
+            feasible, best = choice, objective
+    return feasible, beyond, bound
+
+
+def _upgrade(table: _Table, choice: Choice, beyond: Choice, budget: float) -> Choice:
+    """Move heads to what they choose at a slightly lower price, best gain per byte first, as far as the budget goes.
+
+    Heads of like curves change their choice at one price, all at once: this takes as many of them as there is room.
+    """
+    choice = choice.copy()
+    heads = np.flatnonzero(choice != beyond)
+    gain = table.score[heads, choice[heads]] - table.score[heads, beyond[heads]]
+    extra = table.cost[heads, beyond[heads]] - table.cost[heads, choice[heads]]
+    slack = budget - table.totals(choice)[1]
+    for i in np.argsort(-gain / np.maximum(extra, 1.0), kind="stable"):
+        if gain[i] > 0 and extra[i] <= slack:
+            choice[heads[i]] = beyond[heads[i]]
+            slack -= extra[i]
+    return choice
+
+
+def _spend(table: _Table, choice: Choice, budget: float) -> Choice:
+    """Spend what is left of the budget: the single-head substitution that gains most, until none improves."""
+    choice = choice.copy()
+    rows = np.arange(choice.size)
+    while True:
+        slack = budget - table.totals(choice)[1]
+        gain = table.score[rows, choice][:, None] - table.score
+        gain[table.cost - table.cost[rows, choice][:, None] > slack] = 0.0
+        head, action = np.unravel_index(gain.argmax(), gain.shape)
+        if gain[head, action] <= 0:
+            return choice
+        choice[head] = action
+
+
+def _read(layer: RankScores, rank: npt.NDArray[np.generic], storage: str, pivots: int) -> Array:
+    shape = layer.layer
+    return traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, storage, pivots)
+
+
+def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], storage: str, pivots: int) -> float:
+    """Traffic reduction over all heads of all layers: bytes are added up before the ratio is taken."""
+    before = after = 0.0
+    for layer, own in zip(layers, ranks, strict=True):
+        shape = layer.layer
+        size = (shape.key_dim, shape.value_dim)
+        before += shape.heads * traffic.standard(*size)
+        after += float(traffic.sketch(shape.kind, *size, own, layer.window, storage, pivots).sum())
+    return before / after
+
+
+def _shared_decay(layers: Sequence[RankScores], width: int) -> Array:
+    """Mean over all heads that are scored at a rank of the share of energy that the rank loses."""
+    lost = np.full((sum(layer.layer.heads for layer in layers), width + 1), np.nan)
+    start = 0
+    for layer in layers:
+        lost[start : start + layer.layer.heads, : layer.rank_max + 1] = 1.0 - layer.retained
+        start += layer.layer.heads
+    return np.nanmean(lost, axis=0)

@@ -1,0 +1,198 @@
+"""Second moments of states and effective queries: all that a sketch basis needs of the traces (section 4.1)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, walk
+from sketchssm.files import FileFormat, layer_fields, load_file, save_file
+from sketchssm.recurrence import Layer
+from sketchssm.reference.recurrence import Array
+
+__all__ = ["Moments"]
+
+WEIGHTINGS = ("uniform", "output")
+
+FORMAT = FileFormat("sketchssm-moments", 1, ("state_gram", "query_gram", "samples"))
+
+
+class Moments:
+    """Running sums of ``S0 S0^T`` and ``x x^T`` over the reads that a sketch will serve.
+
+    A sample is a token at position 1 to W - 1 of a window: the flush token reads the exact state. It contributes its
+    effective query x and the state S0 that x reads, so that both expectations are over one set of samples. Tokens
+    whose S0 is exactly zero, such as those of a sequence's first window, read nothing and are not counted.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence the layer runs.
+    heads : int
+        Value heads.
+    key_dim : int
+        Length K of a query or a key.
+    value_dim : int
+        Length V of a value or an output.
+    key_heads : int, optional
+        Heads of q and k; default `heads`.
+    window : int, default 16
+        Tokens from one flush to the next (W).
+    weighting : {"uniform", "output"}, default "uniform"
+        "output" divides each effective query by the norm of its token's output (state read and buffer together), so
+        that a basis minimises the relative error: the right loss where a per-head norm follows the recurrence.
+        The state's moment is never weighted: E0 stays the mean geometry of the states.
+
+    Attributes
+    ----------
+    layer : Layer
+        Kind and shape.
+    state_gram : ndarray of float64, (heads, K, K)
+        Sum of ``S0 S0^T`` over the samples.
+    query_gram : ndarray of float64, (heads, K, K)
+        Sum of ``x x^T`` over the samples, weighted if so asked.
+    samples : ndarray of int64, (heads,)
+        Number of samples.
+    window, weighting
+        As given.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        key_heads: int | None = None,
+        window: int = 16,
+        weighting: str = "uniform",
+    ) -> None:
+        if weighting not in WEIGHTINGS:
+            raise ValueError(f"weighting: expected one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
+        self.layer = Layer(kind, heads, key_dim, value_dim, heads if key_heads is None else key_heads)
+        self.window = check_window(window)
+        self.weighting = weighting
+        shape = (self.layer.heads, self.layer.key_dim, self.layer.key_dim)
+        self.state_gram: Array = np.zeros(shape)
+        self.query_gram: Array = np.zeros(shape)
+        self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
+
+    def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, carry: Carry | None = None) -> Carry:
+        """Add what some tokens contribute.
+
+        Parameters
+        ----------
+        q, k : array, (batch, tokens, key_heads, K)
+            Queries and keys, normalised and scaled.
+        v : array, (batch, tokens, heads, V)
+            Values.
+        g : array, (batch, tokens, heads) or, for kda, (batch, tokens, heads, K)
+            Log-decays, <= 0.
+        beta : array, (batch, tokens, heads), optional
+            Write gates; None for mamba2.
+        carry : Carry, optional
+            What the call before returned, to go on with the same sequences. Default: new sequences, from zero states
+            at the start of a window.
+
+        Returns
+        -------
+        Carry
+            Where the sequences stand. However they are cut along tokens, the sums are the same to rounding.
+
+        Raises
+        ------
+        ValueError
+            Naming the argument, before anything is added: a wrong shape, a gate above 0 or NaN, an input that is not
+            finite, a carry that does not fit.
+        TypeError
+            If an argument is not a real floating-point array.
+        """
+        return walk(self.layer, host_tokens(self.layer, q, k, v, g, beta), self.window, carry, self._add)
+
+    def _add(self, reads: SketchReads) -> None:
+        count = reads.queries.shape[-2]
+        x = np.where(reads.live[..., None, None], reads.queries, 0.0)
+        if self.weighting == "output":
+            norm = np.linalg.norm(reads.queries @ reads.state + reads.buffer, axis=-1, keepdims=True)
+            # an output whose square underflows is a zero: it has no direction that an error could turn
+            x = np.divide(x, norm, out=np.zeros_like(x), where=norm > np.sqrt(np.finfo(np.float64).tiny))
+        heads, key_dim = self.layer.heads, self.layer.key_dim
+        columns = reads.state.transpose(1, 2, 0, 3).reshape(heads, key_dim, -1)
+        rows = x.swapaxes(0, 1).reshape(heads, -1, key_dim)
+        self.state_gram += count * (columns @ columns.swapaxes(-1, -2))
+        self.query_gram += rows.swapaxes(-1, -2) @ rows
+        self.samples += count * reads.live.sum(axis=0)
+
+    def __add__(self, other: Moments) -> Moments:
+        """Moments of both sets of traces; ValueError unless layer, window and weighting agree."""
+        if not isinstance(other, Moments):
+            return NotImplemented
+        for name in ("layer", "window", "weighting"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"moments: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
+                )
+        total = Moments(**layer_fields(self.layer), window=self.window, weighting=self.weighting)
+        for name in FORMAT.tensors:
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sums to a safetensors file, all or nothing, to be added to or updated later.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where to; an existing file is replaced at once when the new one is complete.
+        """
+        tensors = {name: getattr(self, name) for name in FORMAT.tensors}
+        settings = {"window": self.window, "weighting": self.weighting}
+        save_file(path, FORMAT, tensors, {"layer": layer_fields(self.layer), "settings": settings})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Moments:
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where from.
+
+        Returns
+        -------
+        Moments
+            The sums, ready for further updates.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        FileFormatError
+            If the file is truncated, holds no moments, is of a newer version, or contradicts itself.
+        """
+        return load_file(path, FORMAT, cls._build)
+
+    @classmethod
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], meta: dict[str, Any]) -> Moments:
+        moments = cls(**meta["layer"], **meta["settings"])
+        for name in FORMAT.tensors:
+            have, want = tensors[name], getattr(moments, name)
+            if have.shape != want.shape or have.dtype != want.dtype or not np.isfinite(have).all():
+                raise ValueError(f"{name}: expected finite {want.dtype} of shape {want.shape}")
+            setattr(moments, name, have)
+        return moments
+
+
+def check_window(window: Any) -> int:
+    """Check a window's length."""
+    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 2:
+        raise ValueError(f"window: expected an integer of at least 2, got {window!r}")
+    return int(window)

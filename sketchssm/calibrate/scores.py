@@ -1,0 +1,243 @@
+"""Rank scores: what each head loses at each rank, and what the model's loss would feel of it (section 4.2).
+
+The residual of a rank-G read with ideal least-squares coefficients is ``delta(G) = (I - Q_G Q_G^T) o`` for the state
+read ``o = S0^T x`` and an orthonormal basis ``Q_G`` of the first G sketch columns, so that one QR factorisation of
+the widest sketch serves every rank (equation *alloc-qr*).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.moments import check_window
+from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, take_array, walk
+from sketchssm.reference.recurrence import Array
+
+__all__ = ["SCORES", "RankScores", "prefix_basis"]
+
+SCORES = ("gradient", "error", "sensitivity")
+"""What `RankScores.J` can score by."""
+
+DEPENDENT = 1e-7
+"""A sketch column that lies this close to the span of those before it (relative to its norm) adds only the rounding
+noise of a float32 state; the same threshold as the exact map's."""
+
+
+class RankScores:
+    """Running per-head, per-rank statistics of what ideal sketch reads lose.
+
+    Samples are those of `Moments`: tokens that are read through the sketch of a nonzero state. Use other traces than
+    those that the basis was fitted to.
+
+    Parameters
+    ----------
+    basis : SketchBasis
+        Bases to score; only the nested spans matter.
+    window : int, optional
+        Tokens from one flush to the next (W); default the basis's.
+    rank_max : int, optional
+        Largest rank to score; default the basis's.
+
+    Attributes
+    ----------
+    layer : Layer
+        Kind and shape.
+    error : ndarray of float64, (heads, rank_max + 1)
+        Sum of ``|delta(G)|^2`` for G = 0 to `rank_max`; rank 0 reads nothing, so column 0 is the whole energy.
+    paired : ndarray of float64, (heads, rank_max + 1)
+        Sum of ``(grad^T delta(G))^2``.
+    sensitivity : ndarray of float64, (heads,)
+        Sum of ``|grad|^2``.
+    samples : ndarray of int64, (heads,)
+        Number of samples.
+    graded : bool or None
+        Whether gradients are given; None before the first update.
+    window, rank_max
+        As in use.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(self, basis: SketchBasis, window: int | None = None, rank_max: int | None = None) -> None:
+        rank = basis.rank_max if rank_max is None else rank_max
+        self.layer = basis.layer
+        self.window = check_window(basis.window if window is None else window)
+        self.rank_max = int(rank)
+        self.graded: bool | None = None
+        self._omega = basis.columns(rank)[0]
+        self.error: Array = np.zeros((self.layer.heads, self.rank_max + 1))
+        self.paired: Array = np.zeros_like(self.error)
+        self.sensitivity: Array = np.zeros(self.layer.heads)
+        self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
+
+    def update(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
+    ) -> Carry:
+        """Add what some tokens contribute.
+
+        Parameters
+        ----------
+        q, k : array, (batch, tokens, key_heads, K)
+            Queries and keys, normalised and scaled.
+        v : array, (batch, tokens, heads, V)
+            Values.
+        g : array, (batch, tokens, heads) or, for kda, (batch, tokens, heads, K)
+            Log-decays, <= 0.
+        beta : array, (batch, tokens, heads), optional
+            Write gates; None for mamba2.
+        grad : array, (batch, tokens, heads, V), optional
+            Gradient of the loss with respect to the recurrence's output, on one scale for all layers and calls. Given
+            at every call or at none.
+        carry : Carry, optional
+            What the call before returned, to go on with the same sequences.
+
+        Returns
+        -------
+        Carry
+            Where the sequences stand.
+
+        Raises
+        ------
+        ValueError
+            Naming the argument, before anything is added: what `Moments.update` refuses, a gradient of the wrong
+            shape or not finite, or one that comes at some calls only.
+        TypeError
+            If an argument is not a real floating-point array.
+        """
+        tokens = host_tokens(self.layer, q, k, v, g, beta)
+        if self.graded not in (None, grad is not None):
+            raise ValueError("grad: expected at every update or at none")
+        host = None if grad is None else take_array(grad, "grad")
+        if host is not None and host.shape != tokens.v.shape:
+            raise ValueError(f"grad: expected shape {tokens.v.shape}, got {host.shape}")
+        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, host))
+        self.graded = host is not None
+        return carry
+
+    def _add(self, reads: SketchReads, grad: npt.NDArray[Any] | None) -> None:
+        output = reads.queries @ reads.state  # zero where the state is
+        basis = prefix_basis(reads.state.swapaxes(-1, -2) @ self._omega)
+        seen = output @ basis
+        energy = np.square(output).sum(axis=-1, keepdims=True)
+        # the difference of two nearly equal energies may come out negative by rounding
+        lost = np.maximum(energy - np.cumsum(np.square(seen), axis=-1), 0.0)
+        self.error += np.concatenate([energy, lost], axis=-1).sum(axis=(0, 2))
+        self.samples += reads.queries.shape[-2] * reads.live.sum(axis=0)
+        if grad is None:
+            return
+        slope = np.asarray(grad[reads.rows, reads.tokens], dtype=np.float64).swapaxes(1, 2)
+        slope = np.where(reads.live[..., None, None], slope, 0.0)
+        whole = (slope * output).sum(axis=-1, keepdims=True)
+        missed = whole - np.cumsum((slope @ basis) * seen, axis=-1)
+        self.paired += np.square(np.concatenate([whole, missed], axis=-1)).sum(axis=(0, 2))
+        self.sensitivity += np.square(slope).sum(axis=(0, 2, 3))
+
+    @property
+    def retained(self) -> Array:
+        """Retained output fraction rho_G ``(heads, rank_max + 1)``; 1 for a head that reads nothing."""
+        whole = self.error[:, :1]
+        return 1.0 - np.divide(self.error, whole, out=np.zeros_like(self.error), where=whole > 0)
+
+    def J(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
+        """Score every head and rank: the expected harm of reading through a rank-G sketch.
+
+        Parameters
+        ----------
+        method : {"gradient", "error", "sensitivity"}, optional
+            "gradient" is the paper's paired score ``E[(grad^T delta(G))^2]`` (equation *m-head-objective*) and
+            "error" its gradient-free ablation ``E[|delta(G)|^2]``. "sensitivity", the gradient-only ablation, is
+            ``E[|grad|^2]`` of the head times a `decay` with rank that all heads share. Default: "gradient" if
+            gradients were given, else "error".
+        decay : array_like, (rank_max + 1,), optional
+            The shared decay of "sensitivity"; default the mean over this layer's heads of ``1 - retained``.
+
+        Returns
+        -------
+        ndarray, (heads, rank_max + 1)
+            Mean scores; zero for a head without samples.
+
+        Raises
+        ------
+        ValueError
+            If the method is unknown or needs gradients that were not given.
+        """
+        method = method or self.default_method
+        if method not in SCORES:
+            raise ValueError(f"method: expected one of {', '.join(SCORES)}, got {method!r}")
+        if method != "error" and not self.graded:
+            raise ValueError(f"method: {method!r} needs gradients, and the scores were updated without")
+        count = np.maximum(self.samples, 1)[:, None]
+        if method == "sensitivity":
+            shared = (1.0 - self.retained).mean(axis=0) if decay is None else np.asarray(decay, dtype=np.float64)
+            return self.sensitivity[:, None] / count * shared
+        return (self.error if method == "error" else self.paired) / count
+
+    @property
+    def default_method(self) -> str:
+        """The best score there are data for: "gradient", or "error" without gradients."""
+        return "gradient" if self.graded else "error"
+
+    def __add__(self, other: RankScores) -> RankScores:
+        """Scores over both sets of traces; ValueError unless basis and window agree, and gradients do."""
+        if not isinstance(other, RankScores):
+            return NotImplemented
+        for name in ("layer", "window", "rank_max"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"scores: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
+                )
+        if not np.array_equal(self._omega, other._omega):
+            raise ValueError("scores: expected the same basis to add")
+        if None not in (self.graded, other.graded) and self.graded != other.graded:
+            raise ValueError("scores: expected gradients in both or in neither")
+        total = RankScores.__new__(RankScores)
+        total.__dict__.update(self.__dict__)
+        total.graded = other.graded if self.graded is None else self.graded
+        for name in ("error", "paired", "sensitivity", "samples"):
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
+
+
+def prefix_basis(sketch: Array) -> Array:
+    """Orthonormal basis of the columns of sketches, nested: the first G columns of one span those of the other.
+
+    Parameters
+    ----------
+    sketch : ndarray, (..., V, G)
+        Sketches U.
+
+    Returns
+    -------
+    ndarray, (..., V, G)
+        Orthonormal columns, and a zero column wherever a sketch column depends on those before it.
+    """
+    basis, triangle = np.linalg.qr(sketch)
+    own = np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))
+    dependent = own <= DEPENDENT * np.linalg.norm(triangle, axis=-2)
+    lacking = dependent.any(axis=-1)
+    if lacking.any():
+        # Householder QR puts an arbitrary direction in a dependent column's place, and later columns lose their share
+        # of it once it is dropped: start again with what is a basis at every column.
+        basis[lacking] = _gram_schmidt(sketch[lacking])
+    return basis
+
+
+def _gram_schmidt(sketch: Array) -> Array:
+    """`prefix_basis` column by column, each orthogonalised twice (float64's rounding needs the second time)."""
+    basis = np.zeros_like(sketch)
+    for i in range(sketch.shape[-1]):
+        residual = sketch[..., i : i + 1]
+        size = np.linalg.norm(residual, axis=-2, keepdims=True)
+        for _ in range(2):
+            residual = residual - basis[..., :i] @ (basis[..., :i].swapaxes(-1, -2) @ residual)
+        norm = np.linalg.norm(residual, axis=-2, keepdims=True)
+        independent = norm > DEPENDENT * size
+        basis[..., i : i + 1] = np.where(independent, residual / np.where(independent, norm, 1.0), 0.0)
+    return basis

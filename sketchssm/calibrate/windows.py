@@ -1,0 +1,183 @@
+"""Traces, window by window: the state at each window's start and the effective queries that read it.
+
+Moments and rank scores are both sums over the same samples, defined here once. A sample is a token that decoding
+would read through the sketch: positions 1 to W - 1 of a window, since the flush token reads the exact state. Where
+the window starts from a zero state (a sequence's first, or after a full forget) nothing is read, and its tokens are
+no samples of that head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm import interop
+from sketchssm.recurrence import Layer, Tokens, check_gates, check_state, check_tokens
+from sketchssm.reference.recurrence import Array, per_head
+from sketchssm.reference.window import Ring, fold, read_window
+
+__all__ = ["Carry", "SketchReads", "host_tokens", "take_array", "walk"]
+
+BLOCK_BYTES = 2**27
+"""Batch rows are walked in groups whose largest array (the states, or kda's decays between tokens) is below this."""
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Where sequences stand, so that a later call can go on from there.
+
+    Parameters
+    ----------
+    state : ndarray, (batch, heads, V, K)
+        States at the open window's start, K last.
+    ring : Ring, optional
+        Raw inputs of the open window's tokens in float64, ``(batch, heads, tokens, ...)``; default none.
+    """
+
+    state: npt.NDArray[Any]
+    ring: Ring | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens in the open window."""
+        return 0 if self.ring is None else int(self.ring.k.shape[-2])
+
+
+class SketchReads(NamedTuple):
+    """Tokens of one window that are read through the sketch.
+
+    ``state (batch, heads, K, V)`` is S0 and ``live (batch, heads)`` tells where it is not zero; ``queries
+    (batch, heads, n, K)`` are effective queries and ``buffer (batch, heads, n, V)`` the exact buffer outputs.
+    ``rows`` and ``tokens`` tell where in the call's arrays they come from.
+    """
+
+    state: Array
+    live: npt.NDArray[np.bool_]
+    queries: Array
+    buffer: Array
+    rows: slice
+    tokens: slice
+
+
+def take_array(array: Any, name: str) -> npt.NDArray[Any]:
+    """Bring a caller's real floating-point array to the host and check that it is finite."""
+    host = interop.to_host(array, name)
+    if not interop.is_real(host.dtype):
+        raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
+    if name != "g" and not np.isfinite(host).all():
+        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+    return host
+
+
+def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Tokens:
+    """Check one call's traces ``(batch, tokens, ...)`` and bring them to the host, in the types they have."""
+    check_tokens(layer, q, k, v, g, beta, tokens_axis=True)
+    given = zip(Tokens._fields, (q, k, v, g, beta), strict=True)
+    tokens = Tokens(*(None if x is None else take_array(x, name) for name, x in given))
+    check_gates(tokens.g, tokens.beta)
+    return tokens
+
+
+def walk(
+    layer: Layer, tokens: Tokens, window: int, carry: Carry | None, visit: Callable[[SketchReads], None]
+) -> Carry:
+    """Run sequences and visit every token that is read through the sketch.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    tokens : Tokens
+        Host arrays ``(batch, tokens, ...)``, from `host_tokens`.
+    window : int
+        Tokens from one flush to the next (W).
+    carry : Carry or None
+        Where the sequences stand; None for zero states and an empty window.
+    visit : callable
+        Called in order for each part of a window that lies within the call and has a nonzero state.
+
+    Returns
+    -------
+    Carry
+        Where they stand after the last token; shares no memory with the caller's arrays.
+
+    Raises
+    ------
+    ValueError
+        If the carry does not fit the layer, the batch or the window.
+    """
+    batch = tokens.v.shape[0]
+    carry = _checked(layer, carry, batch, window)
+    row_bytes = 8 * layer.heads * max(layer.gate_channels * window**2, layer.key_dim * layer.value_dim)
+    step = max(1, BLOCK_BYTES // row_bytes)
+    starts = range(0, max(batch, 1), step)  # an empty batch's position advances too
+    ends = [_walk_rows(layer, tokens, window, carry, visit, slice(start, start + step)) for start in starts]
+    states, rings = zip(*ends, strict=True)
+    return Carry(np.concatenate([state.swapaxes(-1, -2) for state in states]), _joined(rings, axis=0))
+
+
+def _walk_rows(
+    layer: Layer, tokens: Tokens, window: int, carry: Carry, visit: Callable[[SketchReads], None], rows: slice
+) -> tuple[Array, Ring]:
+    """One group of batch rows: returns S0 ``(batch, heads, K, V)`` and the ring of the open window."""
+    state: Array = np.asarray(carry.state[rows], dtype=np.float64).swapaxes(-1, -2)
+    assert carry.ring is not None
+    ring = _cut(carry.ring, rows)
+    length = tokens.v.shape[1]
+    start = 0
+    while start < length:
+        opened = ring.k.shape[-2]
+        stop = min(length, start + window - opened)
+        new = per_head(layer, Tokens(*(None if x is None else x[rows, start:stop] for x in tokens)))
+        new = Tokens(*(None if x is None else np.ascontiguousarray(x.swapaxes(1, 2)) for x in new))
+        ring = _joined([ring, Ring(new.k, new.v, new.g, new.beta)], axis=2)
+        reads = min(stop - start, window - 1 - opened)
+        live = np.any(state, axis=(-1, -2), keepdims=True)[..., 0, 0]
+        if reads > 0 and live.any():
+            prefix = _cut(ring, slice(None), opened + reads)
+            x, weights = read_window(new.q[..., :reads, :], prefix)
+            visit(SketchReads(state, live, x, weights @ prefix.v, rows, slice(start, start + reads)))
+        if opened + stop - start == window:
+            state = fold(state, ring)
+            ring = _cut(ring, slice(None), 0)
+        start = stop
+    return state, ring
+
+
+def _joined(rings: Sequence[Ring], axis: int) -> Ring:
+    """Rings of like kind as one: along rows (axis 0) or tokens (axis 2)."""
+    k, v, g = (np.concatenate([getattr(ring, name) for ring in rings], axis=axis) for name in "kvg")
+    gates = [ring.beta for ring in rings if ring.beta is not None]
+    return Ring(k, v, g, np.concatenate(gates, axis=axis) if gates else None)
+
+
+def _cut(ring: Ring, rows: slice, count: int | None = None) -> Ring:
+    """Some rows of a ring, and its first tokens or all of them."""
+    k, v, g = (x[rows, :, :count] for x in (ring.k, ring.v, ring.g))
+    return Ring(k, v, g, None if ring.beta is None else ring.beta[rows, :, :count])
+
+
+def _checked(layer: Layer, carry: Carry | None, batch: int, window: int) -> Carry:
+    """A carry with a ring, checked; zero states where none is given."""
+    lead = (batch, layer.heads)
+    shapes = (layer.key_dim, layer.value_dim, layer.gate_channels)
+    k, v, g = (np.zeros((*lead, 0, size)) for size in shapes)
+    empty = Ring(k, v, g, np.zeros((*lead, 0)) if layer.erases else None)
+    if carry is None:
+        return Carry(np.zeros((batch, *layer.state_shape)), empty)
+    check_state(layer, carry.state, batch)
+    take_array(carry.state, "carry")
+    if carry.ring is None:
+        return Carry(carry.state, empty)
+    if carry.position >= window:
+        raise ValueError(f"carry: expected an open window of fewer than {window} tokens, got {carry.position}")
+    for name, have, want in zip(Ring._fields, carry.ring, empty, strict=True):
+        shape = None if want is None else (*lead, carry.position, *want.shape[3:])
+        got = None if have is None else have.shape
+        if got != shape:
+            raise ValueError(f"carry: expected a ring with {name} of shape {shape}, got {got}")
+    return carry

@@ -1,0 +1,61 @@
+"""The command line: ``sketchssm demo | calibrate | evaluate | bench | info``.
+
+Each command is a module of its own, imported when it is asked for, so that ``sketchssm --help`` is instant.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+import sketchssm
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "demo": "Calibrate, plan, decode and compare on the shipped traces.",
+    "calibrate": "Make plans from traces.",
+    "evaluate": "Measure what a plan retains, costs and loses on traces.",
+    "bench": "Time decode systems on this machine's CPU.",
+    "info": "Describe this installation, or a plan file.",
+}
+
+
+class _UserError(click.ClickException):
+    """Something that a user can mend: one line, and exit code 2."""
+
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """Commands by name; the module of one is imported when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"sketchssm.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            # the library says in such errors what was expected and what came; all else is a bug and keeps its trace
+            raise _UserError(" ".join(str(error).split())) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(sketchssm.__version__, prog_name="sketchssm")
+def main() -> None:
+    """Decode linear-attention layers from compact sketches of their exact recurrent states."""

@@ -1,0 +1,111 @@
+"""``sketchssm info``: this installation, or a plan file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sketchssm.cli import options
+
+__all__ = ["command"]
+
+PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "safetensors", "ml_dtypes", "matplotlib", "cupy", "torch", "jax")
+
+
+@click.command("info")
+@click.argument("plan", required=False, type=click.Path(path_type=Path))
+@options.output
+def command(plan: Path | None, json_file: str | None) -> None:
+    """Describe this installation or, given a file, a PLAN."""
+    from sketchssm.cli.output import Output
+
+    output = Output(json_file)
+    report = _installation() if plan is None else _plan(plan)
+    rows = [[name.replace("_", " "), _text(value)] for name, value in report.items()]
+    output.table("Plan" if plan else "sketchssm", ["", ""], rows, words=2)
+    output.finish(report)
+
+
+def _installation() -> dict[str, Any]:
+    import sketchssm
+    from sketchssm.backends import BACKENDS
+
+    return {
+        "version": sketchssm.__version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "backends": list(BACKENDS),
+        "devices": _devices(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "compiled_kernels_cached_in": _cache_folder(),
+    }
+
+
+def _version(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
+    distributions = importlib.metadata.packages_distributions().get(name, [name])
+    return importlib.metadata.version(distributions[0])
+
+
+def _devices() -> list[str]:
+    """CUDA devices that CuPy sees."""
+    if importlib.util.find_spec("cupy") is None:
+        return []
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return []
+    names = [cupy.cuda.runtime.getDeviceProperties(device)["name"].decode() for device in range(count)]
+    return [f"cuda:{device} {name}" for device, name in enumerate(names)]
+
+
+def _cache_folder() -> str:
+    """Where Numba keeps what it compiled: beside the sources unless they can't be written or a folder is named."""
+    import sketchssm.cpu
+
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    return named or str(Path(sketchssm.cpu.__file__).parent / "__pycache__")
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    from sketchssm import traffic
+    from sketchssm.plan import SketchPlan
+
+    plan = SketchPlan.load(path)
+    layer = plan.layer
+    return {
+        "file": str(path),
+        "kind": layer.kind,
+        "heads": f"{layer.heads} ({layer.key_heads} key heads), K = {layer.key_dim}, V = {layer.value_dim}",
+        "window": plan.window,
+        "map": f"{plan.map} (stored as {plan.storage})",
+        "pivots": plan.pivots if plan.storage == "factors" else None,
+        "ridge": plan.ridge,
+        "mean_rank": plan.mean_rank,
+        "ranks": plan.ranks.tolist(),
+        "traffic_reduction": traffic.plan_reduction(plan),
+        "bytes_per_token_and_head": float(
+            traffic.sketch(
+                layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots
+            ).mean()
+        ),
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join("full" if item == -1 else str(item) for item in value) or "none"
+    if isinstance(value, float):
+        return f"{value:.2f}" if value >= 1 else f"{value:g}"
+    return "-" if value is None else str(value)

@@ -1,0 +1,118 @@
+"""What commands print: tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["Output", "percent", "plain", "scientific", "seconds"]
+
+
+class Output:
+    """Where a command's results go.
+
+    Parameters
+    ----------
+    json_file : str or None
+        File for JSON, "-" for standard output; tables and progress then go to standard error.
+    """
+
+    def __init__(self, json_file: str | None) -> None:
+        self._json_file = json_file
+        self.console = Console(stderr=json_file == "-", highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = max(self.console.width, 120)  # a file or a pipe has no width to respect
+
+    def say(self, text: str = "") -> None:
+        """Print a line of text."""
+        self.console.print(text, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> None:
+        """Print a table; the first `words` columns are text, the others numbers. An empty row is a rule."""
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i < words else "right", overflow="fold")
+        for row in rows:
+            if row:
+                table.add_row(*row)
+            else:
+                table.add_section()
+        self.console.print(f"\n[bold]{escape(title)}[/bold]")
+        self.console.print(table)
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Step]:
+        """Show a progress bar on standard error, for as long as the block runs."""
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            yield Step(progress, progress.add_task(label, total=total))
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Write the results as JSON, if that was asked for."""
+        if self._json_file is None:
+            return
+        text = json.dumps(plain(results), indent=1, allow_nan=False)
+        if self._json_file == "-":
+            print(text)
+        else:
+            Path(self._json_file).write_text(text + "\n", encoding="utf-8")
+
+
+class Step:
+    """A progress bar to be moved on."""
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self._progress, self._task = progress, task
+        self._started = False
+
+    def __call__(self, label: str) -> None:
+        """Say what comes next; what came before is done."""
+        self._progress.update(self._task, description=label, advance=1 if self._started else 0)
+        self._started = True
+
+
+def plain(value: Any) -> Any:
+    """Results as what JSON knows: arrays as lists, numbers that are not finite as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """Format a share of one."""
+    return f"{100 * share:.{digits}f}%"
+
+
+def scientific(number: float) -> str:
+    """Format an error."""
+    return f"{number:.1e}" if number else "0"
+
+
+def seconds(number: float) -> str:
+    """Format seconds."""
+    return f"{number:.1f} s"

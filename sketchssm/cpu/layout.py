@@ -1,0 +1,186 @@
+"""Where things lie: the record that kernels find their memory by, the pool of states, the ring, scratch memory.
+
+Rows of K or V elements are padded with zeros to a multiple of `LANES`, so that no kernel needs a tail; for the
+usual sizes (64, 80, 128) there is nothing to pad. Padding is never written after allocation and only ever multiplied
+by finite numbers. Every array starts on a cache line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.cpu.simd import LANES, floats, njit, padded
+from sketchssm.recurrence import KINDS, Layer, Tokens
+
+__all__ = ["GDN", "KDA", "MAMBA2", "Array", "Memory", "Record", "blank", "flat", "open_call", "pass_call", "scratch_areas"]
+
+MAMBA2, GDN, KDA = (KINDS.index(kind) for kind in ("mamba2", "gdn", "kda"))
+
+Array = npt.NDArray[Any]
+
+Record = Any
+"""In signatures of compiled functions: one record of `CONTEXT` (``c``) or `AREAS` (``at``)."""
+
+CACHE_LINE = 64
+
+
+SIZES = "kind slots heads key_heads group key_dim value_dim window keys values tokens workers".split()
+"""A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors."""
+
+POINTERS = "state position scratch k v gate beta reach start gram packed factors pending phi pi table".split()
+"""Addresses; see `Memory` and `sketchssm.cpu.packed`."""
+
+CALL = "in_q in_k in_v in_g in_beta out rows batch length".split()
+"""One call: addresses of its inputs, its output and its rows' slots; sizes."""
+
+SKETCH = "map bfloat packed_stride factors_stride pending_stride".split()
+
+CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)] + [("ridge", np.float64)])
+
+AREAS = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            # these pairs follow one another, so that `dots` can take both vectors at once
+            "query key x x_key scores key_scores coefficients key_coefficients seen key_seen "
+            "open weights output ones decay reach start keys_across key_gram gram left predicted write carried "
+            "sketch span rows low size"
+        ).split()
+    ]
+)
+"""Offsets of one worker's scratch areas, and the size of all."""
+
+
+def flat(size: int, dtype: Any = np.float32) -> Array:
+    """Zeros that start on a cache line; memory is taken when it is first written."""
+    item = np.dtype(dtype).itemsize
+    memory = np.zeros(size * item + CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return memory[start : start + size * item].view(dtype)
+
+
+class Memory:
+    """What an engine owns: arrays, and the record of their addresses and of the layer's sizes.
+
+    All hold float32. ``state (slots, heads, V, K)``. Of the ring, the raw inputs ``k (slots, key_heads, W, K)``,
+    ``v (slots, heads, W, V)``, ``beta (slots, heads, W)`` and ``gate (slots, heads, W)``, which holds g, or for kda
+    ``exp g`` in ``(slots, heads, W, K)`` (the recurrence uses it in no other form, and the exponentials are costly):
+    they are all that a flush uses. The rest is what reads can reuse from token to token: with t the newest token
+    ``reach[s] = D_{s+1:t}`` and ``start[s] = D_{1:s}`` of scalar gates, both ``(slots, heads, W)``, and
+    ``gram[j, s] = <D_{s+1:j} k_s, k_j>`` ``(slots, heads, W, W)``, the matrix A of `sketchssm.reference.window`.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    slots : int
+        Number of state slots.
+    window : int
+        Tokens from one flush to the next; 0 for no ring.
+    """
+
+    def __init__(self, layer: Layer, slots: int, window: int = 0) -> None:
+        self.context = np.zeros(1, dtype=CONTEXT)
+        self._arrays: dict[str, Array] = {}
+        sizes = (KINDS.index(layer.kind), slots, layer.heads, layer.key_heads, layer.group)
+        dims = (layer.key_dim, layer.value_dim, window)
+        self.set(**dict(zip(SIZES, (*sizes, *dims, *map(padded, dims)), strict=False)))
+        keys, values, tokens = map(padded, dims)
+        rows = slots * layer.heads
+        state = self.own("state", rows * values * keys).reshape(slots, layer.heads, values, keys)
+        self.state = state[:, :, : layer.value_dim, : layer.key_dim]
+        self.position = self.own("position", slots, np.int32)
+        if window:
+            scalar = layer.kind != "kda"
+            # 16 rows are read at once, also where the ring has fewer
+            self.own("k", (slots * layer.key_heads * window + LANES) * keys)
+            self.own("v", rows * window * values)
+            self.own("gate", rows * (tokens if scalar else window * keys))
+            self.own("beta", rows * tokens)
+            self.own("reach", rows * tokens if scalar else 0)
+            self.own("start", rows * tokens if scalar else 0)
+            self.own("gram", rows * window * tokens if layer.erases else 0)
+
+    def own(self, name: str, size: int, dtype: Any = np.float32) -> Array:
+        """Allocate zeros and record their address."""
+        return self.share(name, flat(size, dtype))
+
+    def share(self, name: str, array: Array) -> Array:
+        """Keep an array alive and record its address."""
+        self._arrays[name] = array
+        self.context[name] = array.ctypes.data
+        return array
+
+    def clear(self, slots: npt.NDArray[np.int64], *names: str) -> None:
+        """Overwrite some slots' shares of packed arrays with zeros, whatever they hold."""
+        count = int(self.context["slots"][0])
+        for name in names:
+            stride = int(self.context[f"{name}_stride"][0])
+            if stride:
+                self._arrays[name][: count * stride].reshape(count, stride)[slots] = 0
+
+    def set(self, **fields: float) -> None:
+        """Set fields of the record."""
+        for name, value in fields.items():
+            self.context[name] = value
+
+    def scratch(self, workers: int, rank: int = 0) -> Array:
+        """Allocate scratch memory for some workers; returns the record of its areas."""
+        areas = scratch_areas(self.context[0], rank)
+        size = int(areas["size"][0])
+        memory = self.own("scratch", workers * size).reshape(workers, size)
+        memory[:, areas["ones"][0] : areas["decay"][0]] = 1.0
+        self.set(workers=workers)
+        return areas
+
+
+def scratch_areas(sizes: Any, rank: int) -> Array:
+    """Scratch areas for a layer's sizes and the largest rank in use."""
+    keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
+    columns = padded(rank)
+    needs = {
+        **dict.fromkeys(("query", "key", "x", "x_key", "decay"), keys),
+        **dict.fromkeys(("scores", "key_scores", "open", "weights", "reach", "start"), tokens),
+        **dict.fromkeys(("coefficients", "key_coefficients", "seen", "key_seen"), columns),
+        "output": values, "ones": max(keys, values),
+        "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,
+        **dict.fromkeys(("predicted", "write", "carried"), tokens * LANES),
+        "sketch": columns * values, "span": columns * values, "rows": columns * keys, "low": columns * columns,
+    }  # fmt: skip
+    ends = np.cumsum([0, *(needs[name] for name in AREAS.names[:-1])])
+    areas = np.zeros(1, dtype=AREAS)
+    for name, end in zip(AREAS.names, ends, strict=True):
+        areas[name] = end
+    return areas
+
+
+@njit
+def open_call(
+    context: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array
+) -> None:
+    """Record one call's arrays, so that they don't have to be passed on."""
+    m = context[0]
+    m.in_q, m.in_k, m.in_v, m.in_g = q.ctypes.data, k.ctypes.data, v.ctypes.data, g.ctypes.data
+    m.in_beta, m.out, m.rows = beta.ctypes.data, out.ctypes.data, rows.ctypes.data
+    m.batch, m.length = out.shape[0], out.shape[1]
+
+
+@njit
+def blank(m: Record, row: int, head: int, heads: int) -> None:
+    """Zero a padding row's output for some heads."""
+    for t in range(m.length):
+        first = ((row * m.length + t) * m.heads + head) * m.value_dim
+        for c in range(first, first + heads * m.value_dim):
+            floats(m.out)[c] = np.float32(0.0)
+
+
+def pass_call(tokens: Tokens, slots: Array, out: Array) -> tuple[Array, ...]:
+    """A kernel's arguments for one call: flat, and an empty beta where there is none, so that all kinds share code."""
+    beta = NO_BETA if tokens.beta is None else tokens.beta
+    return (*(x.reshape(-1) for x in (*tokens[:4], beta)), slots, out)
+
+
+NO_BETA = np.empty(0, dtype=np.float32)

@@ -1,0 +1,215 @@
+"""From a state to its sketch and coefficient map, and from an effective query to coefficients.
+
+`sketchssm.reference.maps` has the algebra and the names; here it runs on the rows of a K-last state. All maps but
+`offline` have the same last step, a product of some vectors over V with the state: ``T^T S``, for B (T the scaled
+pivots) as for a dense map (T the pseudo-inverse of U, regularised or not).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sketchssm.cpu.layout import Record
+from sketchssm.cpu.packed import EXACT, FACTORS, LOWRANK, MAP, PHI, PI, PRIOR, RANK, RIDGE, ROWS, SKETCH, field
+from sketchssm.cpu.simd import LANES, Pointer, bfloats, floats, fma, load, njit, padded, splat, store, total
+from sketchssm.cpu.small import cholesky, cholesky_solve, pseudo_inverse
+from sketchssm.cpu.tiles import COLUMN_LANES, accumulate, columns_8, dots
+from sketchssm.reference.maps import PIVOT_TOLERANCE
+
+__all__ = ["coefficients", "project_block", "refresh"]
+
+lanes_up = njit(padded)
+
+
+@njit
+def coefficients(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int, vectors: int) -> None:
+    """``C x`` of the vector at ``x`` in scratch, or also of the one behind it, into ``coefficients``."""
+    rank, rows = field(m, head, RANK), field(m, head, ROWS)
+    lanes = at.key_coefficients - at.coefficients
+    if m.map == EXACT or m.map == RIDGE:
+        _map_products(m, at, buf, slot, head, rank, x, vectors, at.coefficients)
+        return
+    pi = field(m, head, PI)
+    dots(floats(m.pi), pi, m.keys, rank, buf, x, m.keys, vectors, m.keys, buf, at.coefficients, lanes)
+    if m.map != LOWRANK and m.map != PRIOR:
+        return
+    _map_products(m, at, buf, slot, head, rows, x, vectors, at.seen)
+    factors = slot * m.factors_stride + field(m, head, FACTORS)
+    for n in range(vectors):
+        seen, result = at.seen + n * lanes, at.coefficients + n * lanes
+        for g in range(0, rank, LANES):
+            value = load(floats(m.factors), factors + g) * load(buf, result + g)
+            for i in range(rows):
+                value = fma(splat(buf[seen + i]), load(floats(m.factors), factors + (1 + i) * rank + g), value)
+            store(buf, result + g, value)
+
+
+@njit
+def _map_products(
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, rows: int, x: int, vectors: int, out: int
+) -> None:
+    """Products of the map's stored rows with one or two vectors."""
+    own = slot * m.packed_stride + field(m, head, MAP)
+    lanes = at.key_coefficients - at.coefficients
+    if m.bfloat:
+        dots(bfloats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, out, lanes)
+    else:
+        dots(floats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, out, lanes)
+
+
+@njit
+def project_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int) -> None:
+    """Sketch rows ``U^T = Phi^T S`` of 16 rows of the state, into scratch."""
+    rank = field(m, head, RANK)
+    first = ((slot * m.heads + head) * m.values + block) * m.keys
+    width = lanes_up(rank, COLUMN_LANES)
+    for g in range(0, rank, COLUMN_LANES):
+        columns_8(floats(m.state), first, m.keys, floats(m.phi), field(m, head, PHI) + g, width, m.keys,
+                  buf, at.sketch + g * m.values + block, m.values)  # fmt: skip
+
+
+@njit
+def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float) -> None:
+    """Store a head's sketch, already in scratch, and compute and store its map."""
+    rank, rows = field(m, head, RANK), field(m, head, ROWS)
+    own = slot * m.packed_stride + field(m, head, SKETCH)
+    _pack_rows(m, buf, at.sketch, own, rank * m.values)
+    mu = norm / m.key_dim if norm > 0 else 1.0
+    if rows == 0:
+        return
+    if m.map == EXACT:
+        _exact_span(m, at, buf, slot, head)
+    elif m.map == RIDGE:
+        _ridge_span(m, at, buf, rank, mu)
+    else:
+        _pivots(m, at, buf, rows, mu)
+    for c in range(0, rows * m.keys, LANES):
+        store(buf, at.rows + c, splat(np.float32(0.0)))
+    first = (slot * m.heads + head) * m.values * m.keys
+    energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
+                        floats(m.state), first, m.keys, m.values)  # fmt: skip
+    if m.map == LOWRANK or m.map == PRIOR:
+        _factors(m, at, buf, slot, head, mu, 1.0 - energy / m.key_dim)
+    own = slot * m.packed_stride + field(m, head, MAP)
+    _pack_rows(m, buf, at.rows, own, rows * m.keys)
+
+
+@njit
+def _pack_rows(m: Record, buf: Pointer, source: int, target: int, size: int) -> None:
+    """Store numbers from scratch in the sketch's type."""
+    if m.bfloat:
+        for c in range(0, size, LANES):
+            store(bfloats(m.packed), target + c, load(buf, source + c))
+    else:
+        for c in range(0, size, LANES):
+            store(floats(m.packed), target + c, load(buf, source + c))
+
+
+@njit
+def _inner(m: Record, buf: Pointer, a: int, b: int) -> float:
+    """Product of two vectors over V."""
+    value = splat(np.float32(0.0))
+    for c in range(0, m.values, LANES):
+        value = fma(load(buf, a + c), load(buf, b + c), value)
+    return total(value)
+
+
+@njit
+def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float) -> None:
+    """Orthonormal basis Q of the first sketch columns over ``sqrt(mu)``, by Gram-Schmidt done twice."""
+    for i in range(rows):
+        column, residual = at.sketch + i * m.values, at.span + i * m.values
+        for c in range(0, m.values, LANES):
+            store(buf, residual + c, load(buf, column + c))
+        for _ in range(2):
+            for j in range(i):
+                earlier = at.span + j * m.values
+                minus = splat(-_inner(m, buf, earlier, residual))
+                for c in range(0, m.values, LANES):
+                    store(buf, residual + c, fma(minus, load(buf, earlier + c), load(buf, residual + c)))
+        length = math.sqrt(_inner(m, buf, residual, residual))
+        independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(m, buf, column, column))
+        scale = splat(np.float32(1.0 / length if independent else 0.0))
+        for c in range(0, m.values, LANES):
+            store(buf, residual + c, scale * load(buf, residual + c))
+    scale = splat(np.float32(1.0 / math.sqrt(mu)))
+    for c in range(0, rows * m.values, LANES):
+        store(buf, at.span + c, scale * load(buf, at.span + c))
+
+
+@njit
+def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: float, missed: float) -> None:
+    """Woodbury factors w and F; turns the rows B into ``B - Pi Diag(w) L``."""
+    rank, rows = field(m, head, RANK), field(m, head, ROWS)
+    lanes = at.key_coefficients - at.coefficients
+    for i in range(rows):
+        dots(buf, at.sketch, m.values, rank, buf, at.span + i * m.values, 0, 1, m.values,
+             buf, at.low + i * lanes, 0)  # fmt: skip
+    factors = slot * m.factors_stride + field(m, head, FACTORS)
+    inverse = np.empty(rank)
+    small = np.zeros((rows, rows))
+    for g in range(rank):
+        residual = max(missed, 0.0)
+        if m.map == LOWRANK:
+            column = at.sketch + g * m.values
+            residual = _inner(m, buf, column, column) / mu
+            for i in range(rows):
+                residual -= np.float64(buf[at.low + i * lanes + g]) ** 2
+            residual = max(residual, 0.0)
+        inverse[g] = 1.0 / (residual + m.ridge)
+        floats(m.factors)[factors + g] = residual * inverse[g]
+        for i in range(rows):
+            for j in range(i + 1):
+                small[i, j] += inverse[g] * buf[at.low + i * lanes + g] * buf[at.low + j * lanes + g]
+    for i in range(rows):
+        small[i, i] += 1.0
+    cholesky(small)
+    solution = np.empty(rows)
+    for g in range(rank):
+        for i in range(rows):
+            solution[i] = inverse[g] * buf[at.low + i * lanes + g]
+        cholesky_solve(small, solution)
+        for i in range(rows):
+            floats(m.factors)[factors + (1 + i) * rank + g] = solution[i]
+            buf[at.low + i * lanes + g] *= -floats(m.factors)[factors + g]
+    accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.low, 1, lanes,
+               floats(m.pi), field(m, head, PI), m.keys, rank)  # fmt: skip
+
+
+@njit
+def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> None:
+    """``(U^T U / mu + ridge I)^-1 U^T / mu``, solved in float64."""
+    gram = np.empty((rank, rank))
+    for g in range(rank):
+        for i in range(g + 1):
+            gram[g, i] = _inner(m, buf, at.sketch + g * m.values, at.sketch + i * m.values) / mu
+        gram[g, g] += m.ridge
+    cholesky(gram)
+    column = np.empty(rank)
+    for v in range(m.values):
+        for g in range(rank):
+            column[g] = buf[at.sketch + g * m.values + v] / mu
+        cholesky_solve(gram, column)
+        for g in range(rank):
+            buf[at.span + g * m.values + v] = column[g]
+
+
+@njit
+def _exact_span(m: Record, at: Record, buf: Pointer, slot: int, head: int) -> None:
+    """``pinv(U)``, from a sketch computed anew in float64: its rank must not be lost in float32 noise."""
+    rank = field(m, head, RANK)
+    first = (slot * m.heads + head) * m.values * m.keys
+    phi, width = field(m, head, PHI), lanes_up(rank, COLUMN_LANES)
+    u = np.zeros((rank, m.values))
+    for g in range(rank):
+        for v in range(m.values):
+            value = 0.0
+            for c in range(m.keys):
+                value += np.float64(floats(m.state)[first + v * m.keys + c]) * floats(m.phi)[phi + c * width + g]
+            u[g, v] = value
+    pseudo_inverse(u)
+    for g in range(rank):
+        for v in range(m.values):
+            buf[at.span + g * m.values + v] = u[g, v]

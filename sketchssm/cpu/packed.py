@@ -1,0 +1,121 @@
+"""How sketches are packed: each head pays for its own rank, whatever the others have.
+
+A slot holds, head after head, the sketch U (G rows of V) and the map's own rows (of K) in the sketch's type, and
+apart from them float32 numbers: the factors w and F, and the ring of projected keys ``h_j = C D_{1:j} k_j``. A table
+says where each head's parts begin. What all slots share, Phi with its columns on lanes and Pi by rows, is float32.
+
+For `lowrank` and `prior` the rows are not B but ``B - Pi Diag(w) L``, which spares L: with z = Pi^T x,
+
+    C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sketchssm.cpu.layout import Array, Memory, Record, flat
+from sketchssm.cpu.simd import LANES, integers, njit, padded
+from sketchssm.cpu.tiles import COLUMN_LANES
+from sketchssm.plan import MAPS, SketchPlan
+from sketchssm.recurrence import DENSE
+from sketchssm.reference.maps import RIDGE_FLOOR
+
+__all__ = [
+    "EXACT",
+    "FACTORS",
+    "LOWRANK",
+    "MAP",
+    "PENDING",
+    "PHI",
+    "PI",
+    "PRIOR",
+    "RANK",
+    "RIDGE",
+    "ROWS",
+    "SKETCH",
+    "field",
+    "pack",
+]
+
+EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
+
+# Columns of the table: a head's rank and its map's rows, then where its parts begin, in a slot or in what all share.
+RANK, ROWS, SKETCH, MAP, FACTORS, PENDING, PHI, PI = range(8)
+COLUMNS = 8
+
+
+@njit
+def field(c: Record, head: int, column: int) -> int:
+    """One entry of the table."""
+    return integers(c.table)[head * COLUMNS + column]
+
+
+def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
+    """Allocate zero sketches for all slots and record where they are.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where to.
+    plan : SketchPlan or None
+        Ranks, bases and settings; None makes every head dense.
+    dtype : {"bfloat16", "float32"}
+        How sketches and map rows are stored.
+
+    Returns
+    -------
+    int
+        The largest rank in use.
+    """
+    sizes = memory.context[0]
+    slots, heads, window = (int(sizes[name]) for name in ("slots", "heads", "window"))
+    keys, values = int(sizes["keys"]), int(sizes["values"])
+    table = memory.own("table", heads * COLUMNS, np.int64).reshape(heads, COLUMNS)
+    table[:, RANK] = DENSE
+    if plan is None:
+        return 0
+    used = np.zeros(COLUMNS, dtype=np.int64)
+    phi: list[Array] = []
+    pi: list[Array] = []
+    for head, rank in enumerate(plan.ranks):
+        if rank == DENSE:
+            continue
+        rows = {"dense": rank, "factors": min(rank, plan.pivots), "shared": 0}[plan.storage]
+        table[head] = used
+        table[head, [RANK, ROWS]] = rank, rows
+        table[head, MAP] = used[SKETCH] + rank * values
+        used[SKETCH] += rank * values + rows * keys
+        used[FACTORS] += rank * (1 + rows) if plan.storage == "factors" else 0
+        used[PENDING] += rank * window if plan.layer.erases else 0
+        across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
+        across[: plan.layer.key_dim, :rank] = plan.phi[head, :, :rank]
+        phi.append(across)
+        used[PHI] += across.size
+        if plan.storage != "dense":
+            along = np.zeros((rank, keys), dtype=np.float32)
+            along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
+            pi.append(along)
+            used[PI] += along.size
+    memory.own("packed", slots * used[SKETCH], np.uint16 if dtype == "bfloat16" else np.float32)
+    # 16 numbers are loaded at once, also from the last row of fewer
+    memory.own("factors", slots * used[FACTORS] + LANES)
+    memory.own("pending", slots * used[PENDING] + LANES)
+    memory.share("phi", _joined(phi))
+    memory.share("pi", _joined(pi))
+    memory.set(
+        map=MAPS.index(plan.map),
+        bfloat=dtype == "bfloat16",
+        ridge=max(plan.ridge, RIDGE_FLOOR),
+        packed_stride=used[SKETCH],
+        factors_stride=used[FACTORS],
+        pending_stride=used[PENDING],
+    )
+    return int(max(plan.ranks.max(), 0))
+
+
+def _joined(parts: list[Array]) -> Array:
+    """Arrays one after the other, on a cache line."""
+    whole = flat(sum(part.size for part in parts))
+    if parts:
+        np.concatenate([part.reshape(-1) for part in parts], out=whole)
+    return whole

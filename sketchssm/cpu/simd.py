@@ -1,0 +1,304 @@
+"""Vectors of 16 float32 as Numba values, so that kernels say which lanes hold what instead of hoping for it.
+
+LLVM's loop vectoriser may not reorder a float32 sum without flags that also give up infinities, and it can't keep a
+tile of a matrix product in registers. With an explicit vector type both are plain code: a sum over lanes has one
+fixed order (so that results don't depend on the batch), and nothing assumes finite numbers. LLVM splits the vectors
+to what the CPU has: one register with AVX-512, two with AVX2, four with NEON.
+
+Memory is reached through plain pointers and element offsets: passing arrays between kernels would copy their
+descriptors and count references, which costs more than what a small kernel does. A pointer to uint16 names bfloat16
+numbers: `load` widens them and `store` rounds to nearest even.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+__all__ = [
+    "LANES",
+    "Pointer",
+    "bfloats",
+    "copy",
+    "doubles",
+    "exp",
+    "floats",
+    "fma",
+    "integers",
+    "load",
+    "njit",
+    "padded",
+    "parallel",
+    "prefetch",
+    "short_integers",
+    "splat",
+    "store",
+    "total",
+]
+
+LANES = 16
+
+Pointer = Any
+"""In signatures of compiled functions: a pointer to float32, or to uint16 for bfloat16."""
+
+FLOAT = ir.FloatType()
+INT32 = ir.IntType(32)
+
+
+def njit(function: Callable[..., Any]) -> Any:
+    """Compile a piece of a kernel; error_model numpy keeps exception paths out of inner loops."""
+    return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """Compile a kernel whose `numba.prange` loop spreads over the threads."""
+    return numba.njit(cache=True, error_model="numpy", nogil=True, parallel=True)(function)
+
+
+def padded(size: int, multiple: int = LANES) -> int:
+    """The least multiple of `multiple` that holds `size`."""
+    return -(-size // multiple) * multiple
+
+
+class Vector(types.Type):
+    """Numba type of 16 float32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"float32x{LANES}")
+
+
+VECTOR = Vector()
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # the base is untyped
+    """A vector is one LLVM value."""
+
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, vector_type())
+
+
+def vector_type(lanes: int = LANES) -> Any:
+    """LLVM's type of some float32 lanes."""
+    return ir.VectorType(FLOAT, lanes)
+
+
+def constant(value: float, lanes: int = LANES) -> Any:
+    """A vector with one number in every lane."""
+    return ir.Constant(vector_type(lanes), [ir.Constant(FLOAT, value)] * lanes)
+
+
+def broadcast(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
+    """A vector with a scalar in every lane."""
+    single = builder.insert_element(ir.Constant(vector_type(lanes), ir.Undefined), scalar, INT32(0))
+    return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT32, lanes), [INT32(0)] * lanes))
+
+
+def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> Any:
+    """Load float32 lanes, or bfloat16 ones widened to float32."""
+    if dtype == types.uint16:
+        half = ir.VectorType(ir.IntType(16), lanes)
+        raw = builder.load(builder.bitcast(pointer, half.as_pointer()), align=2)
+        wide = ir.VectorType(INT32, lanes)
+        shifted = builder.shl(builder.zext(raw, wide), ir.Constant(wide, [INT32(16)] * lanes))
+        return builder.bitcast(shifted, vector_type(lanes))
+    return builder.load(builder.bitcast(pointer, vector_type(lanes).as_pointer()), align=4)
+
+
+def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
+    """Store lanes as float32, or as bfloat16 rounded to nearest even."""
+    lanes = value.type.count
+    if dtype == types.uint16:
+        wide = ir.VectorType(INT32, lanes)
+
+        def every(number: int) -> Any:
+            return ir.Constant(wide, [INT32(number)] * lanes)
+
+        bits = builder.bitcast(value, wide)
+        odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+        value = builder.trunc(rounded, ir.VectorType(ir.IntType(16), lanes))
+        builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
+        return
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a b + c``, one rounding where the CPU has it."""
+    lanes = a.type.count
+    name = f"llvm.fmuladd.v{lanes}f32"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
+    return builder.call(function, [a, b, c])
+
+
+@intrinsic
+def copy(typingctx: Any, target: Any, target0: Any, source: Any, source0: Any, count: Any) -> Any:
+    """Copy `count` elements between areas that don't overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source = builder.gep(args[0], [args[1]]), builder.gep(args[2], [args[3]])
+        cgutils.raw_memcpy(builder, to, source, args[4], ir.Constant(args[4].type, target.dtype.bitwidth // 8))
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp, types.intp), codegen
+
+
+@intrinsic
+def doubles(typingctx: Any, pointer: Any, index: Any) -> Any:
+    """The memory from one float32 on as float64."""
+    result = types.CPointer(types.float64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.gep(args[0], [args[1]]), context.get_value_type(result))
+
+    return result(pointer, types.intp), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, pointer: Any, index: Any) -> Any:
+    """Ask for the cache line of an element, whether or not there is one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        place = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, INT32(0), INT32(3), INT32(1)])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp), codegen
+
+
+def _pointer_cast(dtype: Any) -> Any:
+    @intrinsic
+    def cast(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(dtype).as_pointer())
+
+        return types.CPointer(dtype)(types.intp), codegen
+
+    return cast
+
+
+floats = _pointer_cast(types.float32)
+bfloats = _pointer_cast(types.uint16)
+integers = _pointer_cast(types.int64)
+short_integers = _pointer_cast(types.int32)
+
+
+@intrinsic
+def load(typingctx: Any, pointer: Any, index: Any) -> Any:
+    """16 consecutive elements as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return load_lanes(builder, builder.gep(args[0], [args[1]]), pointer.dtype)
+
+    return VECTOR(pointer, types.intp), codegen
+
+
+@intrinsic
+def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Write 16 consecutive elements."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store_lanes(builder, args[2], builder.gep(args[0], [args[1]]), pointer.dtype)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, VECTOR), codegen
+
+
+@intrinsic
+def splat(typingctx: Any, scalar: Any) -> Any:
+    """A scalar in all lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return broadcast(builder, args[0])
+
+    return VECTOR(types.float32), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a b + c`` lane by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return fused(builder, *args)
+
+    return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+
+
+def halves(builder: Any, vector: Any) -> tuple[Any, Any]:
+    """Even and odd lanes of a vector."""
+    half = vector.type.count // 2
+    kind = ir.VectorType(INT32, half)
+    pick = [ir.Constant(kind, [INT32(2 * i + odd) for i in range(half)]) for odd in (0, 1)]
+    return builder.shuffle_vector(vector, vector, pick[0]), builder.shuffle_vector(vector, vector, pick[1])
+
+
+@intrinsic
+def total(typingctx: Any, vector: Any) -> Any:
+    """Sum of the lanes, neighbours first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = args[0]
+        while value.type.count > 1:
+            value = builder.fadd(*halves(builder, value))
+        return builder.extract_element(value, INT32(0))
+
+    return types.float32(VECTOR), codegen
+
+
+EXP_LOWEST = -87.0
+"""Below this exp counts as 0: float32 has only subnormals there, and a state times 1e-38 is gone in any case."""
+
+EXP_TERMS = [1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0]
+
+
+@intrinsic
+def exp(typingctx: Any, vector: Any) -> Any:
+    """``exp`` of numbers <= 0, -inf included, to about one unit in the last place."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x = args[0]
+        wide = ir.VectorType(INT32, LANES)
+        vanished = builder.fcmp_ordered("<", x, constant(EXP_LOWEST))
+        x = builder.select(vanished, constant(0.0), x)
+        # exp x = 2^n exp r with n = round(x / ln 2) and |r| <= ln(2) / 2; ln 2 in two parts keeps r exact.
+        # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+        shifted = fused(builder, x, constant(1.4426950408889634), constant(12582912.0))
+        n = builder.fsub(shifted, constant(12582912.0))
+        r = fused(builder, n, constant(-0.693359375), x)
+        r = fused(builder, n, constant(2.12194440054690583e-4), r)
+        value = constant(EXP_TERMS[0])
+        for term in EXP_TERMS[1:]:
+            value = fused(builder, value, r, constant(term))
+        exponent = builder.shl(builder.bitcast(shifted, wide), ir.Constant(wide, [INT32(23)] * LANES))
+        scaled = builder.bitcast(builder.add(builder.bitcast(value, wide), exponent), vector_type())
+        return builder.select(vanished, constant(0.0), scaled)
+
+    return VECTOR(VECTOR), codegen
+
+
+def _operator(symbol: Callable[..., Any], method: str) -> None:
+    @intrinsic
+    def lanewise(typingctx: Any, a: Any, b: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return getattr(builder, method)(*args)
+
+        return VECTOR(VECTOR, VECTOR), codegen
+
+    @overload(symbol, strict=False, inline="never")
+    def apply(a: Any, b: Any) -> Any:
+        return (lambda a, b: lanewise(a, b)) if a == VECTOR and b == VECTOR else None
+
+
+_operator(operator.add, "fadd")
+_operator(operator.sub, "fsub")
+_operator(operator.mul, "fmul")

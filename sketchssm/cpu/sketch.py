@@ -1,0 +1,42 @@
+"""Sketched decode: exact states written once a window, and read through their sketches in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.cpu import decode
+from sketchssm.cpu.layout import Array
+from sketchssm.cpu.replay import ReplayEngine
+from sketchssm.plan import SketchPlan
+
+__all__ = ["SketchEngine"]
+
+
+class SketchEngine(ReplayEngine):
+    """The paper's algorithm 1: replay whose state reads between flushes go through a sketch.
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        Bases, ranks and settings of the layer.
+    slots : int
+        Number of state slots.
+    sketch_dtype : {"bfloat16", "float32"}
+        How sketches and coefficient maps are stored.
+    """
+
+    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16") -> None:
+        self._open(plan.layer, slots, plan.window, plan, sketch_dtype)
+        self.plan = plan
+
+    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        super().load_state(state, slots)
+        decode.rebuild(self._memory.context, self._areas, slots)
+
+    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        super().reset(slots)
+        # With U = 0 any finite map reads a zero state right.
+        self._memory.clear(slots[slots >= 0], "packed", "factors")

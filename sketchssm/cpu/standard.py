@@ -1,0 +1,144 @@
+"""Standard decode: one pass over the state per token."""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, blank, open_call, pass_call
+from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, integers, load, njit, parallel, splat, store, total
+from sketchssm.recurrence import Layer, Tokens
+
+__all__ = ["StandardEngine"]
+
+
+class StandardEngine:
+    """The recurrence as it stands, in float32: every state is read and written at every token.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and m.
+    slots : int
+        Number of state slots.
+    """
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, layer: Layer, slots: int) -> None:
+        self._own(Memory(layer, slots))
+        self._areas = self._memory.scratch(numba.get_num_threads())
+
+    def _own(self, memory: Memory) -> None:
+        self._memory = memory
+        self.state, self.position = memory.state, memory.position
+
+    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
+        """See `sketchssm.backends.Engine`."""
+        _step(self._memory.context, self._areas, *pass_call(tokens, slots, out))
+
+    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = slots >= 0
+        self.state[slots[live]] = state[live]
+        self.position[slots[live]] = 0
+
+    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+
+    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = slots[slots >= 0]
+        self.state[live] = 0.0
+        self.position[live] = 0
+
+
+@parallel
+def _step(
+    context: Array, areas: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array
+) -> None:
+    open_call(context, q, k, v, g, beta, rows, out)
+    for worker in numba.prange(context[0].workers):
+        _share(context[0], areas[0], worker)
+
+
+@njit
+def _share(m: Record, at: Record, worker: int) -> None:
+    """One worker's share of a step: a contiguous range of rows and heads."""
+    buf = floats(m.scratch + 4 * worker * at.size)
+    units = m.batch * m.heads
+    for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
+        row, head = unit // m.heads, unit % m.heads
+        slot = integers(m.rows)[row]
+        if slot < 0:
+            blank(m, row, head, 1)
+            continue
+        first = (slot * m.heads + head) * m.values * m.keys
+        for t in range(m.length):
+            place = row * m.length + t
+            _take(m, at, buf, place, head)
+            if m.kind == MAMBA2:
+                _write(m, at, buf, place * m.heads + head, first)
+            else:
+                _erase_write(m, at, buf, place * m.heads + head, first)
+
+
+@njit
+def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
+    """Query, key and decay of one token, padded, into scratch."""
+    source = (place * m.key_heads + head // m.group) * m.key_dim
+    gates = place * m.heads + head
+    for c in range(m.key_dim):
+        buf[at.query + c] = floats(m.in_q)[source + c]
+        buf[at.key + c] = floats(m.in_k)[source + c]
+    if m.kind == KDA:
+        for c in range(m.key_dim):
+            buf[at.decay + c] = floats(m.in_g)[gates * m.key_dim + c]
+        for c in range(m.key_dim, m.keys):
+            buf[at.decay + c] = np.float32(0.0)
+        for c in range(0, m.keys, LANES):
+            store(buf, at.decay + c, exp(load(buf, at.decay + c)))
+    else:
+        decay = splat(np.float32(math.exp(floats(m.in_g)[gates])))
+        for c in range(0, m.keys, LANES):
+            store(buf, at.decay + c, decay)
+
+
+@njit
+def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
+    """mamba2: decay, write and read, row by row."""
+    state = floats(m.state)
+    for v in range(m.value_dim):
+        row = first + v * m.keys
+        value = splat(floats(m.in_v)[place * m.value_dim + v])
+        read = splat(np.float32(0.0))
+        for c in range(0, m.keys, LANES):
+            decayed = load(buf, at.decay + c) * load(state, row + c)
+            new = fma(value, load(buf, at.key + c), decayed)
+            store(state, row + c, new)
+            read = fma(new, load(buf, at.query + c), read)
+        floats(m.out)[place * m.value_dim + v] = total(read)
+
+
+@njit
+def _erase_write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
+    """gdn and kda: what a row predicts for the key is erased before the write; the row stays in the first cache."""
+    beta = floats(m.in_beta)[place]
+    state = floats(m.state)
+    for v in range(m.value_dim):
+        row = first + v * m.keys
+        predicted = splat(np.float32(0.0))
+        for c in range(0, m.keys, LANES):
+            decayed = load(buf, at.decay + c) * load(state, row + c)
+            predicted = fma(decayed, load(buf, at.key + c), predicted)
+        value = splat(beta * (floats(m.in_v)[place * m.value_dim + v] - total(predicted)))
+        read = splat(np.float32(0.0))
+        for c in range(0, m.keys, LANES):
+            decayed = load(buf, at.decay + c) * load(state, row + c)
+            new = fma(value, load(buf, at.key + c), decayed)
+            store(state, row + c, new)
+            read = fma(new, load(buf, at.query + c), read)
+        floats(m.out)[place * m.value_dim + v] = total(read)

@@ -1,0 +1,298 @@
+"""Register-blocked pieces of small matrix products: the loops in which nearly all arithmetic happens.
+
+Each intrinsic keeps a tile of accumulators in registers and runs one loop over the contracted axis. The functions
+below them cut any size into tiles. Row lengths are multiples of `LANES` (see `layout`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from sketchssm.cpu import simd
+from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, njit, splat, total
+
+__all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "dots", "transpose"]
+
+COLUMN_LANES = 8
+"""Sketch columns that `columns` computes together: half a vector, so that ranks of 5 to 8 don't cost 16."""
+
+
+def _index(builder: Any, start: Any, *steps: tuple[Any, Any]) -> Any:
+    """``start + sum of count * stride`` over pairs; counts may be Python integers."""
+    for count, stride in steps:
+        number = ir.Constant(ir.IntType(64), count) if isinstance(count, int) else count
+        start = builder.add(start, builder.mul(number, stride))
+    return start
+
+
+def _accumulators(context: Any, builder: Any, count: int, lanes: int = LANES) -> list[Any]:
+    zero = simd.constant(0.0, lanes)
+    variables = [cgutils.alloca_once(builder, zero.type) for _ in range(count)]
+    for variable in variables:
+        builder.store(zero, variable)
+    return variables
+
+
+def _add_product(builder: Any, variable: Any, a: Any, b: Any) -> None:
+    builder.store(simd.fused(builder, a, b, builder.load(variable)), variable)
+
+
+def _tile_accumulate(rows: int, chunks: int) -> Any:
+    """``C[r, :] = decay * C[r, :] + sum_s w[s, r] L[s, :]`` for a tile; returns ``sum_r C[r]^2`` over its chunks."""
+
+    @intrinsic
+    def tile(typingctx: Any, c: Any, c0: Any, c_row: Any, decay: Any, d0: Any, w: Any, w0: Any, w_step: Any,
+             w_row: Any, x: Any, x0: Any, x_step: Any, depth: Any) -> Any:  # fmt: skip
+        i = types.intp
+        signature = VECTOR(c, i, i, decay, i, w, i, i, i, x, i, i, i)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def at(which: int, index: Any) -> Any:
+                return builder.gep(args[which], [index])
+
+            _, c0, c_row, _, d0, _, w0, w_step, w_row, _, x0, x_step, depth = args
+            shift = [ir.Constant(ir.IntType(64), LANES * chunk) for chunk in range(chunks)]
+            accumulators = _accumulators(context, builder, rows * chunks)
+            places = []
+            for chunk in range(chunks):
+                factor = simd.load_lanes(builder, at(3, builder.add(d0, shift[chunk])), types.float32)
+                for row in range(rows):
+                    place = at(0, builder.add(_index(builder, c0, (row, c_row)), shift[chunk]))
+                    places.append(place)
+                    scaled = builder.fmul(factor, simd.load_lanes(builder, place, types.float32))
+                    builder.store(scaled, accumulators[len(places) - 1])
+            with cgutils.for_range(builder, depth) as loop:
+                lanes = []
+                for chunk in range(chunks):
+                    index = builder.add(_index(builder, x0, (loop.index, x_step)), shift[chunk])
+                    lanes.append(simd.load_lanes(builder, at(9, index), x.dtype))
+                for row in range(rows):
+                    weight = builder.load(at(5, _index(builder, w0, (loop.index, w_step), (row, w_row))))
+                    every = simd.broadcast(builder, weight)
+                    for chunk in range(chunks):
+                        _add_product(builder, accumulators[chunk * rows + row], every, lanes[chunk])
+            squares = simd.constant(0.0)
+            for variable, place in zip(accumulators, places, strict=True):
+                value = builder.load(variable)
+                simd.store_lanes(builder, value, place, types.float32)
+                squares = simd.fused(builder, value, value, squares)
+            return squares
+
+        return signature, codegen
+
+    return tile
+
+
+_accumulate_4x4 = _tile_accumulate(4, 4)
+_accumulate_4x1 = _tile_accumulate(4, 1)
+_accumulate_1x4 = _tile_accumulate(1, 4)
+_accumulate_1x1 = _tile_accumulate(1, 1)
+
+
+@njit
+def accumulate(
+    c: Pointer, c0: int, c_row: int, rows: int, width: int, decay: Pointer, d0: int,
+    w: Pointer, w0: int, w_step: int, w_row: int, x: Pointer, x0: int, x_step: int, depth: int,
+) -> float:  # fmt: skip
+    """``C[r, :width] = decay[:width] * C[r] + sum_s w[s, r] X[s]`` over `depth` rows of X; returns ``|C|_F^2``."""
+    squares = splat(np.float32(0.0))
+    r = 0
+    while r < rows:
+        four = rows - r >= 4
+        at, weight = c0 + r * c_row, w0 + r * w_row
+        j = 0
+        while j + 4 * LANES <= width:
+            if four:
+                part = _accumulate_4x4(
+                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
+                )
+            else:
+                part = _accumulate_1x4(
+                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
+                )
+            squares = squares + part
+            j += 4 * LANES
+        while j < width:
+            if four:
+                part = _accumulate_4x1(
+                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
+                )
+            else:
+                part = _accumulate_1x1(
+                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
+                )
+            squares = squares + part
+            j += LANES
+        r += 4 if four else 1
+    return total(squares)
+
+
+def _interleave(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    """Lanes of a and b in turn: the lower and the upper half of ``a0 b0 a1 b1 ...``."""
+    n = a.type.count
+    kind = ir.VectorType(INT32, n)
+    orders = [[INT32(i // 2 + (i % 2) * n + half * n // 2) for i in range(n)] for half in (0, 1)]
+    low, high = (builder.shuffle_vector(a, b, ir.Constant(kind, order)) for order in orders)
+    return low, high
+
+
+def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Transpose a matrix of 16 rows that a list of vectors holds row after row.
+
+    Interleaving the two halves of the flat matrix rotates the bits of every element's address by one place; four
+    rotations move the row's bits behind the column's.
+    """
+    for _ in range(4):
+        half = len(vectors) // 2
+        pairs = [_interleave(builder, vectors[i], vectors[i + half]) for i in range(half)]
+        vectors = [vector for pair in pairs for vector in pair]
+    return vectors
+
+
+def _tile_columns(lanes: int) -> Any:
+    """``out[c, r] = sum_k S[r, k] M[k, c]`` for 16 rows of S and `lanes` columns of M."""
+
+    @intrinsic
+    def tile(typingctx: Any, s: Any, s0: Any, s_row: Any, m: Any, m0: Any, m_step: Any, depth: Any, out: Any,
+             out0: Any, out_row: Any) -> Any:  # fmt: skip
+        i = types.intp
+        signature = types.void(s, i, i, m, i, i, i, out, i, i)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def at(which: int, index: Any) -> Any:
+                return builder.gep(args[which], [index])
+
+            _, s0, s_row, _, m0, m_step, depth, _, out0, out_row = args
+            accumulators = _accumulators(context, builder, LANES, lanes)
+            with cgutils.for_range(builder, depth) as loop:
+                column = simd.load_lanes(
+                    builder, at(3, _index(builder, m0, (loop.index, m_step))), types.float32, lanes
+                )
+                for row, variable in enumerate(accumulators):
+                    scalar = builder.load(at(0, builder.add(_index(builder, s0, (row, s_row)), loop.index)))
+                    _add_product(builder, variable, simd.broadcast(builder, scalar, lanes), column)
+            rows = [builder.load(variable) for variable in accumulators]
+            if lanes < LANES:
+                kind = ir.VectorType(INT32, 2 * lanes)
+                joined = ir.Constant(kind, [INT32(n) for n in range(2 * lanes)])
+                rows = [builder.shuffle_vector(rows[n], rows[n + 1], joined) for n in range(0, LANES, 2)]
+            for number, value in enumerate(_transposed(builder, rows)):
+                place = at(7, _index(builder, out0, (number, out_row)))
+                simd.store_lanes(builder, value, place, types.float32)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+columns_16 = _tile_columns(LANES)
+columns_8 = _tile_columns(COLUMN_LANES)
+
+
+@intrinsic
+def transpose(typingctx: Any, source: Any, source0: Any, source_row: Any, out: Any, out0: Any, out_row: Any) -> Any:
+    """``out[c, r] = source[r, c]`` for 16 rows and 16 columns."""
+    i = types.intp
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def at(which: int, index: Any) -> Any:
+            return builder.gep(args[which], [index])
+
+        rows = [
+            simd.load_lanes(builder, at(0, _index(builder, args[1], (row, args[2]))), types.float32)
+            for row in range(LANES)
+        ]
+        for number, value in enumerate(_transposed(builder, rows)):
+            simd.store_lanes(builder, value, at(3, _index(builder, args[4], (number, args[5]))), types.float32)
+        return context.get_dummy_value()
+
+    return types.void(source, i, i, out, i, i), codegen
+
+
+def _tile_dots(rows: int, vectors: int) -> Any:
+    """``out[n, r] = <R[r], X[n]>`` for a few rows and vectors, all sums over lanes folded together."""
+
+    @intrinsic
+    def tile(typingctx: Any, r: Any, r0: Any, r_row: Any, x: Any, x0: Any, x_row: Any, width: Any, out: Any,
+             out0: Any, out_row: Any) -> Any:  # fmt: skip
+        i = types.intp
+        signature = types.void(r, i, i, x, i, i, i, out, i, i)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def at(which: int, index: Any) -> Any:
+                return builder.gep(args[which], [index])
+
+            _, r0, r_row, _, x0, x_row, width, _, out0, out_row = args
+            accumulators = _accumulators(context, builder, rows * vectors)
+            chunks = builder.udiv(width, ir.Constant(ir.IntType(64), LANES))
+            with cgutils.for_range(builder, chunks) as loop:
+                shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), LANES))
+                lanes = [
+                    simd.load_lanes(
+                        builder, at(3, builder.add(_index(builder, x0, (n, x_row)), shift)), types.float32
+                    )
+                    for n in range(vectors)
+                ]
+                for row in range(rows):
+                    place = at(0, builder.add(_index(builder, r0, (row, r_row)), shift))
+                    value = simd.load_lanes(builder, place, r.dtype)
+                    for n in range(vectors):
+                        _add_product(builder, accumulators[n * rows + row], value, lanes[n])
+            values = [builder.load(variable) for variable in accumulators]
+            while len(values) > 1:
+                values = [_fold(builder, *values[n : n + 2]) for n in range(0, len(values), 2)]
+            while values[0].type.count > rows * vectors:
+                values = [builder.fadd(*simd.halves(builder, values[0]))]
+            for n in range(vectors):
+                pick = ir.Constant(ir.VectorType(INT32, rows), [INT32(n * rows + row) for row in range(rows)])
+                part = builder.shuffle_vector(values[0], values[0], pick)
+                simd.store_lanes(builder, part, at(7, _index(builder, out0, (n, out_row))), types.float32)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+def _fold(builder: Any, a: Any, b: Any) -> Any:
+    """Sums of neighbouring lanes: those of a, then those of b."""
+    n = a.type.count
+    kind = ir.VectorType(INT32, n)
+    even, odd = (ir.Constant(kind, [INT32(2 * i + parity) for i in range(n)]) for parity in (0, 1))
+    return builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
+
+
+_dots_4x1 = _tile_dots(4, 1)
+_dots_1x1 = _tile_dots(1, 1)
+_dots_4x2 = _tile_dots(4, 2)
+_dots_1x2 = _tile_dots(1, 2)
+
+
+@njit
+def dots(
+    r: Pointer, r0: int, r_row: int, rows: int, x: Pointer, x0: int, x_row: int, vectors: int, width: int,
+    out: Pointer, out0: int, out_row: int,
+) -> None:  # fmt: skip
+    """``out[n, r] = <R[r], X[n]>`` over `width` elements, for one vector or two."""
+    i = 0
+    if vectors == 2:
+        while i + 4 <= rows:
+            _dots_4x2(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
+            i += 4
+        while i < rows:
+            _dots_1x2(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
+            i += 1
+    else:
+        while i + 4 <= rows:
+            _dots_4x1(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
+            i += 4
+        while i < rows:
+            _dots_1x1(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
+            i += 1

@@ -1,0 +1,262 @@
+"""Pictures of calibrations and comparisons, as PNG or SVG by the file's suffix; they need matplotlib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.evaluate.energy import MapEnergy
+from sketchssm.evaluate.systems import SystemResult
+from sketchssm.recurrence import DENSE
+
+__all__ = ["error_against_traffic", "rank_heatmap", "spectrum"]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette: told apart with any colour vision."""
+
+MARKERS = "osD^vPX"
+
+EXACT = 1e-5
+"""Relative errors below this are float32's rounding."""
+
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "font.size": 10,
+    "legend.frameon": False,
+    "figure.dpi": 130,
+    "svg.fonttype": "none",  # text stays text
+}
+
+
+def spectrum(basis: SketchBasis, energies: Sequence[MapEnergy], path: str | os.PathLike[str], title: str = "") -> Path:
+    """Draw a basis's spectrum beside what each map retains, with quartiles over heads.
+
+    Parameters
+    ----------
+    basis : SketchBasis
+        Calibrated basis.
+    energies : sequence of MapEnergy
+        Retained energies on held-out windows, from `retained_energy`.
+    path : str or PathLike
+        Where to, a name that ends in ``.png`` or ``.svg``.
+    title : str, optional
+        Name of the layer.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither.
+    """
+    pyplot = _pyplot()
+    with pyplot.rc_context(STYLE):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+        total = basis.spectrum.sum(axis=-1, keepdims=True)
+        share = basis.spectrum / np.where(total > 0, total, 1.0)
+        index = np.arange(1, share.shape[-1] + 1)
+        low, middle, high = np.quantile(np.maximum(share, 1e-12), (0.25, 0.5, 0.75), axis=0)
+        left.fill_between(index, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="quartiles over heads")
+        left.plot(index, middle, color=COLOURS[0], label="median head")
+        left.set(
+            xscale="log",
+            yscale="log",
+            xlabel="direction (of K)",
+            ylabel="share of query energy",
+            title="Spectrum of state-weighted queries",
+        )
+        left.set_ylim(bottom=max(middle[middle > 1e-11].min(initial=1.0) / 3, 1e-9))
+        left.legend(loc="lower left")
+        _plain_ticks(left.xaxis, [t for t in (1, 2, 4, 8, 16, 32, 64, 128, 256) if t <= share.shape[-1]])
+
+        offsets = np.geomspace(0.94, 1.06, len(energies)) if len(energies) > 1 else [1.0]
+        for i, (energy, offset) in enumerate(zip(energies, offsets, strict=True)):
+            lost = np.maximum(1 - energy.retained, 1e-9)
+            low, middle, high = np.quantile(lost, (0.25, 0.5, 0.75), axis=0)
+            ranks = np.array(energy.ranks) * offset  # side by side, so that bars don't hide each other
+            name = (
+                energy.setting.map if energy.basis == "calibrated" else f"{energy.basis} basis, {energy.setting.map}"
+            )
+            right.errorbar(
+                ranks, middle, yerr=(middle - low, high - middle), color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)], markersize=5, capsize=2, linewidth=1.4, elinewidth=0.9,
+                linestyle="-" if energy.basis == "calibrated" else "--", label=name,
+            )  # fmt: skip
+        right.set(
+            xscale="log",
+            yscale="log",
+            xlabel="rank G",
+            ylabel="lost share of output energy",
+            title="State reads on held-out text",
+        )
+        _plain_ticks(right.xaxis, energies[0].ranks)
+        right.legend(title="map (median head, quartiles)", fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        if title:
+            figure.suptitle(title)
+        return _save(figure, path)
+
+
+def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:
+    """Draw which head got which rank: one row per layer or allocation.
+
+    Parameters
+    ----------
+    ranks : mapping of str to ndarray
+        Ranks ``(heads,)`` by the row's name; `DENSE` is drawn apart.
+    path : str or PathLike
+        Where to, a name that ends in ``.png`` or ``.svg``.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither, or there are no rows.
+    """
+    if not ranks:
+        raise ValueError("ranks: expected at least one row, got none")
+    pyplot = _pyplot()
+    heads = max(row.size for row in ranks.values())
+    table = np.full((len(ranks), heads), np.nan)
+    for i, row in enumerate(ranks.values()):
+        table[i, : row.size] = np.where(row == DENSE, np.inf, row)
+    finite = table[np.isfinite(table)]
+    top = finite.max(initial=1.0)
+    with pyplot.rc_context(STYLE | {"axes.grid": False}):
+        size = (min(2.6 + 0.42 * heads, 14), min(1.6 + 0.34 * len(ranks), 14))
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        colours = pyplot.get_cmap("cividis").with_extremes(bad="white", over=COLOURS[1])
+        image = axes.imshow(
+            table, cmap=colours, vmin=min(1.0, top), vmax=max(top, 2.0), aspect="auto", interpolation="nearest"
+        )
+        axes.set_xlabel("head")
+        axes.set_yticks(range(len(ranks)), list(ranks))
+        axes.set_xticks(np.arange(0, heads, max(1, heads // 16)))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        if heads <= 32 and len(ranks) <= 40:
+            middle = (1 + top) / 2
+            for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
+                full = np.isinf(table[i, j])
+                text = "full" if full else f"{table[i, j]:.0f}"
+                axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6,
+                          color="black" if full or table[i, j] > middle else "white")  # fmt: skip
+        extend = "max" if np.isinf(table).any() else "neither"
+        bar = figure.colorbar(image, ax=axes, extend=extend, label="rank G", shrink=0.9)
+        if extend == "max":
+            bar.ax.set_title("full read", fontsize=8)
+        return _save(figure, path)
+
+
+def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: str | os.PathLike[str]) -> Path:
+    """Draw the systems' output errors against their traffic reductions.
+
+    Parameters
+    ----------
+    results : mapping of str to sequence of SystemResult
+        Results of `compare` by the layer's name.
+    path : str or PathLike
+        Where to, a name that ends in ``.png`` or ``.svg``.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither.
+    """
+    pyplot = _pyplot()
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
+        for i, (layer, systems) in enumerate(results.items()):
+            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+            exact = [s for s in systems if s.output_error <= EXACT]
+            lossy = sorted((s for s in systems if s.output_error > EXACT), key=lambda s: s.reduction)
+            axes.plot(
+                [s.reduction for s in lossy], [100 * s.output_error for s in lossy], markersize=13, label=layer, **look
+            )
+            axes.plot(
+                [s.reduction for s in exact],
+                [0.0] * len(exact),
+                linestyle="none",
+                fillstyle="none",
+                markersize=9,
+                clip_on=False,
+                **look,
+            )
+            for s in lossy:
+                axes.annotate(
+                    s.name.rpartition(" ")[2], (s.reduction, 100 * s.output_error), color="white", fontsize=7,
+                    fontweight="bold", ha="center", va="center",
+                )  # fmt: skip
+        for s in (s for systems in list(results.values())[:1] for s in systems if s.output_error <= EXACT):
+            axes.annotate(
+                s.name, (s.reduction, 0), xytext=(0, 10), textcoords="offset points", fontsize=9, rotation=45
+            )
+        axes.set(
+            xlabel="state traffic, times less than standard decoding",
+            ylabel="relative output error on held-out text (%)",
+            xlim=(0, None),
+            ylim=(0, None),
+        )
+        axes.margins(0.06)
+        axes.legend(title="sketch by mean rank\n(hollow: exact systems)", loc="upper left", markerscale=0.6)
+        return _save(figure, path)
+
+
+def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
+    """Label a logarithmic axis with the numbers themselves."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_ticks(list(ticks), labels=[str(tick) for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("pictures need matplotlib: pip install 'sketchssm[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> Path:
+    from matplotlib import pyplot
+
+    target = Path(path)
+    try:
+        if target.suffix not in (".png", ".svg"):
+            raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
+        figure.savefig(target)
+    finally:
+        pyplot.close(figure)
+    return target

@@ -1,0 +1,292 @@
+"""The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
+
+Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
+averaged over a window. A full float32 state is ``D = 4 K V`` bytes. Ring buffers, writes of sketches and maps, and
+what all sequences share (bases, projections) are not counted, as in the paper.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.recurrence import DENSE, KINDS
+
+if TYPE_CHECKING:
+    from sketchssm.plan import SketchPlan
+
+__all__ = [
+    "STORAGES",
+    "compressed",
+    "plan_reduction",
+    "read_only_copy",
+    "reduction",
+    "replay",
+    "sketch",
+    "sketch_read",
+    "standard",
+]
+
+STORAGES = ("dense", "factors", "shared")
+"""What a state keeps of its coefficient map beside the sketch; see `sketch_read`."""
+
+Bytes = npt.NDArray[np.float64]
+
+
+def standard(key_dim: int, value_dim: int) -> float:
+    """Bytes per token of standard decoding, which reads and writes the state at every token.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+
+    Returns
+    -------
+    float
+        ``2 D = 8 K V``.
+    """
+    return 8.0 * key_dim * value_dim
+
+
+def replay(key_dim: int, value_dim: int, window: int = 16) -> float:
+    """Bytes per token of buffered replay, which reads the state at every token and writes it once a window.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    window : int, default 16
+        W.
+
+    Returns
+    -------
+    float
+        ``D + D / W``.
+    """
+    state = 4.0 * key_dim * value_dim
+    return state + state / window
+
+
+def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, sparsity: float | None = None) -> float:
+    """Bytes per token of a recurrence whose state itself is compressed, read and written at every token.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    bits : float, optional
+        Bits per element of a quantised state, with 16-bit scales along both dimensions (DSQ): the compression is
+        ``32 / (bits + 16 (K + V) / (K V))``.
+    sparsity : float, optional
+        Share of a pruned state's rows or channels that is gone (GHOST, DRRQR): ``1 / (1 - sparsity)``.
+
+    Returns
+    -------
+    float
+        ``2 D / C_rate``.
+
+    Raises
+    ------
+    ValueError
+        Unless exactly one of `bits` and `sparsity` is given, in range.
+    """
+    if (bits is None) == (sparsity is None):
+        raise ValueError("compressed: expected either bits or sparsity")
+    if bits is not None:
+        return 2 * _quantised(key_dim, value_dim, bits)
+    assert sparsity is not None
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity!r}")
+    return standard(key_dim, value_dim) * (1 - sparsity)
+
+
+def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) -> float:
+    """Bytes per token where a quantised copy serves reads and the full state is touched once a window.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    bits : float
+        Bits per element of the copy, scales as in `compressed`.
+    window : int, default 16
+        W.
+
+    Returns
+    -------
+    float
+        ``((W - 1) D / C_rate + 2 D) / W``: the ablation of appendix *Preserving Full-State Updates*.
+    """
+    return ((window - 1) * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / window
+
+
+def sketch_read(
+    kind: str,
+    key_dim: int,
+    value_dim: int,
+    rank: npt.ArrayLike,
+    window: int = 16,
+    storage: str = "dense",
+    pivots: int = 4,
+) -> Bytes:
+    """Bytes that one read between flushes moves.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence.
+    key_dim, value_dim : int
+        K and V.
+    rank : array_like
+        Ranks G (fractions allowed, for a budget's mean); `DENSE` for a full read of D bytes.
+    window : int, default 16
+        W.
+    storage : {"dense", "factors", "shared"}, default "dense"
+        "dense" is the paper's: sketch, coefficient map and, for gdn and kda, projected erase vectors in bfloat16,
+        ``2 G (V + K + e W)``. "factors" is this library's for `lowrank` and `prior`: sketch and B in bfloat16, F, L
+        and w in float32, ``2 (G V + p K) + 4 (2 G p + G)`` with ``p = min(G, P)``; effective queries are formed from
+        the ring, so nothing is projected. "shared" is the sketch alone (`offline`), ``2 G V``.
+    pivots : int, default 4
+        P of "factors".
+
+    Returns
+    -------
+    ndarray of float64
+        Bytes, in the shape of `rank`.
+
+    Raises
+    ------
+    ValueError
+        If the kind, the storage or a rank is not one there is.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if storage not in STORAGES:
+        raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}")
+    g = np.asarray(rank, dtype=np.float64)
+    if not ((g == DENSE) | (g >= 0)).all():
+        raise ValueError(f"rank: expected DENSE or numbers of at least 0, got {rank!r}")
+    if storage == "dense":
+        erase = 0 if kind == "mamba2" else 1
+        size = 2 * g * (value_dim + key_dim + erase * window)
+    elif storage == "factors":
+        p = np.minimum(g, pivots)
+        size = 2 * (g * value_dim + p * key_dim) + 4 * (2 * g * p + g)
+    else:
+        size = 2 * g * value_dim
+    return np.where(g == DENSE, 4.0 * key_dim * value_dim, size)
+
+
+def sketch(
+    kind: str,
+    key_dim: int,
+    value_dim: int,
+    rank: npt.ArrayLike,
+    window: int = 16,
+    storage: str = "dense",
+    pivots: int = 4,
+) -> Bytes:
+    """Bytes per token of sketched decoding, flushes included.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence.
+    key_dim, value_dim : int
+        K and V.
+    rank : array_like
+        Ranks G; `DENSE` for a head that reads its full state.
+    window : int, default 16
+        W.
+    storage : {"dense", "factors", "shared"}, default "dense"
+        See `sketch_read`.
+    pivots : int, default 4
+        See `sketch_read`.
+
+    Returns
+    -------
+    ndarray of float64
+        ``((W - 1) T_G + 2 D) / W`` in the shape of `rank`, with ``T_G`` from `sketch_read`.
+
+    Raises
+    ------
+    ValueError
+        If the kind, the storage or a rank is not one there is.
+    """
+    read = sketch_read(kind, key_dim, value_dim, rank, window, storage, pivots)
+    return ((window - 1) * read + standard(key_dim, value_dim)) / window
+
+
+def reduction(
+    kind: str,
+    key_dim: int,
+    value_dim: int,
+    rank: npt.ArrayLike,
+    window: int = 16,
+    storage: str = "dense",
+    pivots: int = 4,
+) -> float:
+    """Traffic reduction of sketched decoding relative to standard decoding.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence.
+    key_dim, value_dim : int
+        K and V.
+    rank : array_like
+        One rank, or one of each head, whose bytes are added up before the ratio is taken; `DENSE` for a full read.
+    window : int, default 16
+        W.
+    storage : {"dense", "factors", "shared"}, default "dense"
+        See `sketch_read`.
+    pivots : int, default 4
+        See `sketch_read`.
+
+    Returns
+    -------
+    float
+        How many times fewer bytes.
+
+    Raises
+    ------
+    ValueError
+        If the kind, the storage or a rank is not one there is.
+
+    Examples
+    --------
+    Nemotron 3 Super at a mean rank of 9, as in the paper's table of its accuracy:
+
+    >>> import sketchssm as ss
+    >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
+    8.93
+    """
+    used = sketch(kind, key_dim, value_dim, rank, window, storage, pivots)
+    return float(standard(key_dim, value_dim) / used.mean())
+
+
+def plan_reduction(plan: SketchPlan) -> float:
+    """Traffic reduction of a plan, with its ranks and what its map stores.
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        Plan of one layer.
+
+    Returns
+    -------
+    float
+        How many times fewer bytes than standard decoding.
+    """
+    layer = plan.layer
+    return reduction(layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots)
+
+
+def _quantised(key_dim: int, value_dim: int, bits: float) -> float:
+    """Bytes of a quantised state: its elements and one 16-bit scale for every row and every column."""
+    if not bits > 0:
+        raise ValueError(f"bits: expected a positive number, got {bits!r}")
+    return (bits * key_dim * value_dim + 16 * (key_dim + value_dim)) / 8
