@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from sketchssm import traffic
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.evaluate.systems import System, exact_systems, relative_error, sketch_system
+from sketchssm.head import DecodeHead
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
@@ -241,7 +242,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int) -> float:
 def measure(
     shape: str,
     layer: Layer,
-    system: System,
+    systems: Sequence[System],
     batch: int,
     window: int,
     bandwidth: float,
@@ -249,8 +250,8 @@ def measure(
     backend: str = "auto",
     seconds: float = 1.0,
     seed: int = 0,
-) -> BenchResult:
-    """Time one system.
+) -> list[BenchResult]:
+    """Time systems in turns, window by window, so that a busy machine slows all of them alike.
 
     Parameters
     ----------
@@ -258,8 +259,8 @@ def measure(
         What to call the layer's shape.
     layer : Layer
         Kind and shape.
-    system : System
-        What to time.
+    systems : sequence of System
+        What to time, from `systems`.
     batch : int
         Rows of a step.
     window : int
@@ -269,59 +270,66 @@ def measure(
     backend : str, default "auto"
         Where to run.
     seconds : float, default 1
-        Time to spend, in whole windows, at least three.
+        Time to spend on each system, in whole windows, at least three.
     seed : int, default 0
         Seed of the inputs.
 
     Returns
     -------
-    BenchResult
-        Times, bytes and error.
+    list of BenchResult
+        Times, bytes and error of each system.
     """
     tokens = random_tokens(layer, batch, window, seed)
     steps = [Tokens(*(None if x is None else np.ascontiguousarray(x[:, t]) for x in tokens)) for t in range(window)]
-    one_row = [Tokens(*(None if x is None else x[:1] for x in token)) for token in steps]
+    one_row = Tokens(*(None if x is None else x[:1] for x in tokens))
     start = np.random.default_rng(seed).standard_normal((1, *layer.state_shape)).astype(np.float32)
 
-    head = system.build(batch, backend)
-    head.load_state(np.broadcast_to(start, (batch, *layer.state_shape)))
-    clock = time.perf_counter()
-    outputs = [np.array(head.step(*token)[:1]) for token in steps]
-    first = time.perf_counter() - clock
+    heads, errors, first = [], [], []
+    for system in systems:
+        head = system.build(batch, backend)
+        head.load_state(np.broadcast_to(start, (batch, *layer.state_shape)))
+        clock = time.perf_counter()
+        outputs = np.stack([np.array(head.step(*token)[:1]) for token in steps], axis=1)
+        first.append(time.perf_counter() - clock)
+        heads.append(head)
+        twin = system.build(1, "reference")
+        twin.load_state(start)
+        errors.append(relative_error(outputs, np.asarray(twin.step(*one_row), dtype=np.float64)))
 
-    times = np.array(list(_windows(lambda t: head.step(*steps[t]), window, seconds)))
-    typical = np.median(times, axis=0)
-    amortised = float(typical.mean())
+    times: list[list[list[float]]] = [[] for _ in systems]
+    stop = time.perf_counter() + seconds * len(heads)
+    while len(times[-1]) < 3 or time.perf_counter() < stop:
+        for head, own in zip(heads, times, strict=True):
+            own.append(_window(head, steps))
 
-    twin = system.build(1, "reference")
-    twin.load_state(start)
-    right = np.stack([twin.step(*token) for token in one_row]).astype(np.float64)
-    needed = step_bytes(system, layer, batch, window)
-    return BenchResult(
-        shape,
-        system.name,
-        head.backend,
-        batch,
-        window,
-        1e6 * float(typical[:-1].mean()),
-        1e6 * float(typical[-1]),
-        1e6 * amortised,
-        needed,
-        needed / amortised / bandwidth,
-        relative_error(np.stack(outputs), right),
-        max(first - window * amortised, 0.0),
-    )
+    results = []
+    for i, system in enumerate(systems):
+        typical = np.median(times[i], axis=0)
+        amortised = float(typical.mean())
+        needed = step_bytes(system, layer, batch, window)
+        result = BenchResult(
+            shape,
+            system.name,
+            heads[i].backend,
+            batch,
+            window,
+            1e6 * float(typical[:-1].mean()),
+            1e6 * float(typical[-1]),
+            1e6 * amortised,
+            needed,
+            needed / amortised / bandwidth,
+            errors[i],
+            max(first[i] - window * amortised, 0.0),
+        )
+        results.append(result)
+    return results
 
 
-def _windows(step: Callable[[int], object], window: int, seconds: float) -> Iterator[list[float]]:
-    """Seconds of each position of one window after the other, until time is up but at least three times."""
-    stop = time.perf_counter() + seconds
-    done = 0
-    while done < 3 or time.perf_counter() < stop:
-        times = []
-        for t in range(window):
-            start = time.perf_counter()
-            step(t)
-            times.append(time.perf_counter() - start)
-        yield times
-        done += 1
+def _window(head: DecodeHead, steps: Sequence[Tokens]) -> list[float]:
+    """Seconds of each step of one window."""
+    times = []
+    for token in steps:
+        start = time.perf_counter()
+        head.step(*token)
+        times.append(time.perf_counter() - start)
+    return times

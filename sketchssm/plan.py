@@ -109,25 +109,18 @@ class SketchPlan:
                 raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
         if not (np.isfinite(ridge) and ridge >= 0):
             raise ValueError(f"ridge: expected a finite number of at least 0, got {ridge!r}")
+        self.phi, self.projection = (_columns(layer, name, tensors[name]) for name in ("phi", "projection"))
+        if self.phi.shape != self.projection.shape:
+            raise ValueError(f"projection: expected phi's shape {self.phi.shape}, got {self.projection.shape}")
         ranks = tensors["ranks"]
         if ranks.shape != (layer.heads,) or ranks.dtype.kind not in "iu":
             raise ValueError(f"ranks: expected {layer.heads} integers, got shape {ranks.shape} of {ranks.dtype}")
-        limit = min(layer.key_dim, layer.value_dim, tensors["phi"].shape[-1])
+        limit = min(layer.key_dim, layer.value_dim, self.phi.shape[-1])
         wrong = ranks[(ranks != DENSE) & ((ranks < 1) | (ranks > limit))]
         if wrong.size:
             raise ValueError(f"ranks: expected DENSE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
-        for name in ("phi", "projection"):
-            shape = tensors[name].shape
-            if len(shape) != 3 or shape[:2] != (layer.heads, layer.key_dim):
-                raise ValueError(f"{name}: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {shape}")
-            if not np.isfinite(tensors[name]).all():
-                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
-        if tensors["phi"].shape != tensors["projection"].shape:
-            raise ValueError("projection: expected the shape of phi")
         self.layer = layer
         self.ranks = ranks.astype(np.int64)
-        self.phi = np.ascontiguousarray(tensors["phi"], dtype=np.float32)
-        self.projection = np.ascontiguousarray(tensors["projection"], dtype=np.float32)
         self.window, self.map, self.pivots, self.ridge = int(window), map, int(pivots), float(ridge)
 
     @property
@@ -193,3 +186,16 @@ class SketchPlan:
         settings = meta["settings"]
         plan._fill(Layer(**meta["layer"]), tensors, **{name: settings[name] for name in SETTINGS})
         return plan
+
+
+def _columns(layer: Layer, name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Columns ``(heads, K, rank_max)`` of a plan, checked, in float32."""
+    if array.ndim != 3 or array.shape[:2] != (layer.heads, layer.key_dim):
+        raise ValueError(f"{name}: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {array.shape}")
+    if array.dtype.kind != "f":
+        raise ValueError(f"{name}: expected floating-point numbers, got dtype {array.dtype}")
+    with np.errstate(over="ignore"):  # what float32 can't hold becomes infinite, and is refused as such
+        columns = np.ascontiguousarray(array, dtype=np.float32)
+    if not np.isfinite(columns).all():
+        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+    return columns

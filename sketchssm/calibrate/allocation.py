@@ -39,9 +39,9 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """A rank table and how good it is.
+    """A rank table and how good it is, as `allocate_ranks` returns it.
 
-    Attributes
+    Parameters
     ----------
     ranks : ndarray of int64, (heads,), or list of them
         Rank of each head, `DENSE` for a full read; one array per layer where a sequence of scores came in.

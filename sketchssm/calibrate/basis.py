@@ -33,7 +33,9 @@ FORMAT = FileFormat("sketchssm-basis", 1, ("omega", "weighted", "e0", "spectrum"
 class SketchBasis:
     """Nested sketch bases of one layer: the first G columns are the rank-G basis.
 
-    Attributes
+    Made by `fit_basis`, or by `SketchBasis.random` as a baseline.
+
+    Parameters
     ----------
     layer : Layer
         Kind and shape.

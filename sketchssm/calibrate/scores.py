@@ -24,7 +24,7 @@ SCORES = ("gradient", "error", "sensitivity")
 
 DEPENDENT = 1e-7
 """A sketch column that lies this close to the span of those before it (relative to its norm) adds only the rounding
-noise of a float32 state; the same threshold as the exact map's."""
+noise of a float32 state."""
 
 
 class RankScores:

@@ -68,17 +68,22 @@ def command(
     cases = [(name, batch, window) for name in names for batch in batches for window in windows]
     sketches = [(rank, chosen) for rank in ranks for chosen in maps or (Settings().map,)]
     results = []
-    with output.progress("timing", len(cases) * (2 + len(sketches))) as step:
+    with output.progress("timing", len(cases)) as step:
         for name, batch, window in cases:
             layer = bench.SHAPES[name]
             plans = [bench.random_plan(layer, rank, window, chosen, pivots, seed) for rank, chosen in sketches]
-            for system in bench.systems(layer, window, plans):
-                step(f"{name} batch {batch} {system.name}")
-                results.append(
-                    bench.measure(
-                        name, layer, system, batch, window, bandwidth, backend=backend, seconds=seconds, seed=seed
-                    )
-                )
+            step(f"{name}, batch {batch}, window {window}")
+            results += bench.measure(
+                name,
+                layer,
+                bench.systems(layer, window, plans),
+                batch,
+                window,
+                bandwidth,
+                backend=backend,
+                seconds=seconds,
+                seed=seed,
+            )
     rows: list[list[str]] = []
     for i, r in enumerate(results):
         if i and (r.shape, r.batch, r.window) != (results[i - 1].shape, results[i - 1].batch, results[i - 1].window):

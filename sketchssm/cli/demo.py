@@ -12,8 +12,8 @@ from sketchssm.cli.options import Numbers
 
 __all__ = ["command"]
 
-ROWS = 256
-"""Rows that decode at once on a compiled backend: 64 MB of states, more than most caches hold."""
+ROWS = 128
+"""Rows that decode at once on a compiled backend: 34 MB of states, more than most caches hold."""
 
 
 @click.command("demo")
@@ -55,7 +55,7 @@ def command(
         "Each layer: bases from two sequences of real traces, ranks from a third, then a fourth is decoded.\n"
         f"Map {settings.map}, window {window}. Kernels are compiled on first use, which can take a minute."
     )
-    with output.progress("", len(KINDS) * (STAGES + 1 + len(ranks))) as step:
+    with output.progress("", len(KINDS) * (STAGES + len(ranks))) as step:
         reports = [
             measure_layer(
                 Traces.shipped(kind),

@@ -74,7 +74,7 @@ def command(
 
     output = Output(json_file)
     settings = Settings(window, map_name, pivots, ridge, weighting)
-    with output.progress("", len(traces) * (STAGES + 1 + len(ranks))) as step:
+    with output.progress("", len(traces) * (STAGES + len(ranks))) as step:
         if plan_file is not None:
             plan = SketchPlan.load(plan_file)
             reports = [measure_plan(Traces.load(traces[0]), plan, backend=backend, rows=rows, step=step)]

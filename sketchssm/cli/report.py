@@ -33,8 +33,8 @@ from sketchssm.traces import Traces
 
 __all__ = ["STAGES", "LayerReport", "draw", "measure_layer", "measure_plan", "show", "show_margins"]
 
-STAGES = 4
-"""Steps of progress of `measure_layer` beside its systems."""
+STAGES = 7
+"""Steps of progress of `measure_layer` beside one for each rank: the exact systems' two, and its own."""
 
 PAPER = "lowrank"
 """The paper's map, which the others are compared with."""
@@ -179,8 +179,8 @@ def show(output: Output, reports: Sequence[LayerReport], title: str) -> None:
     )
     output.say(
         "Errors are relative norms against the float64 recurrence on held-out text; at flush: the worst of the "
-        "windows' last tokens. Retained: share of the state reads' energy, mean over heads; an allocation by gradients gives "
-        "its ranks to the heads that the loss feels. us/token: a step's time over its rows."
+        "windows' last tokens. Retained: share of the state reads' energy, mean over heads; an allocation by gradients "
+        "gives its ranks to the heads that the loss feels. us/token: a step's time over its rows."
     )
 
 

@@ -11,12 +11,13 @@ import numba
 import numpy as np
 
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Record, blank, open_call
-from sketchssm.cpu.maps import coefficients, project_block, refresh
+from sketchssm.cpu.maps import advance_sketch, coefficients, project_block, refresh
 from sketchssm.cpu.packed import PENDING, RANK, SKETCH, field
 from sketchssm.cpu.simd import (
     LANES,
     Pointer,
     bfloats,
+    copy,
     floats,
     fma,
     integers,
@@ -86,9 +87,7 @@ def _decode(m: Record, at: Record, buf: Pointer, slot: int, row: int, key_head: 
                 _read_rows(m, at, buf, slot, head, at.query)
             else:
                 _read(m, at, buf, slot, head, cursor)
-            target = (place * m.heads + head) * m.value_dim
-            for c in range(m.value_dim):
-                floats(m.out)[target + c] = buf[at.output + c]
+            copy(floats(m.out), (place * m.heads + head) * m.value_dim, buf, at.output, m.value_dim)
         cursor = 0 if full else cursor + 1
 
 
@@ -150,9 +149,11 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int)
     norm = 0.0
     for block in range(0, m.values, LANES):
         norm += fold_block(m, at, buf, slot, head, block, count)
-        if sketched:
+        if sketched and m.kind == KDA:
             project_block(m, at, buf, slot, head, block)
     if sketched:
+        if m.kind != KDA:
+            advance_sketch(m, at, buf, slot, head, count)
         refresh(m, at, buf, slot, head, norm)
 
 

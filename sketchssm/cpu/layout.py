@@ -30,13 +30,13 @@ CACHE_LINE = 64
 SIZES = "kind slots heads key_heads group key_dim value_dim window keys values tokens workers".split()
 """A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors."""
 
-POINTERS = "state position scratch k v gate beta reach start gram packed factors pending phi pi table".split()
+POINTERS = "state position scratch k v gate beta reach start gram packed master factors pending phi pi table".split()
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
 
 CALL = "in_q in_k in_v in_g in_beta out rows batch length".split()
 """One call: addresses of its inputs, its output and its rows' slots; sizes."""
 
-SKETCH = "map bfloat packed_stride factors_stride pending_stride".split()
+SKETCH = "map bfloat packed_stride master_stride factors_stride pending_stride".split()
 
 CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)] + [("ridge", np.float64)])
 
@@ -47,7 +47,7 @@ AREAS = np.dtype(
             # these pairs follow one another, so that `dots` can take both vectors at once
             "query key x x_key scores key_scores coefficients key_coefficients seen key_seen "
             "open weights output ones decay reach start keys_across key_gram gram left predicted write carried "
-            "sketch span rows low size"
+            "sketch key_sketch span rows low doubles size"
         ).split()
     ]
 )
@@ -142,13 +142,14 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
     keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
     columns = padded(rank)
     needs = {
-        **dict.fromkeys(("query", "key", "x", "x_key", "decay"), keys),
+        **dict.fromkeys(("query", "key", "x", "x_key"), keys),
         **dict.fromkeys(("scores", "key_scores", "open", "weights", "reach", "start"), tokens),
         **dict.fromkeys(("coefficients", "key_coefficients", "seen", "key_seen"), columns),
-        "output": values, "ones": max(keys, values),
+        "output": values, **dict.fromkeys(("ones", "decay"), max(keys, values)),
         "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,
-        **dict.fromkeys(("predicted", "write", "carried"), tokens * LANES),
-        "sketch": columns * values, "span": columns * values, "rows": columns * keys, "low": columns * columns,
+        **dict.fromkeys(("predicted", "write"), tokens * LANES), "carried": tokens * values,
+        "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values, "rows": columns * keys, "low": columns * columns,
+        "doubles": 2 * (2 * columns**2 + 2 * columns + columns * values),
     }  # fmt: skip
     ends = np.cumsum([0, *(needs[name] for name in AREAS.names[:-1])])
     areas = np.zeros(1, dtype=AREAS)

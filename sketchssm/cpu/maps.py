@@ -11,14 +11,28 @@ import math
 
 import numpy as np
 
-from sketchssm.cpu.layout import Record
-from sketchssm.cpu.packed import EXACT, FACTORS, LOWRANK, MAP, PHI, PI, PRIOR, RANK, RIDGE, ROWS, SKETCH, field
-from sketchssm.cpu.simd import LANES, Pointer, bfloats, floats, fma, load, njit, padded, splat, store, total
+from sketchssm.cpu.layout import KDA, Record
+from sketchssm.cpu.packed import (
+    EXACT,
+    FACTORS,
+    LOWRANK,
+    MAP,
+    MASTER,
+    PHI,
+    PI,
+    PRIOR,
+    RANK,
+    RIDGE,
+    ROWS,
+    SKETCH,
+    field,
+)
+from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, njit, padded, splat, store, total
 from sketchssm.cpu.small import cholesky, cholesky_solve, pseudo_inverse
 from sketchssm.cpu.tiles import COLUMN_LANES, accumulate, columns_8, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
-__all__ = ["coefficients", "project_block", "refresh"]
+__all__ = ["advance_sketch", "coefficients", "project_block", "refresh"]
 
 lanes_up = njit(padded)
 
@@ -71,14 +85,35 @@ def project_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, blo
 
 
 @njit
+def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
+    """Take U through the ring beside the state, for scalar gates, into scratch.
+
+    ``S_t = a S0 + sum_s l_s w_s^T`` gives ``U_t = a U0 + sum_s w_s (Phi^T l_s)^T``: a G-th of the flops of ``S_t^T
+    Phi``. It runs on a float32 master of U and rounds as the state itself does; the state never sees it.
+    """
+    rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
+    keys = (slot * m.key_heads + head // m.group) * m.window * m.keys
+    for s in range(0, count, LANES):
+        for g in range(0, rank, COLUMN_LANES):
+            columns_8(floats(m.k), keys + s * m.keys, m.keys, floats(m.phi), field(m, head, PHI) + g, width, m.keys,
+                      buf, at.key_sketch + g * m.tokens + s, m.tokens)  # fmt: skip
+    master = slot * m.master_stride + field(m, head, MASTER)
+    copy(buf, at.sketch, floats(m.master), master, rank * m.values)
+    accumulate(buf, at.sketch, m.values, rank, m.values, buf, at.decay, buf, at.key_sketch, 1, m.tokens,
+               buf, at.carried, m.values, count)  # fmt: skip
+
+
+@njit
 def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float) -> None:
     """Store a head's sketch, already in scratch, and compute and store its map."""
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
     _pack_rows(m, buf, at.sketch, own, rank * m.values)
-    mu = norm / m.key_dim if norm > 0 else 1.0
+    if m.kind != KDA:
+        copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
         return
+    mu = norm / m.key_dim if norm > 0 else 1.0
     if m.map == EXACT:
         _exact_span(m, at, buf, slot, head)
     elif m.map == RIDGE:
@@ -92,8 +127,7 @@ def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: flo
                         floats(m.state), first, m.keys, m.values)  # fmt: skip
     if m.map == LOWRANK or m.map == PRIOR:
         _factors(m, at, buf, slot, head, mu, 1.0 - energy / m.key_dim)
-    own = slot * m.packed_stride + field(m, head, MAP)
-    _pack_rows(m, buf, at.rows, own, rows * m.keys)
+    _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows * m.keys)
 
 
 @njit
@@ -103,8 +137,7 @@ def _pack_rows(m: Record, buf: Pointer, source: int, target: int, size: int) -> 
         for c in range(0, size, LANES):
             store(bfloats(m.packed), target + c, load(buf, source + c))
     else:
-        for c in range(0, size, LANES):
-            store(floats(m.packed), target + c, load(buf, source + c))
+        copy(floats(m.packed), target, buf, source, size)
 
 
 @njit
@@ -121,14 +154,12 @@ def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float) -> None:
     """Orthonormal basis Q of the first sketch columns over ``sqrt(mu)``, by Gram-Schmidt done twice."""
     for i in range(rows):
         column, residual = at.sketch + i * m.values, at.span + i * m.values
-        for c in range(0, m.values, LANES):
-            store(buf, residual + c, load(buf, column + c))
-        for _ in range(2):
+        copy(buf, residual, buf, column, m.values)
+        for _ in range(2 if i else 0):
+            dots(buf, at.span, m.values, i, buf, residual, 0, 1, m.values, buf, at.low, 0)
             for j in range(i):
-                earlier = at.span + j * m.values
-                minus = splat(-_inner(m, buf, earlier, residual))
-                for c in range(0, m.values, LANES):
-                    store(buf, residual + c, fma(minus, load(buf, earlier + c), load(buf, residual + c)))
+                buf[at.low + j] = -buf[at.low + j]
+            accumulate(buf, residual, 0, 1, m.values, buf, at.ones, buf, at.low, 1, 0, buf, at.span, m.values, i)
         length = math.sqrt(_inner(m, buf, residual, residual))
         independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(m, buf, column, column))
         scale = splat(np.float32(1.0 / length if independent else 0.0))
@@ -148,8 +179,9 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
         dots(buf, at.sketch, m.values, rank, buf, at.span + i * m.values, 0, 1, m.values,
              buf, at.low + i * lanes, 0)  # fmt: skip
     factors = slot * m.factors_stride + field(m, head, FACTORS)
-    inverse = np.empty(rank)
-    small = np.zeros((rows, rows))
+    inverse = doubles(buf, at.doubles)
+    small = doubles(buf, at.doubles + 2 * rank)
+    solution = doubles(buf, at.doubles + 2 * rank + 2 * rows * rows)
     for g in range(rank):
         residual = max(missed, 0.0)
         if m.map == LOWRANK:
@@ -160,17 +192,17 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
             residual = max(residual, 0.0)
         inverse[g] = 1.0 / (residual + m.ridge)
         floats(m.factors)[factors + g] = residual * inverse[g]
-        for i in range(rows):
-            for j in range(i + 1):
-                small[i, j] += inverse[g] * buf[at.low + i * lanes + g] * buf[at.low + j * lanes + g]
     for i in range(rows):
-        small[i, i] += 1.0
-    cholesky(small)
-    solution = np.empty(rows)
+        for j in range(i + 1):
+            value = 1.0 if i == j else 0.0
+            for g in range(rank):
+                value += inverse[g] * buf[at.low + i * lanes + g] * buf[at.low + j * lanes + g]
+            small[i * rows + j] = value
+    cholesky(small, rows)
     for g in range(rank):
         for i in range(rows):
             solution[i] = inverse[g] * buf[at.low + i * lanes + g]
-        cholesky_solve(small, solution)
+        cholesky_solve(small, rows, solution)
         for i in range(rows):
             floats(m.factors)[factors + (1 + i) * rank + g] = solution[i]
             buf[at.low + i * lanes + g] *= -floats(m.factors)[factors + g]
@@ -181,17 +213,16 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
 @njit
 def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> None:
     """``(U^T U / mu + ridge I)^-1 U^T / mu``, solved in float64."""
-    gram = np.empty((rank, rank))
+    gram, column = doubles(buf, at.doubles), doubles(buf, at.doubles + 2 * rank * rank)
     for g in range(rank):
         for i in range(g + 1):
-            gram[g, i] = _inner(m, buf, at.sketch + g * m.values, at.sketch + i * m.values) / mu
-        gram[g, g] += m.ridge
-    cholesky(gram)
-    column = np.empty(rank)
+            gram[g * rank + i] = _inner(m, buf, at.sketch + g * m.values, at.sketch + i * m.values) / mu
+        gram[g * rank + g] += m.ridge
+    cholesky(gram, rank)
     for v in range(m.values):
         for g in range(rank):
             column[g] = buf[at.sketch + g * m.values + v] / mu
-        cholesky_solve(gram, column)
+        cholesky_solve(gram, rank, column)
         for g in range(rank):
             buf[at.span + g * m.values + v] = column[g]
 
@@ -199,17 +230,17 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> No
 @njit
 def _exact_span(m: Record, at: Record, buf: Pointer, slot: int, head: int) -> None:
     """``pinv(U)``, from a sketch computed anew in float64: its rank must not be lost in float32 noise."""
-    rank = field(m, head, RANK)
-    first = (slot * m.heads + head) * m.values * m.keys
-    phi, width = field(m, head, PHI), lanes_up(rank, COLUMN_LANES)
-    u = np.zeros((rank, m.values))
+    rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
+    state, phi = floats(m.state), floats(m.phi)
+    first, columns = (slot * m.heads + head) * m.values * m.keys, field(m, head, PHI)
+    u = doubles(buf, at.doubles)
     for g in range(rank):
         for v in range(m.values):
             value = 0.0
             for c in range(m.keys):
-                value += np.float64(floats(m.state)[first + v * m.keys + c]) * floats(m.phi)[phi + c * width + g]
-            u[g, v] = value
-    pseudo_inverse(u)
+                value += np.float64(state[first + v * m.keys + c]) * phi[columns + c * width + g]
+            u[g * m.values + v] = value
+    pseudo_inverse(u, rank, m.values, doubles(buf, at.doubles + 2 * rank * m.values))
     for g in range(rank):
         for v in range(m.values):
-            buf[at.span + g * m.values + v] = u[g, v]
+            buf[at.span + g * m.values + v] = u[g * m.values + v]

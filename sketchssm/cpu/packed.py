@@ -1,8 +1,9 @@
 """How sketches are packed: each head pays for its own rank, whatever the others have.
 
 A slot holds, head after head, the sketch U (G rows of V) and the map's own rows (of K) in the sketch's type, and
-apart from them float32 numbers: the factors w and F, and the ring of projected keys ``h_j = C D_{1:j} k_j``. A table
-says where each head's parts begin. What all slots share, Phi with its columns on lanes and Pi by rows, is float32.
+apart from them float32 numbers: the factors w and F, the ring of projected keys ``h_j = C D_{1:j} k_j``, and for
+scalar gates a float32 master of U, which flushes advance by itself (see `sketchssm.cpu.maps`). A table says where
+each head's parts begin. What all slots share, Phi with its columns on lanes and Pi by rows, is float32.
 
 For `lowrank` and `prior` the rows are not B but ``B - Pi Diag(w) L``, which spares L: with z = Pi^T x,
 
@@ -25,6 +26,7 @@ __all__ = [
     "FACTORS",
     "LOWRANK",
     "MAP",
+    "MASTER",
     "PENDING",
     "PHI",
     "PI",
@@ -40,8 +42,8 @@ __all__ = [
 EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
 
 # Columns of the table: a head's rank and its map's rows, then where its parts begin, in a slot or in what all share.
-RANK, ROWS, SKETCH, MAP, FACTORS, PENDING, PHI, PI = range(8)
-COLUMNS = 8
+RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, PHI, PI = range(9)
+COLUMNS = 9
 
 
 @njit
@@ -74,6 +76,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
     table[:, RANK] = DENSE
     if plan is None:
         return 0
+    tracked = plan.layer.kind != "kda"
     used = np.zeros(COLUMNS, dtype=np.int64)
     phi: list[Array] = []
     pi: list[Array] = []
@@ -85,6 +88,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
         table[head, [RANK, ROWS]] = rank, rows
         table[head, MAP] = used[SKETCH] + rank * values
         used[SKETCH] += rank * values + rows * keys
+        used[MASTER] += rank * values if tracked else 0
         used[FACTORS] += rank * (1 + rows) if plan.storage == "factors" else 0
         used[PENDING] += rank * window if plan.layer.erases else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
@@ -97,6 +101,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
             pi.append(along)
             used[PI] += along.size
     memory.own("packed", slots * used[SKETCH], np.uint16 if dtype == "bfloat16" else np.float32)
+    memory.own("master", slots * used[MASTER])
     # 16 numbers are loaded at once, also from the last row of fewer
     memory.own("factors", slots * used[FACTORS] + LANES)
     memory.own("pending", slots * used[PENDING] + LANES)
@@ -107,6 +112,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
         bfloat=dtype == "bfloat16",
         ridge=max(plan.ridge, RIDGE_FLOOR),
         packed_stride=used[SKETCH],
+        master_stride=used[MASTER],
         factors_stride=used[FACTORS],
         pending_stride=used[PENDING],
     )

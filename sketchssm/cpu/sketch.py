@@ -39,4 +39,4 @@ class SketchEngine(ReplayEngine):
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
         # With U = 0 any finite map reads a zero state right.
-        self._memory.clear(slots[slots >= 0], "packed", "factors")
+        self._memory.clear(slots[slots >= 0], "packed", "master", "factors")

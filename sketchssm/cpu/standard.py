@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, blank, open_call, pass_call
-from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, integers, load, njit, parallel, splat, store, total
+from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, njit, parallel, splat, store, total
 from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["StandardEngine"]
@@ -91,12 +91,10 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
     """Query, key and decay of one token, padded, into scratch."""
     source = (place * m.key_heads + head // m.group) * m.key_dim
     gates = place * m.heads + head
-    for c in range(m.key_dim):
-        buf[at.query + c] = floats(m.in_q)[source + c]
-        buf[at.key + c] = floats(m.in_k)[source + c]
+    copy(buf, at.query, floats(m.in_q), source, m.key_dim)
+    copy(buf, at.key, floats(m.in_k), source, m.key_dim)
     if m.kind == KDA:
-        for c in range(m.key_dim):
-            buf[at.decay + c] = floats(m.in_g)[gates * m.key_dim + c]
+        copy(buf, at.decay, floats(m.in_g), gates * m.key_dim, m.key_dim)
         for c in range(m.key_dim, m.keys):
             buf[at.decay + c] = np.float32(0.0)
         for c in range(0, m.keys, LANES):

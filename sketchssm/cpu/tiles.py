@@ -19,6 +19,9 @@ from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, njit, splat, total
 
 __all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "dots", "transpose"]
 
+DOT_ROWS = 4
+"""Rows that `dots` takes together."""
+
 COLUMN_LANES = 8
 """Sketch columns that `columns` computes together: half a vector, so that ranks of 5 to 8 don't cost 16."""
 
@@ -217,20 +220,28 @@ def transpose(typingctx: Any, source: Any, source0: Any, source_row: Any, out: A
 
 
 def _tile_dots(rows: int, vectors: int) -> Any:
-    """``out[n, r] = <R[r], X[n]>`` for a few rows and vectors, all sums over lanes folded together."""
+    """``out[n, r] = <R[r], X[n]>`` for a few rows and vectors, all sums over lanes folded together.
+
+    Rows after `last` repeat that one: a short tile costs less than rows one by one.
+    """
 
     @intrinsic
     def tile(typingctx: Any, r: Any, r0: Any, r_row: Any, x: Any, x0: Any, x_row: Any, width: Any, out: Any,
-             out0: Any, out_row: Any) -> Any:  # fmt: skip
+             out0: Any, out_row: Any, last: Any) -> Any:  # fmt: skip
         i = types.intp
-        signature = types.void(r, i, i, x, i, i, i, out, i, i)
+        signature = types.void(r, i, i, x, i, i, i, out, i, i, i)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def at(which: int, index: Any) -> Any:
                 return builder.gep(args[which], [index])
 
-            _, r0, r_row, _, x0, x_row, width, _, out0, out_row = args
+            _, r0, r_row, _, x0, x_row, width, _, out0, out_row, last = args
             accumulators = _accumulators(context, builder, rows * vectors)
+            starts = []
+            for row in range(rows):
+                number = ir.Constant(last.type, row)
+                clamped = builder.select(builder.icmp_signed("<", last, number), last, number)
+                starts.append(_index(builder, r0, (clamped, r_row)))
             chunks = builder.udiv(width, ir.Constant(ir.IntType(64), LANES))
             with cgutils.for_range(builder, chunks) as loop:
                 shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), LANES))
@@ -240,9 +251,8 @@ def _tile_dots(rows: int, vectors: int) -> Any:
                     )
                     for n in range(vectors)
                 ]
-                for row in range(rows):
-                    place = at(0, builder.add(_index(builder, r0, (row, r_row)), shift))
-                    value = simd.load_lanes(builder, place, r.dtype)
+                for row, start in enumerate(starts):
+                    value = simd.load_lanes(builder, at(0, builder.add(start, shift)), r.dtype)
                     for n in range(vectors):
                         _add_product(builder, accumulators[n * rows + row], value, lanes[n])
             values = [builder.load(variable) for variable in accumulators]
@@ -269,10 +279,8 @@ def _fold(builder: Any, a: Any, b: Any) -> Any:
     return builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
 
 
-_dots_4x1 = _tile_dots(4, 1)
-_dots_1x1 = _tile_dots(1, 1)
-_dots_4x2 = _tile_dots(4, 2)
-_dots_1x2 = _tile_dots(1, 2)
+_dots_1 = _tile_dots(DOT_ROWS, 1)
+_dots_2 = _tile_dots(DOT_ROWS, 2)
 
 
 @njit
@@ -280,19 +288,10 @@ def dots(
     r: Pointer, r0: int, r_row: int, rows: int, x: Pointer, x0: int, x_row: int, vectors: int, width: int,
     out: Pointer, out0: int, out_row: int,
 ) -> None:  # fmt: skip
-    """``out[n, r] = <R[r], X[n]>`` over `width` elements, for one vector or two."""
-    i = 0
-    if vectors == 2:
-        while i + 4 <= rows:
-            _dots_4x2(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
-            i += 4
-        while i < rows:
-            _dots_1x2(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
-            i += 1
-    else:
-        while i + 4 <= rows:
-            _dots_4x1(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
-            i += 4
-        while i < rows:
-            _dots_1x1(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row)
-            i += 1
+    """``out[n, r] = <R[r], X[n]>`` over `width` elements, for one vector or two; writes groups of `DOT_ROWS`."""
+    for i in range(0, rows, DOT_ROWS):
+        last = rows - 1 - i
+        if vectors == 2:
+            _dots_2(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row, last)
+        else:
+            _dots_1(r, r0 + i * r_row, r_row, x, x0, x_row, width, out, out0 + i, out_row, last)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
-from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, njit, splat, store, total
+from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, njit, splat, store, total
 from sketchssm.cpu.tiles import accumulate, columns_16, dots, transpose
 
 __all__ = [
@@ -31,10 +31,9 @@ def buffer_key(m: Record, at: Record, buf: Pointer, place: int, slot: int, key_h
     """Take one token's query and key: into scratch, and the key into the ring."""
     source = place * m.key_dim
     target = ((slot * m.key_heads + key_head) * m.window + position) * m.keys
-    for c in range(m.key_dim):
-        buf[at.query + c] = floats(m.in_q)[source + c]
-        buf[at.key + c] = floats(m.in_k)[source + c]
-        floats(m.k)[target + c] = floats(m.in_k)[source + c]
+    copy(buf, at.query, floats(m.in_q), source, m.key_dim)
+    copy(buf, at.key, floats(m.in_k), source, m.key_dim)
+    copy(floats(m.k), target, floats(m.in_k), source, m.key_dim)
 
 
 @njit
@@ -50,16 +49,14 @@ def buffer_value(m: Record, at: Record, buf: Pointer, place: int, row: int, posi
     """Take one token's value and gates into a head's ring; `row` counts heads over slots."""
     source = place * m.value_dim
     target = (row * m.window + position) * m.values
-    for c in range(m.value_dim):
-        floats(m.v)[target + c] = floats(m.in_v)[source + c]
+    copy(floats(m.v), target, floats(m.in_v), source, m.value_dim)
     at_token = row * m.tokens + position
     if m.kind != MAMBA2:
         floats(m.beta)[at_token] = floats(m.in_beta)[place]
     if m.kind == KDA:
         source = place * m.key_dim
         target = (row * m.window + position) * m.keys
-        for c in range(m.key_dim):
-            floats(m.gate)[target + c] = floats(m.in_g)[source + c]
+        copy(floats(m.gate), target, floats(m.in_g), source, m.key_dim)
         for c in range(m.key_dim, m.keys):
             floats(m.gate)[target + c] = np.float32(0.0)
         for c in range(0, m.keys, LANES):
@@ -200,7 +197,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
         buf[at.reach + s] = math.exp(backward)
         backward += floats(m.gate)[first + s]
     whole = splat(buf[at.start + count - 1])
-    for c in range(0, m.keys, LANES):
+    for c in range(0, max(m.keys, m.values), LANES):
         store(buf, at.decay + c, whole)
     if m.kind == MAMBA2:
         return
@@ -263,9 +260,9 @@ def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block:
                 write = write - product
             write = splat(floats(m.beta)[row * m.tokens + s]) * write
             store(buf, at.write + s * LANES, write)
-        store(buf, at.carried + s * LANES, splat(buf[at.reach + s]) * write)
+        store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * write)
     left, left_at = floats(m.k), (slot * m.key_heads + head // m.group) * m.window * m.keys
     if m.kind == KDA:
         left, left_at = buf, at.left
-    return accumulate(floats(m.state), first, m.keys, LANES, m.keys, buf, at.decay, buf, at.carried, LANES, 1,
+    return accumulate(floats(m.state), first, m.keys, LANES, m.keys, buf, at.decay, buf, at.carried + block, m.values, 1,
                       left, left_at, m.keys, count)  # fmt: skip

@@ -154,7 +154,7 @@ def compare(
         Rows that decode at once; sequences are repeated to fill them. More rows than sequences make times realistic:
         states that fit a cache cost next to nothing to read. Default: one per sequence.
     progress : callable, optional
-        Called with each system's name before it runs.
+        Called with each system's name before its first call, which may have to compile, and with "decoding".
 
     Returns
     -------
@@ -178,25 +178,37 @@ def compare(
     steps = [
         Tokens(*(None if x is None else np.ascontiguousarray(x[which, t]) for x in tokens)) for t in range(length)
     ]
-    results = []
-    for system in systems:
+    listed = list(systems)
+    heads, first = [], []
+    for system in listed:
         progress(system.name)
-        head = system.build(rows, backend)
-        first = sum(_timed(head, steps[:window])[1])
-        head.reset()
-        outputs, seconds = _timed(head, steps)
+        heads.append(system.build(rows, backend))
+        first.append(sum(_timed(heads[-1], steps[:window])[1]))
+        heads[-1].reset()
+    progress("decoding")
+    outputs: list[list[npt.NDArray[Any]]] = [[] for _ in listed]
+    seconds: list[list[float]] = [[] for _ in listed]
+    # systems take turns, so that whatever else the machine does slows all of them alike
+    for start in range(0, length, window):
+        for i, head in enumerate(heads):
+            made, took = _timed(head, steps[start : start + window])
+            outputs[i] += made
+            seconds[i] += took
+    results = []
+    for i, (system, head) in enumerate(zip(listed, heads, strict=True)):
         head.flush()
-        whole = np.array(seconds[: length // window * window]).reshape(-1, window).mean(axis=1)
+        whole = np.array(seconds[i][: length // window * window]).reshape(-1, window).mean(axis=1)
         typical = float(np.median(whole[1:]))
+        have = np.stack(outputs[i], axis=1)
         flushes = slice(window - 1, None, window)
         result = SystemResult(
             system.name,
             system.reduction,
-            relative_error(outputs, output[which]),
-            relative_error(outputs[:, flushes], output[which][:, flushes], axis=(-1, -2)),
+            relative_error(have, output[which]),
+            relative_error(have[:, flushes], output[which][:, flushes], axis=(-1, -2)),
             relative_error(head.state, state[which]),
             1e6 * typical / rows,
-            max(first - window * typical, 0.0),
+            max(first[i] - window * typical, 0.0),
             head.backend,
             rows,
         )
@@ -228,11 +240,11 @@ def relative_error(have: npt.NDArray[Any], want: Array, axis: Sequence[int] | No
     return float(np.max(ratio))
 
 
-def _timed(head: DecodeHead, steps: Sequence[Tokens]) -> tuple[npt.NDArray[Any], list[float]]:
-    """Outputs ``(rows, tokens, heads, V)`` of one step after the other, and each step's seconds."""
+def _timed(head: DecodeHead, steps: Sequence[Tokens]) -> tuple[list[npt.NDArray[Any]], list[float]]:
+    """Outputs ``(rows, heads, V)`` of one step after the other, and each step's seconds."""
     outputs, seconds = [], []
     for token in steps:
         start = time.perf_counter()
         outputs.append(head.step(*token))
         seconds.append(time.perf_counter() - start)
-    return np.stack(outputs, axis=1), seconds
+    return outputs, seconds

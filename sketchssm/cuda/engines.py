@@ -1,0 +1,307 @@
+"""Engines of the CUDA backend. Arrays are CuPy arrays; a step only launches kernels on the current stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.layout import PackedPlan, pack_plan
+from sketchssm.cuda.modules import Variant, load, warmup
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer, Tokens
+from sketchssm.reference.maps import RIDGE_FLOOR
+
+__all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
+
+TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
+"""Element types by name as the kernels number them; uint16 arrays are taken as bf16 bits."""
+
+KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
+KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
+MAX_ROWS = 512
+MAX_PIVOTS = 8
+STEP, FOLD, LOAD = 0, 1, 2
+
+
+def _type(dtype: Any, name: str) -> int:
+    code = TYPES.get(str(dtype))
+    if code is None:
+        raise TypeError(f"{name}: the CUDA kernels take bfloat16, float16 or float32, got {dtype}")
+    return code
+
+
+def _one_of(value: int, allowed: tuple[int, ...], name: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: the CUDA kernels support {', '.join(map(str, allowed))}, got {value}")
+
+
+class StandardEngine:
+    """The recurrence as it stands: state read and written at every token.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    slots : int
+        Number of state slots.
+    state : cupy.ndarray, optional
+        Memory to use instead of the engine's own, ``(slots, heads, V, K)`` float32: any slot stride, slots contiguous.
+    activation : {"bfloat16", "float16", "float32"}, default "bfloat16"
+        Type of q, k and v.
+    output : str, optional
+        Type of outputs; the activations' by default.
+    """
+
+    dtype = np.dtype(np.float32)
+    def __init__(
+        self, layer: Layer, slots: int, *, state: Any = None, activation: str = "bfloat16", output: str | None = None
+    ) -> None:
+        import cupy
+
+        _one_of(layer.key_dim, KEY_DIMS, "key_dim")
+        _one_of(layer.value_dim, VALUE_DIMS, "value_dim")
+        self.layer = layer
+        self.slots = slots
+        self.value_rows = 8 if layer.erases else 16  # measured on H200
+        self.activation = activation
+        self._types = (_type(activation, "activation"), _type(output or activation, "output"))
+        self.state = cupy.zeros((slots, *layer.state_shape), dtype=np.float32) if state is None else state
+        _, *inner = self.state.strides
+        if self.state.shape != (slots, *layer.state_shape) or inner != [
+            4 * layer.value_dim * layer.key_dim,
+            4 * layer.key_dim,
+            4,
+        ]:
+            raise ValueError(f"state: expected ({slots}, heads, V, K), contiguous within a slot")
+        self._slot_stride = np.int64(self.state.strides[0] // 4)
+        self.position = cupy.zeros(slots, dtype=np.int32)
+        self._warm = False
+        self._launches: dict[str, tuple[Any, int, int]] = {}
+
+    def variants(self) -> list[Variant]:
+        """Every kernel that the engine may launch."""
+        return [Variant("standard", self._constants() | {"ROWS": self.value_rows})]
+
+    def _constants(self) -> dict[str, int]:
+        layer = self.layer
+        return {
+            "KIND": KINDS[layer.kind],
+            "HEADS": layer.heads,
+            "KEY_HEADS": layer.key_heads,
+            "K": layer.key_dim,
+            "V": layer.value_dim,
+            "ACT": self._types[0],
+            "OUT": self._types[1],
+        }
+
+    def warmup(self) -> None:
+        """Compile all kernels now, in parallel."""
+        warmup(self.variants())
+        self._warm = True
+
+    def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._check(tokens, out)
+        batch, length = out.shape[:2]
+        if not batch or not length:
+            return
+        kernel = load(self.variants()[0], late=self._warm).get_function("standard_step")
+        tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
+        args = (self.state, self._slot_stride, *self._pointers(tokens), out, slots, np.int32(batch), np.int32(length))
+        kernel((-(-tasks // 4),), (128,), args)
+
+    def _check(self, tokens: Tokens, out: Any) -> None:
+        for name, array in zip("qkv", tokens[:3], strict=True):
+            if _type(array.dtype, name) != self._types[0]:
+                raise TypeError(f"{name}: the engine was made for {self.activation}, got {array.dtype}")
+        if _type(out.dtype, "out") != self._types[1]:
+            raise TypeError(f"out: got {out.dtype}, which the engine was not made for")
+
+    def _pointers(self, tokens: Tokens) -> tuple[Any, ...]:
+        return (*tokens[:4], np.uint64(0) if tokens.beta is None else tokens.beta)
+
+    def load_state(self, state: Any, slots: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = slots >= 0
+        self.state[slots[live]] = state[live]
+        self.position[slots[live]] = 0
+
+    def flush(self, slots: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+
+    def reset(self, slots: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = slots[slots >= 0]
+        self.state[live] = 0
+        self.position[live] = 0
+
+
+class SketchEngine(StandardEngine):
+    """Exact states, written once a window and read through their sketches in between.
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        Bases, ranks and settings of the layer.
+    slots : int
+        Number of state slots.
+    sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
+        Type of sketches and maps.
+    **memory
+        See `StandardEngine`.
+    """
+
+    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16", **memory: Any) -> None:
+        ridge = max(plan.ridge, RIDGE_FLOOR) if plan.map != "exact" else RIDGE_FLOOR
+        super().__init__(plan.layer, slots, **memory)
+        self.plan = plan
+        self._setup(plan.window, pack_plan(plan), ridge, sketch_dtype)
+
+    def _setup(self, window: int, packed: PackedPlan, ridge: float, sketch_dtype: str) -> None:
+        import cupy
+        import ml_dtypes
+
+        layer, slots = self.layer, self.slots
+        _one_of(window, WINDOWS, "window")
+        plan: SketchPlan | None = getattr(self, "plan", None)
+        if plan is not None and plan.storage == "factors" and plan.pivots > MAX_PIVOTS:
+            raise ValueError(f"pivots: the CUDA kernels support at most {MAX_PIVOTS}, got {plan.pivots}")
+        self.window = window
+        # a row's gates and keys must fit a lane's registers, and a lane keeps one token's scalars
+        self.read_lanes = 16 if window <= 16 and layer.kind != "kda" else 32
+        activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
+        gates = layer.gate_channels
+        self.ring = (
+            cupy.zeros((slots, layer.key_heads, window, layer.key_dim), dtype=activation),
+            cupy.zeros((slots, layer.heads, window, layer.value_dim), dtype=activation),
+            cupy.zeros((slots, layer.heads, window, gates), dtype=np.float32),
+            cupy.zeros((slots, layer.heads, window) if layer.erases else (1,), dtype=np.float32),
+        )
+        bf16 = sketch_dtype == "bfloat16"
+        self.sketch = cupy.zeros((slots, packed.slot_elements), dtype=np.uint16 if bf16 else np.float32)
+        rows = packed.projection.astype(ml_dtypes.bfloat16).view(np.uint16) if bf16 else packed.projection
+        self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
+        self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
+        self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
+        self._dense = packed.dense
+        self._ridge = np.float32(ridge)
+        self._ticket = cupy.zeros(1, dtype=np.uint32)
+        self._sketch_type = 0 if bf16 else 2
+        self._rank_max = int(max(packed.heads[:, 0].max(), 1))
+
+    def variants(self) -> list[Variant]:
+        """Every kernel that the engine may launch."""
+        plan: SketchPlan | None = getattr(self, "plan", None)
+        storage = {"factors": 0, "dense": 1, "shared": 2}["shared" if plan is None else plan.storage]
+        constants = self._constants() | {
+            "W": self.window,
+            "DENSE_HEADS": self._dense,
+            "SKETCHED_HEADS": self.layer.heads - self._dense,
+            "RANK_MAX": self._rank_max,
+            "PIVOTS": plan.pivots if plan is not None and storage == 0 else 1,
+            "MAP": storage,
+            "SKETCH": self._sketch_type,
+        }
+        flush = constants | {
+            "PRIOR": int(plan is not None and plan.map == "prior"),
+            "MIN_BLOCKS": 65536 // (128 * 2 * self.layer.value_dim),
+        }
+        return [Variant("read", constants | {"READ_LANES": self.read_lanes}), Variant("flush", flush)]
+
+    def _kernel(self, index: int) -> tuple[Any, int, int]:
+        """A kernel with its dynamic shared memory and, for the flush, the blocks that fill the device."""
+        import cupy
+
+        name = ("read_step", "flush_step")[index]
+        if name not in self._launches:
+            module = load(self.variants()[index], late=self._warm)
+            kernel, shared, blocks = module.get_function(name), 0, 0
+            if name == "flush_step":
+                size = cupy.ndarray((1,), np.int32, module.get_global("flush_shared_bytes"))
+                shared = int(size.get()[0])
+                kernel.max_dynamic_shared_size_bytes = shared
+                resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                    kernel.kernel.ptr, 2 * self.layer.value_dim, shared
+                )
+                self._resident = resident
+                blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
+            self._launches[name] = kernel, shared, blocks
+        return self._launches[name]
+
+    def warmup(self) -> None:
+        """Compile all kernels now, in parallel, and learn how to launch them."""
+        warmup(self.variants())
+        self._kernel(0)
+        self._kernel(1)
+        self._warm = True
+
+    def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._check(tokens, out)
+        for first in range(0, out.shape[0], MAX_ROWS):
+            rows = slice(first, first + MAX_ROWS)
+            part = Tokens(*(x if x is None else x[rows] for x in tokens))
+            for t in range(out.shape[1]):
+                self._token(part, slots[rows], out[rows], t)
+
+    def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
+        batch, length = out.shape[:2]
+        kernel, _, _ = self._kernel(0)
+        sketched = self.layer.heads - self._dense
+        state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
+        inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
+        blocks = batch * (self._dense + -(-sketched // (128 // self.read_lanes)))
+        kernel((blocks,), (128,), (*state, self._projection, self._heads, self._order, *inputs))
+        self._flush(state, inputs, STEP)
+
+    def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
+        kernel, shared, blocks = self._kernel(1)
+        plan = (self._projection, self._basis, self._heads)
+        args = (*state, *plan, *inputs, np.int32(mode), self._ridge, np.int32(self._resident), self._ticket)
+        kernel((blocks,), (2 * self.layer.value_dim,), args, shared_mem=shared)
+
+    def _rebuild(self, slots: Any, mode: int) -> None:
+        state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
+        null = np.uint64(0)
+        for first in range(0, slots.shape[0], MAX_ROWS):
+            part = slots[first : first + MAX_ROWS]
+            counts = np.int32(part.shape[0]), np.int32(1), np.int32(0)
+            self._flush(state, (null, null, null, null, null, null, part, *counts), mode)
+
+    def load_state(self, state: Any, slots: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        super().load_state(state, slots)
+        self._rebuild(slots, LOAD)
+
+    def flush(self, slots: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._rebuild(slots, FOLD)
+
+    def reset(self, slots: Any) -> None:
+        """See `sketchssm.backends.Engine`."""
+        super().reset(slots)
+        self.sketch[slots[slots >= 0]] = 0
+
+
+class ReplayEngine(SketchEngine):
+    """Buffered replay: the same kernels with every head dense.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    slots : int
+        Number of state slots.
+    window : int
+        Tokens from one flush to the next (W).
+    **memory
+        See `StandardEngine`.
+    """
+
+    def __init__(self, layer: Layer, slots: int, window: int, **memory: Any) -> None:
+        StandardEngine.__init__(self, layer, slots, **memory)
+        heads = np.zeros((layer.heads, 4), dtype=np.int32)
+        order = np.arange(layer.heads, dtype=np.int32)
+        nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)
+        self._setup(window, PackedPlan(heads, order, layer.heads, 8, *nothing), RIDGE_FLOOR, "bfloat16")

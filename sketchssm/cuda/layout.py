@@ -1,0 +1,94 @@
+"""Where a plan's heads lie in packed device memory, and its bases in the kernels' operand order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import DENSE
+
+__all__ = ["PackedPlan", "basis_fragments", "pack_plan"]
+
+ALIGN = 8
+"""Elements to which a head's packed sketch is padded: 16 bytes of bf16."""
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """A plan as the kernels read it; see ``cuda_src/sketch_layout.cuh``.
+
+    Attributes
+    ----------
+    heads : ndarray of int32, (heads, 4)
+        Rank (0: dense), offset in a slot's sketch, offset of the projection, offset of the basis fragments.
+    order : ndarray of int32, (heads,)
+        Dense heads, then sketched ones.
+    dense : int
+        How many heads are dense.
+    slot_elements : int
+        Elements of one slot's sketches.
+    projection : ndarray of float32
+        Rows ``Pi^T (G, K)`` of all sketched heads, one after the other.
+    basis : ndarray of uint16
+        Bases as matrix operands, in two bf16 slices.
+    """
+
+    heads: npt.NDArray[np.int32]
+    order: npt.NDArray[np.int32]
+    dense: int
+    slot_elements: int
+    projection: npt.NDArray[np.float32]
+    basis: npt.NDArray[np.uint16]
+
+
+def map_elements(plan: SketchPlan, rank: int) -> int:
+    """Elements that one state keeps of its map."""
+    key_dim, pivots = plan.layer.key_dim, min(rank, plan.pivots)
+    return {"factors": pivots * key_dim + rank * pivots + rank, "dense": rank * key_dim, "shared": 0}[plan.storage]
+
+
+def basis_fragments(phi: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """A basis ``(K, G)`` in the order in which the flush multiplies with it.
+
+    Returns
+    -------
+    ndarray of uint16, (tiles of 8 columns, K / 16, 2 slices, 32 lanes, 4)
+        bf16 bits: lane ``4 r + c`` holds channels ``4c`` to ``4c + 3`` of 16 of the tile's column r.
+    """
+    import ml_dtypes
+
+    key_dim, rank = phi.shape
+    tiles = -(-rank // 8)
+    padded = np.zeros((tiles * 8, key_dim), dtype=np.float32)
+    padded[:rank] = phi.T
+    high = padded.astype(ml_dtypes.bfloat16)
+    low = (padded - high.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    slices = np.stack([high.view(np.uint16), low.view(np.uint16)])
+    grid = slices.reshape(2, tiles, 8, key_dim // 16, 4, 4).transpose(1, 3, 0, 2, 4, 5)
+    return np.ascontiguousarray(grid.reshape(tiles, key_dim // 16, 2, 32, 4))
+
+
+def pack_plan(plan: SketchPlan) -> PackedPlan:
+    """Lay a plan out for the kernels."""
+    layer = plan.layer
+    heads = np.zeros((layer.heads, 4), dtype=np.int32)
+    projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
+    bases: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.uint16)]
+    offset = rows = fragments = 0
+    for head, rank in enumerate(map(int, plan.ranks)):
+        if rank == DENSE:
+            continue
+        heads[head] = rank, offset, rows, fragments
+        elements = rank * layer.value_dim + map_elements(plan, rank)
+        offset += -(-elements // ALIGN) * ALIGN
+        projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
+        bases.append(basis_fragments(plan.phi[head, :, :rank]).reshape(-1))
+        rows += projections[-1].size
+        fragments += bases[-1].size // 4
+    dense = np.flatnonzero(plan.ranks == DENSE)
+    order = np.concatenate([dense, np.flatnonzero(plan.ranks != DENSE)]).astype(np.int32)
+    return PackedPlan(heads, order, dense.size, max(offset, ALIGN), np.concatenate(projections), np.concatenate(bases))

@@ -1,0 +1,139 @@
+"""Compiles the kernels: one module per operation and variant, from sources that carry their own headers."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KernelCompileError", "Variant", "load", "source_text", "warmup"]
+
+STANDARD = "-std=c++17"
+
+
+class KernelCompileError(RuntimeError):
+    """A kernel that did not compile: shows options, the compiler's log and where the source stands."""
+
+
+class Variant:
+    """One operation with all constants fixed.
+
+    Parameters
+    ----------
+    operation : str
+        Name of a file of `cuda_src/` without its ending.
+    constants : dict
+        Preprocessor constants.
+    """
+
+    def __init__(self, operation: str, constants: dict[str, int]) -> None:
+        self.operation = operation
+        self.constants = tuple(sorted(constants.items()))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Compiler options of the variant; SKETCHSSM_CUDA_OPTIONS adds some, such as -lineinfo for a profiler."""
+        extra = os.environ.get("SKETCHSSM_CUDA_OPTIONS", "").split()
+        return (STANDARD, *(f"-D{name}={value}" for name, value in self.constants), *extra)
+
+    def __hash__(self) -> int:
+        return hash((self.operation, self.constants))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Variant) and (self.operation, self.constants) == (other.operation, other.constants)
+
+
+def _source_folder() -> Any:
+    checkout = Path(__file__).parents[2] / "cuda_src"
+    return checkout if checkout.is_dir() else resources.files("sketchssm") / "cuda_src"
+
+
+@cache
+def source_text(operation: str) -> str:
+    """Source of an operation with its headers put in place, each once.
+
+    CuPy keys its cache by the source text, which must therefore change when a header does.
+    """
+    folder, seen = _source_folder(), set[str]()
+
+    def expand(name: str) -> str:
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((folder / name).read_text(encoding="utf-8").splitlines(), 1):
+            match = re.fullmatch(r'#include "([^"]+)"', line.strip())
+            if match is None:
+                lines.append("" if line.strip() == "#pragma once" else line)
+            elif match[1] not in seen:
+                seen.add(match[1])
+                lines += [expand(match[1]), f'#line {number + 1} "{name}"']
+            else:
+                lines.append("")
+        return "\n".join(lines)
+
+    return expand(f"{operation}.cu") + "\n"
+
+
+_modules: dict[tuple[int, Variant], Any] = {}
+_lock = threading.Lock()
+
+
+def load(variant: Variant, *, late: bool = False) -> Any:
+    """Compiled module of a variant on the current device.
+
+    Parameters
+    ----------
+    variant : Variant
+        What to load.
+    late : bool, default False
+        Warn if it has to be compiled now, since a step is waiting for it.
+
+    Returns
+    -------
+    cupy.RawModule
+        The module.
+
+    Raises
+    ------
+    KernelCompileError
+        If the compiler rejects it.
+    """
+    import cupy
+
+    key = (cupy.cuda.Device().id, variant)
+    module = _modules.get(key)
+    if module is not None:
+        return module
+    if late:
+        warnings.warn(
+            f"compiling {variant.operation} in the middle of decoding; call warmup() before the first step",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    module = cupy.RawModule(code=source_text(variant.operation), options=variant.options)
+    try:
+        module.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise KernelCompileError(
+            f"{variant.operation}.cu (in {_source_folder()}) did not compile with {' '.join(variant.options)}\n{error}"
+        ) from error
+    with _lock:
+        return _modules.setdefault(key, module)
+
+
+def warmup(variants: list[Variant]) -> None:
+    """Compile several variants at once, in threads."""
+    import cupy
+
+    device = cupy.cuda.Device()
+
+    def one(variant: Variant) -> None:
+        with device:
+            load(variant)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(variants))) as pool:
+        list(pool.map(one, variants))

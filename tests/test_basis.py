@@ -1,0 +1,219 @@
+"""Sketch bases: optimal by the paper's loss, nested, orthonormal in both senses, and finite whatever was seen."""
+
+import numpy as np
+import pytest
+from samples import LAYERS, relative, tokens_of
+
+import sketchssm as ss
+from sketchssm.files import FileFormatError
+from sketchssm.plan import MAPS
+from sketchssm.recurrence import KINDS
+
+W = 5
+LAYER = LAYERS["gdn"]
+
+
+def moments_of(rng, kind="gdn", batch=3, length=40, **settings):
+    layer = LAYERS[kind]
+    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, W, **settings)
+    moments.update(*tokens_of(rng, layer, batch, length, np.float64))
+    return moments
+
+
+def given_moments(state_gram, query_gram):
+    """Moments of one sample with given sums, for K of the first head and V = K."""
+    heads, key_dim = state_gram.shape[:2]
+    moments = ss.Moments("mamba2", heads, key_dim, key_dim, window=W)
+    moments.state_gram, moments.query_gram, moments.samples[:] = state_gram, query_gram, 1
+    return moments
+
+
+def offline_loss(e0, queries, basis):
+    """Equation m-subspace-objective by least squares, for samples with E[x x^T] = queries."""
+    values, vectors = np.linalg.eigh(e0)
+    root = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+    z = root @ np.linalg.cholesky(queries)  # columns with sum z z^T = C_z
+    fitted = root @ basis @ np.linalg.lstsq(root @ basis, z, rcond=None)[0]
+    return np.square(z - fitted).sum()
+
+
+def spans(a):
+    return a @ np.linalg.pinv(a)
+
+
+def check_orthonormal(basis):
+    # a handful of float64 Householder steps; weighted columns also carry 1/sqrt of E0's eigenvalues, hence the room
+    eye = np.eye(basis.rank_max)
+    assert np.abs(basis.omega.swapaxes(-1, -2) @ basis.omega - eye).max() < 1e-13
+    gram = basis.weighted.swapaxes(-1, -2) @ basis.e0 @ basis.weighted
+    kept = basis.weighted.any(axis=-2)
+    assert np.abs(gram - eye * kept[:, None, :]).max() < 1e-8
+    np.testing.assert_allclose(np.trace(basis.e0, axis1=-2, axis2=-1), basis.layer.key_dim, rtol=1e-13)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "output"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimal_by_the_papers_loss(kind, weighting, rng):
+    moments = moments_of(rng, kind, weighting=weighting)
+    basis = ss.fit_basis(moments)
+    check_orthonormal(basis)
+    for head in range(basis.layer.heads):
+        e0 = moments.state_gram[head] / moments.samples[head]
+        queries = moments.query_gram[head] / moments.samples[head]
+        total = offline_loss(e0, queries, np.zeros((basis.layer.key_dim, 1)))
+        # two ways to one number of float64; relative to the total, since tails are differences
+        assert abs(basis.spectrum[head].sum() - total) < 1e-11 * total
+        for rank in range(1, basis.rank_max + 1):
+            loss = offline_loss(e0, queries, basis.omega[head, :, :rank])
+            assert abs(loss - basis.spectrum[head, rank:].sum()) < 1e-11 * total
+            assert abs(1 - loss / total - basis.retained[head, rank - 1]) < 1e-11
+            for _ in range(5):
+                other = rng.standard_normal((basis.layer.key_dim, rank))
+                near = basis.omega[head, :, :rank] + 1e-3 * other
+                assert min(offline_loss(e0, queries, other), offline_loss(e0, queries, near)) >= loss - 1e-11 * total
+
+
+def test_nested_and_same_spans(rng):
+    moments = moments_of(rng)
+    basis = ss.fit_basis(moments)
+    for rank in range(1, basis.rank_max + 1):
+        small = ss.fit_basis(moments, rank)
+        assert small.rank_max == rank
+        for name in ("omega", "weighted", "retained"):
+            # a QR of fewer columns takes other blocks in LAPACK: float64's last digits only
+            assert relative(getattr(small, name), getattr(basis, name)[..., :rank]) < 1e-12
+        for head in range(LAYER.heads):
+            # weighted columns are as ill-conditioned as E0^{1/2}: some digits less than float64's
+            ours, theirs = (spans(x[head, :, :rank]) for x in (basis.omega, basis.weighted))
+            assert np.abs(ours - theirs).max() < 1e-9
+
+
+def test_columns(rng):
+    basis = ss.fit_basis(moments_of(rng))
+    phi, projection = basis.columns(3)
+    assert np.array_equal(phi, basis.omega[..., :3]) and np.array_equal(projection, phi)
+    phi, projection = basis.columns(3, weighted=True)
+    assert np.array_equal(phi, basis.weighted[..., :3]) and np.array_equal(projection, basis.e0 @ phi)
+    for rank in (0, basis.rank_max + 1):
+        with pytest.raises(ValueError, match="rank"):
+            basis.columns(rank)
+
+
+def test_sign_and_scale_do_not_depend_on_the_sums_scale(rng):
+    moments = moments_of(rng)
+    basis = ss.fit_basis(moments)
+    moments.state_gram *= 4.0
+    moments.query_gram *= 4.0
+    scaled = ss.fit_basis(moments)
+    # powers of two change no digit, and the trace is divided out
+    assert np.array_equal(scaled.omega, basis.omega) and np.array_equal(scaled.weighted, basis.weighted)
+    assert np.array_equal(scaled.spectrum, 16 * basis.spectrum)
+
+
+@pytest.mark.parametrize("support", [1, 3, 5])
+def test_singular_state_metric(support, rng):
+    """States that live in few directions: E0's pseudo-inverse there, valid columns of any rank beyond."""
+    size = 6
+    states = rng.standard_normal((2, size, support))
+    queries = rng.standard_normal((2, size, 20))
+    basis = ss.fit_basis(given_moments(states @ states.swapaxes(-1, -2), queries @ queries.swapaxes(-1, -2)))
+    check_orthonormal(basis)
+    assert basis.weighted[..., :support].any(axis=-2).all() and not basis.weighted[..., support:].any()
+    assert not basis.spectrum[:, support:].any()
+    # rank `support` holds everything: an exact 1 up to the sum's rounding
+    np.testing.assert_allclose(basis.retained[:, support - 1 :], 1.0, rtol=1e-14)
+    for head in range(2):
+        assert np.abs(spans(basis.omega[head, :, :support]) - spans(states[head])).max() < 1e-10
+        # what is left follows the queries: the first such column holds most of their energy outside the support
+        outside = queries[head] - spans(states[head]) @ queries[head]
+        seen = np.square(basis.omega[head, :, support:].T @ outside).sum(axis=1)
+        assert (np.diff(seen) <= 1e-9 * seen[0]).all()
+
+
+def test_nothing_seen(rng):
+    size = 4
+    gram = np.cov(rng.standard_normal((size, 50)))
+    none = np.zeros_like(gram)
+    basis = ss.fit_basis(given_moments(np.stack([none, none, gram]), np.stack([none, gram, none])))
+    check_orthonormal(basis)
+    assert all(np.isfinite(getattr(basis, name)).all() for name in ("omega", "weighted", "spectrum", "retained"))
+    assert np.array_equal(basis.retained[[0, 2]], np.ones((2, size)))
+    # only states, or only queries, lead to their own principal directions
+    leading = np.linalg.eigh(gram)[1][:, ::-1]
+    for head in (1, 2):
+        for rank in range(1, size):
+            # eigenvectors to float64, less the spectrum's gaps of a few tenths
+            assert np.abs(spans(basis.omega[head, :, :rank]) - spans(leading[:, :rank])).max() < 1e-12
+
+
+def test_fresh_moments_make_a_valid_plan():
+    basis = ss.fit_basis(ss.Moments("kda", 2, 8, 4))
+    check_orthonormal(basis)
+    assert basis.rank_max == 4
+    for name in MAPS:
+        ss.SketchPlan(basis, [2, 4], map=name)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_every_map_decodes_with_a_singular_metric(name, rng):
+    """Ranks beyond the support of E0 give finite outputs, and right ones for states within it."""
+    layer = LAYERS["mamba2"]
+    tokens = tokens_of(rng, layer, 2, 3 * W, np.float64)
+    tokens.k[..., 2:] = 0.0  # every state lies in two key directions
+    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, W)
+    moments.update(*tokens)
+    plan = ss.SketchPlan(ss.fit_basis(moments), [4] * layer.heads, W, name)
+    head = ss.SketchHead(plan, 2, "reference")
+    outputs = head.step(*tokens)
+    exact = ss.reference.recurrence.run(layer, *tokens)[0]
+    # bases are stored in float32; the ridge of 0.1 (lowrank) or less shrinks coefficients by about its own size
+    assert relative(outputs, exact) < {"ridge": 0.02, "lowrank": 0.2, "prior": 0.01}.get(name, 2e-6)
+
+
+def test_random_baseline(rng):
+    fitted = ss.fit_basis(moments_of(rng))
+    basis = type(fitted).random(LAYER, 4, seed=3, e0=7.0 * fitted.e0)
+    check_orthonormal(basis)
+    np.testing.assert_allclose(basis.e0, fitted.e0, rtol=1e-14)
+    assert np.isnan(basis.spectrum).all() and np.isnan(basis.retained).all() and basis.retained.shape == (4, 4)
+    for head in range(LAYER.heads):
+        for rank in range(1, 5):
+            # triangular solve with a Gram root of condition ~10
+            ours, theirs = (spans(x[head, :, :rank]) for x in (basis.omega, basis.weighted))
+            assert np.abs(ours - theirs).max() < 1e-11
+    again, other = type(fitted).random(LAYER, 4, seed=3), type(fitted).random(LAYER, 4, seed=4)
+    assert np.array_equal(again.omega, basis.omega) and np.abs(other.omega - basis.omega).max() > 0.1
+    # without a metric: the identity, to the rounding of two factorisations of it
+    np.testing.assert_allclose(again.weighted, again.omega, atol=1e-14)
+    with pytest.raises(ValueError, match="e0"):
+        type(fitted).random(LAYER, 4, e0=np.eye(3))
+
+
+def test_random_baseline_of_a_singular_metric(rng):
+    states = rng.standard_normal((LAYER.heads, LAYER.key_dim, 2))
+    basis = ss.fit_basis(moments_of(rng)).random(LAYER, 4, e0=states @ states.swapaxes(-1, -2))
+    check_orthonormal(basis)
+    assert not basis.weighted[..., 2:].any()
+
+
+def test_file(tmp_path, rng):
+    basis = ss.fit_basis(moments_of(rng), 4)
+    path = tmp_path / "basis.safetensors"
+    basis.save(path)
+    back = type(basis).load(path)
+    assert (back.layer, back.window) == (basis.layer, basis.window)
+    for name in ("omega", "weighted", "e0", "spectrum", "retained"):
+        assert np.array_equal(getattr(back, name), getattr(basis, name))
+    moments_of(rng).save(path)
+    with pytest.raises(FileFormatError, match="format"):
+        type(basis).load(path)
+    basis.omega[0, 0, 0] = np.nan
+    basis.save(path)
+    with pytest.raises(FileFormatError, match="omega"):
+        type(basis).load(path)
+
+
+@pytest.mark.parametrize("rank_max", [0, 6, 2.0, True])
+def test_rank_max_refusals(rank_max, rng):
+    with pytest.raises(ValueError, match="rank_max"):
+        ss.fit_basis(moments_of(rng), rank_max)

@@ -1,0 +1,243 @@
+"""Second moments: the samples that count, and sums that no cut of the traces changes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import LAYERS, at, relative, tokens_of
+
+import sketchssm as ss
+from sketchssm.calibrate.windows import Carry
+from sketchssm.files import FileFormatError
+from sketchssm.recurrence import KINDS
+from sketchssm.reference.recurrence import per_head, run
+from sketchssm.reference.window import Ring, effective_query
+
+W = 5  # short windows keep the brute force cheap; nothing depends on 16
+SUMS = ("state_gram", "query_gram")
+
+
+def make_traces(layer, batch, length, seed, harsh=False):
+    return tokens_of(np.random.default_rng(seed), layer, batch, length, np.float64, harsh)
+
+
+def moments_of(layer, **settings):
+    return ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, W, **settings)
+
+
+def close(a, b):
+    """Sums of a few hundred float64 products agree to 1e-12 of their size in any order."""
+    for name in SUMS:
+        assert relative(getattr(a, name), getattr(b, name)) <= 1e-12
+    assert np.array_equal(a.samples, b.samples)
+
+
+def brute_force(layer, tokens, weighting):
+    """Token by token from the definitions: the recurrence for states and outputs, M_{1:t}^T q for queries."""
+    heads = per_head(layer, tokens)
+    batch, length = tokens.v.shape[:2]
+    output = run(layer, *tokens)[0]
+    state_gram = np.zeros((layer.heads, layer.key_dim, layer.key_dim))
+    query_gram, samples = np.zeros_like(state_gram), np.zeros(layer.heads, dtype=int)
+    for start in range(0, length, W):
+        start_state = run(layer, *at(tokens, np.s_[:, 0:start]))[1]
+        for t in range(start, min(start + W - 1, length)):
+            for b in range(batch):
+                for h in range(layer.heads):
+                    S0 = start_state[b, h].T
+                    if not S0.any():
+                        continue
+                    ring = Ring(*(at(heads, np.s_[b, start : t + 1, h])[1:]))
+                    x = effective_query(heads.q[b, t, h], ring)
+                    weight = 1 / np.square(output[b, t, h]).sum() if weighting == "output" else 1.0
+                    state_gram[h] += S0 @ S0.T
+                    query_gram[h] += weight * np.outer(x, x)
+                    samples[h] += 1
+    return state_gram, query_gram, samples
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "output"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_definition(kind, weighting):
+    layer = LAYERS[kind]
+    tokens = make_traces(layer, 2, 3 * W + 2, 0)
+    moments = moments_of(layer, weighting=weighting)
+    moments.update(*tokens)
+    state_gram, query_gram, samples = brute_force(layer, tokens, weighting)
+    # the delta rule's triangular solve against a product of transitions: some tens of float64 roundings
+    assert relative(moments.state_gram, state_gram) <= 1e-12
+    assert relative(moments.query_gram, query_gram) <= 1e-12
+    assert np.array_equal(moments.samples, samples)
+    # by hand: windows 2 and 3 have W - 1 reads each, the open one has 2, the first none, in each of 2 sequences
+    assert (moments.samples == 2 * (2 * (W - 1) + 2)).all()
+
+
+@settings(max_examples=40)
+@given(
+    harsh=st.booleans(),
+    kind=st.sampled_from(KINDS),
+    weighting=st.sampled_from(["uniform", "output"]),
+    cuts=st.lists(st.integers(0, 23), max_size=5).map(sorted),
+    row=st.integers(0, 3),
+    seed=st.integers(0, 5),
+)
+def test_any_cut_gives_the_same_sums(harsh, kind, weighting, cuts, row, seed):
+    layer = LAYERS[kind]
+    tokens = make_traces(layer, 3, 23, seed, harsh)
+    whole = moments_of(layer, weighting=weighting)
+    end = whole.update(*tokens)
+    parts = moments_of(layer, weighting=weighting)
+    for rows in (slice(0, row), slice(row, 3)):
+        own, carry = moments_of(layer, weighting=weighting), None
+        for start, stop in zip([0, *cuts], [*cuts, 23], strict=True):
+            carry = own.update(*at(tokens, (rows, slice(start, stop))), carry=carry)
+        assert carry.position == end.position == 23 % W
+        # the same operations in the same order, except for the batch of BLAS calls
+        np.testing.assert_allclose(carry.state, end.state[rows], rtol=1e-10, atol=1e-13)
+        parts = parts + own
+    close(parts, whole)
+
+
+def test_groups_of_rows_give_the_same_sums(monkeypatch):
+    layer = LAYERS["kda"]
+    tokens = make_traces(layer, 5, 17, 1)
+    whole, grouped = moments_of(layer), moments_of(layer)
+    carry = whole.update(*tokens)
+    monkeypatch.setattr("sketchssm.calibrate.windows.BLOCK_BYTES", 1)
+    again = grouped.update(*tokens)
+    close(grouped, whole)
+    assert np.array_equal(again.state, carry.state)
+    assert np.array_equal(again.ring.k, carry.ring.k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_states_count_nothing(kind):
+    layer = LAYERS[kind]
+    tokens = make_traces(layer, 1, 4 * W, 2)
+    tokens.v[:, : 2 * W, 1] = 0.0  # head 1 writes nothing for two windows: its first nonzero state starts window 4
+    tokens.g[:, 2 * W - 1, 2] = -np.inf  # head 2 forgets all but the flush token's own write
+    moments = moments_of(layer)
+    moments.update(*tokens)
+    assert moments.samples.tolist() == [3 * (W - 1), W - 1, 3 * (W - 1), 3 * (W - 1)]
+    assert all(np.isfinite(getattr(moments, name)).all() for name in SUMS)
+
+
+def test_first_window_of_a_given_state_counts():
+    layer = LAYERS["gdn"]
+    tokens = make_traces(layer, 2, W, 3)
+    moments = moments_of(layer)
+    moments.update(*tokens, carry=Carry(np.ones((2, *layer.state_shape))))
+    assert (moments.samples == 2 * (W - 1)).all()
+
+
+def test_output_weighting_ignores_the_scale_of_values():
+    layer = LAYERS["kda"]
+    tokens = make_traces(layer, 2, 3 * W, 4)
+    moments, scaled = moments_of(layer, weighting="output"), moments_of(layer, weighting="output")
+    moments.update(*tokens)
+    scaled.update(*tokens._replace(v=8.0 * tokens.v))
+    # a power of two: outputs scale exactly, and so do their norms
+    np.testing.assert_allclose(64 * scaled.query_gram, moments.query_gram, rtol=1e-14)
+
+
+def test_output_weighting_of_zero_outputs():
+    layer = LAYERS["mamba2"]
+    tokens = make_traces(layer, 1, 3 * W, 5)
+    tokens.q[...] = 0.0
+    moments = moments_of(layer, weighting="output")
+    moments.update(*tokens)
+    assert moments.samples.all() and not moments.query_gram.any()
+
+
+def test_float16_traces_and_other_frameworks(torch):
+    layer = LAYERS["gdn"]
+    tokens = make_traces(layer, 2, 12, 6)
+    half = [x.astype(np.float16) for x in tokens]
+    host, device = moments_of(layer), moments_of(layer)
+    host.update(*half)
+    device.update(*(torch.from_numpy(x) for x in half))
+    for name in SUMS:
+        assert np.array_equal(getattr(host, name), getattr(device, name))
+
+
+def test_carry_shares_no_memory():
+    layer = LAYERS["gdn"]
+    tokens = make_traces(layer, 1, W + 2, 7)
+    carry = moments_of(layer).update(*tokens)
+    kept = carry.ring.k.copy()
+    tokens.k[...] = 0.0
+    assert np.array_equal(carry.ring.k, kept)
+
+
+def test_file(tmp_path):
+    layer = LAYERS["kda"]
+    tokens = make_traces(layer, 2, 23, 8)
+    whole, first = moments_of(layer), moments_of(layer)
+    whole.update(*tokens)
+    carry = first.update(*at(tokens, np.s_[:, 0:11]))
+    first.save(tmp_path / "m.safetensors")
+    resumed = ss.Moments.load(tmp_path / "m.safetensors")
+    assert (resumed.layer, resumed.window, resumed.weighting) == (layer, W, "uniform")
+    resumed.update(*at(tokens, np.s_[:, 11:23]), carry=carry)
+    close(resumed, whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_file_refusals(tmp_path):
+    path = tmp_path / "m.safetensors"
+    with pytest.raises(FileNotFoundError):
+        ss.Moments.load(path)
+    moments = moments_of(LAYERS["gdn"])
+    moments.state_gram[0, 0, 0] = np.nan
+    moments.save(path)
+    with pytest.raises(FileFormatError, match="state_gram"):
+        ss.Moments.load(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(FileFormatError):
+        ss.Moments.load(path)
+
+
+@pytest.mark.parametrize(
+    "other", [{"window": 4}, {"weighting": "output"}, {"value_dim": 4}, {"kind": "kda"}], ids=lambda x: next(iter(x))
+)
+def test_only_like_moments_add(other):
+    base = {"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5}
+    with pytest.raises(ValueError, match="to add"):
+        ss.Moments(**base) + ss.Moments(**(base | other))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "match"),
+    [
+        (lambda t: t._replace(g=t.g + 10), ValueError, "g: "),
+        (lambda t: t._replace(v=t.v * np.nan), ValueError, "v: "),
+        (lambda t: t._replace(beta=t.beta * np.inf), ValueError, "beta: "),
+        (lambda t: t._replace(q=t.q[..., :-1]), ValueError, "q: "),
+        (lambda t: t._replace(k=t.k.astype(complex)), TypeError, "k: "),
+    ],
+)
+def test_refusals_leave_no_trace(spoil, error, match):
+    layer = LAYERS["gdn"]
+    moments = moments_of(layer)
+    with pytest.raises(error, match=match):
+        moments.update(*spoil(make_traces(layer, 2, 2 * W, 9)))
+    assert not moments.samples.any() and not any(getattr(moments, name).any() for name in SUMS)
+
+
+def test_carry_refusals():
+    layer = LAYERS["gdn"]
+    tokens = make_traces(layer, 2, W + 2, 10)
+    moments = moments_of(layer)
+    carry = moments.update(*tokens)
+    with pytest.raises(ValueError, match="state: expected shape"):
+        moments.update(*at(tokens, np.s_[:1]), carry=carry)
+    with pytest.raises(ValueError, match=r"carry: .*fewer than 2"):
+        ss.Moments("gdn", 4, 6, 5, 2, window=2).update(*tokens, carry=carry)
+    with pytest.raises(ValueError, match=r"carry: .*beta"):
+        moments.update(*tokens, carry=Carry(carry.state, carry.ring._replace(beta=None)))
+
+
+@pytest.mark.parametrize("wrong", [{"window": 1}, {"window": 2.5}, {"weighting": "norm"}, {"heads": 0}])
+def test_setting_refusals(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ss.Moments(**({"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5} | wrong))

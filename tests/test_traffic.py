@@ -1,0 +1,109 @@
+"""The byte model prints the paper's numbers."""
+
+import numpy as np
+import pytest
+
+import sketchssm as ss
+from sketchssm import traffic
+from sketchssm.calibrate.basis import SketchBasis
+
+NANO, SUPER, QWEN, GLM = ("mamba2", 128, 80), ("mamba2", 128, 64), ("gdn", 128, 128), ("kda", 128, 128)
+
+# Every traffic number of the accuracy and recall tables, as printed: two decimals.
+SKETCH = [
+    *((NANO, rank, ratio) for rank, ratio in [(21, 6.15), (10, 9.08), (6, 10.98), (4, 12.26), (2, 13.88)]),
+    *((SUPER, rank, ratio) for rank, ratio in [(20, 5.80), (9, 8.93), (5, 11.12), (3, 12.66), (2, 13.61)]),
+    *((QWEN, rank, ratio) for rank, ratio in [(26, 6.11), (11, 9.50), (7, 11.14), (4, 12.81), (3, 13.48)]),
+    *((GLM, rank, ratio) for rank, ratio in [(28, 5.83), (12, 9.16), (7, 11.14), (4, 12.81), (3, 13.48)]),
+]
+QUANTISED = [
+    *((NANO, bits, ratio) for bits, ratio in [(10, 3.10), (8, 3.84), (6, 5.06), (4, 7.40)]),
+    *((SUPER, bits, ratio) for bits, ratio in [(10, 3.08), (8, 3.82), (6, 5.02), (4, 7.31)]),
+    *((QWEN, bits, ratio) for bits, ratio in [(10, 3.12), (8, 3.88), (6, 5.12), (4, 7.53)]),
+    *((GLM, bits, ratio) for bits, ratio in [(10, 3.12), (8, 3.88), (6, 5.12), (4, 7.53)]),
+]
+
+
+@pytest.mark.parametrize(("model", "rank", "ratio"), SKETCH)
+def test_paper_sketch(model, rank, ratio):
+    assert round(traffic.reduction(*model, rank), 2) == ratio
+
+
+@pytest.mark.parametrize(("model", "bits", "ratio"), QUANTISED)
+def test_paper_quantised(model, bits, ratio):
+    size = model[1:]
+    assert round(traffic.standard(*size) / traffic.compressed(*size, bits=bits), 2) == ratio
+
+
+@pytest.mark.parametrize("model", [NANO, SUPER, QWEN, GLM])
+@pytest.mark.parametrize(("sparsity", "ratio"), [(0.375, 1.60), (0.5, 2.00), (0.625, 2.67), (0.75, 4.00)])
+def test_paper_pruned(model, sparsity, ratio):
+    size = model[1:]
+    assert round(traffic.standard(*size) / traffic.compressed(*size, sparsity=sparsity), 2) == ratio
+
+
+@pytest.mark.parametrize("model", [NANO, SUPER, QWEN, GLM])
+def test_paper_replay(model):
+    size = model[1:]
+    assert round(traffic.standard(*size) / traffic.replay(*size), 2) == 1.88
+
+
+@pytest.mark.parametrize(("bits", "ratio"), [(4, 7.95), (2, 10.36)])
+def test_paper_read_only_copy(bits, ratio):
+    size = NANO[1:]
+    assert round(traffic.standard(*size) / traffic.read_only_copy(*size, bits), 2) == ratio
+
+
+def test_read_by_definition():
+    """Bytes of what a read touches, counted as the elements of arrays; each case is an exact integer."""
+    key_dim, value_dim, window, pivots = 128, 64, 16, 4
+    for rank in (1, 3, 4, 9):
+        u, c = rank * value_dim, rank * key_dim
+        assert traffic.sketch_read("mamba2", key_dim, value_dim, rank, window) == 2 * (u + c)
+        assert traffic.sketch_read("kda", key_dim, value_dim, rank, window) == 2 * (u + c + rank * window)
+        p = min(rank, pivots)
+        b, f, low, w = p * key_dim, rank * p, rank * p, rank
+        factors = 2 * (u + b) + 4 * (f + low + w)
+        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "factors", pivots) == factors
+        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "shared") == 2 * u
+    for storage in traffic.STORAGES:
+        assert traffic.sketch_read("gdn", key_dim, value_dim, ss.DENSE, window, storage) == 4 * key_dim * value_dim
+
+
+def test_dense_head_costs_what_replay_does():
+    # the same few additions of integers, divided by W = 16: exact in float64
+    assert traffic.sketch("gdn", 128, 64, ss.DENSE, 16) == traffic.replay(128, 64, 16)
+
+
+def test_ranks_of_heads_add_up_in_bytes():
+    ranks = np.array([1, 20, ss.DENSE])
+    used = [float(traffic.sketch("kda", 128, 128, rank)) for rank in ranks]
+    # one rounding per operation in either order of the sum
+    assert traffic.reduction("kda", 128, 128, ranks) == pytest.approx(
+        3 * traffic.standard(128, 128) / sum(used), rel=1e-14
+    )
+
+
+@pytest.mark.parametrize(("name", "storage"), [("lowrank", "factors"), ("ridge", "dense"), ("offline", "shared")])
+def test_plan_reduction(name, storage):
+    layer = ss.Layer("gdn", 3, 16, 8)
+    basis = SketchBasis.random(layer, 6)
+    plan = ss.SketchPlan(basis, [2, 6, ss.DENSE], window=8, map=name, pivots=3)
+    assert traffic.plan_reduction(plan) == traffic.reduction("gdn", 16, 8, [2, 6, ss.DENSE], 8, storage, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: traffic.sketch_read("rwkv", 8, 8, 1), "kind"),
+        (lambda: traffic.sketch_read("gdn", 8, 8, 1, storage="sparse"), "storage"),
+        (lambda: traffic.sketch_read("gdn", 8, 8, -2), "rank"),
+        (lambda: traffic.compressed(8, 8), "bits or sparsity"),
+        (lambda: traffic.compressed(8, 8, bits=4, sparsity=0.5), "bits or sparsity"),
+        (lambda: traffic.compressed(8, 8, sparsity=1.0), "sparsity"),
+        (lambda: traffic.compressed(8, 8, bits=0), "bits"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
