@@ -27,6 +27,7 @@ from sketchssm.recurrence import Layer, Tokens
 __all__ = [
     "SHAPES",
     "BenchResult",
+    "available_cores",
     "copy_bandwidth",
     "measure",
     "random_plan",
@@ -92,6 +93,17 @@ class BenchResult:
         return self.bytes / self.microseconds / 1e3
 
 
+def available_cores() -> int:
+    """Count the cores that this process may use.
+
+    Returns
+    -------
+    int
+        Its affinity's where the system has one, else all.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def copy_bandwidth(threads: int | None = None, megabytes: int = 256, repeats: int = 5) -> float:
     """Measure how fast memory can be copied by all cores at once.
 
@@ -109,7 +121,7 @@ def copy_bandwidth(threads: int | None = None, megabytes: int = 256, repeats: in
     float
         Bytes per second, read and written bytes both counted.
     """
-    threads = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads or available_cores()
     source = np.ones(megabytes * 2**20 // 8)
     target = np.zeros_like(source)
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))

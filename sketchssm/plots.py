@@ -138,34 +138,32 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
         raise ValueError("ranks: expected at least one row, got none")
     pyplot = _pyplot()
     heads = max(row.size for row in ranks.values())
+    top = max(2, *(int(row.max(initial=1)) for row in ranks.values()))
+    full = top + 1
     table = np.full((len(ranks), heads), np.nan)
     for i, row in enumerate(ranks.values()):
-        table[i, : row.size] = np.where(row == DENSE, np.inf, row)
-    finite = table[np.isfinite(table)]
-    top = finite.max(initial=1.0)
+        table[i, : row.size] = np.where(row == DENSE, full, row)
     with pyplot.rc_context(STYLE | {"axes.grid": False}):
         size = (min(2.6 + 0.42 * heads, 14), min(1.6 + 0.34 * len(ranks), 14))
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
         colours = pyplot.get_cmap("cividis").with_extremes(bad="white", over=COLOURS[1])
-        image = axes.imshow(
-            table, cmap=colours, vmin=min(1.0, top), vmax=max(top, 2.0), aspect="auto", interpolation="nearest"
-        )
+        image = axes.imshow(table, cmap=colours, norm="log", aspect="auto", interpolation="nearest")
+        image.set_clim(1, top)
         axes.set_xlabel("head")
         axes.set_yticks(range(len(ranks)), list(ranks))
         axes.set_xticks(np.arange(0, heads, max(1, heads // 16)))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         if heads <= 32 and len(ranks) <= 40:
-            middle = (1 + top) / 2
             for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
-                full = np.isinf(table[i, j])
-                text = "full" if full else f"{table[i, j]:.0f}"
-                axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6,
-                          color="black" if full or table[i, j] > middle else "white")  # fmt: skip
-        extend = "max" if np.isinf(table).any() else "neither"
-        bar = figure.colorbar(image, ax=axes, extend=extend, label="rank G", shrink=0.9)
-        if extend == "max":
-            bar.ax.set_title("full read", fontsize=8)
+                text = "full" if table[i, j] == full else f"{table[i, j]:.0f}"
+                colour = "black" if table[i, j] ** 2 > top else "white"  # by which half of the scale it is in
+                axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6, color=colour)
+        dense = bool((table == full).any())
+        bar = figure.colorbar(image, ax=axes, extend="max" if dense else "neither", label="rank G")
+        _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
+        if dense:
+            bar.ax.set_title("full", fontsize=8)
         return _save(figure, path)
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from samples import LAYERS, Basis, plan_of
 
 import sketchssm as ss
-from sketchssm.plan import DEFAULT_RIDGE, MAPS
+from sketchssm.plan import DEFAULT_MAP, DEFAULT_RIDGE, MAPS
 from sketchssm.recurrence import DENSE, KINDS, Layer
 
 LAYER = LAYERS["gdn"]  # 4 heads, K = 6, V = 5
@@ -61,7 +61,7 @@ class TestPlan:
 
     def test_defaults(self, rng):
         plan = ss.SketchPlan(Basis(rng, LAYER), RANKS)
-        assert (plan.window, plan.map, plan.pivots, plan.ridge) == (16, "prior", 4, DEFAULT_RIDGE["prior"])
+        assert (plan.window, plan.map, plan.pivots, plan.ridge) == (16, DEFAULT_MAP, 4, DEFAULT_RIDGE[DEFAULT_MAP])
 
     @pytest.mark.parametrize("name", MAPS)
     def test_each_map_has_its_columns_ridge_and_storage(self, name, rng):
@@ -124,7 +124,7 @@ class TestPlan:
         basis = Basis(rng, LAYER)
         basis.omega = basis.omega.copy()
         basis.omega[1, 2, 0] = bad
-        with pytest.raises(ValueError, match="^phi: expected finite numbers, got NaN or infinity"):
+        with pytest.raises(ValueError, match=r"^phi: expected finite numbers, got NaN or infinity"):
             ss.SketchPlan(basis, RANKS)
 
     def test_does_not_share_the_caller_s_ranks(self, rng):
@@ -195,7 +195,7 @@ class TestReplacement:
 
 class TestBadFiles:
     def test_missing(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="nothing.safetensors"):
+        with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
             ss.SketchPlan.load(tmp_path / "nothing.safetensors")
         with pytest.raises(FileNotFoundError):
             ss.SketchPlan.load(tmp_path)

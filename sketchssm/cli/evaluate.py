@@ -93,8 +93,9 @@ def command(
                 )
                 for path in traces
             ]
-            show_margins(output, reports)
     show(output, reports, "Systems")
+    if plan_file is None:
+        show_margins(output, reports)
     results = {"layers": [report.plain() for report in reports]}
     output.finish(results)
     if out is not None:

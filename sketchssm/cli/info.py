@@ -35,6 +35,7 @@ def command(plan: Path | None, json_file: str | None) -> None:
 def _installation() -> dict[str, Any]:
     import sketchssm
     from sketchssm.backends import BACKENDS
+    from sketchssm.bench import available_cores
 
     return {
         "version": sketchssm.__version__,
@@ -42,7 +43,7 @@ def _installation() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "backends": list(BACKENDS),
         "devices": _devices(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": available_cores(),
         "compiled_kernels_cached_in": _cache_folder(),
     }
 

@@ -179,8 +179,8 @@ def show(output: Output, reports: Sequence[LayerReport], title: str) -> None:
     )
     output.say(
         "Errors are relative norms against the float64 recurrence on held-out text; at flush: the worst of the "
-        "windows' last tokens. Retained: share of the state reads' energy, mean over heads; an allocation by gradients "
-        "gives its ranks to the heads that the loss feels. us/token: a step's time over its rows."
+        "windows' last tokens. Retained: share of the state reads' energy, mean over heads; allocation by gradients "
+        "gives ranks to the heads that the loss feels. us/token: a step's time over its rows."
     )
 
 

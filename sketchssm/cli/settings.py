@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sketchssm.evaluate import DEFAULT_MAP, Calibrated, MapSetting, calibrate
+from sketchssm.evaluate import Calibrated, MapSetting, calibrate
+from sketchssm.plan import DEFAULT_MAP
 from sketchssm.traces import Traces
 
 __all__ = ["Settings"]

@@ -33,10 +33,10 @@ SIZES = "kind slots heads key_heads group key_dim value_dim window keys values t
 POINTERS = "state position scratch k v gate beta reach start gram packed master factors pending phi pi table".split()
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
 
-CALL = "in_q in_k in_v in_g in_beta out rows batch length".split()
-"""One call: addresses of its inputs, its output and its rows' slots; sizes."""
+CALL = "in_q in_k in_v in_g in_beta out rows batch length token".split()
+"""One call: addresses of its inputs, its output and its rows' slots, its sizes, the token at hand."""
 
-SKETCH = "map bfloat packed_stride master_stride factors_stride pending_stride".split()
+SKETCH = "map bfloat packed_stride master_stride factors_stride pending_stride pending_share".split()
 
 CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)] + [("ridge", np.float64)])
 
@@ -44,14 +44,14 @@ AREAS = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # these pairs follow one another, so that `dots` can take both vectors at once
-            "query key x x_key scores key_scores coefficients key_coefficients seen key_seen "
-            "open weights output ones decay reach start keys_across key_gram gram left predicted write carried "
-            "sketch key_sketch span rows low doubles size"
+            "inputs x scores open weights coefficients key_coefficients seen key_seen output now ones decay reach "
+            "start walk keys_across key_gram gram left predicted write carried sketch key_sketch span rows low "
+            "doubles size"
         ).split()
     ]
 )
-"""Offsets of one worker's scratch areas, and the size of all."""
+"""Offsets of one worker's scratch areas, and the size of all. A key head's query and key lie next to one another in
+``inputs``, as do the two vectors of ``x``, the scores and the coefficients that come of them."""
 
 
 def flat(size: int, dtype: Any = np.float32) -> Array:
@@ -65,12 +65,15 @@ def flat(size: int, dtype: Any = np.float32) -> Array:
 class Memory:
     """What an engine owns: arrays, and the record of their addresses and of the layer's sizes.
 
-    All hold float32. ``state (slots, heads, V, K)``. Of the ring, the raw inputs ``k (slots, key_heads, W, K)``,
-    ``v (slots, heads, W, V)``, ``beta (slots, heads, W)`` and ``gate (slots, heads, W)``, which holds g, or for kda
-    ``exp g`` in ``(slots, heads, W, K)`` (the recurrence uses it in no other form, and the exponentials are costly):
-    they are all that a flush uses. The rest is what reads can reuse from token to token: with t the newest token
-    ``reach[s] = D_{s+1:t}`` and ``start[s] = D_{1:s}`` of scalar gates, both ``(slots, heads, W)``, and
-    ``gram[j, s] = <D_{s+1:j} k_s, k_j>`` ``(slots, heads, W, W)``, the matrix A of `sketchssm.reference.window`.
+    All hold float32. ``state (slots, heads, V, K)``. Of the ring, the raw inputs ``k (slots, W, key_heads, K)``,
+    ``v (slots, W, heads, V)``, ``beta (slots, W, heads)`` and ``gate (slots, W, heads)``, which holds g, or for kda
+    ``exp g`` with K channels (the recurrence uses it in no other form, and the exponentials are costly): they are all
+    that a flush uses. The rest is what reads can reuse from token to token: with t the newest token
+    ``reach[s] = D_{s+1:t}`` ``(slots, heads, W)`` and ``start[s] = D_{1:s}`` ``(slots, W, heads)`` of scalar gates,
+    and ``gram[j, s] = <D_{s+1:j} k_s, k_j>`` ``(slots, W, heads, W)``, the matrix A of `sketchssm.reference.window`.
+
+    Tokens come before heads, so that a step appends and reads long contiguous runs: one core fetches runs of less
+    than 16 KiB at a third of the bandwidth that it reaches on long ones.
 
     Parameters
     ----------
@@ -94,15 +97,15 @@ class Memory:
         self.state = state[:, :, : layer.value_dim, : layer.key_dim]
         self.position = self.own("position", slots, np.int32)
         if window:
-            scalar = layer.kind != "kda"
+            tokens_heads = slots * window * layer.heads
             # 16 rows are read at once, also where the ring has fewer
-            self.own("k", (slots * layer.key_heads * window + LANES) * keys)
-            self.own("v", rows * window * values)
-            self.own("gate", rows * (tokens if scalar else window * keys))
-            self.own("beta", rows * tokens)
-            self.own("reach", rows * tokens if scalar else 0)
-            self.own("start", rows * tokens if scalar else 0)
-            self.own("gram", rows * window * tokens if layer.erases else 0)
+            self.own("k", (slots * window + LANES) * layer.key_heads * keys)
+            self.own("v", tokens_heads * values)
+            self.own("gate", tokens_heads * (keys if layer.kind == "kda" else 1))
+            self.own("beta", tokens_heads if layer.erases else 0)
+            self.own("reach", rows * tokens if layer.kind != "kda" else 0)
+            self.own("start", tokens_heads if layer.kind != "kda" else 0)
+            self.own("gram", tokens_heads * tokens if layer.erases else 0)
 
     def own(self, name: str, size: int, dtype: Any = np.float32) -> Array:
         """Allocate zeros and record their address."""
@@ -140,15 +143,18 @@ class Memory:
 def scratch_areas(sizes: Any, rank: int) -> Array:
     """Scratch areas for a layer's sizes and the largest rank in use."""
     keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
+    heads, key_heads = int(sizes["heads"]), int(sizes["key_heads"])
     columns = padded(rank)
     needs = {
-        **dict.fromkeys(("query", "key", "x", "x_key"), keys),
-        **dict.fromkeys(("scores", "key_scores", "open", "weights", "reach", "start"), tokens),
+        "inputs": 2 * key_heads * keys, "x": 2 * keys * (heads if sizes["kind"] == KDA else 1),
+        "scores": 2 * key_heads * tokens, "open": heads * tokens, "weights": heads * tokens,
         **dict.fromkeys(("coefficients", "key_coefficients", "seen", "key_seen"), columns),
-        "output": values, **dict.fromkeys(("ones", "decay"), max(keys, values)),
+        "output": heads * values, "now": padded(heads) + LANES,
+        **dict.fromkeys(("ones", "decay"), max(keys, values)), **dict.fromkeys(("reach", "start", "walk"), tokens),
         "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,
         **dict.fromkeys(("predicted", "write"), tokens * LANES), "carried": tokens * values,
-        "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values, "rows": columns * keys, "low": columns * columns,
+        "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values,
+        "rows": columns * keys, "low": columns * columns,
         "doubles": 2 * (2 * columns**2 + 2 * columns + columns * values),
     }  # fmt: skip
     ends = np.cumsum([0, *(needs[name] for name in AREAS.names[:-1])])
@@ -170,12 +176,10 @@ def open_call(
 
 
 @njit
-def blank(m: Record, row: int, head: int, heads: int) -> None:
-    """Zero a padding row's output for some heads."""
-    for t in range(m.length):
-        first = ((row * m.length + t) * m.heads + head) * m.value_dim
-        for c in range(first, first + heads * m.value_dim):
-            floats(m.out)[c] = np.float32(0.0)
+def blank(m: Record, place: int, heads: int) -> None:
+    """Zero a padding row's output for some heads; `place` counts heads over rows and tokens."""
+    for c in range(place * m.value_dim, (place + heads) * m.value_dim):
+        floats(m.out)[c] = np.float32(0.0)
 
 
 def pass_call(tokens: Tokens, slots: Array, out: Array) -> tuple[Array, ...]:

@@ -92,10 +92,11 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
     Phi``. It runs on a float32 master of U and rounds as the state itself does; the state never sees it.
     """
     rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
-    keys = (slot * m.key_heads + head // m.group) * m.window * m.keys
+    stride = m.key_heads * m.keys
+    keys = slot * m.window * stride + head // m.group * m.keys
     for s in range(0, count, LANES):
         for g in range(0, rank, COLUMN_LANES):
-            columns_8(floats(m.k), keys + s * m.keys, m.keys, floats(m.phi), field(m, head, PHI) + g, width, m.keys,
+            columns_8(floats(m.k), keys + s * stride, stride, floats(m.phi), field(m, head, PHI) + g, width, m.keys,
                       buf, at.key_sketch + g * m.tokens + s, m.tokens)  # fmt: skip
     master = slot * m.master_stride + field(m, head, MASTER)
     copy(buf, at.sketch, floats(m.master), master, rank * m.values)

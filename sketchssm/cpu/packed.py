@@ -1,7 +1,7 @@
 """How sketches are packed: each head pays for its own rank, whatever the others have.
 
 A slot holds, head after head, the sketch U (G rows of V) and the map's own rows (of K) in the sketch's type, and
-apart from them float32 numbers: the factors w and F, the ring of projected keys ``h_j = C D_{1:j} k_j``, and for
+apart from them float32 numbers: the factors w and F, the projected keys ``h_j = C D_{1:j} k_j`` (token after token, like the ring), and for
 scalar gates a float32 master of U, which flushes advance by itself (see `sketchssm.cpu.maps`). A table says where
 each head's parts begin. What all slots share, Phi with its columns on lanes and Pi by rows, is float32.
 
@@ -90,7 +90,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
         used[SKETCH] += rank * values + rows * keys
         used[MASTER] += rank * values if tracked else 0
         used[FACTORS] += rank * (1 + rows) if plan.storage == "factors" else 0
-        used[PENDING] += rank * window if plan.layer.erases else 0
+        used[PENDING] += rank if plan.layer.erases else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
         across[: plan.layer.key_dim, :rank] = plan.phi[head, :, :rank]
         phi.append(across)
@@ -104,7 +104,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
     memory.own("master", slots * used[MASTER])
     # 16 numbers are loaded at once, also from the last row of fewer
     memory.own("factors", slots * used[FACTORS] + LANES)
-    memory.own("pending", slots * used[PENDING] + LANES)
+    memory.own("pending", slots * window * used[PENDING] + LANES)
     memory.share("phi", _joined(phi))
     memory.share("pi", _joined(pi))
     memory.set(
@@ -114,7 +114,8 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
         packed_stride=used[SKETCH],
         master_stride=used[MASTER],
         factors_stride=used[FACTORS],
-        pending_stride=used[PENDING],
+        pending_stride=window * used[PENDING],
+        pending_share=used[PENDING],
     )
     return int(max(plan.ranks.max(), 0))
 

@@ -42,8 +42,6 @@ class ReplayEngine(StandardEngine):
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
         decode.step(self._memory.context, self._areas, *pass_call(tokens, slots, out))
-        live = slots[slots >= 0]
-        self.position[live] = (self.position[live] + out.shape[1]) % self.window
 
     def flush(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""

@@ -74,7 +74,8 @@ def _share(m: Record, at: Record, worker: int) -> None:
         row, head = unit // m.heads, unit % m.heads
         slot = integers(m.rows)[row]
         if slot < 0:
-            blank(m, row, head, 1)
+            for t in range(m.length):
+                blank(m, (row * m.length + t) * m.heads + head, 1)
             continue
         first = (slot * m.heads + head) * m.values * m.keys
         for t in range(m.length):
@@ -91,8 +92,8 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
     """Query, key and decay of one token, padded, into scratch."""
     source = (place * m.key_heads + head // m.group) * m.key_dim
     gates = place * m.heads + head
-    copy(buf, at.query, floats(m.in_q), source, m.key_dim)
-    copy(buf, at.key, floats(m.in_k), source, m.key_dim)
+    copy(buf, at.inputs, floats(m.in_q), source, m.key_dim)
+    copy(buf, at.inputs + m.keys, floats(m.in_k), source, m.key_dim)
     if m.kind == KDA:
         copy(buf, at.decay, floats(m.in_g), gates * m.key_dim, m.key_dim)
         for c in range(m.key_dim, m.keys):
@@ -115,9 +116,9 @@ def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
         read = splat(np.float32(0.0))
         for c in range(0, m.keys, LANES):
             decayed = load(buf, at.decay + c) * load(state, row + c)
-            new = fma(value, load(buf, at.key + c), decayed)
+            new = fma(value, load(buf, at.inputs + m.keys + c), decayed)
             store(state, row + c, new)
-            read = fma(new, load(buf, at.query + c), read)
+            read = fma(new, load(buf, at.inputs + c), read)
         floats(m.out)[place * m.value_dim + v] = total(read)
 
 
@@ -131,12 +132,12 @@ def _erase_write(m: Record, at: Record, buf: Pointer, place: int, first: int) ->
         predicted = splat(np.float32(0.0))
         for c in range(0, m.keys, LANES):
             decayed = load(buf, at.decay + c) * load(state, row + c)
-            predicted = fma(decayed, load(buf, at.key + c), predicted)
+            predicted = fma(decayed, load(buf, at.inputs + m.keys + c), predicted)
         value = splat(beta * (floats(m.in_v)[place * m.value_dim + v] - total(predicted)))
         read = splat(np.float32(0.0))
         for c in range(0, m.keys, LANES):
             decayed = load(buf, at.decay + c) * load(state, row + c)
-            new = fma(value, load(buf, at.key + c), decayed)
+            new = fma(value, load(buf, at.inputs + m.keys + c), decayed)
             store(state, row + c, new)
-            read = fma(new, load(buf, at.query + c), read)
+            read = fma(new, load(buf, at.inputs + c), read)
         floats(m.out)[place * m.value_dim + v] = total(read)

@@ -19,6 +19,9 @@ from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, njit, splat, total
 
 __all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "dots", "transpose"]
 
+TILE_ROWS = 4
+"""Rows that `accumulate` takes together."""
+
 DOT_ROWS = 4
 """Rows that `dots` takes together."""
 
@@ -92,8 +95,8 @@ def _tile_accumulate(rows: int, chunks: int) -> Any:
     return tile
 
 
-_accumulate_4x4 = _tile_accumulate(4, 4)
-_accumulate_4x1 = _tile_accumulate(4, 1)
+_accumulate_4x4 = _tile_accumulate(TILE_ROWS, 4)
+_accumulate_4x1 = _tile_accumulate(TILE_ROWS, 1)
 _accumulate_1x4 = _tile_accumulate(1, 4)
 _accumulate_1x1 = _tile_accumulate(1, 1)
 
@@ -107,7 +110,7 @@ def accumulate(
     squares = splat(np.float32(0.0))
     r = 0
     while r < rows:
-        four = rows - r >= 4
+        four = rows - r >= TILE_ROWS
         at, weight = c0 + r * c_row, w0 + r * w_row
         j = 0
         while j + 4 * LANES <= width:
@@ -132,7 +135,7 @@ def accumulate(
                 )
             squares = squares + part
             j += LANES
-        r += 4 if four else 1
+        r += TILE_ROWS if four else 1
     return total(squares)
 
 

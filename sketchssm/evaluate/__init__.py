@@ -1,13 +1,12 @@
 """Judge plans on traces: retained energy, decode systems side by side, allocation methods at one budget."""
 
 from sketchssm.evaluate.allocations import AllocationResult, compare_allocations
-from sketchssm.evaluate.calibrated import DEFAULT_MAP, Calibrated, allocate, calibrate
+from sketchssm.evaluate.calibrated import Calibrated, allocate, calibrate
 from sketchssm.evaluate.energy import HeadEnergy, MapEnergy, MapSetting, plan_energy, retained_energy
 from sketchssm.evaluate.systems import System, SystemResult, compare, exact_systems, sketch_system
 from sketchssm.evaluate.windows import Windows, collect_windows
 
 __all__ = [
-    "DEFAULT_MAP",
     "AllocationResult",
     "Calibrated",
     "HeadEnergy",

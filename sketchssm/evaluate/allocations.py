@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.evaluate.calibrated import DEFAULT_MAP, Calibrated, allocate
+from sketchssm.evaluate.calibrated import Calibrated, allocate
 from sketchssm.evaluate.energy import plan_energy
 from sketchssm.evaluate.windows import Windows
-from sketchssm.plan import SketchPlan
+from sketchssm.plan import DEFAULT_MAP, SketchPlan
 from sketchssm.recurrence import DENSE
 
 __all__ = ["AllocationResult", "compare_allocations"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +10,10 @@ from sketchssm.calibrate.basis import SketchBasis, fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.files import layer_fields
-from sketchssm.plan import STORAGE, SketchPlan
+from sketchssm.plan import DEFAULT_MAP, STORAGE, SketchPlan
 from sketchssm.traces import Traces
 
-__all__ = ["DEFAULT_MAP", "Calibrated", "allocate", "calibrate"]
-
-DEFAULT_MAP: str = inspect.signature(SketchPlan).parameters["map"].default
-"""Coefficient map of a plan that names none."""
+__all__ = ["Calibrated", "allocate", "calibrate"]
 
 
 @dataclass(frozen=True)

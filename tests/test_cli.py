@@ -1,0 +1,190 @@
+"""The command line: every command on small traces, and one line with exit code 2 for what a user can mend."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_traces import SHAPES, write_traces
+
+from sketchssm import bench
+from sketchssm.cli import COMMANDS, main
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import KINDS
+
+SMALL = ["--window", "8", "--backend", "reference"]
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def traces(tmp_path):
+    return write_traces(tmp_path / "layer3.npz", "gdn")
+
+
+def test_help_is_instant():
+    """Nothing heavy is imported before a command is called."""
+    script = (
+        "import sys; from sketchssm.cli import main; main(['--help'], standalone_mode=False)\n"
+        "assert not {'numpy', 'numba', 'rich', 'scipy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_help(name):
+    assert "--json" in invoke(name, "--help").output
+
+
+def test_module_runs():
+    done = subprocess.run([sys.executable, "-m", "sketchssm", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("sketchssm")
+
+
+def test_calibrate_then_evaluate(traces, tmp_path):
+    plan_file = tmp_path / "plan.safetensors"
+    settings = ["--mean-rank", 3, "--window", 8, "--map", "ridge", "--ridge", 0.02]
+    result = invoke("calibrate", traces, "--out", plan_file, *settings, "--json", "-")
+    report = json.loads(result.stdout)
+    plan = SketchPlan.load(plan_file)
+    assert (plan.map, plan.window, plan.ridge) == ("ridge", 8, 0.02)
+    assert report["plans"][0]["ranks"] == plan.ranks.tolist()
+    assert report["method"] == "gradient"
+
+    measured = json.loads(
+        invoke("evaluate", traces, "--plan", plan_file, "--backend", "reference", "--json", "-").stdout
+    )
+    names = [system["name"] for system in measured["layers"][0]["systems"]]
+    assert names[:2] == ["standard", "replay"]
+    assert names[2].startswith("plan")
+    assert measured["layers"][0]["systems"][2]["reduction"] == pytest.approx(report["reduction"])
+
+
+def test_several_layers_share_a_budget(tmp_path):
+    files = [write_traces(tmp_path / f"layer{i}.npz", "kda", seed=i) for i in range(2)]
+    report = json.loads(
+        invoke("calibrate", *files, "--out", tmp_path / "plans", "--mean-rank", 3, "--window", 8, "--json", "-").stdout
+    )
+    plans = [SketchPlan.load(tmp_path / "plans" / f"layer{i}.safetensors") for i in range(2)]
+    assert [entry["ranks"] for entry in report["plans"]] == [plan.ranks.tolist() for plan in plans]
+
+
+def test_evaluate_compares_everything(traces, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    result = invoke("evaluate", traces, "--ranks", "1,4", "--mean-rank", 2, *SMALL, "--out", out, "--plots")
+    for title in ("random basis", "Coefficient maps", "Rank allocation", "Systems"):
+        assert title in result.output
+    [layer] = json.loads((out / "results.json").read_text())["layers"]
+    assert [system["name"] for system in layer["systems"]][2:] == ["sketch, mean rank 1", "sketch, mean rank 4"]
+    assert len(layer["maps"]) == 6
+    assert {a["method"] for a in layer["allocations"]} == {"gradient", "error", "sensitivity", "uniform"}
+    assert {path.name for path in out.glob("*.png")} == {
+        "error-against-traffic.png",
+        "ranks.png",
+        "spectrum-layer3.png",
+    }
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    file = tmp_path / "demo.json"
+    result = invoke("demo", "--backend", "reference", "--ranks", "2,8", "--json", file)
+    assert "The comparison" in result.output
+    report = json.loads(file.read_text())
+    assert [layer["kind"] for layer in report["layers"]] == list(KINDS)
+    for layer in report["layers"]:
+        systems = {system["name"]: system for system in layer["systems"]}
+        assert all(system["flush_error"] < 1e-6 and system["state_error"] < 1e-9 for system in systems.values())
+        wide, narrow = systems["sketch, mean rank 8"], systems["sketch, mean rank 2"]
+        assert narrow["reduction"] > wide["reduction"] > 9
+        assert narrow["output_error"] > wide["output_error"] > 0
+
+
+def test_bench(monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", SHAPES)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e10)
+    arguments = [
+        "--shape",
+        "kda",
+        "--batch",
+        "1,2",
+        "--window",
+        "4",
+        "--rank",
+        "3",
+        "--map",
+        "prior",
+        "--map",
+        "offline",
+    ]
+    result = invoke("bench", *arguments, "--backend", "reference", "--seconds", 0, "--json", "-")
+    results = json.loads(result.stdout)["results"]
+    assert len(results) == 2 * 4
+    assert all(entry["error"] == 0 and entry["fraction"] > 0 for entry in results)
+    assert "invalid value" in invoke("bench", "--shape", "nemotron", code=2).output.lower()
+
+
+def test_info(traces, tmp_path):
+    report = json.loads(invoke("info", "--json", "-").stdout)
+    assert report["packages"]["numpy"] == np.__version__
+    assert "reference" in report["backends"]
+    invoke("calibrate", traces, "--out", tmp_path / "plan.safetensors", "--mean-rank", 3, "--window", 8)
+    described = json.loads(invoke("info", tmp_path / "plan.safetensors", "--json", "-").stdout)
+    assert (described["kind"], described["window"]) == ("gdn", 8)
+    assert len(described["ranks"]) == 4
+    assert described["traffic_reduction"] > 1
+
+
+def errors(tmp_path):
+    """Arguments that can't work, with what the message says."""
+    traces = write_traces(tmp_path / "good.npz", "gdn")
+    other = write_traces(tmp_path / "other.npz", "kda")
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"not an archive")
+    plan = tmp_path / "plan.safetensors"
+    invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
+    out = tmp_path / "out.safetensors"
+    return {
+        "missing traces": (["calibrate", tmp_path / "none.npz", "--out", out], "does not exist"),
+        "broken traces": (["calibrate", broken, "--out", out], "expected an npz archive"),
+        "too high a rank": (
+            ["calibrate", traces, "--out", out, "--mean-rank", 500, "--method", "uniform"],
+            "mean_rank: expected",
+        ),
+        "no gradients": (
+            ["calibrate", write_traces(tmp_path / "plain.npz", "gdn", grads=0), "--out", out, "--method", "gradient"],
+            "needs gradients",
+        ),
+        "same name twice": (["calibrate", traces, traces, "--out", tmp_path / "plans"], "different names"),
+        "missing plan": (["info", tmp_path / "none.safetensors"], "none.safetensors"),
+        "not a plan": (["info", broken], "not a whole safetensors file"),
+        "plan of another layer": (["evaluate", other, "--plan", plan, *SMALL[2:]], "plan: expected one for"),
+        "one plan, two layers": (["evaluate", traces, other, "--plan", plan], "one trace file"),
+        "pictures nowhere": (["evaluate", traces, "--plots"], "--out FOLDER"),
+        "bad ranks": (["evaluate", traces, "--ranks", "2,x"], "positive integers"),
+        "too long a window": (["evaluate", traces, "--window", 32], "two windows"),
+    }
+
+
+def test_errors_are_one_line_and_exit_code_2(tmp_path):
+    for name, (arguments, message) in errors(tmp_path).items():
+        result = invoke(*arguments, code=2)
+        last = result.stderr.strip().splitlines()[-1]
+        assert last.startswith("Error: "), name
+        assert message in last, name
+        assert "Traceback" not in result.output, name
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    """Only what the library says of a caller's input becomes one line."""
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: {}["bug"])
+    result = CliRunner().invoke(main, ["bench"])
+    assert isinstance(result.exception, KeyError)

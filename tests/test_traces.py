@@ -1,0 +1,179 @@
+"""Trace files: what is read, what is refused and in which words."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from sketchssm.bench import random_tokens
+from sketchssm.recurrence import KINDS, Layer
+from sketchssm.traces import TraceFileError, Traces
+
+SHAPES = {
+    "mamba2": Layer("mamba2", 4, 16, 8, 2),
+    "gdn": Layer("gdn", 4, 16, 8, 2),
+    "kda": Layer("kda", 2, 16, 8),
+}
+
+
+def trace_entries(kind, *, calib=3, test=1, tokens=40, grads=1, seed=0):
+    """Entries of a small trace file with random inputs; gradients for the last `grads` calibration sequences."""
+    layer = SHAPES[kind]
+    entries = {}
+    for part, rows in (("calib", calib), ("test", test)):
+        for name, x in random_tokens(layer, rows, tokens, seed + (part == "test"))._asdict().items():
+            if x is not None:
+                entries[f"{part}_{name}"] = x
+    if grads:
+        rng = np.random.default_rng(seed)
+        entries["calib_grad"] = rng.standard_normal((grads, tokens, layer.heads, layer.value_dim), dtype=np.float32)
+    return entries
+
+
+def write_traces(path, kind, **settings):
+    np.savez(path, **trace_entries(kind, **settings))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_is_inferred(kind, tmp_path):
+    traces = Traces.load(write_traces(tmp_path / "layer3.npz", kind))
+    assert traces.layer == SHAPES[kind]
+    assert traces.name == "layer3"
+    assert traces.calib.v.shape == (3, 40, traces.layer.heads, 8)
+    assert (traces.calib.beta is None) == (kind == "mamba2")
+    assert all(x is None or x.dtype == np.float32 for x in (*traces.calib, *traces.test, traces.grad))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shipped_traces(kind):
+    traces = Traces.shipped(kind)
+    assert traces.layer.kind == kind
+    assert traces.layer.key_dim == 128
+    assert "Debian" in traces.provenance
+    tokens, grad = traces.score_part()
+    assert grad is not None
+    assert grad.shape == tokens.v.shape
+
+
+def test_shipped_traces_are_small():
+    from importlib import resources
+
+    folder = resources.files("sketchssm") / "data"
+    assert sum(len((folder / f"{kind}.npz").read_bytes()) for kind in KINDS) < 6e6
+
+
+def test_fit_and_score_parts_are_disjoint(tmp_path):
+    traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", calib=5))
+    tokens, grad = traces.score_part()
+    joined = np.concatenate([traces.fit_part().q, tokens.q])
+    np.testing.assert_array_equal(joined, traces.calib.q)
+    np.testing.assert_array_equal(grad, traces.grad[-1:])
+
+
+def test_scored_tokens_are_those_with_gradients(tmp_path):
+    entries = trace_entries("kda", grads=2)
+    entries["calib_grad"] = entries["calib_grad"][:, :24]
+    np.savez(tmp_path / "a.npz", **entries)
+    tokens, grad = Traces.load(tmp_path / "a.npz").score_part()
+    assert tokens.v.shape[:2] == grad.shape[:2] == (1, 24)
+    np.testing.assert_array_equal(grad, entries["calib_grad"][-1:])
+
+
+def test_gradients_that_miss_a_scored_sequence_are_left_out(tmp_path):
+    traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", calib=6, grads=1))
+    tokens, grad = traces.score_part()
+    assert tokens.v.shape[0] == 2
+    assert grad is None
+
+
+def test_one_calibration_sequence_is_not_enough(tmp_path):
+    traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", calib=1))
+    with pytest.raises(TraceFileError, match="at least 2 calibration sequences"):
+        traces.fit_part()
+
+
+def test_kind_is_taken_from_argument_then_file(tmp_path):
+    np.savez(tmp_path / "a.npz", **trace_entries("gdn"), kind="gdn")
+    assert Traces.load(tmp_path / "a.npz").layer.kind == "gdn"
+    with pytest.raises(TraceFileError, match="calib_g: expected shape"):
+        Traces.load(tmp_path / "a.npz", kind="kda")
+
+
+def changed(name, change):
+    def apply(entries):
+        entries[name] = change(entries[name])
+
+    return apply
+
+
+def hole(value):
+    def put(x):
+        x = x.copy()
+        x.flat[3] = value
+        return x
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: e.pop("test_v"), "test_v: expected an array, got no such entry"),
+        (lambda e: e.pop("calib_beta"), "calib_beta: expected an array"),
+        (changed("test_k", lambda x: x[..., :-1]), r"test_k: expected shape \(1, 40, 2, 16\), got \(1, 40, 2, 15\)"),
+        (changed("calib_v", lambda x: x[0]), "calib_v: expected shape .sequences, tokens, heads, dim."),
+        (
+            changed("calib_q", lambda x: x.astype(complex)),
+            "calib_q: expected floating-point numbers, got dtype complex",
+        ),
+        (changed("calib_q", lambda x: x.astype(ml_dtypes.bfloat16)), "calib_q: .*can't hold bfloat16"),
+        (changed("calib_g", hole(0.5)), "calib_g: expected log-decays <= 0"),
+        (changed("test_beta", hole(np.nan)), "test_beta: expected numbers, got NaN"),
+        (changed("test_v", hole(np.inf)), "test_v: expected finite numbers"),
+        (changed("calib_grad", hole(np.nan)), "calib_grad: expected finite numbers"),
+        (changed("calib_grad", lambda x: x[..., :-1]), "calib_grad: expected shape"),
+        (lambda e: e.update(kind="rwkv"), "kind: expected one of mamba2, gdn, kda, got 'rwkv'"),
+    ],
+)
+def test_bad_entries_are_named(change, message, tmp_path):
+    entries = trace_entries("gdn")
+    change(entries)
+    np.savez(tmp_path / "a.npz", **entries)
+    with pytest.raises(TraceFileError, match=message):
+        Traces.load(tmp_path / "a.npz")
+
+
+def test_full_forget_is_allowed(tmp_path):
+    entries = trace_entries("gdn")
+    entries["calib_g"][0, 5] = -np.inf
+    np.savez(tmp_path / "a.npz", **entries)
+    assert np.isneginf(Traces.load(tmp_path / "a.npz").calib.g).any()
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 cut off"])
+def test_other_files_are_refused(content, tmp_path):
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(TraceFileError, match="expected an npz archive"):
+        Traces.load(tmp_path / "a.npz")
+
+
+def test_pickles_are_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", calib_q=np.array([{}], dtype=object))
+    with pytest.raises(TraceFileError, match="expected an npz archive of plain arrays"):
+        Traces.load(tmp_path / "a.npz")
+
+
+def test_a_single_array_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with pytest.raises(TraceFileError, match="expected an npz archive"):
+        Traces.load(tmp_path / "a.npy")
+
+
+def test_missing_file():
+    with pytest.raises(FileNotFoundError, match=r"no trace file at nowhere\.npz"):
+        Traces.load("nowhere.npz")
+
+
+def test_unknown_kind_is_not_shipped():
+    with pytest.raises(ValueError, match="kind: expected one of"):
+        Traces.shipped("rwkv")
