@@ -86,8 +86,8 @@ class DecodeHead:
         several = check_tokens(self.layer, q, k, v, g, beta)
         batch = v.shape[0]
         index = check_slots(None if slots is None else interop.to_host(slots, "slots"), batch, self.slots)
-        if out is not None and tuple(out.shape) != tuple(v.shape):
-            raise ValueError(f"out: expected shape {tuple(v.shape)}, got {tuple(out.shape)}")
+        if out is not None:
+            interop.check_out(out, tuple(v.shape))
         given = Tokens(q, k, v, g, beta)
         host = [None if x is None else self._take(x, name) for name, x in given._asdict().items()]
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
@@ -148,7 +148,7 @@ class DecodeHead:
     def _take(self, array: Any, name: str) -> npt.NDArray[Any]:
         """The caller's array on the host, contiguous and in the engine's type; no copy where none is needed."""
         host = interop.to_host(array, name)
-        if host.dtype.kind not in "fV" or host.dtype.itemsize > 8:
+        if not interop.is_real(host.dtype):
             raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
         return np.ascontiguousarray(host, dtype=self._engine.dtype)
 

@@ -252,9 +252,7 @@ def kda_inputs(
     v, lead, heads, _ = _values("v", v)
     q, k = _queries_keys(q, k, lead, heads, scale, l2norm, eps)
     if lower_bound is not None and clamp_min is not None:
-        raise ValueError(
-            "clamp_min: expected None beside a lower_bound, which is a gate of its own, got both"
-        )
+        raise ValueError("clamp_min: expected None beside a lower_bound, which is a gate of its own, got both")
     for name, bound in (("lower_bound", lower_bound), ("clamp_min", clamp_min)):
         if bound is not None and not bound < 0:
             raise ValueError(f"{name}: expected a negative number, got {bound}")
@@ -281,9 +279,7 @@ def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...] | None = None
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name}: expected an array that NumPy can read, got {type(value).__name__}"
-        ) from error
+        raise ValueError(f"{name}: expected an array that NumPy can read, got {type(value).__name__}") from error
     if not np.can_cast(array.dtype, np.float64):
         raise ValueError(f"{name}: expected real numbers of at most 64 bits, got dtype {array.dtype}")
     if shape is not None and array.shape != shape:
@@ -303,14 +299,10 @@ def _keys(name: str, value: npt.ArrayLike, lead: tuple[int, ...], heads: int) ->
     """Return an array of keys, its key heads and K."""
     array = _array(name, value)
     if array.ndim != len(lead) + 2 or array.shape[:-2] != lead:
-        raise ValueError(
-            f"{name}: expected shape ({', '.join(map(str, lead))}, key heads, K), got {array.shape}"
-        )
+        raise ValueError(f"{name}: expected shape ({', '.join(map(str, lead))}, key heads, K), got {array.shape}")
     key_heads, key_dim = array.shape[-2:]
     if key_heads == 0 or heads % key_heads:
-        raise ValueError(
-            f"{name}: expected a number of key heads that divides {heads} heads, got {key_heads}"
-        )
+        raise ValueError(f"{name}: expected a number of key heads that divides {heads} heads, got {key_heads}")
     return array, key_heads, key_dim
 
 

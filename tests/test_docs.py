@@ -22,9 +22,7 @@ OPTIONAL = {"cupy", "jax", "matplotlib", "torch", "transformers"}
 # A fenced python block that stands right after the marker line.
 RUNNABLE = re.compile(r"^<!-- run -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [
-    page
-    for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
-    if RUNNABLE.search(page.read_text())
+    page for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))] if RUNNABLE.search(page.read_text())
 ]
 
 

@@ -193,9 +193,7 @@ def test_extreme_gates(rng, kind, A_log, bias, dtype):
     for got, exact in checked:
         with np.errstate(over="ignore", under="ignore"):
             expected = exact.astype(dtype)
-        np.testing.assert_allclose(
-            got[held].astype(float), expected[held].astype(float), rtol=rtol, atol=atol
-        )
+        np.testing.assert_allclose(got[held].astype(float), expected[held].astype(float), rtol=rtol, atol=atol)
 
 
 @given(a=st.floats(-1e4, 1e4), A_log=st.floats(-100, 100), b=st.floats(-1e4, 1e4))
@@ -258,9 +256,7 @@ def bad(kind, message, **changes):
             x=np.ones(4, complex),
         ),
         bad("gdn", r"q: expected shape \(2, 3, 2, 16\), got \(2, 3, 2, 8\)", q=np.ones((2, 3, 2, 8))),
-        bad(
-            "gdn", r"k: expected shape \(2, 3, key heads, K\), got \(2, 4, 2, 16\)", k=np.ones((2, 4, 2, 16))
-        ),
+        bad("gdn", r"k: expected shape \(2, 3, key heads, K\), got \(2, 4, 2, 16\)", k=np.ones((2, 4, 2, 16))),
         bad("gdn", r"b: expected shape \(2, 3, 4\), got \(2, 3, 2\)", b=np.ones((2, 3, 2))),
         bad("gdn", r"v: expected an array that NumPy can read, got list", v=[[1.0], [1.0, 2.0]]),
         bad("kda", r"a: expected shape \(2, 3, 4, 16\), got \(2, 3, 4\)", a=np.ones((2, 3, 4))),

@@ -7,6 +7,7 @@ for what the tokens write, and add it (another product). The rows stay in the fi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +105,7 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
 
 
 @njit
-def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int) -> float:
+def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int) -> Any:
     """Advance 16 rows of a state through the ring; returns their squared norm."""
     first = ((slot * m.heads + head) * m.values + block) * m.keys
     ring = slot * m.window * m.heads + head

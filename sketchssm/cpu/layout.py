@@ -1,8 +1,8 @@
 """Where things lie: the record that kernels find their memory by, the pool of states, the ring, scratch memory.
 
 Rows of K or V elements are padded with zeros to a multiple of `LANES`, so that no kernel needs a tail; for the
-usual sizes (64, 80, 128) there is nothing to pad. Padding is never written after allocation and only ever multiplied
-by finite numbers. Every array starts on a cache line.
+usual sizes (64, 80, 128) there is nothing to pad. Padding holds zeros unless a NaN comes in beside
+it; loading and resetting a slot clear it. Every array starts on a cache line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,19 @@ import numpy.typing as npt
 from sketchssm.cpu.simd import LANES, floats, njit, padded
 from sketchssm.recurrence import KINDS, Layer, Tokens
 
-__all__ = ["GDN", "KDA", "MAMBA2", "Array", "Memory", "Record", "blank", "flat", "open_call", "pass_call", "scratch_areas"]
+__all__ = [
+    "GDN",
+    "KDA",
+    "MAMBA2",
+    "Array",
+    "Memory",
+    "Record",
+    "blank",
+    "flat",
+    "open_call",
+    "pass_call",
+    "scratch_areas",
+]
 
 MAMBA2, GDN, KDA = (KINDS.index(kind) for kind in ("mamba2", "gdn", "kda"))
 
@@ -27,29 +39,31 @@ Record = Any
 CACHE_LINE = 64
 
 
-SIZES = "kind slots heads key_heads group key_dim value_dim window keys values tokens workers".split()
+SIZES = (
+    "kind", "slots", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values",
+    "tokens", "workers",
+)  # fmt: skip
 """A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors."""
 
-POINTERS = "state position scratch k v gate beta reach start gram packed master factors pending phi pi table".split()
+POINTERS = (
+    "state", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
+    "factors", "pending", "phi", "pi", "table",
+)  # fmt: skip
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
 
-CALL = "in_q in_k in_v in_g in_beta out rows batch length token".split()
+CALL = ["in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "batch", "length", "token"]
 """One call: addresses of its inputs, its output and its rows' slots, its sizes, the token at hand."""
 
-SKETCH = "map bfloat packed_stride master_stride factors_stride pending_stride pending_share".split()
+SKETCH = ["map", "bfloat", "packed_stride", "master_stride", "factors_stride", "pending_stride", "pending_share"]
 
 CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)] + [("ridge", np.float64)])
 
-AREAS = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "inputs x scores open weights coefficients key_coefficients seen key_seen output now ones decay reach "
-            "start walk keys_across key_gram gram left predicted write carried sketch key_sketch span rows low "
-            "doubles size"
-        ).split()
-    ]
-)
+AREA_NAMES = (
+    "inputs", "x", "scores", "open", "weights", "coefficients", "key_coefficients", "seen", "key_seen",
+    "output", "now", "ones", "decay", "reach", "start", "walk", "keys_across", "key_gram", "gram", "left",
+    "predicted", "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "size",
+)  # fmt: skip
+AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
 """Offsets of one worker's scratch areas, and the size of all. A key head's query and key lie next to one another in
 ``inputs``, as do the two vectors of ``x``, the scores and the coefficients that come of them."""
 
@@ -94,7 +108,7 @@ class Memory:
         keys, values, tokens = map(padded, dims)
         rows = slots * layer.heads
         state = self.own("state", rows * values * keys).reshape(slots, layer.heads, values, keys)
-        self.state = state[:, :, : layer.value_dim, : layer.key_dim]
+        self.state, self._padded_state = state[:, :, : layer.value_dim, : layer.key_dim], state
         self.position = self.own("position", slots, np.int32)
         if window:
             tokens_heads = slots * window * layer.heads
@@ -116,6 +130,11 @@ class Memory:
         self._arrays[name] = array
         self.context[name] = array.ctypes.data
         return array
+
+    def clear_state(self, slots: npt.NDArray[np.int64]) -> None:
+        """Zero some slots' states with their padding, which a NaN in the state has reached too."""
+        self._padded_state[slots] = 0.0
+        self.position[slots] = 0
 
     def clear(self, slots: npt.NDArray[np.int64], *names: str) -> None:
         """Overwrite some slots' shares of packed arrays with zeros, whatever they hold."""
@@ -157,17 +176,15 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
         "rows": columns * keys, "low": columns * columns,
         "doubles": 2 * (2 * columns**2 + 2 * columns + columns * values),
     }  # fmt: skip
-    ends = np.cumsum([0, *(needs[name] for name in AREAS.names[:-1])])
+    ends = np.cumsum([0, *(needs[name] for name in AREA_NAMES[:-1])])
     areas = np.zeros(1, dtype=AREAS)
-    for name, end in zip(AREAS.names, ends, strict=True):
+    for name, end in zip(AREA_NAMES, ends, strict=True):
         areas[name] = end
     return areas
 
 
 @njit
-def open_call(
-    context: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array
-) -> None:
+def open_call(context: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array) -> None:
     """Record one call's arrays, so that they don't have to be passed on."""
     m = context[0]
     m.in_q, m.in_k, m.in_v, m.in_g = q.ctypes.data, k.ctypes.data, v.ctypes.data, g.ctypes.data

@@ -27,7 +27,21 @@ from sketchssm.cpu.packed import (
     SKETCH,
     field,
 )
-from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, njit, padded, splat, store, total
+from sketchssm.cpu.simd import (
+    LANES,
+    Pointer,
+    bfloats,
+    copy,
+    doubles,
+    floats,
+    fma,
+    load,
+    njit,
+    padded,
+    splat,
+    store,
+    total,
+)
 from sketchssm.cpu.small import cholesky, cholesky_solve, pseudo_inverse
 from sketchssm.cpu.tiles import COLUMN_LANES, accumulate, columns_8, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
@@ -35,6 +49,9 @@ from sketchssm.reference.maps import PIVOT_TOLERANCE
 __all__ = ["advance_sketch", "coefficients", "project_block", "refresh"]
 
 lanes_up = njit(padded)
+
+SMALLEST = 1e-30
+"""Squared norm below which a state counts as zero: float32 has too few digits left for the squares of its elements."""
 
 
 @njit
@@ -114,7 +131,7 @@ def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: flo
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
         return
-    mu = norm / m.key_dim if norm > 0 else 1.0
+    mu = norm / m.key_dim if norm > SMALLEST else 1.0
     if m.map == EXACT:
         _exact_span(m, at, buf, slot, head)
     elif m.map == RIDGE:

@@ -1,9 +1,10 @@
 """How sketches are packed: each head pays for its own rank, whatever the others have.
 
 A slot holds, head after head, the sketch U (G rows of V) and the map's own rows (of K) in the sketch's type, and
-apart from them float32 numbers: the factors w and F, the projected keys ``h_j = C D_{1:j} k_j`` (token after token, like the ring), and for
-scalar gates a float32 master of U, which flushes advance by itself (see `sketchssm.cpu.maps`). A table says where
-each head's parts begin. What all slots share, Phi with its columns on lanes and Pi by rows, is float32.
+apart from them float32 numbers: the factors w and F, the projected keys ``h_j = C D_{1:j} k_j`` (token after token,
+like the ring), and for scalar gates a float32 master of U, which flushes advance by itself (see
+`sketchssm.cpu.maps`). A table says where each head's parts begin. What all slots share, Phi with its columns on lanes
+and Pi by rows, is float32.
 
 For `lowrank` and `prior` the rows are not B but ``B - Pi Diag(w) L``, which spares L: with z = Pi^T x,
 

@@ -67,7 +67,7 @@ def padded(size: int, multiple: int = LANES) -> int:
     return -(-size // multiple) * multiple
 
 
-class Vector(types.Type):
+class Vector(types.Type):  # type: ignore[misc]
     """Numba type of 16 float32 lanes."""
 
     def __init__(self) -> None:

@@ -9,7 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, blank, open_call, pass_call
-from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, njit, parallel, splat, store, total
+from sketchssm.cpu.simd import (
+    LANES,
+    Pointer,
+    copy,
+    exp,
+    floats,
+    fma,
+    integers,
+    load,
+    njit,
+    parallel,
+    splat,
+    store,
+    total,
+)
 from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["StandardEngine"]
@@ -21,7 +35,7 @@ class StandardEngine:
     Parameters
     ----------
     layer : Layer
-        Kind and m.
+        Kind and shape.
     slots : int
         Number of state slots.
     """
@@ -43,17 +57,15 @@ class StandardEngine:
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
         live = slots >= 0
+        self._memory.clear_state(slots[live])
         self.state[slots[live]] = state[live]
-        self.position[slots[live]] = 0
 
     def flush(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
 
     def reset(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
-        live = slots[slots >= 0]
-        self.state[live] = 0.0
-        self.position[live] = 0
+        self._memory.clear_state(slots[slots >= 0])
 
 
 @parallel
@@ -124,7 +136,7 @@ def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
 
 @njit
 def _erase_write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
-    """gdn and kda: what a row predicts for the key is erased before the write; the row stays in the first cache."""
+    """Gdn and kda: what a row predicts for the key is erased before the write; the row stays in the first cache."""
     beta = floats(m.in_beta)[place]
     state = floats(m.state)
     for v in range(m.value_dim):

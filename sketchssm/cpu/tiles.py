@@ -249,9 +249,7 @@ def _tile_dots(rows: int, vectors: int) -> Any:
             with cgutils.for_range(builder, chunks) as loop:
                 shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), LANES))
                 lanes = [
-                    simd.load_lanes(
-                        builder, at(3, builder.add(_index(builder, x0, (n, x_row)), shift)), types.float32
-                    )
+                    simd.load_lanes(builder, at(3, builder.add(_index(builder, x0, (n, x_row)), shift)), types.float32)
                     for n in range(vectors)
                 ]
                 for row, start in enumerate(starts):

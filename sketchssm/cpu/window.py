@@ -17,7 +17,9 @@ __all__ = ["add_values", "buffer_token", "dense_query", "weigh"]
 
 
 @njit
-def buffer_token(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int) -> None:
+def buffer_token(
+    m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int
+) -> None:
     """Take one token of some key heads into the ring, its queries and keys also into scratch.
 
     `place` counts tokens over rows; `first` and `last` bound the key heads.

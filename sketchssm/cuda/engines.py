@@ -54,6 +54,7 @@ class StandardEngine:
     """
 
     dtype = np.dtype(np.float32)
+
     def __init__(
         self, layer: Layer, slots: int, *, state: Any = None, activation: str = "bfloat16", output: str | None = None
     ) -> None:
@@ -224,7 +225,6 @@ class SketchEngine(StandardEngine):
                 resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, 2 * self.layer.value_dim, shared
                 )
-                self._resident = resident
                 blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
@@ -258,7 +258,7 @@ class SketchEngine(StandardEngine):
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
         kernel, shared, blocks = self._kernel(1)
         plan = (self._projection, self._basis, self._heads)
-        args = (*state, *plan, *inputs, np.int32(mode), self._ridge, np.int32(self._resident), self._ticket)
+        args = (*state, *plan, *inputs, np.int32(mode), self._ridge, self._ticket)
         kernel((blocks,), (2 * self.layer.value_dim,), args, shared_mem=shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:

@@ -91,7 +91,9 @@ def exact_map(state: Array, phi: Array) -> Array:
     Singular values below 1e-7 of the largest count as zero: they are float32 noise of the state.
     """
     sketch = state.swapaxes(-1, -2) @ phi
-    return np.linalg.pinv(sketch, rcond=1e-7) @ state.swapaxes(-1, -2)
+    # a state that holds NaN has a map of NaN, which is no reason to raise
+    finite = np.isfinite(sketch).all(axis=(-1, -2), keepdims=True)
+    return np.linalg.pinv(np.where(finite, sketch, 0.0), rcond=1e-7) @ state.swapaxes(-1, -2)
 
 
 def ridge_map(state: Array, phi: Array, ridge: float) -> Array:

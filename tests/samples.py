@@ -1,0 +1,82 @@
+"""Small layers, tokens and plans that several test files draw on."""
+
+import numpy as np
+
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer, Tokens
+
+# Heads share key heads, no size is a power of two, and none is another's: a transposed or misgrouped axis shows.
+LAYERS = {kind: Layer(kind, heads=4, key_dim=6, value_dim=5, key_heads=2) for kind in ("mamba2", "gdn", "kda")}
+HARSH_DECAYS = (0.0, -0.05, -50.0, -np.inf)
+HARSH_WRITES = (0.0, 0.5, 1.0)
+
+
+def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
+    """Tokens ``(batch, length, ...)`` as a layer sees them: unit keys, decays of any length, gates in (0, 1).
+
+    Harsh ones draw decays and write gates from the ends of their ranges, and repeat some keys. The values are float32
+    ones whatever the dtype, so that every backend sees the same.
+    """
+
+    def draw(*shape):
+        return rng.standard_normal((batch, length, *shape))
+
+    shapes = layer.token_shapes()
+    q, k, v = draw(*shapes["q"]), draw(*shapes["k"]), draw(*shapes["v"])
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    g = -np.exp(draw(*shapes["g"]) * 2 - 3)
+    beta = 1 / (1 + np.exp(-draw(*shapes["beta"]))) if layer.erases else None
+    if harsh:
+        repeated = rng.random((batch, length)) < 0.3
+        k[repeated] = k[:1, :1][0, 0]
+        # one draw per token for most tokens, so that a whole head forgets at once, and one per entry for the rest
+        whole = rng.choice(HARSH_DECAYS, size=(batch, length) + (1,) * (g.ndim - 2))
+        g = np.where(rng.random(whole.shape) < 0.5, whole, rng.choice(HARSH_DECAYS, size=g.shape))
+        if beta is not None:
+            beta = rng.choice(HARSH_WRITES, size=beta.shape)
+    return Tokens(*(None if x is None else x.astype(np.float32).astype(dtype) for x in (q, k, v, g, beta)))
+
+
+def at(tokens, index):
+    """The same slice of every input: ``at(tokens, np.s_[:, 3])`` is each row's token 3."""
+    return Tokens(*(None if x is None else x[index] for x in tokens))
+
+
+def states_of(rng, layer, batch, dtype=np.float32):
+    """States whose energy falls off over key directions, as that of real ones does."""
+    fall = 0.7 ** np.arange(layer.key_dim)
+    return (rng.standard_normal((batch, *layer.state_shape)) * fall).astype(dtype)
+
+
+class Basis:
+    """Stands in for a calibrated `SketchBasis`: random bases of a random mean state metric E0 of trace K."""
+
+    def __init__(self, rng, layer, rank_max=None):
+        self.layer = layer
+        self.rank_max = min(layer.key_dim, layer.value_dim) if rank_max is None else rank_max
+        size = layer.key_dim
+        mixed = rng.standard_normal((layer.heads, size, size)) * 0.7 ** np.arange(size)
+        e0 = mixed @ mixed.swapaxes(-1, -2)
+        self.e0 = e0 * (size / np.trace(e0, axis1=-2, axis2=-1))[:, None, None]
+        energy, vectors = np.linalg.eigh(self.e0)
+        self.energy, self.omega = energy[:, ::-1], vectors[:, :, ::-1]
+
+    def columns(self, rank, weighted):
+        omega = self.omega[:, :, :rank]
+        if not weighted:
+            return omega, omega
+        phi = omega / np.sqrt(self.energy[:, None, :rank])
+        return phi, self.e0 @ phi
+
+
+def plan_of(rng, layer, ranks=2, **settings):
+    """A plan on a `Basis`; one rank stands for all heads."""
+    return SketchPlan(Basis(rng, layer), np.broadcast_to(ranks, layer.heads), **settings)
+
+
+def relative(got, want):
+    """Error of a whole array relative to its norm."""
+    got, want = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)

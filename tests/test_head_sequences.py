@@ -1,0 +1,173 @@
+"""Heads under random sequences of calls, against a model that keeps every token and runs the plain recurrence."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from samples import LAYERS, at, plan_of, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.recurrence import DENSE, KINDS, Tokens
+from sketchssm.reference.recurrence import run
+
+SLOTS = 3
+WINDOW = 3
+RANKS = np.array([2, DENSE, 3, 1])
+# Float64 and float32 roundings on a path of at most a few dozen tokens, relative to the size of what is summed: unit
+# queries and states that hold a few values of size one, so no result is off by more than this many absolute units.
+EXACT = {"reference": 1e-12, "cpu": 2e-5}
+
+seeds = st.integers(0, 2**32 - 1)
+some_slots = st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS + 1).filter(
+    lambda slots: len({s for s in slots if s >= 0}) == len([s for s in slots if s >= 0])
+)
+
+
+class Slot:
+    """What a slot should hold: a state, and the tokens since the last flush."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.state = np.zeros((1, *layer.state_shape))
+        self.pending = []
+
+    def step(self, token):
+        """Take a token ``(1, 1, ...)``; return its output ``(heads, V)`` and whether the window ended with it."""
+        self.pending.append(token)
+        output, state = self.run()
+        ended = len(self.pending) == WINDOW
+        if ended:
+            self.load(state)
+        return output[0, -1], ended
+
+    def load(self, state):
+        self.state, self.pending = state, []
+
+    def current(self):
+        """State after the pending tokens."""
+        return self.run()[1] if self.pending else self.state
+
+    def run(self):
+        inputs = zip(*self.pending, strict=True)
+        joined = Tokens(*(None if parts[0] is None else np.concatenate(parts, axis=1) for parts in inputs))
+        return run(self.layer, *joined, state=self.state)
+
+
+def machine(kind, backend):
+    """Build the machine of one kind and backend: all three systems side by side."""
+    layer = LAYERS[kind]
+    plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+    tolerance = EXACT[backend]
+
+    class Heads(RuleBasedStateMachine):
+        @initialize()
+        def start(self):
+            self.model = [Slot(layer) for _ in range(SLOTS)]
+            self.standard = ss.StandardHead(layer, SLOTS, backend)
+            self.replay = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW)
+            self.sketch = ss.SketchHead(plan, SLOTS, backend)
+            self.heads = (self.standard, self.replay, self.sketch)
+
+        @rule(seed=seeds, slots=some_slots, length=st.integers(1, 2 * WINDOW + 1), harsh=st.booleans())
+        def step(self, seed, slots, length, harsh):
+            rng = np.random.default_rng(seed)
+            tokens = tokens_of(rng, layer, len(slots), length, np.float64, harsh)
+            if length == 1:
+                outputs = [head.step(*at(tokens, np.s_[:, 0]), slots=slots)[:, None] for head in self.heads]
+            else:
+                outputs = [head.step(*tokens, slots=slots) for head in self.heads]
+            standard, replay, sketch = outputs
+            for row, slot in enumerate(slots):
+                if slot < 0:
+                    for output in outputs:
+                        np.testing.assert_array_equal(output[row], 0)
+                    continue
+                for t in range(length):
+                    want, ended = self.model[slot].step(at(tokens, np.s_[row : row + 1, t : t + 1]))
+                    close(standard[row, t], want)
+                    close(replay[row, t], want)
+                    exact = slice(None) if ended else RANKS == DENSE
+                    close(sketch[row, t, exact], want[exact])
+                    assert np.isfinite(sketch[row, t]).all()
+
+        @rule(slots=some_slots)
+        def flush(self, slots):
+            for head in self.heads:
+                head.flush(slots)
+            for slot in (s for s in slots if s >= 0):
+                self.model[slot].load(self.model[slot].current())
+                for head in self.heads:
+                    close(head.state[slot], self.model[slot].state[0])
+
+        @rule()
+        def flush_all(self):
+            self.flush(list(range(SLOTS)))
+
+        @rule(slots=some_slots)
+        def reset(self, slots):
+            for head in self.heads:
+                head.reset(slots)
+            for slot in (s for s in slots if s >= 0):
+                self.model[slot] = Slot(layer)
+
+        @rule(seed=seeds, slots=some_slots)
+        def load_state(self, seed, slots):
+            state = states_of(np.random.default_rng(seed), layer, len(slots))
+            for head in self.heads:
+                head.load_state(state, slots=slots)
+            for row, slot in enumerate(slots):
+                if slot >= 0:
+                    self.model[slot].load(state[row : row + 1].astype(np.float64))
+
+        @rule(seed=seeds, slots=some_slots)
+        def poison_and_reset(self, seed, slots):
+            """NaN in a ring and, if the window ends, in a state; gone with the reset."""
+            tokens = tokens_of(np.random.default_rng(seed), layer, len(slots), 2, np.float64)
+            tokens.v[...] = np.nan
+            for head in self.heads:
+                head.step(*tokens, slots=slots)
+            self.reset(slots)
+
+        @precondition(lambda self: any(slot.pending for slot in self.model))
+        @rule(seed=seeds)
+        def refused(self, seed):
+            """A call that is refused in its last argument leaves all as it was."""
+            tokens = tokens_of(np.random.default_rng(seed), layer, SLOTS, 1)
+            tokens.g[-1] = 1.0
+            for head in self.heads:
+                with pytest.raises(ValueError, match=r"^g: "):
+                    head.step(*tokens)
+
+        @invariant()
+        def states_and_cursors(self):
+            """States are those of the last flush (of now, for standard), cursors count what is pending."""
+            for slot, model in enumerate(self.model):
+                close(self.standard.state[slot], model.current()[0])
+                assert self.standard.position[slot] == 0
+                for head in (self.replay, self.sketch):
+                    close(head.state[slot], model.state[0])
+                    assert head.position[slot] == len(model.pending)
+
+    def close(got, want):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max(initial=0)))
+
+    return Heads
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_sequence_of_calls(kind, backend):
+    run_state_machine_as_test(
+        machine(kind, backend),
+        settings=settings(
+            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

@@ -1,0 +1,305 @@
+"""Coefficient maps against their definitions, solved densely in float64."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from samples import Basis, relative
+
+from sketchssm.recurrence import Layer
+from sketchssm.reference import maps
+from sketchssm.reference.maps import RIDGE_FLOOR
+
+# Sums and solves of at most a few dozen float64 terms, in systems whose condition number is below 1 / RIDGE_FLOOR
+# times the metric's norm K: 2^-53 * 1e6 * 16 is 2e-9.
+SOLVED = 1e-8
+# The same without a solve.
+FLOAT64 = 1e-13
+
+RIDGES = (0.0, 1e-3, 0.1)
+
+
+def rotation(rng, rows, columns):
+    """Orthonormal columns."""
+    return np.linalg.qr(rng.standard_normal((rows, columns)))[0]
+
+
+def state_of(rng, key_dim, value_dim, rank=None, fall=0.6):
+    """A state ``(K, V)`` with falling singular values, of full rank or of the one given."""
+    full = min(key_dim, value_dim)
+    values = fall ** np.arange(full)
+    values[full if rank is None else rank :] = 0
+    left, right = rotation(rng, key_dim, full), rotation(rng, value_dim, full)
+    return (left * values) @ right.T * rng.uniform(0.1, 10)
+
+
+def metric(state):
+    """``H = S S^T / mu``."""
+    return state @ state.T / maps.state_scale(state)
+
+
+def pivot_part(state, sketch, pivots):
+    """``B B^T``: the state metric seen through the span of the first sketch columns, by a projector."""
+    first = sketch[:, : min(pivots, sketch.shape[1])]
+    projector = first @ np.linalg.pinv(first, rcond=1e-10)
+    return state @ projector @ state.T / maps.state_scale(state)
+
+
+def spread_of_pivots(sketch, pivots):
+    """Ratio of the first sketch columns' singular values, those of dependent columns aside."""
+    values = np.linalg.svd(sketch[:, : min(pivots, sketch.shape[1])], compute_uv=False)
+    return values[0] / values[values > 1e-10 * values[0]][-1]
+
+
+def is_solved_by(dense, h, phi, ridge, spread):
+    """Whether a map is ``(Phi^T H Phi + ridge I)^-1 Phi^T H`` of an explicit metric, to what float64 can solve."""
+    gram = phi.T @ h @ phi + max(ridge, RIDGE_FLOOR) * np.eye(phi.shape[1])
+    # a few roundings, times what the pivots' span magnifies them by, times what the solve does
+    return relative(dense, np.linalg.solve(gram, phi.T @ h)) < 64 * 2.0**-53 * spread * np.linalg.cond(gram)
+
+
+def weighted_basis(rng, key_dim, rank):
+    basis = Basis(rng, Layer("gdn", 1, key_dim, key_dim))
+    phi, projection = basis.columns(rank, weighted=True)
+    return phi[0], projection[0], basis.e0[0]
+
+
+@st.composite
+def cases(draw):
+    """Sizes, a ridge, a state of any rank, and random numbers."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    key_dim, value_dim = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    limit = min(key_dim, value_dim)
+    rank, pivots = draw(st.integers(1, limit)), draw(st.integers(1, 6))
+    state = state_of(rng, key_dim, value_dim, draw(st.none() | st.integers(1, limit)))
+    return rng, state, rank, pivots, draw(st.sampled_from(RIDGES))
+
+
+class TestLowrank:
+    @given(cases())
+    def test_is_the_solve_of_its_metric(self, case):
+        """``H^ = B B^T + Phi Diag(d) Phi^T`` with d what the pivots leave of H's diagonal in the basis."""
+        rng, state, rank, pivots, ridge = case
+        phi = rotation(rng, state.shape[0], rank)
+        seen = pivot_part(state, state.T @ phi, pivots)
+        left = np.maximum(np.diag(phi.T @ (metric(state) - seen) @ phi), 0)
+        approximate = seen + phi @ np.diag(left) @ phi.T
+        spread = spread_of_pivots(state.T @ phi, pivots)
+        assume(spread < 1e4)  # beyond, a column may fall below the pivots' tolerance
+        factors = maps.lowrank_factors(state, phi, pivots, ridge)
+        assert is_solved_by(factors.dense(), approximate, phi, ridge, spread)
+        assert factors.pi is phi
+
+    @given(cases())
+    def test_keeps_the_diagonal_of_the_metric(self, case):
+        """The paper's reason for d: sketch coordinates keep their energy."""
+        rng, state, rank, pivots, _ = case
+        phi = rotation(rng, state.shape[0], rank)
+        factors = maps.lowrank_factors(state, phi, pivots, 0.1)
+        # w = d / (d + ridge) gives d back
+        diagonal = np.square(factors.l).sum(axis=-1) + 0.1 * factors.w / (1 - factors.w)
+        assert relative(diagonal, np.diag(phi.T @ metric(state) @ phi)) < SOLVED
+
+    @given(cases())
+    def test_with_enough_pivots_is_ridge(self, case):
+        rng, state, rank, _, ridge = case
+        phi = rotation(rng, state.shape[0], rank)
+        factors = maps.lowrank_factors(state, phi, rank, ridge)
+        assert relative(factors.dense(), maps.ridge_map(state, phi, ridge)) < SOLVED
+
+
+class TestPrior:
+    @given(cases())
+    def test_is_the_solve_of_its_metric(self, case):
+        """``H^ = B B^T + a E0``, the share a being what the pivots miss of the trace K."""
+        rng, state, rank, pivots, ridge = case
+        phi, projection, e0 = weighted_basis(rng, state.shape[0], rank)
+        seen = pivot_part(state, state.T @ phi, pivots)
+        approximate = seen + (state.shape[0] - np.trace(seen)) / np.trace(e0) * e0
+        spread = spread_of_pivots(state.T @ phi, pivots)
+        assume(spread < 1e4)  # beyond, a column may fall below the pivots' tolerance
+        factors = maps.prior_factors(state, phi, projection, pivots, ridge)
+        assert is_solved_by(factors.dense(), approximate, phi, ridge, spread)
+        assert factors.pi is projection
+
+    def test_of_a_state_without_energy_is_offline(self, rng):
+        """Nothing seen: the map is the offline one, but for the ridge."""
+        phi, projection, e0 = weighted_basis(rng, 8, 3)
+        factors = maps.prior_factors(np.zeros((8, 5)), phi, projection, 4, 0.0)
+        assert relative(factors.dense(), maps.offline_map(phi, e0)) < 2 * RIDGE_FLOOR
+
+
+@given(cases())
+def test_factors_apply_as_the_dense_map(case):
+    rng, state, rank, pivots, ridge = case
+    phi, projection, _ = weighted_basis(rng, state.shape[0], rank)
+    x = rng.standard_normal(state.shape[0])
+    for factors in (
+        maps.lowrank_factors(state, rotation(rng, state.shape[0], rank), pivots, ridge),
+        maps.prior_factors(state, phi, projection, pivots, ridge),
+    ):
+        # of the two terms that make up the result, each can be larger than their sum
+        scale = np.linalg.norm(x) * max(1, np.linalg.norm(factors.pi)) * max(1, np.linalg.norm(factors.f)) ** 2
+        assert np.linalg.norm(factors.apply(x) - factors.dense() @ x) < FLOAT64 * scale * state.shape[0]
+
+
+class TestRidge:
+    @given(cases())
+    def test_minimises_the_regularised_error(self, case):
+        """The gradient of ``|S^T (x - Phi c)|^2 / mu + ridge |c|^2`` vanishes at ``c = C x`` (*pivot-ridge*)."""
+        rng, state, rank, _, ridge = case
+        phi = rotation(rng, state.shape[0], rank)
+        x = rng.standard_normal(state.shape[0])
+        c = maps.ridge_map(state, phi, ridge) @ x
+        h = metric(state)
+        gradient = phi.T @ h @ (phi @ c - x) + max(ridge, RIDGE_FLOOR) * c
+        assert np.linalg.norm(gradient) < SOLVED * np.linalg.norm(h) * np.linalg.norm(x)
+
+    def test_tends_to_exact(self, rng):
+        """On a well-conditioned sketch the distance to the exact map is proportional to the ridge."""
+        state, phi = state_of(rng, 8, 6, fall=1.0), rotation(rng, 8, 3)
+        exact = maps.exact_map(state, phi)
+        gap = [relative(maps.ridge_map(state, phi, ridge), exact) for ridge in (1e-2, 1e-3, 1e-4, 0.0)]
+        assert gap[0] > 5 * gap[1] > 25 * gap[2]
+        # the metric of equal singular values is 8/6 on its range: the floor moves the map by about its own size
+        # over the least eigenvalue of the sketch's metric
+        assert gap[3] < 10 * RIDGE_FLOOR / np.linalg.eigvalsh(phi.T @ metric(state) @ phi)[0]
+
+    def test_of_zero_is_the_floor(self, rng):
+        state, phi = state_of(rng, 8, 6), rotation(rng, 8, 3)
+        np.testing.assert_array_equal(maps.ridge_map(state, phi, 0.0), maps.ridge_map(state, phi, RIDGE_FLOOR / 2))
+
+
+class TestExact:
+    @given(cases())
+    def test_projects_on_the_sketch(self, case):
+        """``U C x`` is the orthogonal projection of the true read ``S^T x`` on the sketch's columns."""
+        rng, state, rank, _, _ = case
+        phi = rotation(rng, state.shape[0], rank)
+        sketch = state.T @ phi
+        residual = state.T - sketch @ maps.exact_map(state, phi)
+        # pinv drops singular values below 1e-7: what they carry stays in the residual
+        assert np.linalg.norm(sketch.T @ residual) < 1e-6 * np.linalg.norm(sketch) * np.linalg.norm(state)
+        assert np.linalg.norm(residual) <= np.linalg.norm(state) * (1 + FLOAT64)
+
+    @given(cases())
+    def test_reads_a_state_of_the_sketch_rank_without_error(self, case):
+        rng, state, rank, _, _ = case
+        phi = rotation(rng, state.shape[0], rank)
+        sketch = state.T @ phi
+        low = state @ sketch @ np.linalg.pinv(sketch, rcond=1e-5)
+        read = (low.T @ phi) @ maps.exact_map(low, phi)
+        # noise of 2^-53 over singular values down to the cut at 1e-5
+        assert relative(read, low.T) < 1e-9
+
+
+class TestOffline:
+    def test_is_the_projection_of_the_weighted_basis(self, rng):
+        """With ``Phi^T E0 Phi = I`` no solve is left: ``C = (E0 Phi)^T``."""
+        phi, projection, e0 = weighted_basis(rng, 9, 4)
+        assert relative(phi.T @ e0 @ phi, np.eye(4)) < SOLVED
+        assert relative(maps.offline_map(phi, e0), projection.T) < SOLVED
+
+    def test_depends_on_the_span_alone(self, rng):
+        """``Phi C`` is the same for any basis of the span."""
+        phi, _, e0 = weighted_basis(rng, 9, 4)
+        mixed = phi @ rng.standard_normal((4, 4))
+        assert relative(mixed @ maps.offline_map(mixed, e0), phi @ maps.offline_map(phi, e0)) < SOLVED
+
+    def test_is_ridge_of_a_state_that_is_the_mean(self, rng):
+        phi, _, e0 = weighted_basis(rng, 9, 4)
+        energy, vectors = np.linalg.eigh(e0)
+        state = vectors * np.sqrt(energy)
+        # off by the ridge floor over the weighted metric's own scale of 1
+        assert relative(maps.ridge_map(state, phi, 0.0), maps.offline_map(phi, e0)) < 2 * RIDGE_FLOOR
+
+
+class TestPivots:
+    @given(cases())
+    def test_are_orthonormal_or_zero_and_span_the_first_columns(self, case):
+        rng, state, rank, pivots, _ = case
+        sketch = state.T @ rotation(rng, state.shape[0], rank)
+        q = maps.pivot_basis(sketch, pivots)
+        assert q.shape == (state.shape[1], min(rank, pivots))
+        present = np.square(q).sum(axis=0)
+        assert np.all((np.abs(present - 1) < FLOAT64) | (present == 0))
+        # done twice, Gram-Schmidt is orthogonal to rounding over the tolerance's share of the column
+        assert np.abs(q.T @ q - np.diag(present)).max() < 1e-9
+        first = sketch[:, :pivots]
+        # what a dropped column had beside the others is below the tolerance
+        lost = np.linalg.norm(first - q @ (q.T @ first), axis=0)
+        assert np.all(lost <= 2 * maps.PIVOT_TOLERANCE * np.linalg.norm(first, axis=0))
+
+    def test_dependent_columns_are_dropped(self, rng):
+        a, b = rng.standard_normal((2, 7))
+        sketch = np.stack([a, 2 * a, np.zeros(7), b, a + b], axis=1)
+        q = maps.pivot_basis(sketch, 5)
+        np.testing.assert_array_equal(np.any(q != 0, axis=0), [True, False, False, True, False])
+
+    @given(cases())
+    def test_are_nested(self, case):
+        """A rank's pivots are the first ones of every larger rank's."""
+        rng, state, rank, pivots, _ = case
+        sketch = state.T @ rotation(rng, state.shape[0], rank)
+        full = maps.pivot_basis(sketch, pivots)
+        for smaller in range(1, rank + 1):
+            some = maps.pivot_basis(sketch[:, :smaller], pivots)
+            # NumPy may sum products of other shapes in another order; a column near the tolerance magnifies that
+            np.testing.assert_allclose(some, full[:, : some.shape[1]], atol=1e-9)
+
+    def test_what_pivots_see_does_not_depend_on_the_rank(self, rng):
+        """B is the same for ranks of at least P: states can be stored before ranks are known."""
+        state, phi = state_of(rng, 10, 9), rotation(rng, 10, 6)
+        four, six = (maps.lowrank_factors(state, phi[:, :g], 4, 0.1) for g in (4, 6))
+        assert relative(four.b, six.b) < SOLVED
+        assert relative(four.l, six.l[:4]) < SOLVED
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-150, 1e-30, 1.0, 1e30, 1e150])
+@pytest.mark.parametrize("rank", [1, 2, 5])
+@pytest.mark.parametrize("pivots", [1, 4, 9])
+def test_all_maps_are_finite_for_degenerate_states(scale, rank, pivots, rng):
+    """Zero, rank-1, rank-deficient, tiny and huge states, G < P and G > P: finite, and a zero state reads zero."""
+    phi, projection, _ = weighted_basis(rng, 8, rank)
+    omega = rotation(rng, 8, rank)
+    for state_rank in (1, 2, 5):
+        state = state_of(rng, 8, 5, state_rank) * scale
+        for ridge in RIDGES:
+            dense = [
+                maps.exact_map(state, omega),
+                maps.ridge_map(state, omega, ridge),
+                maps.lowrank_factors(state, omega, pivots, ridge).dense(),
+                maps.prior_factors(state, phi, projection, pivots, ridge).dense(),
+            ]
+            for c in dense:
+                assert c.shape == (rank, 8)
+                assert np.isfinite(c).all()
+            if scale == 0:
+                for c in dense[:3]:
+                    np.testing.assert_array_equal(c, np.zeros((rank, 8)))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_maps_do_not_depend_on_the_state_scale(scale, rng):
+    state, omega = state_of(rng, 8, 5), rotation(rng, 8, 3)
+    phi, projection, _ = weighted_basis(rng, 8, 3)
+    for make in (
+        lambda s: maps.exact_map(s, omega),
+        lambda s: maps.ridge_map(s, omega, 0.01),
+        lambda s: maps.lowrank_factors(s, omega, 2, 0.1).dense(),
+        lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
+    ):
+        assert relative(make(scale * state), make(state)) < SOLVED
+
+
+def test_leading_axes_are_batches(rng):
+    """Every function takes stacked states, each treated as if alone."""
+    states, omega = np.stack([state_of(rng, 8, 5, r) for r in (1, 3, 5)]), rotation(rng, 8, 3)
+    phi, projection, _ = weighted_basis(rng, 8, 3)
+    for make in (
+        lambda s: maps.exact_map(s, omega),
+        lambda s: maps.ridge_map(s, omega, 0.01),
+        lambda s: maps.lowrank_factors(s, omega, 2, 0.1).dense(),
+        lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
+    ):
+        assert relative(make(states), np.stack([make(s) for s in states])) < SOLVED

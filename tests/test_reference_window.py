@@ -1,0 +1,211 @@
+"""The window's algebra against the recurrence, token by token, in float64."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from samples import HARSH_DECAYS, at, relative, states_of, tokens_of
+
+from sketchssm.recurrence import KINDS, Layer
+from sketchssm.reference.recurrence import per_head, run, transition
+from sketchssm.reference.window import (
+    Ring,
+    decay_between,
+    effective_query,
+    erase_factors,
+    fold,
+    read_window,
+)
+
+# Both sides do a few hundred float64 operations on terms of size one (unit keys, decays and gates in [0, 1]; the
+# triangular systems are products of contractions, so they amplify nothing). 2^-53 times that, relative to the norm.
+FLOAT64 = 1e-13
+
+
+def ring_of(layer, tokens):
+    inputs = per_head(layer, tokens)
+    # (batch, tokens, heads, ...) to (batch, heads, tokens, ...)
+    k, v, g, q = (np.moveaxis(x, 1, 2) for x in (inputs.k, inputs.v, inputs.g, inputs.q))
+    return q, Ring(k, v, g, None if inputs.beta is None else np.moveaxis(inputs.beta, 1, 2))
+
+
+def prefix(ring, length):
+    return Ring(
+        *(x[..., :length, :] for x in (ring.k, ring.v, ring.g)), None if ring.beta is None else ring.beta[..., :length]
+    )
+
+
+def transitions(ring):
+    """``M_{1:t}`` as a matrix: the product of the ring's transitions, the latest leftmost."""
+    product = np.eye(ring.k.shape[-1])
+    for s in range(ring.k.shape[-2]):
+        beta = None if ring.beta is None else ring.beta[..., s]
+        product = transition(ring.k[..., s, :], ring.g[..., s, :], beta) @ product
+    return product
+
+
+def close(got, want, scale=1.0):
+    """Within rounding of terms of size `scale`: harsh gates can make the result itself vanish."""
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - want) <= FLOAT64 * max(np.linalg.norm(want), scale)
+
+
+@st.composite
+def windows(draw):
+    """A layer, a window of its tokens and states to start from."""
+    key_heads = draw(st.integers(1, 2))
+    layer = Layer(
+        draw(st.sampled_from(KINDS)),
+        heads=key_heads * draw(st.integers(1, 2)),
+        key_dim=draw(st.integers(1, 9)),
+        value_dim=draw(st.integers(1, 9)),
+        key_heads=key_heads,
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    length = draw(st.integers(1, 16))
+    tokens = tokens_of(rng, layer, draw(st.integers(1, 2)), length, np.float64, harsh=draw(st.booleans()))
+    return layer, tokens, states_of(rng, layer, tokens.v.shape[0], np.float64)
+
+
+@given(windows())
+def test_reads_reproduce_every_output(window):
+    """``o_t = S0^T x_t + sum_s c_ts v_s`` for all tokens of the window at once."""
+    layer, tokens, start = window
+    q, ring = ring_of(layer, tokens)
+    reads = read_window(q, ring)
+    output = reads.queries @ start.swapaxes(-1, -2) + reads.weights @ ring.v
+    want, _ = run(layer, *tokens, state=start)
+    assert close(np.moveaxis(output, 2, 1), want, scale=np.linalg.norm(start))
+
+
+@given(windows())
+def test_fold_is_the_recurrence(window):
+    layer, tokens, start = window
+    _, ring = ring_of(layer, tokens)
+    _, want = run(layer, *tokens, state=start)
+    assert close(fold(start.swapaxes(-1, -2), ring).swapaxes(-1, -2), want, scale=np.linalg.norm(start))
+
+
+@given(windows())
+def test_effective_queries_are_transposed_transitions(window):
+    layer, tokens, _ = window
+    q, ring = ring_of(layer, tokens)
+    reads = read_window(q, ring)
+    for t in range(1, ring.k.shape[-2] + 1):
+        one = effective_query(q[..., t - 1, :], prefix(ring, t))
+        assert close(reads.queries[..., t - 1, :], one, scale=np.linalg.norm(q[..., t - 1, :]))
+        by_matrix = np.einsum("...ij,...i->...j", transitions(prefix(ring, t)), q[..., t - 1, :])
+        assert close(one, by_matrix, scale=np.linalg.norm(q[..., t - 1, :]))
+
+
+@given(windows())
+def test_erase_factors_rebuild_the_transition(window):
+    """Equation *wy*: ``M_{1:t} = Diag(D_{1:t}) - sum_s l_s(t) pi_s^T``."""
+    layer, tokens, _ = window
+    assume(layer.erases)
+    _, ring = ring_of(layer, tokens)
+    from_start, between = decay_between(ring.g)
+    left = between[..., -1, :, :] * ring.k
+    diagonal = np.broadcast_to(from_start[..., -1, :], left.shape[:-2] + left.shape[-1:])
+    rebuilt = np.eye(layer.key_dim) * diagonal[..., None, :] - left.swapaxes(-1, -2) @ erase_factors(ring)
+    assert close(rebuilt, transitions(ring), scale=np.sqrt(layer.key_dim))
+
+
+@given(windows(), st.data())
+def test_fewer_queries_than_tokens_are_the_last_rows(window, data):
+    """A decode step asks for its own token alone; calibration asks for all."""
+    layer, tokens, _ = window
+    q, ring = ring_of(layer, tokens)
+    last = data.draw(st.integers(1, q.shape[-2]))
+    some, full = read_window(q[..., -last:, :], ring), read_window(q, ring)
+    assert close(some.queries, full.queries[..., -last:, :], scale=np.linalg.norm(q))
+    assert close(some.weights, full.weights[..., -last:, :], scale=np.linalg.norm(q))
+
+
+@given(windows())
+def test_weights_look_at_no_later_token(window):
+    layer, tokens, _ = window
+    q, ring = ring_of(layer, tokens)
+    weights = read_window(q, ring).weights
+    np.testing.assert_array_equal(np.triu(weights, 1), np.zeros_like(weights))
+
+
+@given(windows(), st.data())
+def test_a_window_can_be_folded_in_parts(window, data):
+    """Where flushes fall changes nothing: the state is exact."""
+    layer, tokens, start = window
+    cut = data.draw(st.integers(0, tokens.v.shape[1]))
+    state = start.swapaxes(-1, -2)
+    for part in (at(tokens, np.s_[:, :cut]), at(tokens, np.s_[:, cut:])):
+        state = fold(state, ring_of(layer, part)[1])
+    assert close(state, fold(start.swapaxes(-1, -2), ring_of(layer, tokens)[1]), scale=np.linalg.norm(start))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_ring_changes_nothing(kind, rng):
+    layer = Layer(kind, 2, 4, 3)
+    state = states_of(rng, layer, 1, np.float64).swapaxes(-1, -2)
+    _, ring = ring_of(layer, tokens_of(rng, layer, 1, 0))
+    np.testing.assert_array_equal(fold(state, ring), state)
+
+
+def test_decays_are_exponentials_of_sums():
+    g = np.array([[-0.5], [-1.0], [-2.0]])
+    from_start, between = decay_between(g)
+    # a sum of three and one exponential: a few units in the last place
+    np.testing.assert_allclose(from_start[:, 0], np.exp([-0.5, -1.5, -3.5]), rtol=1e-15)
+    np.testing.assert_allclose(
+        between[:, :, 0], [[1, 0, 0], [np.exp(-1), 1, 0], [np.exp(-3), np.exp(-2), 1]], rtol=1e-15
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_decay_at_the_ends_of_its_range(channels):
+    """-inf forgets all before, twice too, and leaves what comes after alone; -50 a step underflows to 0, not NaN."""
+    for gates in ([-np.inf, -1.0, -np.inf, -np.inf, -1.0], [-50.0] * 40, [0.0] * 5):
+        g = np.repeat(np.array(gates)[:, None], channels, axis=1)
+        from_start, between = decay_between(g)
+        for j in range(len(gates)):
+            np.testing.assert_array_equal(from_start[j], np.exp(np.sum(g[: j + 1], axis=0)))
+            for s in range(len(gates)):
+                # the running sums add in another order than NumPy's: a unit or two in the exponent's last place
+                want = np.exp(np.sum(g[s + 1 : j + 1], axis=0)) if s <= j else np.zeros(channels)
+                np.testing.assert_allclose(between[j, s], want, rtol=1e-12)
+
+
+def test_channels_forget_each_for_themselves(rng):
+    """kda with a different harsh decay in every channel, several -inf in a row among them."""
+    layer = Layer("kda", 1, 8, 3)
+    tokens = tokens_of(rng, layer, 1, 12, np.float64)
+    tokens.g[...] = rng.choice(HARSH_DECAYS, size=tokens.g.shape)
+    tokens.g[:, 3:6, :, :4] = -np.inf
+    start = states_of(rng, layer, 1, np.float64)
+    q, ring = ring_of(layer, tokens)
+    want, end = run(layer, *tokens, state=start)
+    reads = read_window(q, ring)
+    output = reads.queries @ start.swapaxes(-1, -2) + reads.weights @ ring.v
+    assert relative(np.moveaxis(output, 2, 1), want) < FLOAT64
+    assert relative(fold(start.swapaxes(-1, -2), ring).swapaxes(-1, -2), end) < FLOAT64
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_closed_gate_writes_and_erases_nothing(kind, rng):
+    layer = Layer(kind, 2, 4, 3)
+    tokens = tokens_of(rng, layer, 1, 6, np.float64)
+    tokens.beta[...] = 0
+    q, ring = ring_of(layer, tokens)
+    np.testing.assert_array_equal(read_window(q, ring).weights, np.zeros((1, 2, 6, 6)))
+    np.testing.assert_array_equal(erase_factors(ring), np.zeros_like(ring.k))
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_an_open_gate_replaces_what_its_key_held(kind, rng):
+    """beta = 1 and no decay: reading with the last key returns the last value exactly, whatever was there."""
+    layer = Layer(kind, 2, 4, 3)
+    tokens = tokens_of(rng, layer, 1, 6, np.float64)
+    tokens.beta[...], tokens.g[...] = 1, 0
+    tokens.k[...] /= np.linalg.norm(tokens.k, axis=-1, keepdims=True)  # unit to float64: M is then a projection
+    _, ring = ring_of(layer, tokens)
+    state = fold(states_of(rng, layer, 1, np.float64).swapaxes(-1, -2), ring)
+    assert relative(np.einsum("...kv,...k->...v", state, ring.k[..., -1, :]), ring.v[..., -1, :]) < FLOAT64
