@@ -13,7 +13,7 @@ demo: .venv/.installed
 
 # The checks come first, and pytest's closing line last.
 test: lint typecheck
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -45,6 +45,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-.venv/.installed-dev: $(BUILD) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+# Also builds the test equipment that runs the CUDA kernels on the host.
+.venv/.installed-dev: $(BUILD) tests/host/module.cpp | $(BIN)/python
+	SKETCHSSM_BUILD_HOST_KERNELS=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch .venv/.installed $@

@@ -53,9 +53,12 @@ def spread_of_pivots(sketch, pivots):
 
 def is_solved_by(dense, h, phi, ridge, spread):
     """Whether a map is ``(Phi^T H Phi + ridge I)^-1 Phi^T H`` of an explicit metric, to what float64 can solve."""
-    gram = phi.T @ h @ phi + max(ridge, RIDGE_FLOOR) * np.eye(phi.shape[1])
-    # a few roundings, times what the pivots' span magnifies them by, times what the solve does
-    return relative(dense, np.linalg.solve(gram, phi.T @ h)) < 64 * 2.0**-53 * spread * np.linalg.cond(gram)
+    gram, right = phi.T @ h @ phi + max(ridge, RIDGE_FLOOR) * np.eye(phi.shape[1]), phi.T @ h
+    # A few roundings of the metric's entries, as large as the pivots' span makes them; and what that does to the two
+    # sides of the system, which may both be small beside the metric itself.
+    length, size = np.linalg.norm(phi, 2), np.linalg.norm(h, 2)
+    loss = length**2 * size / np.linalg.eigvalsh(gram)[0] + length * size / np.linalg.norm(right, 2)
+    return relative(dense, np.linalg.solve(gram, right)) < 16 * 2.0**-53 * spread * loss
 
 
 def weighted_basis(rng, key_dim, rank):

@@ -70,8 +70,8 @@ def command(
             )
             for kind in KINDS
         ]
-    show(output, reports, "The comparison")
     show_margins(output, reports)
+    show(output, reports, "The comparison")
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
         draw(output, reports, plots)

@@ -1,0 +1,106 @@
+"""Inputs, plans and comparisons for the tests of the CUDA kernels, and for their benchmark."""
+
+import numpy as np
+
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer, Tokens
+
+
+def round_to(x, activation):
+    """The nearest values that an activation type holds, as float32."""
+    import ml_dtypes
+
+    types = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+    return x.astype(types[activation]).astype(np.float32)
+
+
+def to_device(x, activation):
+    """A float32 array on the device in an activation type; bf16 as its bits."""
+    import cupy
+    import ml_dtypes
+
+    if activation == "bfloat16":
+        return cupy.asarray(np.ascontiguousarray(x.astype(ml_dtypes.bfloat16).view(np.uint16)))
+    return cupy.asarray(np.ascontiguousarray(x.astype(activation)))
+
+
+def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True):
+    """Host inputs ``(batch, tokens, ...)``, representable in the activation type; gates of all strengths."""
+    shape = (batch, tokens)
+    q, k = rng.standard_normal((2, *shape, layer.key_heads, layer.key_dim))
+    q, k = q / np.linalg.norm(q, axis=-1, keepdims=True), k / np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.standard_normal((*shape, layer.heads, layer.value_dim))
+    gates = (layer.key_dim,) if layer.kind == "kda" else ()
+    g = -(rng.uniform(0.0, 0.2, (*shape, layer.heads, *gates)) ** 2)
+    if hard_gates:
+        draw = rng.uniform(size=g.shape)
+        g = np.where(draw < 0.02, -50.0, np.where(draw < 0.03, -np.inf, np.where(draw < 0.1, 0.0, g)))
+    beta = rng.uniform(0.1, 1.0, (*shape, layer.heads)).astype(np.float32) if layer.erases else None
+    return Tokens(*(round_to(x, activation) for x in (q, k, v)), g.astype(np.float32), beta)
+
+
+def tokens_to_device(tokens, activation):
+    return Tokens(
+        *(None if x is None else to_device(x, activation if i < 3 else "float32") for i, x in enumerate(tokens))
+    )
+
+
+def make_plan(layer, ranks, rng, **settings):
+    """A plan with random bases; E0-orthonormal ones with a decaying metric for the maps that want them."""
+    ranks = np.asarray(ranks)
+    width = max(int(ranks.max()), 1)
+    weighted = settings.get("map") in ("prior", "offline")
+    phi, projection = np.empty((2, layer.heads, layer.key_dim, width))
+    for head in range(layer.heads):
+        axes = np.linalg.qr(rng.standard_normal((layer.key_dim, layer.key_dim)))[0]
+        spectrum = np.exp(-np.arange(layer.key_dim) / 16)
+        spectrum *= layer.key_dim / spectrum.sum()
+        phi[head] = axes[:, :width]
+        if weighted:
+            phi[head] /= np.sqrt(spectrum[:width])
+        projection[head] = (axes * spectrum) @ axes.T @ phi[head] if weighted else phi[head]
+    plan = SketchPlan.__new__(SketchPlan)
+    defaults = {"window": 16, "map": "lowrank", "pivots": 4, "ridge": 0.1}
+    plan._fill(layer, {"phi": phi, "projection": projection, "ranks": ranks}, **(defaults | settings))
+    return plan
+
+
+def error(got, want):
+    """Relative error by norm; NaN where anything is NaN."""
+    scale = np.linalg.norm(want)
+    return float(np.linalg.norm(np.asarray(got, dtype=np.float64) - want) / (scale if scale else 1.0))
+
+
+def slot_table(batch, slots, tokens, rng, *, padding=0.2):
+    """Slots of each row at each token: distinct, changing, some of them padding."""
+    table = np.stack([rng.permutation(slots)[:batch] for _ in range(tokens)])
+    table[rng.uniform(size=table.shape) < padding] = -1
+    return table.astype(np.int64)
+
+
+def run_pair(device, reference, layer, tokens, table, activation):
+    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token."""
+    import cupy
+
+    batch, length = tokens.v.shape[:2]
+    got = np.empty((batch, length, layer.heads, layer.value_dim))
+    want, where = np.empty_like(got), np.empty((batch, length), dtype=int)
+    out_type = np.float32
+    for t in range(length):
+        step = Tokens(*(x if x is None else np.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
+        out = cupy.full((batch, 1, layer.heads, layer.value_dim), np.nan, dtype=out_type)
+        where[:, t] = np.where(table[t] >= 0, reference.position[table[t]], -1)
+        device.step(tokens_to_device(step, activation), cupy.asarray(table[t]), out)
+        reference.step(step, table[t], want[:, t : t + 1])
+        got[:, t] = out.get()[:, 0]
+    return got, want, where
+
+
+LAYERS = {
+    "mamba2": Layer("mamba2", 8, 128, 64, 2),
+    "gdn": Layer("gdn", 4, 128, 128, 2),
+    "kda": Layer("kda", 3, 128, 128, 3),
+    "mamba2-80": Layer("mamba2", 8, 128, 80, 2),
+    "gdn-96": Layer("gdn", 4, 64, 96, 1),
+    "kda-64": Layer("kda", 2, 64, 64, 2),
+}

@@ -1,0 +1,258 @@
+"""The CUDA engines against the float64 reference, on a device."""
+
+import numpy as np
+import pytest
+from cuda_support import LAYERS, error, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
+
+from sketchssm.recurrence import DENSE
+from sketchssm.reference import engines as reference
+
+pytestmark = pytest.mark.gpu
+
+# float32 arithmetic over a few hundred tokens; the reference is float64 on the same rounded inputs
+EXACT = 2e-6
+# sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row
+STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def poison(cupy):
+    """Fresh device memory holds NaN."""
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    blocks = [cupy.full(1 << 20, np.nan, dtype=np.float32) for _ in range(8)]
+    del blocks
+    yield
+
+
+def poison_rings(engine):
+    for ring in engine.ring:
+        ring.view(np.uint8)[...] = 0xFF
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("activation", ["bfloat16", "float32"])
+def test_standard(name, activation, rng, cupy):
+    from sketchssm.cuda.engines import StandardEngine
+
+    layer = LAYERS[name]
+    device = StandardEngine(layer, 6, activation=activation, output="float32")
+    oracle = reference.StandardEngine(layer, 6)
+    tokens = make_tokens(layer, 4, 60, activation, rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(4, 6, 60, rng), activation)
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+    several = StandardEngine(layer, 6, activation=activation, output="float32")
+    out = cupy.full(got.shape, np.nan, dtype=np.float32)
+    several.step(tokens_to_device(tokens, activation), cupy.arange(4), out)
+    single = StandardEngine(layer, 6, activation=activation, output="float32")
+    alone, _, _ = run_pair(
+        single, reference.StandardEngine(layer, 6), layer, tokens, np.tile(np.arange(4), (60, 1)), activation
+    )
+    assert np.array_equal(out.get(), alone)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("activation", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("window", [4, 8, 16, 32])
+def test_replay(name, activation, window, rng, cupy):
+    from sketchssm.cuda.engines import ReplayEngine
+
+    if window != 16 and activation == "float16":
+        pytest.skip("covered by window 16")
+    layer = LAYERS[name]
+    device = ReplayEngine(layer, 6, window, activation=activation, output="float32")
+    poison_rings(device)
+    oracle = reference.ReplayEngine(layer, 6, window)
+    tokens = make_tokens(layer, 4, 5 * window, activation, rng)
+    table = slot_table(4, 6, 5 * window, rng)
+    got, want, where = run_pair(device, oracle, layer, tokens, table, activation)
+    flushes = where == window - 1
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(got[~flushes], want[~flushes]) < EXACT
+    assert np.array_equal(device.position.get(), oracle.position)
+    device.flush(cupy.arange(6))
+    oracle.flush(np.arange(6))
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ["lowrank", "prior", "offline", "ridge", "exact"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_sketch(name, kind, stored, rng, cupy):
+    from sketchssm.cuda.engines import SketchEngine
+
+    layer = LAYERS[name]
+    ranks = np.resize(RANKS[layer.kind], layer.heads)
+    ridge = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.01}.get(kind, 0.0)
+    plan = make_plan(layer, ranks, rng, map=kind, ridge=ridge)
+    activation = "bfloat16"
+    device = SketchEngine(plan, 6, stored, activation=activation, output="float32")
+    poison_rings(device)
+    device.sketch.view(np.uint8)[...] = 0xFF
+    device.reset(cupy.arange(6))
+    oracle = reference.SketchEngine(plan, 6)
+    start = rng.standard_normal((6, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(6))
+    oracle.load_state(start.astype(np.float64), np.arange(6))
+    length = 40
+    tokens = make_tokens(layer, 4, length, activation, rng)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 6, length, rng), activation)
+    flushes = where == plan.window - 1
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+    dense = ranks == DENSE
+    reads = ~flushes
+    if dense.any():
+        assert error(got[reads][:, dense], want[reads][:, dense]) < EXACT
+    tolerance = STORED[stored] * (20 if kind == "exact" else 1)
+    assert error(got[reads][:, ~dense], want[reads][:, ~dense]) < tolerance
+
+
+@pytest.mark.parametrize("pivots", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dependent", [False, True])
+def test_pivot_counts(pivots, dependent, rng, cupy):
+    """Any pivot count; states of rank 3 make all further sketch columns depend on the first ones."""
+    from sketchssm.cuda.engines import SketchEngine
+
+    layer = LAYERS["gdn"]
+    plan = make_plan(layer, [12, 3, 9, DENSE], rng, pivots=pivots)
+    device, oracle = SketchEngine(plan, 3, "float32", output="float32"), reference.SketchEngine(plan, 3)
+    start = rng.standard_normal((3, *layer.state_shape))
+    if dependent:
+        start = rng.standard_normal((3, layer.heads, 128, 3)) @ rng.standard_normal((3, layer.heads, 3, 128))
+        start[0] = 0
+    start = start.astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(3))
+    oracle.load_state(start.astype(np.float64), np.arange(3))
+    tokens = make_tokens(layer, 3, 4, "bfloat16", rng, hard_gates=False)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (4, 1)), "bfloat16")
+    assert error(got, want) < 1e-3 if dependent else error(got, want) < STORED["float32"]
+
+
+def test_outputs_of_padding_are_zero(rng, cupy):
+    from sketchssm.cuda.engines import SketchEngine
+
+    layer = LAYERS["gdn"]
+    device = SketchEngine(make_plan(layer, [7, DENSE, 16, 2], rng), 4, output="float32")
+    tokens = tokens_to_device(make_tokens(layer, 3, 1, "bfloat16", rng), "bfloat16")
+    out = cupy.full((3, 1, 4, 128), np.nan, dtype=np.float32)
+    device.step(tokens, cupy.asarray([2, -1, 0]), out)
+    host = out.get()
+    assert np.all(host[1] == 0)
+    assert np.isfinite(host).all()
+    assert device.position.get().tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_graph_replay_with_changing_slots(name, rng, cupy):
+    """One captured step serves thousands: slots and inputs change in place, flushes come by themselves."""
+    from sketchssm.cuda.engines import SketchEngine
+
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
+    eager, captured = (SketchEngine(plan, 6, output="float32") for _ in range(2))
+    tokens = make_tokens(layer, 4, 1200, "bfloat16", rng)
+    table = slot_table(4, 6, 1200, rng)
+    first = tokens_to_device(type(tokens)(*(x if x is None else x[:, :1] for x in tokens)), "bfloat16")
+    slots = cupy.full(4, -1, dtype=np.int64)
+    out = cupy.empty((4, 1, layer.heads, layer.value_dim), dtype=np.float32)
+    captured.warmup()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        captured.step(first, slots, out)
+        graph = stream.end_capture()
+    cupy.cuda.Device().synchronize()
+    for t in range(1200):
+        now = tokens_to_device(type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens)), "bfloat16")
+        expected = cupy.empty_like(out)
+        eager.step(now, cupy.asarray(table[t]), expected)
+        for old, new in zip(first, now, strict=True):
+            if old is not None:
+                old[...] = new
+        slots[...] = cupy.asarray(table[t])
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        if t % 97 == 0 or t > 1180:
+            assert np.array_equal(out.get(), expected.get())
+    assert np.array_equal(captured.state.get(), eager.state.get())
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
+    from sketchssm.cuda.engines import SketchEngine
+
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
+    alone, together = (SketchEngine(plan, 64, output="float32") for _ in range(2))
+    tokens = make_tokens(layer, 64, 40, "bfloat16", rng)
+    for t in range(40):
+        now = tokens_to_device(type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens)), "bfloat16")
+        one = tokens_to_device(type(tokens)(*(x if x is None else x[37:38, t : t + 1] for x in tokens)), "bfloat16")
+        out, single = (
+            cupy.empty((64, 1, layer.heads, layer.value_dim), np.float32),
+            cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32),
+        )
+        together.step(now, cupy.arange(64), out)
+        alone.step(one, cupy.asarray([5]), single)
+        assert np.array_equal(out.get()[37], single.get()[0])
+    assert np.array_equal(together.state.get()[37], alone.state.get()[5])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_slot_offsets_beyond_32_bits(name, rng, cupy):
+    """Three slots of a pool whose stride is 3 GiB: element offsets pass 2^31 at the last."""
+    from sketchssm.cuda.engines import SketchEngine, StandardEngine
+
+    layer = LAYERS[name]
+    stride = 3 << 28
+    pool = cupy.full(2 * stride + layer.heads * layer.value_dim * layer.key_dim * 2, np.nan, dtype=np.float32)
+    shape = (3, *layer.state_shape)
+    strides = (4 * stride * 1, 4 * layer.value_dim * layer.key_dim, 4 * layer.key_dim, 4)
+    for build, oracle_type in (
+        (lambda state: StandardEngine(layer, 3, state=state, output="float32"), "standard"),
+        (
+            lambda state: SketchEngine(make_plan(layer, [7] * layer.heads, rng), 3, state=state, output="float32"),
+            "sketch",
+        ),
+    ):
+        state = cupy.ndarray(shape, np.float32, pool.data, strides=strides)
+        state[...] = 0
+        device = build(state)
+        oracle = (
+            reference.StandardEngine(layer, 3) if oracle_type == "standard" else reference.SketchEngine(device.plan, 3)
+        )
+        tokens = make_tokens(layer, 2, 17, "bfloat16", rng)
+        table = np.tile(np.array([2, 0]), (17, 1))
+        run_pair(device, oracle, layer, tokens, table, "bfloat16")
+        assert error(device.state.get(), oracle.state) < EXACT
+
+
+def test_long_runs_stay_exact(rng, cupy):
+    """4096 tokens of slow decay: flush outputs and states hold float32 accuracy."""
+    from sketchssm.cuda.engines import ReplayEngine, StandardEngine
+    from sketchssm.reference.recurrence import run
+
+    for name in ("mamba2", "gdn", "kda"):
+        layer = LAYERS[name]
+        tokens = make_tokens(layer, 2, 4096, "bfloat16", rng, hard_gates=False)
+        want, state = run(layer, *tokens)
+        for engine in (StandardEngine(layer, 2, output="float32"), ReplayEngine(layer, 2, 16, output="float32")):
+            out = cupy.empty((2, 4096, layer.heads, layer.value_dim), dtype=np.float32)
+            engine.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), out)
+            at = slice(15, None, 16)
+            figures = error(out.get()[:, at], want[:, at]), error(out.get(), want), error(engine.state.get(), state)
+            print(
+                name,
+                type(engine).__name__,
+                "errors of flush outputs, all outputs, state:",
+                *map("{:.2e}".format, figures),
+            )
+            assert max(figures) < EXACT

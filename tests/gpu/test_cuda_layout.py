@@ -1,0 +1,64 @@
+"""What the CUDA backend prepares on the host: needs no device."""
+
+import re
+
+import numpy as np
+import pytest
+from cuda_support import make_plan
+
+from sketchssm.cuda.layout import basis_fragments, pack_plan
+from sketchssm.cuda.modules import Variant, source_text
+from sketchssm.recurrence import DENSE, Layer
+
+
+def bf16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 13])
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_fragments_hold_the_basis(rank, key_dim, rng):
+    phi = rng.standard_normal((key_dim, rank)).astype(np.float32)
+    parts = bf16(basis_fragments(phi)).sum(axis=2)  # tiles, steps, lanes, 4
+    tiles, steps = parts.shape[:2]
+    columns = parts.reshape(tiles, steps, 8, 4, 4).transpose(0, 2, 1, 3, 4).reshape(tiles * 8, key_dim)
+    assert np.allclose(columns[:rank].T, phi, rtol=2**-15, atol=0)  # two slices of 8 bits
+    assert not columns[rank:].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_map"),
+    [("lowrank", lambda g: min(g, 4) * (64 + g) + g), ("ridge", lambda g: g * 64), ("offline", lambda g: 0)],
+)
+def test_packed_heads_do_not_overlap(kind, per_map, rng):
+    layer = Layer("gdn", 5, 64, 80)
+    ranks = np.array([3, DENSE, 17, 1, 8])
+    plan = make_plan(layer, ranks, rng, map=kind)
+    packed = pack_plan(plan)
+    assert packed.order.tolist() == [1, 0, 2, 3, 4]
+    assert packed.dense == 1
+    end = 0
+    for head in (0, 2, 3, 4):
+        rank, offset, rows, _ = packed.heads[head]
+        assert rank == ranks[head]
+        assert offset >= end
+        assert offset % 8 == 0
+        assert np.array_equal(packed.projection[rows : rows + 64], plan.projection[head, :, 0])
+        end = offset + rank * 80 + per_map(int(rank))
+    assert packed.slot_elements >= end
+
+
+@pytest.mark.parametrize("operation", ["standard", "read", "flush"])
+def test_sources_carry_their_headers_once(operation):
+    text = source_text(operation)
+    assert not re.search(r"^\s*#include", text, flags=re.MULTILINE)
+    assert text.count("struct Packed {") == 1
+    assert "#pragma once" not in text
+
+
+def test_variants_are_told_apart_by_their_constants():
+    one, same, other = (Variant("read", {"K": k, "V": 64}) for k in (64, 64, 128))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert "-DK=64" in one.options

@@ -1,0 +1,90 @@
+"""Compiles CUDA sources for the host with g++, and keeps the results between runs."""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+HEADERS = HERE / "device.h", HERE / "ptx.cuh"
+SANITIZE = "SKETCHSSM_HOST_SANITIZE"
+"""Environment variable that turns AddressSanitizer and UndefinedBehaviorSanitizer on in what is compiled."""
+
+OPTIONS = (
+    *("-std=c++20", "-O1", "-g", "-shared", "-fPIC"),
+    # the device's compiler neither assumes distinct types distinct memory, nor keeps double roundings apart
+    *("-fno-strict-aliasing", "-ffp-contract=off"),
+    "-fvisibility=hidden",  # variants have the same names: each must find its own
+    "-fmax-errors=5",
+    "-w",  # warnings are for the device's compiler to give
+)
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fsanitize-sections=shared_memory")
+
+
+class CompileError(Exception):
+    """What g++ had to say."""
+
+
+def missing():
+    """What a test would need and does not find, or an empty string."""
+    if importlib.util.find_spec("sketchssm._cuda_host") is None:
+        return "the extension is not built: SKETCHSSM_BUILD_HOST_KERNELS=1 pip install -e ."
+    return "" if shutil.which("g++") else "g++ is not installed"
+
+
+def sanitizer_libraries():
+    """What a program that was not itself built with the sanitizers must load first; empty where there are none."""
+    paths = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return " ".join(paths) if all(map(os.path.isabs, paths)) else ""
+
+
+def host_source(code):
+    """A kernel's source, headers in place, as g++ can take it."""
+    # an array of unknown size is no object of the host's: a pointer stands for it
+    code = re.sub(
+        r"extern __shared__ ([^;]*?)(\w+)\[\];",
+        lambda m: f"{m[1]}* const {m[2]} = reinterpret_cast<{m[1]}*>(host::dynamic_shared);",
+        code,
+    )
+    # the one file with instructions of the device
+    code = re.sub(r'#line 1 "ptx\.cuh"\n.*?(?=^#line )', "", code, flags=re.DOTALL | re.MULTILINE)
+    exports = [
+        *(
+            f"SKETCHSSM_KERNEL({name})"
+            for name in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\([^()]*\) \{', code)
+        ),
+        *(f"SKETCHSSM_VARIABLE({name})" for name in re.findall(r'extern "C" __device__ \w+ (\w+) =', code)),
+    ]
+    # names of their own: shared memory of inline functions could not lie in one section with the kernels' otherwise
+    return "\n".join([*(f'#include "{header}"' for header in HEADERS), "namespace {", code, "}", *exports])
+
+
+def compile_library(code, constants=()):
+    """Compile a source (headers in place) with ``-D`` options; returns the shared library's path."""
+    sanitizers = SANITIZERS if os.environ.get(SANITIZE) else ()
+    command = ["g++", *OPTIONS, *sanitizers, *constants]
+    source = host_source(code)
+    key = "\0".join([*command, source, *(header.read_text() for header in HEADERS)])
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sketchssm" / "host-kernels"
+    target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        unit, built = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
+        unit.write_text(source)
+        # g++ itself needs no sanitizer, whatever this process was started with
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        run = [*command, str(unit), "-o", str(built)]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(done.stderr)
+        built.replace(target)  # at once, as others may be compiling the same
+    return target

@@ -1,0 +1,118 @@
+#line 1 "selftest.cu"
+// Kernels for the host build's own tests in tests/test_cuda_host.py.
+
+extern "C" __global__ void shuffles(const int* source, float* out) {
+    const int lane = threadIdx.x % 32, at = blockIdx.x * blockDim.x + threadIdx.x;
+    const float x = 100 * (threadIdx.x / 32) + lane;
+    float* const mine = out + 6 * at;
+    mine[0] = __shfl_sync(0xffffffffu, x, source[lane]);
+    mine[1] = __shfl_xor_sync(0xffffffffu, x, 5);
+    mine[2] = __shfl_up_sync(0xffffffffu, x, 3);
+    mine[3] = __shfl_down_sync(0xffffffffu, x, 7);
+    mine[4] = __shfl_down_sync(0xffffffffu, x, 1, 8);
+    mine[5] = __shfl_xor_sync(0xffffu << (lane & 16), x, 9);
+}
+
+extern "C" __global__ void votes(const int* flags, u32* out) {
+    const bool flag = flags[threadIdx.x];
+    if (threadIdx.x % 2) return;  // the odd lanes take no part
+    out[3 * threadIdx.x] = __ballot_sync(0x55555555u, flag);
+    out[3 * threadIdx.x + 1] = __any_sync(0x55555555u, flag);
+    out[3 * threadIdx.x + 2] = __all_sync(0x55555555u, flag);
+}
+
+extern "C" __global__ void block_votes(const int* flags, int* out) {
+    int* const mine = out + 3 * threadIdx.x;
+    mine[0] = __syncthreads_count(flags[threadIdx.x]);
+    mine[1] = __syncthreads_or(flags[threadIdx.x]);
+    mine[2] = __syncthreads_and(flags[threadIdx.x]);
+}
+
+// The second static variable of this kernel stands in an inline function.
+__device__ __forceinline__ float broadcast(float x) {
+    __shared__ float kept;
+    if (threadIdx.x == blockDim.x - 1) kept = x;
+    __syncthreads();
+    return kept;
+}
+
+extern "C" __global__ void reverse(const float* x, float* out, u32* blocks) {
+    extern __shared__ float dynamic[];
+    __shared__ float fixed[64];
+    const int i = threadIdx.x, n = blockDim.x, first = blockIdx.x * n;
+    const bool poisoned = dynamic[i] != dynamic[i] && fixed[i] != fixed[i];
+    dynamic[i] = x[first + i];
+    __syncthreads();
+    fixed[i] = dynamic[n - 1 - i];
+    __syncthreads();
+    out[first + i] = poisoned ? fixed[i] + broadcast(0.f) : 0.f;
+    atomicAdd(blocks, 1u);
+}
+
+extern "C" __global__ void unsynchronised(float* out) {
+    __shared__ float shared[64];
+    shared[threadIdx.x] = threadIdx.x;
+    if (blockIdx.x) __syncthreads();
+    out[blockIdx.x * 64 + threadIdx.x] = shared[63 - threadIdx.x];
+}
+
+extern "C" __global__ void half_barrier() {
+    if (threadIdx.x < 32) __syncthreads();
+}
+extern "C" __global__ void two_barriers() {
+    if (threadIdx.x < 32) __syncthreads();
+    else __syncthreads();
+}
+extern "C" __global__ void two_shuffles(float* out) {
+    out[threadIdx.x] = threadIdx.x % 32 < 7 ? __shfl_sync(0xffffffffu, 1.f, 0) : __shfl_sync(0xffffffffu, 2.f, 0);
+}
+extern "C" __global__ void wrong_mask() { __syncwarp(0xfffffffeu); }
+
+extern "C" __global__ void copies(const float4* x, float4* out) {
+    __shared__ float4 shared[3][32];
+    const int i = threadIdx.x;
+    copy_async_16(&shared[0][i], x + i);
+    copy_async_commit();
+    copy_async_16(&shared[1][i], x + i);
+    copy_async_commit();
+    copy_async_4(&shared[2][i].x, x + i);
+    copy_async_wait<1>();
+    for (int n = 0; n < 3; n++) out[n * 32 + i] = shared[n][i];
+}
+
+extern "C" __global__ void product(const u16* a, const u16* b, float* d) {
+    const int r = threadIdx.x / 4, c = 2 * (threadIdx.x % 4);
+    auto pair = [](const u16* x, int stride) { return static_cast<u32>(x[0]) | static_cast<u32>(x[stride]) << 16; };
+    const u32 left[4] = {pair(a + r * 16 + c, 1), pair(a + (r + 8) * 16 + c, 1), pair(a + r * 16 + c + 8, 1),
+                         pair(a + (r + 8) * 16 + c + 8, 1)};
+    float sum[4] = {d[r * 8 + c], d[r * 8 + c + 1], d[(r + 8) * 8 + c], d[(r + 8) * 8 + c + 1]};
+    mma_bf16(sum, left, pair(b + c * 8 + r, 8), pair(b + (c + 8) * 8 + r, 8));
+    for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + c + i % 2] = sum[i];
+}
+
+extern "C" __global__ void transpose(const u32* x, u32* y) { y[threadIdx.x] = transpose_8x8(x[threadIdx.x]); }
+
+extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide, int n) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        bf16[i] = float_to_bf16(x[i]);
+        half[i] = float_to_half(x[i]);
+        wide[i] = half_to_float(bits[i]);
+    }
+}
+
+extern "C" __global__ void numbers(const u32* x, u32* out, float tiny, i64 big, bool* flag) {
+    out[0] = __byte_perm(x[0], x[1], 0x7632);
+    out[1] = __popc(x[0]);
+    out[2] = __float_as_uint(tiny * 0.5f);
+    out[3] = static_cast<u32>(big >> 32);
+    *flag = true;
+}
+
+extern "C" __global__ void beyond(float* out, int by) {
+    extern __shared__ float memory[];
+    __shared__ float fixed[4];
+    if (by < 1000) memory[threadIdx.x + by] = 1;
+    else if (by < 2000) fixed[threadIdx.x + by - 1000] = 1;
+    else if (by < 3000) out[threadIdx.x + by - 2000] = 1;
+    else *reinterpret_cast<float4*>(out + by - 3000) = make_float4(1, 1, 1, 1);
+}

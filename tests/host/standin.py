@@ -1,0 +1,115 @@
+"""As much of CuPy as sketchssm's CUDA backend and its tests use, on NumPy arrays and host kernels.
+
+A fixture of the tests puts this module in CuPy's place; the code under test can't tell the difference.
+New memory holds NaN unless it was asked for as zeros.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from host.compiler import CompileError, compile_library
+
+order = 0
+"""Seed of the order in which threads and blocks run, another one at every launch; 0: one warp after another."""
+
+MULTIPROCESSORS = 3  # few, so that a persistent block has several items of work
+
+
+class ndarray(np.ndarray):
+    """A NumPy array that goes to the host as a CuPy array does."""
+
+    def get(self):
+        """A copy that the caller may keep."""
+        return np.array(self, subok=False)
+
+
+def asarray(x, dtype=None):
+    """A copy, as memory of the device would be."""
+    return np.array(x, dtype=dtype, copy=True, order="C").view(ndarray)
+
+
+def zeros(shape, dtype=float):
+    return np.zeros(shape, dtype).view(ndarray)
+
+
+def full(shape, value, dtype=float):
+    return np.full(shape, value, dtype).view(ndarray)
+
+
+def empty(shape, dtype=float):
+    fresh = np.empty(shape, dtype).view(ndarray)
+    fresh.reshape(-1).view(np.uint8)[...] = 0xFF
+    return fresh
+
+
+def empty_like(x):
+    return empty(x.shape, x.dtype)
+
+
+def arange(*args, dtype=None):
+    return np.arange(*args, dtype=dtype).view(ndarray)
+
+
+class RawKernel:
+    """One kernel, called as CuPy's."""
+
+    launches = 0
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+        self.max_dynamic_shared_size_bytes = 48 << 10
+        self.kernel = SimpleNamespace(ptr=0)
+
+    def __call__(self, grid, block, args, *, shared_mem=0):
+        if shared_mem > self.max_dynamic_shared_size_bytes:
+            raise ValueError(f"{shared_mem} bytes of shared memory, but {self.max_dynamic_shared_size_bytes} allowed")
+        RawKernel.launches += 1
+        seed = order and order + RawKernel.launches
+        grid, block = ((*x, 1, 1)[:3] for x in (grid, block))
+        self._kernel(grid, block, args, shared_mem, seed)
+
+
+class RawModule:
+    """Kernels of one source, compiled by g++ with the ``-D`` options alone."""
+
+    def __init__(self, code, options=()):
+        self._code = code
+        self._constants = [option for option in options if option.startswith("-D")]
+        self._module = None
+
+    def compile(self):
+        from sketchssm import _cuda_host
+
+        if self._module is None:
+            self._module = _cuda_host.Module(str(compile_library(self._code, self._constants)))
+
+    def get_function(self, name):
+        self.compile()
+        return RawKernel(self._module.kernel(name))
+
+    def get_global(self, name):
+        self.compile()
+        return self._module.variable(name)
+
+
+class _Device:
+    id = 0
+    attributes = {"MultiProcessorCount": MULTIPROCESSORS}  # noqa: RUF012
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+cuda = SimpleNamespace(
+    Device=_Device,
+    is_available=lambda: True,
+    driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1),
+    compiler=SimpleNamespace(CompileException=CompileError),
+)

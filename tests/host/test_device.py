@@ -1,0 +1,222 @@
+"""The host build itself: what CUDA says that an operation does, and that mistakes are reported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from host import compiler, standin
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+HERE = Path(__file__).parent
+SOURCE = (HERE / "selftest.cu").read_text()
+
+
+@pytest.fixture(scope="module")
+def module():
+    module = standin.RawModule(SOURCE)
+    module.compile()
+    return module
+
+
+@pytest.fixture(params=[0, 1, 2], autouse=True)
+def order(request, monkeypatch):
+    monkeypatch.setattr(standin, "order", request.param)
+    return request.param
+
+
+def test_shuffles(module, rng):
+    source = rng.integers(0, 32, 32).astype(np.int32)
+    out = np.full((2, 2, 32, 6), np.nan, np.float32)  # blocks, warps, lanes
+    module.get_function("shuffles")((2,), (64,), (source, out))
+    lane = np.arange(32)
+    want = np.stack(
+        [
+            *(source, lane ^ 5, np.maximum(lane - 3, lane % 3 * (lane < 3))),
+            *(np.where(lane + 7 < 32, lane + 7, lane), np.where(lane % 8 < 7, lane + 1, lane), lane ^ 9),
+        ],
+        axis=-1,
+    )
+    assert np.array_equal(out, np.broadcast_to(want, (2, 2, 32, 6)) + 100 * np.arange(2)[:, None, None])
+
+
+def test_votes(module, rng):
+    for flags in (rng.integers(0, 2, 64), np.zeros(64), np.ones(64)):
+        flags = flags.astype(np.int32)
+        out = np.zeros((2, 32, 3), np.uint32)
+        module.get_function("votes")((1,), (64,), (flags, out))
+        for warp, votes in zip(out, flags.reshape(2, 32), strict=True):
+            ballot = sum(1 << lane for lane in range(0, 32, 2) if votes[lane])
+            assert np.all(warp[::2] == [ballot, ballot != 0, ballot == 0x55555555])
+        out = np.zeros((64, 3), np.int32)
+        module.get_function("block_votes")((1,), (64,), (flags, out))
+        assert np.all(out == [flags.sum(), flags.any(), flags.all()])
+
+
+def test_shared_memory_is_poisoned_and_barriers_hold(module):
+    x, out, blocks = np.arange(256, dtype=np.float32), np.zeros(256, np.float32), np.zeros(1, np.uint32)
+    module.get_function("reverse")((4,), (64,), (x, out, blocks), shared_mem=256)
+    assert np.array_equal(out.reshape(4, 64), x.reshape(4, 64)[:, ::-1])
+    assert blocks == 256
+
+
+def test_a_missing_barrier_reads_poison(module):
+    out = np.zeros((2, 64), np.float32)
+    module.get_function("unsynchronised")((2,), (64,), (out,))
+    assert np.isnan(out[0]).any()
+    assert np.array_equal(out[1], np.arange(64)[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("half_barrier", ["thread 0 to 31: __syncthreads at selftest.cu:", "thread 32 to 63: returned"]),
+        (
+            "two_barriers",
+            ["thread 0 to 31: __syncthreads at selftest.cu:", "thread 32 to 63: __syncthreads at selftest.cu:"],
+        ),
+        ("two_shuffles", ["thread 0 to 6: a warp operation of lanes ffffffff", "thread 39 to 63: a warp operation"]),
+        ("wrong_mask", ["not in its own mask"]),
+    ],
+)
+def test_divergence_is_reported(module, name, lines):
+    args = (np.zeros(64, np.float32),) if name == "two_shuffles" else ()
+    with pytest.raises(RuntimeError) as raised:
+        module.get_function(name)((2, 3), (64,), args)
+    message = str(raised.value)
+    assert message.startswith(f"{name}, block (") and ", thread (" in message
+    assert all(line in message for line in lines)
+    out = np.zeros((2, 64), np.float32)  # and the next launch is not affected
+    module.get_function("unsynchronised")((2,), (64,), (out,))
+    assert np.array_equal(out[1], np.arange(64)[::-1])
+
+
+def test_copies_land_at_their_wait(module):
+    x, out = np.arange(128, dtype=np.float32), np.zeros((3, 32, 4), np.float32)
+    module.get_function("copies")((1,), (32,), (x, out))
+    assert np.array_equal(out[0].ravel(), x)
+    assert np.isnan(out[1:]).all()  # a later batch, and one that has not ended
+
+
+def test_matrix_product(module, rng):
+    a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((16, 16), (16, 8)))
+    start = rng.standard_normal((16, 8)).astype(np.float32)
+    d = start.copy()
+    module.get_function("product")((1,), (32,), (a.view(np.uint16), b.view(np.uint16), d))
+    want = a.astype(np.float64) @ b.astype(np.float64) + start
+    assert np.allclose(d, want, rtol=2**-23, atol=0)
+    assert np.all(np.abs(d) <= np.abs(want))
+
+
+def test_transpose(module, rng):
+    x = rng.integers(0, 1 << 16, (8, 8)).astype(np.uint16)
+    out = np.zeros_like(x)
+    module.get_function("transpose")((1,), (32,), (x.view(np.uint32), out.view(np.uint32)))
+    assert np.array_equal(out, x.T)
+
+
+def test_conversions_round_as_the_device(module, rng):
+    bits = np.concatenate(
+        [
+            rng.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32),
+            np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000,  # half-way between two bf16 numbers
+            np.arange(0x33000000, 0x47800000, 0x1000, dtype=np.uint32),  # half-way between two of fp16, subnormals too
+        ]
+    )
+    x = bits.view(np.float32)
+    half_bits = np.resize(np.arange(1 << 16, dtype=np.uint16), x.size)
+    bf16, half, wide = np.zeros(x.size, np.uint16), np.zeros(x.size, np.uint16), np.zeros(x.size, np.float32)
+    module.get_function("conversions")((2,), (64,), (x, bf16, half, half_bits, wide, np.int32(x.size)))
+    nan = np.isnan(x)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        assert np.array_equal(bf16[~nan], x[~nan].astype(ml_dtypes.bfloat16).view(np.uint16))
+        assert np.array_equal(half[~nan], x[~nan].astype(np.float16).view(np.uint16))
+        assert np.array_equal(wide, half_bits.view(np.float16).astype(np.float32), equal_nan=True)
+    assert np.all(bf16[nan] == 0x7FFF)
+    assert np.isnan(half[nan].view(np.float16)).all()
+
+
+def test_numbers_and_arguments(module):
+    x, out, flag = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.zeros(4, np.uint32), np.zeros(1, bool)
+    kernel = module.get_function("numbers")
+    kernel((1,), (1,), (x, out, np.finfo(np.float32).tiny, np.int64(7 << 32), flag))
+    assert out.tolist() == [0x9ABC1234, bin(0x12345678).count("1"), 0, 7]  # a subnormal product is flushed to 0
+    assert flag.all()
+    x.flags.writeable = False
+    kernel((1,), (1,), (x, out, 1.0, 0, flag))
+    good = (x, out, 1.0, 0, flag)
+    for i, bad, what in [
+        (0, x.astype(np.float32), "argument 0: expected const u4, got an array of float32"),
+        (1, x, "argument 1: expected mutable u4, got a read-only array"),
+        (3, 1.5, "argument 3: expected i8, got 1.5"),
+        (3, "x", "argument 3: expected i8, got 'x'"),
+        (4, np.zeros(1, np.int32), "argument 4: expected mutable u1"),
+    ]:
+        with pytest.raises(TypeError, match=what):
+            kernel((1,), (1,), (*good[:i], bad, *good[i + 1 :]))
+    with pytest.raises(TypeError, match="expected 5 arguments, got 4"):
+        kernel((1,), (1,), good[:4])
+
+
+# Under AddressSanitizer and UndefinedBehaviorSanitizer
+
+
+def run_sanitized(*command):
+    libraries = compiler.sanitizer_libraries()
+    if not libraries:
+        pytest.skip("g++ has no sanitizers")
+    paths = [str(HERE.parents[1]), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        compiler.SANITIZE: "1",
+        "LD_PRELOAD": libraries,
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps memory to its end
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+
+
+BEYOND = """
+import sys
+import numpy as np
+from host import standin
+module = standin.RawModule(open(sys.argv[1]).read())
+out = np.zeros(64, np.float32)
+module.get_function("beyond")((1,), (32,), (out, int(sys.argv[2])), shared_mem=128)
+print("no report")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [0], indirect=True)
+@pytest.mark.parametrize(
+    ("place", "report"),
+    [
+        (0, "no report"),
+        (1, "AddressSanitizer"),  # dynamic shared memory
+        (1001, "out of bounds"),  # static shared memory
+        (2033, "heap-buffer-overflow"),  # global memory
+        (3001, "misaligned address"),
+    ],
+)
+def test_sanitizers_see(place, report):
+    done = run_sanitized("-c", BEYOND, str(HERE / "selftest.cu"), str(place))
+    assert report in done.stdout + done.stderr
+    assert (done.returncode == 0) == (place == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [0], indirect=True)
+def test_kernels_under_sanitizers():
+    """A part of tests/test_cuda_host.py again: all kinds, all files of cuda_src/, three maps, small shapes."""
+    suite = HERE.parent / "test_cuda_host.py"
+    tests = ("standard[float16-kda-64]", "replay[gdn-96-8-float16]", "sketch[gdn-96-offline-float32]")
+    tests += ("sketch[mamba2-80-prior-float32]", "sketch[kda-64-exact-float32]")
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"{suite}::test_{test}" for test in tests))
+    done = run_sanitized("-m", "pytest", *options)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,95 @@
+"""Every kernel compiles for the architectures that we support and keeps its work in registers. Needs nvcc, no GPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from gpu.cuda_support import make_plan
+from host import standin
+
+from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
+from sketchssm.cuda.modules import source_text
+from sketchssm.recurrence import DENSE, Layer
+
+ARCHITECTURES = (80, 90, 100)
+
+# Kernels fill their registers up to the limit that residency sets: the flush with a state of up to 128 x 128. A
+# few words that go to the L1 cache and back cost nothing; an array that is indexed at run time would be kilobytes.
+SPILL_BYTES = {"standard": 0, "read": 128, "flush": 256}
+
+LAYERS = {
+    "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
+    "nemotron-nano-9b-v2": Layer("mamba2", 128, 128, 80, 8),
+    "qwen3-next": Layer("gdn", 32, 128, 128, 16),
+    "kimi-linear": Layer("kda", 32, 128, 128, 32),
+    "small": Layer("kda", 4, 64, 96, 2),
+}
+MAPS = {  # `ridge` is the kernel of `exact` with another argument
+    "nemotron-3-super": ("exact", "lowrank"),
+    "nemotron-nano-9b-v2": ("lowrank",),
+    "qwen3-next": ("exact", "lowrank", "prior", "offline"),
+    "kimi-linear": ("exact", "lowrank"),
+}
+
+
+def variants():
+    """Name and variant: the shapes that count, all maps, and every window and activation once."""
+    rng = np.random.default_rng(0)
+    engines = {name: StandardEngine(layer, 1) for name, layer in LAYERS.items()}
+    for name, kinds in MAPS.items():
+        layer = LAYERS[name]
+        ranks = np.resize([7, 1, 16, 3, DENSE], layer.heads)
+        engines |= {f"{name}-{kind}": SketchEngine(make_plan(layer, ranks, rng, map=kind), 1) for kind in kinds}
+        if len(kinds) > 1:
+            engines[f"{name}-replay"] = ReplayEngine(layer, 1, 16)
+    for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
+        plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
+        engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation=activation)
+    return {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What nvcc had to say about every variant: the engines name them, without a device."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc, the CUDA compiler, is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", standin)
+        chosen = variants()
+    folder = tmp_path_factory.mktemp("nvcc")
+    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
+
+    def one(name):
+        source = folder / f"{name}.cu"
+        source.write_text(source_text(chosen[name].operation))
+        # -ftz is CuPy's own addition
+        options = ("-std=c++17", "-fatbin", "-ftz=true", "-Xptxas=-v", *targets, *chosen[name].options)
+        command = ["nvcc", *options, str(source), "-o", str(source.with_suffix(".fatbin"))]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(chosen, pool.map(one, chosen), strict=True))
+
+
+def test_all_variants_compile(compiled):
+    failed = {name: done.stderr for name, done in compiled.items() if done.returncode}
+    assert not failed, "\n\n".join(f"{name}:\n{log}" for name, log in failed.items())
+    for name, done in compiled.items():
+        for sm in ARCHITECTURES:
+            assert f"for 'sm_{sm}'" in done.stderr, name
+
+
+def test_nothing_big_spills(compiled):
+    """At the shapes that count."""
+    spilt = {}
+    for name, done in compiled.items():
+        if done.returncode == 0 and not name.startswith("small"):
+            figures = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+            spilt[name] = max(max(map(int, pair)) for pair in figures)
+    over = {name: n for name, n in spilt.items() if n > SPILL_BYTES[name.rsplit("-", 1)[1]]}
+    assert not over, f"bytes spilt by each thread, at most {SPILL_BYTES} allowed: {over}"

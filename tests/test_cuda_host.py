@@ -1,0 +1,210 @@
+"""The CUDA kernels against the float64 reference, compiled by g++ and run on the host: see tests/host/README.md."""
+
+import sys
+
+import numpy as np
+import pytest
+from gpu.cuda_support import error, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
+from host import compiler, standin
+
+from sketchssm.cuda import modules
+from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
+from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.reference import engines as reference
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# float32 arithmetic over a few windows; the reference takes the same rounded inputs in float64
+EXACT = 2e-6
+# sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row; in float32, what two
+# bf16 slices of an operand leave out (2^-16) times the map's condition
+STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
+
+LAYERS = {
+    "mamba2": Layer("mamba2", 16, 128, 64, 2),
+    "mamba2-80": Layer("mamba2", 4, 64, 80, 1),
+    "gdn": Layer("gdn", 4, 128, 128, 2),
+    "gdn-96": Layer("gdn", 2, 64, 96, 2),
+    "kda": Layer("kda", 3, 128, 128, 3),
+    "kda-64": Layer("kda", 2, 64, 64, 1),
+}
+RANKS = {"mamba2": [5, 1, 17, DENSE, 40, 8], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.01, "exact": 0.0, "offline": 0.0}
+
+_modules = {}  # compiled once for all tests of this file
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in in CuPy's place, with its threads in a random order."""
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr(modules, "_modules", _modules)
+    monkeypatch.setattr(standin, "order", 0x5EED)
+    return standin
+
+
+def poisoned(engine):
+    """The engine, with NaN in what nobody may read before it was written; its kernels are compiled side by side."""
+    engine.warmup()
+    for ring in engine.ring:
+        ring.view(np.uint8)[...] = 0xFF
+    return engine
+
+
+def token(tokens, t, rows=slice(None)):
+    return Tokens(*(None if x is None else np.ascontiguousarray(x[rows, t : t + 1]) for x in tokens))
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("activation", ["bfloat16", "float16", "float32"])
+def test_standard(name, activation, rng, cupy):
+    layer = LAYERS[name]
+    device, oracle = (
+        StandardEngine(layer, 5, activation=activation, output="float32"),
+        reference.StandardEngine(layer, 5),
+    )
+    tokens = make_tokens(layer, 3, 12, activation, rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), activation)
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "activation"),
+    [
+        *((name, 16, "bfloat16") for name in LAYERS),
+        *(("mamba2-80", 4, "float32"), ("gdn-96", 8, "float16"), ("kda-64", 32, "float32")),
+        *(("mamba2-80", 32, "float16"), ("gdn-96", 32, "float32"), ("kda-64", 4, "bfloat16")),
+    ],
+)
+def test_replay(name, window, activation, rng, cupy):
+    layer, length = LAYERS[name], 2 * window + 5
+    device = poisoned(ReplayEngine(layer, 5, window, activation=activation, output="float32"))
+    oracle = reference.ReplayEngine(layer, 5, window)
+    tokens = make_tokens(layer, 4, length, activation, rng)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation)
+    assert np.unique(where[:, -1]).size > 1  # the rows stand at different places of their windows
+    flushes = where == window - 1
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(got[~flushes], want[~flushes]) < EXACT
+    assert np.array_equal(device.position.get(), oracle.position)
+    device.flush(cupy.arange(5))
+    oracle.flush(np.arange(5))
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored"),
+    [
+        *((name, kind, "bfloat16") for name in ("mamba2", "gdn", "kda") for kind in ("lowrank", "ridge")),
+        *(
+            (name, kind, "float32")
+            for name in ("mamba2-80", "gdn-96", "kda-64")
+            for kind in ("prior", "exact", "offline")
+        ),
+    ],
+)
+def test_sketch(name, kind, stored, rng, cupy):
+    """Mixed ranks, dense heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
+    layer, length = LAYERS[name], 36
+    ranks = np.resize(RANKS[layer.kind], layer.heads)
+    plan = make_plan(layer, ranks, rng, map=kind, ridge=RIDGE[kind])
+    device, oracle = SketchEngine(plan, 5, stored, output="float32"), reference.SketchEngine(plan, 5)
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    device.reset(cupy.arange(5))
+    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(5))
+    oracle.load_state(start.astype(np.float64), np.arange(5))
+    tokens = make_tokens(layer, 4, length, "bfloat16", rng)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), "bfloat16")
+    flushes, dense = where == plan.window - 1, ranks == DENSE
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+    assert error(got[~flushes][:, dense], want[~flushes][:, dense]) < EXACT
+    # without a ridge the map divides by the smallest singular values of the sketch
+    tolerance = STORED[stored] * (20 if kind == "exact" else 1)
+    assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < tolerance
+
+
+@pytest.mark.parametrize("gate", [0.0, -50.0, -np.inf])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_gates_of_one_strength(name, gate, rng, cupy):
+    layer = LAYERS[name]
+    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output="float32")), reference.ReplayEngine(layer, 2, 16)
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    tokens = make_tokens(layer, 2, 20, "bfloat16", rng, hard_gates=False)
+    tokens.g[...] = gate
+    if layer.kind == "kda":
+        tokens.g[..., ::3] = -0.1  # next to channels that keep most of what they hold
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (20, 1)), "bfloat16")
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_padding_and_fresh_slots(name, rng, cupy):
+    """A padding row writes zeros and touches nothing; a slot that held NaN is as new after its reset."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
+    fresh, used = (poisoned(SketchEngine(plan, 3, output="float32")) for _ in range(2))
+    used.state[1] = np.nan
+    used.position[1] = 7
+    used.sketch.view(np.uint8)[...] = 0xFF
+    used.reset(cupy.asarray([1]))
+    before = used.state.get()
+    for t in range(18):
+        tokens = tokens_to_device(make_tokens(layer, 2, 1, "bfloat16", rng), "bfloat16")
+        outs = [cupy.empty((2, 1, layer.heads, layer.value_dim), np.float32) for _ in range(2)]
+        fresh.step(tokens, cupy.asarray([-1, 1]), outs[0])
+        used.step(tokens, cupy.asarray([-1, 1]), outs[1])
+        assert not outs[0][0].any() and np.isfinite(outs[0]).all()
+        assert np.array_equal(*outs)
+        assert used.position.tolist() == [0, (t + 1) % 16, 0]
+    assert np.array_equal(used.state[[0, 2]], before[[0, 2]], equal_nan=True)
+    assert np.array_equal(fresh.state, used.state)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
+    tokens = make_tokens(layer, 6, 20, "bfloat16", rng)
+    at_once, alone = (poisoned(SketchEngine(plan, 6, output="float32")) for _ in range(2))
+    for engine in (at_once, alone):
+        engine.reset(cupy.arange(6))
+    out = cupy.empty((6, 20, layer.heads, layer.value_dim), np.float32)
+    at_once.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(6), out)
+    for t in range(20):
+        single = cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32)
+        alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16"), cupy.asarray([2]), single)
+        assert np.array_equal(out[4, t], single[0, 0])
+    assert np.array_equal(at_once.state[4], alone.state[2])
+
+
+@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
+    """Bitwise equal results whichever thread of a block goes first: what a missing barrier would break."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng), "bfloat16")
+    results = []
+    for order in (0, 1, 2, 3):
+        monkeypatch.setattr(standin, "order", order)
+        engine = poisoned(SketchEngine(plan, 2, output="float32"))
+        engine.load_state(cupy.asarray(start), cupy.arange(2))
+        out = cupy.empty((2, 17, layer.heads, layer.value_dim), np.float32)
+        engine.step(tokens, cupy.arange(2), out)
+        results.append((out, engine.state, engine.sketch))
+    for other in results[1:]:
+        for array, same in zip(results[0], other, strict=True):
+            assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
