@@ -13,7 +13,7 @@ import numpy as np
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Record, blank, open_call
 from sketchssm.cpu.maps import advance_sketch, coefficients, project_block, refresh
-from sketchssm.cpu.packed import PENDING, RANK, SKETCH, field
+from sketchssm.cpu.packed import PENDING, RANK, ROWS, SKETCH, field
 from sketchssm.cpu.simd import (
     LANES,
     Pointer,
@@ -25,6 +25,7 @@ from sketchssm.cpu.simd import (
     load,
     njit,
     parallel,
+    prefetch,
     short_integers,
     splat,
     store,
@@ -38,6 +39,12 @@ __all__ = ["flush", "rebuild", "step"]
 
 PARTS_PER_WORKER = 4
 """Parts that the reads of a call are cut into at least, to be shared evenly."""
+
+NO_OUTPUT = -1
+"""Instead of a token's place: nothing is read."""
+
+LINES_AHEAD = 64
+"""Cache lines by which reads of sketches run ahead: a few heads."""
 
 
 @parallel
@@ -67,27 +74,38 @@ def _advance(m: Record) -> None:
 def _step(m: Record, at: Record, worker: int) -> None:
     """One worker's share of one token."""
     buf = floats(m.scratch + 4 * worker * at.size)
+    flushing = 0
+    for row in range(m.batch):
+        flushing += _flushes(m, row)
     parts = min(m.key_heads, -(-PARTS_PER_WORKER * m.workers // m.batch))
-    flushes = reads = 0
+    flushes, reads = flushing * m.key_heads, (m.batch - flushing) * parts
+    # a contiguous share of each kind: what comes next lies next in memory
+    flush, last_flush = flushes * worker // m.workers, flushes * (worker + 1) // m.workers
+    read, last_read = reads * worker // m.workers, reads * (worker + 1) // m.workers
+    flushed = passed = 0
     for row in range(m.batch):
         slot, place = integers(m.rows)[row], row * m.length + m.token
         cursor = np.int64(short_integers(m.position)[slot]) if slot >= 0 else 0
-        if slot >= 0 and cursor + 1 == m.window:
-            for key_head in range(m.key_heads):
-                if (flushes + key_head) % m.workers == worker:
-                    buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
-                    _fold(m, at, buf, slot, key_head, m.window)
-                    _read_new_state(m, at, buf, slot, place, key_head)
-            flushes += m.key_heads
+        if _flushes(m, row):
+            for key_head in range(max(flush - flushed, 0), min(last_flush - flushed, m.key_heads)):
+                buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
+                _fold(m, at, buf, slot, key_head, m.window, place)
+            flushed += m.key_heads
             continue
-        for part in range(parts):
-            if (reads + part) % m.workers == worker:
-                first, last = part * m.key_heads // parts, (part + 1) * m.key_heads // parts
-                if slot >= 0:
-                    _read(m, at, buf, slot, place, cursor, first, last)
-                else:
-                    blank(m, place * m.heads + first * m.group, (last - first) * m.group)
-        reads += parts
+        for part in range(max(read - passed, 0), min(last_read - passed, parts)):
+            first, last = part * m.key_heads // parts, (part + 1) * m.key_heads // parts
+            if slot >= 0:
+                _read(m, at, buf, slot, place, cursor, first, last)
+            else:
+                blank(m, place * m.heads + first * m.group, (last - first) * m.group)
+        passed += parts
+
+
+@njit
+def _flushes(m: Record, row: int) -> bool:
+    """Whether this token completes a row's window."""
+    slot = integers(m.rows)[row]
+    return slot >= 0 and short_integers(m.position)[slot] + 1 == m.window
 
 
 @njit
@@ -100,6 +118,7 @@ def _read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: in
             x = dense_query(m, at, buf, slot, head, cursor)
             _read_rows(m, at, buf, slot, head, x)
         else:
+            _fetch_values(m, slot, cursor, head)
             _read_sketch(m, at, buf, slot, head, cursor)
     add_values(m, at, buf, slot, cursor, first * m.group, last * m.group)
     for head in range(first * m.group, last * m.group):
@@ -139,12 +158,35 @@ def _read_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, curs
     for c in range(output, output + m.values, LANES):
         store(buf, c, splat(np.float32(0.0)))
     own = slot * m.packed_stride + field(m, head, SKETCH)
+    _fetch_ahead(m, own, rank * m.values + field(m, head, ROWS) * m.keys)
     if m.bfloat:
         accumulate(buf, output, 0, 1, m.values, buf, at.ones, buf, at.coefficients, 1, 0,
                    bfloats(m.packed), own, m.values, rank)  # fmt: skip
     else:
         accumulate(buf, output, 0, 1, m.values, buf, at.ones, buf, at.coefficients, 1, 0,
                    floats(m.packed), own, m.values, rank)  # fmt: skip
+
+
+@njit
+def _fetch_values(m: Record, slot: int, cursor: int, head: int) -> None:
+    """Prefetch what `add_values` reads of a head, while sketches are computed with."""
+    for s in range(slot * m.window, slot * m.window + cursor):
+        first = s * m.value_row + head * m.values
+        for line in range(first, first + m.values, LANES):
+            prefetch(floats(m.v), line)
+
+
+@njit
+def _fetch_ahead(m: Record, own: int, size: int) -> None:
+    """Prefetch as much of the packed sketches as one takes, some way ahead of it.
+
+    A sketch is too short a run of memory for the hardware to see it coming.
+    """
+    # in lines of 64 bytes
+    width = 2 if m.bfloat else 4
+    first, count = own * width // 64 + LINES_AHEAD, size * width // 64
+    for line in range(first, first + count):
+        prefetch(floats(m.packed), line * LANES)
 
 
 @njit
@@ -155,17 +197,11 @@ def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int
 
 
 @njit
-def _read_new_state(m: Record, at: Record, buf: Pointer, slot: int, place: int, key_head: int) -> None:
-    """Outputs of the token that completes a window: from the state that it completes."""
-    for head in range(key_head * m.group, (key_head + 1) * m.group):
-        _read_rows(m, at, buf, slot, head, at.inputs + 2 * key_head * m.keys)
-        target = (place * m.heads + head) * m.value_dim
-        copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
+def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: int, place: int) -> None:
+    """Advance the states of a key head's value heads through their rings, and sketch them anew.
 
-
-@njit
-def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: int) -> None:
-    """Advance the states of a key head's value heads through their rings, and sketch them anew."""
+    The output of the token that completes a window is read from the state that it completes.
+    """
     prepare_keys(m, at, buf, slot, key_head)
     for head in range(key_head * m.group, (key_head + 1) * m.group):
         prepare_fold(m, at, buf, slot, head, count)
@@ -173,12 +209,19 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
         norm = 0.0
         for block in range(0, m.values, LANES):
             norm += fold_block(m, at, buf, slot, head, block, count)
+            if place != NO_OUTPUT:
+                rows = (slot * m.heads + head) * m.values + block
+                dots(floats(m.state), rows * m.keys, m.keys, LANES, buf, at.inputs + 2 * key_head * m.keys, m.keys, 1,
+                     m.keys, buf, at.output + head * m.values + block, 0)  # fmt: skip
             if sketched and m.kind == KDA:
                 project_block(m, at, buf, slot, head, block)
         if sketched:
             if m.kind != KDA:
                 advance_sketch(m, at, buf, slot, head, count)
             refresh(m, at, buf, slot, head, norm)
+        if place != NO_OUTPUT:
+            target = (place * m.heads + head) * m.value_dim
+            copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
 
 @parallel
@@ -192,11 +235,12 @@ def flush(context: Array, areas: Array, slots: Array) -> None:
 def _flush(m: Record, at: Record, worker: int, slots: Array) -> None:
     """One worker's share of `flush`."""
     buf = floats(m.scratch + 4 * worker * at.size)
-    for unit in range(worker, slots.size * m.key_heads, m.workers):
+    units = slots.size * m.key_heads
+    for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot = slots[unit // m.key_heads]
         count = np.int64(short_integers(m.position)[slot]) if slot >= 0 else 0
         if count > 0:
-            _fold(m, at, buf, slot, unit % m.key_heads, count)
+            _fold(m, at, buf, slot, unit % m.key_heads, count, NO_OUTPUT)
 
 
 @parallel
@@ -211,7 +255,8 @@ def _rebuild(m: Record, at: Record, worker: int, slots: Array) -> None:
     """One worker's share of `rebuild`."""
     buf = floats(m.scratch + 4 * worker * at.size)
     state = floats(m.state)
-    for unit in range(worker, slots.size * m.heads, m.workers):
+    units = slots.size * m.heads
+    for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot, head = slots[unit // m.heads], unit % m.heads
         if slot >= 0 and field(m, head, RANK) != DENSE:
             first = (slot * m.heads + head) * m.values * m.keys

@@ -13,7 +13,7 @@ import numpy as np
 
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, njit, prefetch, splat, store, total
-from sketchssm.cpu.tiles import TILE_ROWS, accumulate, columns_16, transpose
+from sketchssm.cpu.tiles import TILE_ROWS, accumulate, columns_16, substitute, transpose
 
 __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
@@ -23,13 +23,12 @@ def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) 
     """What a fold needs of the keys and all value heads of a key head share: scalar gates only."""
     if m.kind != GDN:
         return
-    stride = m.key_heads * m.keys
-    first = slot * m.window * stride + key_head * m.keys
-    _across(m, at, buf, floats(m.k), first, stride)
+    first = slot * m.window * m.key_row + key_head * m.keys
+    _across(m, at, buf, floats(m.k), first, m.key_row)
     for j in range(0, m.tokens, LANES):
         for s in range(0, m.tokens, LANES):
             # written transposed, and symmetric
-            columns_16(floats(m.k), first + j * stride, stride, buf, at.keys_across + s, m.tokens, m.keys,
+            columns_16(floats(m.k), first + j * m.key_row, m.key_row, buf, at.keys_across + s, m.tokens, m.keys,
                        buf, at.key_gram + s * m.tokens + j, m.tokens)  # fmt: skip
 
 
@@ -43,9 +42,10 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 
 @njit
 def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """A head's decays over the buffered tokens and its Gram matrix."""
+    """A head's decays over the buffered tokens and, for `substitute`, its Gram matrix with the write gates in it."""
     if m.kind == KDA:
         _prepare_channels(m, at, buf, slot, head, count)
+        _scale_gram(m, at, buf, slot, head, count)
         return
     gates = slot * m.window * m.heads + head
     forward, backward = np.float32(0.0), np.float32(0.0)
@@ -72,32 +72,43 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
         for i in range(0, j + 1, LANES):
             row = j * m.tokens + i
             store(buf, at.gram + row, load(buf, at.walk + i) * load(buf, at.key_gram + row))
+    _scale_gram(m, at, buf, slot, head, count)
+
+
+@njit
+def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
+    """Turn the decayed Gram matrix A into ``-Diag(beta) A`` below its diagonal, and beta on it."""
+    for j in range(count):
+        beta, row = floats(m.beta)[(slot * m.window + j) * m.heads + head], at.gram + j * m.tokens
+        minus = splat(-beta)
+        for i in range(row, row + j + 1, LANES):
+            store(buf, i, minus * load(buf, i))
+        buf[row + j] = beta
 
 
 @njit
 def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """`prepare_fold` under per-channel decay."""
-    key_stride, gate_stride = m.key_heads * m.keys, m.heads * m.keys
-    keys = slot * m.window * key_stride + head // m.group * m.keys
-    gates = slot * m.window * gate_stride + head * m.keys
+    keys = slot * m.window * m.key_row + head // m.group * m.keys
+    gates = slot * m.window * m.gate_row + head * m.keys
     for c in range(0, m.keys, LANES):
         decay = splat(np.float32(1.0))
         for s in range(count):
-            decay = decay * load(floats(m.gate), gates + s * gate_stride + c)
-            store(buf, at.left + s * m.keys + c, decay * load(floats(m.k), keys + s * key_stride + c))
+            decay = decay * load(floats(m.gate), gates + s * m.gate_row + c)
+            store(buf, at.left + s * m.keys + c, decay * load(floats(m.k), keys + s * m.key_row + c))
         store(buf, at.decay + c, decay)
     _across(m, at, buf, buf, at.left, m.keys)
     for s in range(count):
         left = at.left + s * m.keys
         for c in range(0, m.keys, LANES):
-            store(buf, left + c, load(floats(m.k), keys + s * key_stride + c))
+            store(buf, left + c, load(floats(m.k), keys + s * m.key_row + c))
         # key s walks forward through the window and meets every later key
         for j in range(s + 1, count):
             product = splat(np.float32(0.0))
             for c in range(0, m.keys, LANES):
-                decayed = load(floats(m.gate), gates + j * gate_stride + c) * load(buf, left + c)
+                decayed = load(floats(m.gate), gates + j * m.gate_row + c) * load(buf, left + c)
                 store(buf, left + c, decayed)
-                product = fma(decayed, load(floats(m.k), keys + j * key_stride + c), product)
+                product = fma(decayed, load(floats(m.k), keys + j * m.key_row + c), product)
             buf[at.gram + j * m.tokens + s] = total(product)
     for s in range(count):
         buf[at.start + s] = np.float32(1.0)
@@ -108,31 +119,39 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
 def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int) -> Any:
     """Advance 16 rows of a state through the ring; returns their squared norm."""
     first = ((slot * m.heads + head) * m.values + block) * m.keys
-    ring = slot * m.window * m.heads + head
     state = floats(m.state)
     erases = m.kind != MAMBA2
     if erases:
         for s in range(0, count, LANES):
             columns_16(state, first, m.keys, buf, at.keys_across + s, m.tokens, m.keys,
-                       buf, at.predicted + s * LANES, LANES)  # fmt: skip
+                       buf, at.write + s * LANES, LANES)  # fmt: skip
     for s in range(count):
-        write = load(floats(m.v), (ring + s * m.heads) * m.values + block)
+        value = (slot * m.window + s) * m.value_row + head * m.values + block
+        write = load(floats(m.v), value)
+        prefetch(floats(m.v), value + m.values)
         if erases:
-            write = write - splat(buf[at.start + s]) * load(buf, at.predicted + s * LANES)
-            for j in range(s):
-                write = fma(splat(-buf[at.gram + s * m.tokens + j]), load(buf, at.write + j * LANES), write)
-            write = splat(floats(m.beta)[ring + s * m.heads]) * write
-            store(buf, at.write + s * LANES, write)
-        store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * write)
-    left, stride = floats(m.k), m.key_heads * m.keys
+            write = write - splat(buf[at.start + s]) * load(buf, at.write + s * LANES)
+            store(buf, at.write + s * LANES, splat(buf[at.gram + s * (m.tokens + 1)]) * write)
+        else:
+            store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * write)
+    if erases:
+        for s in range(0, count, LANES):
+            if s > 0:
+                accumulate(buf, at.write + s * LANES, LANES, min(LANES, count - s), LANES, buf, at.ones,
+                           buf, at.gram + s * m.tokens, 1, m.tokens, buf, at.write, LANES, s)  # fmt: skip
+            substitute(buf, at.gram + s * (m.tokens + 1), m.tokens, buf, at.write + s * LANES)
+        for s in range(count):
+            store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * load(buf, at.write + s * LANES))
+    left, stride = floats(m.k), m.key_row
     left_at = slot * m.window * stride + head // m.group * m.keys
     if m.kind == KDA:
         left, left_at, stride = buf, at.left, m.keys
     squares = np.float32(0.0)
     for r in range(0, LANES, TILE_ROWS):
         place = first + r * m.keys
-        # the next block's rows, while these are computed with
-        for line in range(place + LANES * m.keys, place + (LANES + TILE_ROWS) * m.keys, LANES):
+        # the next head's rows, while these are computed with
+        ahead = place + m.values * m.keys
+        for line in range(ahead, ahead + TILE_ROWS * m.keys, LANES):
             prefetch(state, line)
         squares += accumulate(state, place, m.keys, TILE_ROWS, m.keys, buf, at.decay, buf, at.carried + block + r,
                               m.values, 1, left, left_at, stride, count)  # fmt: skip

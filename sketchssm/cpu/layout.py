@@ -41,9 +41,10 @@ CACHE_LINE = 64
 
 SIZES = (
     "kind", "slots", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values",
-    "tokens", "workers",
+    "tokens", "workers", "key_row", "value_row", "gate_row", "gram_row",
 )  # fmt: skip
-"""A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors."""
+"""A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors, the rows one token's shares of
+the ring (see `Memory`)."""
 
 POINTERS = (
     "state", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
@@ -61,7 +62,7 @@ CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKE
 AREA_NAMES = (
     "inputs", "x", "scores", "open", "weights", "coefficients", "key_coefficients", "seen", "key_seen",
     "output", "now", "ones", "decay", "reach", "start", "walk", "keys_across", "key_gram", "gram", "left",
-    "predicted", "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "size",
+    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "size",
 )  # fmt: skip
 AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
 """Offsets of one worker's scratch areas, and the size of all. A key head's query and key lie next to one another in
@@ -87,7 +88,9 @@ class Memory:
     and ``gram[j, s] = <D_{s+1:j} k_s, k_j>`` ``(slots, W, heads, W)``, the matrix A of `sketchssm.reference.window`.
 
     Tokens come before heads, so that a step appends and reads long contiguous runs: one core fetches runs of less
-    than 16 KiB at a third of the bandwidth that it reaches on long ones.
+    than 16 KiB at a third of the bandwidth that it reaches on long ones. Where a head has more than one number a
+    token, tokens are an odd number of heads apart: at a power of two, all of a head's tokens would compete for one set
+    of the first cache.
 
     Parameters
     ----------
@@ -112,14 +115,17 @@ class Memory:
         self.position = self.own("position", slots, np.int32)
         if window:
             tokens_heads = slots * window * layer.heads
+            apart, tokens_apart = layer.heads | 1, slots * window * (layer.heads | 1)
+            key_row = (layer.key_heads | 1) * keys
+            self.set(key_row=key_row, value_row=apart * values, gate_row=apart * keys, gram_row=apart * tokens)
             # 16 rows are read at once, also where the ring has fewer
-            self.own("k", (slots * window + LANES) * layer.key_heads * keys)
-            self.own("v", tokens_heads * values)
-            self.own("gate", tokens_heads * (keys if layer.kind == "kda" else 1))
+            self.own("k", (slots * window + LANES) * key_row)
+            self.own("v", tokens_apart * values)
+            self.own("gate", tokens_apart * keys if layer.kind == "kda" else tokens_heads)
             self.own("beta", tokens_heads if layer.erases else 0)
             self.own("reach", rows * tokens if layer.kind != "kda" else 0)
             self.own("start", tokens_heads if layer.kind != "kda" else 0)
-            self.own("gram", tokens_heads * tokens if layer.erases else 0)
+            self.own("gram", tokens_apart * tokens if layer.erases else 0)
 
     def own(self, name: str, size: int, dtype: Any = np.float32) -> Array:
         """Allocate zeros and record their address."""
@@ -171,7 +177,7 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
         "output": heads * values, "now": padded(heads) + LANES,
         **dict.fromkeys(("ones", "decay"), max(keys, values)), **dict.fromkeys(("reach", "start", "walk"), tokens),
         "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,
-        **dict.fromkeys(("predicted", "write"), tokens * LANES), "carried": tokens * values,
+        "write": tokens * LANES, "carried": tokens * values,
         "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values,
         "rows": columns * keys, "low": columns * columns,
         "doubles": 2 * (2 * columns**2 + 2 * columns + columns * values),

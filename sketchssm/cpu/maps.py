@@ -109,12 +109,11 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
     Phi``. It runs on a float32 master of U and rounds as the state itself does; the state never sees it.
     """
     rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
-    stride = m.key_heads * m.keys
-    keys = slot * m.window * stride + head // m.group * m.keys
+    keys = slot * m.window * m.key_row + head // m.group * m.keys
     for s in range(0, count, LANES):
         for g in range(0, rank, COLUMN_LANES):
-            columns_8(floats(m.k), keys + s * stride, stride, floats(m.phi), field(m, head, PHI) + g, width, m.keys,
-                      buf, at.key_sketch + g * m.tokens + s, m.tokens)  # fmt: skip
+            columns_8(floats(m.k), keys + s * m.key_row, m.key_row, floats(m.phi), field(m, head, PHI) + g, width,
+                      m.keys, buf, at.key_sketch + g * m.tokens + s, m.tokens)  # fmt: skip
     master = slot * m.master_stride + field(m, head, MASTER)
     copy(buf, at.sketch, floats(m.master), master, rank * m.values)
     accumulate(buf, at.sketch, m.values, rank, m.values, buf, at.decay, buf, at.key_sketch, 1, m.tokens,
@@ -230,19 +229,30 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
 
 @njit
 def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> None:
-    """``(U^T U / mu + ridge I)^-1 U^T / mu``, solved in float64."""
-    gram, column = doubles(buf, at.doubles), doubles(buf, at.doubles + 2 * rank * rank)
+    """``(U^T U / mu + ridge I)^-1 U^T / mu``: the matrix is factored in float64."""
+    gram = doubles(buf, at.doubles)
+    lanes, share, v = at.key_coefficients - at.coefficients, 1.0 / mu, m.values
+    for g in range(0, rank, 2):
+        dots(buf, at.sketch, v, rank, buf, at.sketch + g * v, v, min(2, rank - g), v, buf, at.low + g * lanes, lanes)
     for g in range(rank):
         for i in range(g + 1):
-            gram[g * rank + i] = _inner(m, buf, at.sketch + g * m.values, at.sketch + i * m.values) / mu
+            gram[g * rank + i] = share * buf[at.low + g * lanes + i]
         gram[g * rank + g] += m.ridge
     cholesky(gram, rank)
-    for v in range(m.values):
-        for g in range(rank):
-            column[g] = buf[at.sketch + g * m.values + v] / mu
-        cholesky_solve(gram, rank, column)
-        for g in range(rank):
-            buf[at.span + g * m.values + v] = column[g]
+    # minus the factor with a diagonal of ones
+    for g in range(rank):
+        for i in range(g):
+            buf[at.low + g * lanes + i] = -gram[g * rank + i] * gram[i * rank + i]
+    copy(buf, at.span, buf, at.sketch, rank * v)
+    for g in range(1, rank):
+        accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, at.low + g * lanes, 1, 0, buf, at.span, v, g)
+    for g in range(rank):
+        scale = splat(np.float32(share * gram[g * rank + g] ** 2))
+        for c in range(at.span + g * v, at.span + (g + 1) * v, LANES):
+            store(buf, c, scale * load(buf, c))
+    for g in range(rank - 2, -1, -1):
+        below, right = at.span + (g + 1) * v, at.low + (g + 1) * lanes + g
+        accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, right, lanes, 0, buf, below, v, rank - 1 - g)
 
 
 @njit

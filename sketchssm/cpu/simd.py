@@ -163,14 +163,14 @@ def doubles(typingctx: Any, pointer: Any, index: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, pointer: Any, index: Any) -> Any:
-    """Ask for the cache line of an element, whether or not there is one."""
+    """Ask for the cache line of an element in the second cache, whether or not there is one."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = ir.IntType(8).as_pointer()
         place = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
         kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [place, INT32(0), INT32(3), INT32(1)])
+        builder.call(function, [place, INT32(0), INT32(2), INT32(1)])
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp), codegen

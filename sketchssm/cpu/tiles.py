@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from sketchssm.cpu import simd
 from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, njit, splat, total
 
-__all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "dots", "transpose"]
+__all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "dots", "substitute", "transpose"]
 
 TILE_ROWS = 4
 """Rows that `accumulate` takes together."""
@@ -83,12 +83,15 @@ def _tile_accumulate(rows: int, chunks: int) -> Any:
                     every = simd.broadcast(builder, weight)
                     for chunk in range(chunks):
                         _add_product(builder, accumulators[chunk * rows + row], every, lanes[chunk])
-            squares = simd.constant(0.0)
-            for variable, place in zip(accumulators, places, strict=True):
-                value = builder.load(variable)
+            # a sum for each row, so that one addition need not wait for the last
+            squares = [simd.constant(0.0)] * rows
+            for number, (variable, place) in enumerate(zip(accumulators, places, strict=True)):
+                value, row = builder.load(variable), number % rows
                 simd.store_lanes(builder, value, place, types.float32)
-                squares = simd.fused(builder, value, value, squares)
-            return squares
+                squares[row] = simd.fused(builder, value, value, squares[row])
+            while len(squares) > 1:
+                squares = [builder.fadd(*squares[n : n + 2]) for n in range(0, len(squares), 2)]
+            return squares[0]
 
         return signature, codegen
 
@@ -97,6 +100,7 @@ def _tile_accumulate(rows: int, chunks: int) -> Any:
 
 _accumulate_4x4 = _tile_accumulate(TILE_ROWS, 4)
 _accumulate_4x1 = _tile_accumulate(TILE_ROWS, 1)
+_accumulate_2x4 = _tile_accumulate(2, 4)
 _accumulate_1x4 = _tile_accumulate(1, 4)
 _accumulate_1x1 = _tile_accumulate(1, 1)
 
@@ -110,12 +114,16 @@ def accumulate(
     squares = splat(np.float32(0.0))
     r = 0
     while r < rows:
-        four = rows - r >= TILE_ROWS
+        taken = TILE_ROWS if rows - r >= TILE_ROWS else 2 if rows - r >= 2 and width % (4 * LANES) == 0 else 1
         at, weight = c0 + r * c_row, w0 + r * w_row
         j = 0
         while j + 4 * LANES <= width:
-            if four:
+            if taken == TILE_ROWS:
                 part = _accumulate_4x4(
+                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
+                )
+            elif taken == 2:
+                part = _accumulate_2x4(
                     c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
                 )
             else:
@@ -125,7 +133,7 @@ def accumulate(
             squares = squares + part
             j += 4 * LANES
         while j < width:
-            if four:
+            if taken == TILE_ROWS:
                 part = _accumulate_4x1(
                     c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
                 )
@@ -135,7 +143,7 @@ def accumulate(
                 )
             squares = squares + part
             j += LANES
-        r += TILE_ROWS if four else 1
+        r += taken
     return total(squares)
 
 
@@ -220,6 +228,30 @@ def transpose(typingctx: Any, source: Any, source0: Any, source_row: Any, out: A
         return context.get_dummy_value()
 
     return types.void(source, i, i, out, i, i), codegen
+
+
+@intrinsic
+def substitute(typingctx: Any, lower: Any, lower0: Any, lower_row: Any, x: Any, x0: Any) -> Any:
+    """``X[s] += sum_{j<s} L[s, j] X[j]`` for 16 rows of one vector each, one after the other."""
+    i = types.intp
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [builder.gep(args[3], [builder.add(args[4], _offset(LANES * row))]) for row in range(LANES)]
+        rows = [simd.load_lanes(builder, place, types.float32) for place in places]
+        for j in range(LANES):
+            for s in range(j + 1, LANES):
+                place = builder.gep(args[0], [builder.add(_index(builder, args[1], (s, args[2])), _offset(j))])
+                every = simd.broadcast(builder, builder.load(place))
+                rows[s] = simd.fused(builder, every, rows[j], rows[s])
+        for row, place in zip(rows, places, strict=True):
+            simd.store_lanes(builder, row, place, types.float32)
+        return context.get_dummy_value()
+
+    return types.void(lower, i, i, x, i), codegen
+
+
+def _offset(count: int) -> Any:
+    return ir.Constant(ir.IntType(64), count)
 
 
 def _tile_dots(rows: int, vectors: int) -> Any:

@@ -29,13 +29,13 @@ def buffer_token(
         source = (place * m.key_heads + key_head) * m.key_dim
         copy(buf, at.inputs + 2 * key_head * m.keys, floats(m.in_q), source, m.key_dim)
         copy(buf, at.inputs + (2 * key_head + 1) * m.keys, floats(m.in_k), source, m.key_dim)
-        copy(floats(m.k), (row * m.key_heads + key_head) * m.keys, floats(m.in_k), source, m.key_dim)
+        copy(floats(m.k), row * m.key_row + key_head * m.keys, floats(m.in_k), source, m.key_dim)
     first, last = first * m.group, last * m.group
     for head in range(first, last):
-        source, target = place * m.heads + head, row * m.heads + head
-        copy(floats(m.v), target * m.values, floats(m.in_v), source * m.value_dim, m.value_dim)
+        source = place * m.heads + head
+        copy(floats(m.v), row * m.value_row + head * m.values, floats(m.in_v), source * m.value_dim, m.value_dim)
         if m.kind == KDA:
-            _buffer_gates(m, source * m.key_dim, target * m.keys)
+            _buffer_gates(m, source * m.key_dim, row * m.gate_row + head * m.keys)
     source, target, count = place * m.heads + first, row * m.heads + first, last - first
     if m.kind != KDA:
         copy(floats(m.gate), target, floats(m.in_g), source, count)
@@ -73,11 +73,10 @@ def weigh(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: in
 @njit
 def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Undecayed ``<k_s, q>`` and ``<k_s, k_t>`` of the buffered keys."""
-    stride = m.key_heads * m.keys
     for s in range(0, cursor + 1, DOT_ROWS):
-        row = (slot * m.window + s) * stride
+        row = (slot * m.window + s) * m.key_row
         for key_head in range(first, last):
-            dots(floats(m.k), row + key_head * m.keys, stride, min(DOT_ROWS, cursor + 1 - s),
+            dots(floats(m.k), row + key_head * m.keys, m.key_row, min(DOT_ROWS, cursor + 1 - s),
                  buf, at.inputs + 2 * key_head * m.keys, m.keys, 1 if m.kind == MAMBA2 else 2, m.keys,
                  buf, at.scores + 2 * key_head * m.tokens + s, m.tokens)  # fmt: skip
 
@@ -85,7 +84,8 @@ def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, fir
 @njit
 def _scalar_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Decay the shared scores by scalar gates; lanes after the newest token hold anything and are never used."""
-    row = (slot * m.window + cursor) * m.heads
+    token = slot * m.window + cursor
+    row = token * m.heads
     reaches, starts = floats(m.reach), floats(m.start)
     weights = at.weights if m.kind == MAMBA2 else at.open
     for head in range(first, last, LANES):
@@ -104,7 +104,7 @@ def _scalar_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, 
             store(buf, weights + head * m.tokens + i, reach * load(buf, scores + i))
             if m.kind == GDN:
                 product = reach * load(buf, scores + m.tokens + i)
-                store(floats(m.gram), (row + head) * m.tokens + i, product)
+                store(floats(m.gram), token * m.gram_row + head * m.tokens + i, product)
 
 
 @njit
@@ -113,12 +113,12 @@ def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int,
     size = 2 * m.keys
     for head in range(first, last):
         copy(buf, at.x + head * size, buf, at.inputs + head // m.group * size, size)
-    newest = (slot * m.window + cursor) * m.heads
+    newest = (slot * m.window + cursor) * m.gram_row
     for s in range(cursor, -1, -1):
         row = slot * m.window + s
         for head in range(first, last):
-            keys = (row * m.key_heads + head // m.group) * m.keys
-            gates, x = (row * m.heads + head) * m.keys, at.x + head * size
+            keys, gates = row * m.key_row + head // m.group * m.keys, row * m.gate_row + head * m.keys
+            x = at.x + head * size
             score, product = splat(np.float32(0.0)), splat(np.float32(0.0))
             for c in range(0, m.keys, LANES):
                 key, gate = load(floats(m.k), keys + c), load(floats(m.gate), gates + c)
@@ -127,7 +127,7 @@ def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int,
                 store(buf, x + c, gate * query)
                 store(buf, x + m.keys + c, gate * newest_key)
             buf[at.open + head * m.tokens + s] = total(score)
-            floats(m.gram)[(newest + head) * m.tokens + s] = total(product)
+            floats(m.gram)[newest + head * m.tokens + s] = total(product)
 
 
 @njit
@@ -137,12 +137,12 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
     Lanes from j on of a Gram row hold anything, so the weights have a place of their own.
     """
     for j in range(cursor, -1, -1):
-        row = (slot * m.window + j) * m.heads
+        token = slot * m.window + j
         for head in range(first, last):
             rest = at.open + head * m.tokens
-            weight = floats(m.beta)[row + head] * buf[rest + j]
+            weight = floats(m.beta)[token * m.heads + head] * buf[rest + j]
             buf[at.weights + head * m.tokens + j] = weight
-            minus, gram = splat(-weight), (row + head) * m.tokens
+            minus, gram = splat(-weight), token * m.gram_row + head * m.tokens
             for i in range(0, j, LANES):
                 store(buf, rest + i, fma(minus, load(floats(m.gram), gram + i), load(buf, rest + i)))
 
@@ -150,28 +150,27 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
 @njit
 def add_values(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Add the buffer's part, the weighted values, to the outputs of some heads."""
-    stride = m.heads * m.values
     for s in range(0, cursor + 1, TILE_ROWS):
-        row = (slot * m.window + s) * stride
+        row = (slot * m.window + s) * m.value_row
         for head in range(first, last):
             accumulate(buf, at.output + head * m.values, 0, 1, m.values, buf, at.ones,
                        buf, at.weights + head * m.tokens + s, 1, 0,
-                       floats(m.v), row + head * m.values, stride, min(TILE_ROWS, cursor + 1 - s))  # fmt: skip
+                       floats(m.v), row + head * m.values, m.value_row, min(TILE_ROWS, cursor + 1 - s))  # fmt: skip
 
 
 @njit
 def dense_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
     """Effective query of a head that reads its full state; returns where it is in scratch."""
-    row, stride = slot * m.window, m.key_heads * m.keys
-    keys = row * stride + head // m.group * m.keys
+    row = slot * m.window
+    keys = row * m.key_row + head // m.group * m.keys
     if m.kind == KDA:
-        gates, x = (row * m.heads + head) * m.keys, at.x + 2 * head * m.keys
+        gates, x = row * m.gate_row + head * m.keys, at.x + 2 * head * m.keys
         for c in range(0, m.keys, LANES):
             decay, query = splat(np.float32(1.0)), load(buf, x + c)
             for j in range(cursor + 1):
-                decay = decay * load(floats(m.gate), gates + j * m.heads * m.keys + c)
+                decay = decay * load(floats(m.gate), gates + j * m.gate_row + c)
                 weight = splat(-buf[at.weights + head * m.tokens + j])
-                query = fma(weight, decay * load(floats(m.k), keys + j * stride + c), query)
+                query = fma(weight, decay * load(floats(m.k), keys + j * m.key_row + c), query)
             store(buf, x + c, query)
         return x
     query = at.inputs + 2 * (head // m.group) * m.keys
@@ -182,5 +181,6 @@ def dense_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, curso
         for j in range(cursor + 1):
             weight = buf[at.weights + head * m.tokens + j]
             buf[at.walk + j] = -weight * floats(m.start)[(row + j) * m.heads + head]
-        accumulate(buf, at.x, 0, 1, m.keys, buf, at.ones, buf, at.walk, 1, 0, floats(m.k), keys, stride, cursor + 1)
+        accumulate(buf, at.x, 0, 1, m.keys, buf, at.ones, buf, at.walk, 1, 0,
+                   floats(m.k), keys, m.key_row, cursor + 1)  # fmt: skip
     return at.x
