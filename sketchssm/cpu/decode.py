@@ -11,28 +11,14 @@ import numba
 import numpy as np
 
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
-from sketchssm.cpu.layout import KDA, MAMBA2, Array, Record, blank, open_call
-from sketchssm.cpu.maps import advance_sketch, coefficients, project_block, refresh
-from sketchssm.cpu.packed import PENDING, RANK, ROWS, SKETCH, field
-from sketchssm.cpu.simd import (
-    LANES,
-    Pointer,
-    bfloats,
-    copy,
-    floats,
-    fma,
-    integers,
-    load,
-    njit,
-    parallel,
-    prefetch,
-    short_integers,
-    splat,
-    store,
-    total,
-)
-from sketchssm.cpu.tiles import accumulate, dots
-from sketchssm.cpu.window import add_values, buffer_token, dense_query, weigh
+from sketchssm.cpu.jit import njit, parallel
+from sketchssm.cpu.layout import KDA, Array, Record, blank, open_call
+from sketchssm.cpu.maps import advance_sketch, project_block, refresh
+from sketchssm.cpu.packed import RANK, field
+from sketchssm.cpu.read import read
+from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, short_integers, splat, total
+from sketchssm.cpu.tiles import dots
+from sketchssm.cpu.window import buffer_token
 from sketchssm.recurrence import DENSE
 
 __all__ = ["flush", "rebuild", "step"]
@@ -42,9 +28,6 @@ PARTS_PER_WORKER = 4
 
 NO_OUTPUT = -1
 """Instead of a token's place: nothing is read."""
-
-LINES_AHEAD = 64
-"""Cache lines by which reads of sketches run ahead: a few heads."""
 
 
 @parallel
@@ -80,22 +63,22 @@ def _step(m: Record, at: Record, worker: int) -> None:
     parts = min(m.key_heads, -(-PARTS_PER_WORKER * m.workers // m.batch))
     flushes, reads = flushing * m.key_heads, (m.batch - flushing) * parts
     # a contiguous share of each kind: what comes next lies next in memory
-    flush, last_flush = flushes * worker // m.workers, flushes * (worker + 1) // m.workers
-    read, last_read = reads * worker // m.workers, reads * (worker + 1) // m.workers
+    flush_from, flush_to = flushes * worker // m.workers, flushes * (worker + 1) // m.workers
+    read_from, read_to = reads * worker // m.workers, reads * (worker + 1) // m.workers
     flushed = passed = 0
     for row in range(m.batch):
         slot, place = integers(m.rows)[row], row * m.length + m.token
         cursor = np.int64(short_integers(m.position)[slot]) if slot >= 0 else 0
         if _flushes(m, row):
-            for key_head in range(max(flush - flushed, 0), min(last_flush - flushed, m.key_heads)):
+            for key_head in range(max(flush_from - flushed, 0), min(flush_to - flushed, m.key_heads)):
                 buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
                 _fold(m, at, buf, slot, key_head, m.window, place)
             flushed += m.key_heads
             continue
-        for part in range(max(read - passed, 0), min(last_read - passed, parts)):
+        for part in range(max(read_from - passed, 0), min(read_to - passed, parts)):
             first, last = part * m.key_heads // parts, (part + 1) * m.key_heads // parts
             if slot >= 0:
-                _read(m, at, buf, slot, place, cursor, first, last)
+                read(m, at, buf, slot, place, cursor, first, last)
             else:
                 blank(m, place * m.heads + first * m.group, (last - first) * m.group)
         passed += parts
@@ -106,94 +89,6 @@ def _flushes(m: Record, row: int) -> bool:
     """Whether this token completes a row's window."""
     slot = integers(m.rows)[row]
     return slot >= 0 and short_integers(m.position)[slot] + 1 == m.window
-
-
-@njit
-def _read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int) -> None:
-    """Outputs of one token between flushes: reads of states or sketches, plus the buffer's part."""
-    buffer_token(m, at, buf, slot, place, cursor, first, last)
-    weigh(m, at, buf, slot, cursor, first, last)
-    for head in range(first * m.group, last * m.group):
-        if field(m, head, RANK) == DENSE:
-            x = dense_query(m, at, buf, slot, head, cursor)
-            _read_rows(m, at, buf, slot, head, x)
-        else:
-            _fetch_values(m, slot, cursor, head)
-            _read_sketch(m, at, buf, slot, head, cursor)
-    add_values(m, at, buf, slot, cursor, first * m.group, last * m.group)
-    for head in range(first * m.group, last * m.group):
-        target = (place * m.heads + head) * m.value_dim
-        copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
-
-
-@njit
-def _read_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> None:
-    """Output of one head's sketch, ``U C x_t``.
-
-    ``C x_t = C D_{1:t} q_t - sum_j c_tj h_j`` with the projected keys ``h_j = C D_{1:j} k_j`` of all tokens so far.
-    """
-    rank, erases = field(m, head, RANK), m.kind != MAMBA2
-    if m.kind == KDA:
-        x, scale = at.x + 2 * head * m.keys, np.float32(1.0)
-    else:
-        x = at.inputs + 2 * (head // m.group) * m.keys
-        scale = floats(m.start)[(slot * m.window + cursor) * m.heads + head]
-    coefficients(m, at, buf, slot, head, x, 2 if erases else 1)
-    pending = slot * m.pending_stride + field(m, head, PENDING)
-    if erases:
-        newest = pending + cursor * m.pending_share
-        for g in range(rank):
-            floats(m.pending)[newest + g] = scale * buf[at.key_coefficients + g]
-    for g in range(0, rank, LANES):
-        value = splat(scale) * load(buf, at.coefficients + g)
-        if erases:
-            weights = at.weights + head * m.tokens
-            for j in range(cursor):
-                projected = load(floats(m.pending), pending + j * m.pending_share + g)
-                value = fma(splat(-buf[weights + j]), projected, value)
-            # the newest comes from scratch: loading what was stored in pieces a moment ago would stall
-            value = fma(splat(-scale * buf[weights + cursor]), load(buf, at.key_coefficients + g), value)
-        store(buf, at.coefficients + g, value)
-    output = at.output + head * m.values
-    for c in range(output, output + m.values, LANES):
-        store(buf, c, splat(np.float32(0.0)))
-    own = slot * m.packed_stride + field(m, head, SKETCH)
-    _fetch_ahead(m, own, rank * m.values + field(m, head, ROWS) * m.keys)
-    if m.bfloat:
-        accumulate(buf, output, 0, 1, m.values, buf, at.ones, buf, at.coefficients, 1, 0,
-                   bfloats(m.packed), own, m.values, rank)  # fmt: skip
-    else:
-        accumulate(buf, output, 0, 1, m.values, buf, at.ones, buf, at.coefficients, 1, 0,
-                   floats(m.packed), own, m.values, rank)  # fmt: skip
-
-
-@njit
-def _fetch_values(m: Record, slot: int, cursor: int, head: int) -> None:
-    """Prefetch what `add_values` reads of a head, while sketches are computed with."""
-    for s in range(slot * m.window, slot * m.window + cursor):
-        first = s * m.value_row + head * m.values
-        for line in range(first, first + m.values, LANES):
-            prefetch(floats(m.v), line)
-
-
-@njit
-def _fetch_ahead(m: Record, own: int, size: int) -> None:
-    """Prefetch as much of the packed sketches as one takes, some way ahead of it.
-
-    A sketch is too short a run of memory for the hardware to see it coming.
-    """
-    # in lines of 64 bytes
-    width = 2 if m.bfloat else 4
-    first, count = own * width // 64 + LINES_AHEAD, size * width // 64
-    for line in range(first, first + count):
-        prefetch(floats(m.packed), line * LANES)
-
-
-@njit
-def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
-    """Output of one head's full state for a vector in scratch."""
-    first = (slot * m.heads + head) * m.values * m.keys
-    dots(floats(m.state), first, m.keys, m.values, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values, 0)
 
 
 @njit

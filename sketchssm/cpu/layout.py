@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cpu.simd import LANES, floats, njit, padded
+from sketchssm.cpu.jit import njit
+from sketchssm.cpu.simd import LANES, floats, padded
 from sketchssm.recurrence import KINDS, Layer, Tokens
 
 __all__ = [
     "GDN",
+    "HEADS_TOGETHER",
     "KDA",
     "MAMBA2",
     "Array",
@@ -38,12 +40,15 @@ Record = Any
 
 CACHE_LINE = 64
 
+HEADS_TOGETHER = 8
+"""Heads that go through the stages of a read together (see `sketchssm.cpu.read`)."""
+
 
 SIZES = (
     "kind", "slots", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values",
     "tokens", "workers", "key_row", "value_row", "gate_row", "gram_row",
 )  # fmt: skip
-"""A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors, the rows one token's shares of
+"""A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors, the rows a token's shares of
 the ring (see `Memory`)."""
 
 POINTERS = (
@@ -55,12 +60,21 @@ POINTERS = (
 CALL = ["in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "batch", "length", "token"]
 """One call: addresses of its inputs, its output and its rows' slots, its sizes, the token at hand."""
 
-SKETCH = ["map", "bfloat", "packed_stride", "master_stride", "factors_stride", "pending_stride", "pending_share"]
+SKETCH = [
+    "map",
+    "bfloat",
+    "columns",
+    "packed_stride",
+    "master_stride",
+    "factors_stride",
+    "pending_stride",
+    "pending_share",
+]
 
 CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)] + [("ridge", np.float64)])
 
 AREA_NAMES = (
-    "inputs", "x", "scores", "open", "weights", "coefficients", "key_coefficients", "seen", "key_seen",
+    "inputs", "x", "scores", "open", "weights", "coefficients",
     "output", "now", "ones", "decay", "reach", "start", "walk", "keys_across", "key_gram", "gram", "left",
     "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "size",
 )  # fmt: skip
@@ -158,6 +172,7 @@ class Memory:
     def scratch(self, workers: int, rank: int = 0) -> Array:
         """Allocate scratch memory for some workers; returns the record of its areas."""
         areas = scratch_areas(self.context[0], rank)
+        self.set(columns=padded(rank))
         size = int(areas["size"][0])
         memory = self.own("scratch", workers * size).reshape(workers, size)
         memory[:, areas["ones"][0] : areas["decay"][0]] = 1.0
@@ -173,7 +188,7 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
     needs = {
         "inputs": 2 * key_heads * keys, "x": 2 * keys * (heads if sizes["kind"] == KDA else 1),
         "scores": 2 * key_heads * tokens, "open": heads * tokens, "weights": heads * tokens,
-        **dict.fromkeys(("coefficients", "key_coefficients", "seen", "key_seen"), columns),
+        "coefficients": HEADS_TOGETHER * 4 * columns,
         "output": heads * values, "now": padded(heads) + LANES,
         **dict.fromkeys(("ones", "decay"), max(keys, values)), **dict.fromkeys(("reach", "start", "walk"), tokens),
         "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,

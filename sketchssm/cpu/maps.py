@@ -1,4 +1,4 @@
-"""From a state to its sketch and coefficient map, and from an effective query to coefficients.
+"""From a state to its sketch and coefficient map.
 
 `sketchssm.reference.maps` has the algebra and the names; here it runs on the rows of a K-last state. All maps but
 `offline` have the same last step, a product of some vectors over V with the state: ``T^T S``, for B (T the scaled
@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import KDA, Record
 from sketchssm.cpu.packed import (
     EXACT,
@@ -27,67 +28,17 @@ from sketchssm.cpu.packed import (
     SKETCH,
     field,
 )
-from sketchssm.cpu.simd import (
-    LANES,
-    Pointer,
-    bfloats,
-    copy,
-    doubles,
-    floats,
-    fma,
-    load,
-    njit,
-    padded,
-    splat,
-    store,
-    total,
-)
+from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
 from sketchssm.cpu.small import cholesky, cholesky_solve, pseudo_inverse
 from sketchssm.cpu.tiles import COLUMN_LANES, accumulate, columns_8, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
-__all__ = ["advance_sketch", "coefficients", "project_block", "refresh"]
+__all__ = ["advance_sketch", "project_block", "refresh"]
 
 lanes_up = njit(padded)
 
 SMALLEST = 1e-30
 """Squared norm below which a state counts as zero: float32 has too few digits left for the squares of its elements."""
-
-
-@njit
-def coefficients(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int, vectors: int) -> None:
-    """``C x`` of the vector at ``x`` in scratch, or also of the one behind it, into ``coefficients``."""
-    rank, rows = field(m, head, RANK), field(m, head, ROWS)
-    lanes = at.key_coefficients - at.coefficients
-    if m.map == EXACT or m.map == RIDGE:
-        _map_products(m, at, buf, slot, head, rank, x, vectors, at.coefficients)
-        return
-    pi = field(m, head, PI)
-    dots(floats(m.pi), pi, m.keys, rank, buf, x, m.keys, vectors, m.keys, buf, at.coefficients, lanes)
-    if m.map != LOWRANK and m.map != PRIOR:
-        return
-    _map_products(m, at, buf, slot, head, rows, x, vectors, at.seen)
-    factors = slot * m.factors_stride + field(m, head, FACTORS)
-    for n in range(vectors):
-        seen, result = at.seen + n * lanes, at.coefficients + n * lanes
-        for g in range(0, rank, LANES):
-            value = load(floats(m.factors), factors + g) * load(buf, result + g)
-            for i in range(rows):
-                value = fma(splat(buf[seen + i]), load(floats(m.factors), factors + (1 + i) * rank + g), value)
-            store(buf, result + g, value)
-
-
-@njit
-def _map_products(
-    m: Record, at: Record, buf: Pointer, slot: int, head: int, rows: int, x: int, vectors: int, out: int
-) -> None:
-    """Products of the map's stored rows with one or two vectors."""
-    own = slot * m.packed_stride + field(m, head, MAP)
-    lanes = at.key_coefficients - at.coefficients
-    if m.bfloat:
-        dots(bfloats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, out, lanes)
-    else:
-        dots(floats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, out, lanes)
 
 
 @njit
@@ -191,7 +142,7 @@ def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float) -> None:
 def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: float, missed: float) -> None:
     """Woodbury factors w and F; turns the rows B into ``B - Pi Diag(w) L``."""
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
-    lanes = at.key_coefficients - at.coefficients
+    lanes = m.columns
     for i in range(rows):
         dots(buf, at.sketch, m.values, rank, buf, at.span + i * m.values, 0, 1, m.values,
              buf, at.low + i * lanes, 0)  # fmt: skip
@@ -231,7 +182,7 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
 def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> None:
     """``(U^T U / mu + ridge I)^-1 U^T / mu``: the matrix is factored in float64."""
     gram = doubles(buf, at.doubles)
-    lanes, share, v = at.key_coefficients - at.coefficients, 1.0 / mu, m.values
+    lanes, share, v = m.columns, 1.0 / mu, m.values
     for g in range(0, rank, 2):
         dots(buf, at.sketch, v, rank, buf, at.sketch + g * v, v, min(2, rank - g), v, buf, at.low + g * lanes, lanes)
     for g in range(rank):

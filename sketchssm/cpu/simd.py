@@ -16,7 +16,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -33,9 +32,7 @@ __all__ = [
     "fma",
     "integers",
     "load",
-    "njit",
     "padded",
-    "parallel",
     "prefetch",
     "short_integers",
     "splat",
@@ -50,16 +47,6 @@ Pointer = Any
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
-
-
-def njit(function: Callable[..., Any]) -> Any:
-    """Compile a piece of a kernel; error_model numpy keeps exception paths out of inner loops."""
-    return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
-
-
-def parallel(function: Callable[..., Any]) -> Any:
-    """Compile a kernel whose `numba.prange` loop spreads over the threads."""
-    return numba.njit(cache=True, error_model="numpy", nogil=True, parallel=True)(function)
 
 
 def padded(size: int, multiple: int = LANES) -> int:

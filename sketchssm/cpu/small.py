@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sketchssm.cpu.simd import njit
+from sketchssm.cpu.jit import njit
 
 __all__ = ["cholesky", "cholesky_solve", "pseudo_inverse"]
 

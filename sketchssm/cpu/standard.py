@@ -8,22 +8,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.cpu.jit import njit, parallel
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, blank, open_call, pass_call
-from sketchssm.cpu.simd import (
-    LANES,
-    Pointer,
-    copy,
-    exp,
-    floats,
-    fma,
-    integers,
-    load,
-    njit,
-    parallel,
-    splat,
-    store,
-    total,
-)
+from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
 from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["StandardEngine"]

@@ -15,9 +15,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sketchssm.cpu import simd
-from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, njit, splat, total
+from sketchssm.cpu.jit import njit
+from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, splat, total
 
-__all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "dots", "substitute", "transpose"]
+__all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "combine", "dots", "substitute", "transpose"]
 
 TILE_ROWS = 4
 """Rows that `accumulate` takes together."""
@@ -145,6 +146,53 @@ def accumulate(
             j += LANES
         r += taken
     return total(squares)
+
+
+def _tile_combine(chunks: int) -> Any:
+    """``out = sum_g a[g] X[g] + sum_s b[s] Y[s]`` for a piece of a row."""
+
+    @intrinsic
+    def tile(typingctx: Any, out: Any, out0: Any, a: Any, a0: Any, x: Any, x0: Any, x_step: Any, n: Any,
+             b: Any, b0: Any, y: Any, y0: Any, y_step: Any, depth: Any) -> Any:  # fmt: skip
+        i = types.intp
+        signature = types.void(out, i, a, i, x, i, i, i, b, i, y, i, i, i)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            accumulators = _accumulators(context, builder, chunks)
+            for weights, start, rows, first, step, count, kind in ((*args[2:8], x.dtype), (*args[8:], y.dtype)):
+                with cgutils.for_range(builder, count) as loop:
+                    weight = builder.load(builder.gep(weights, [builder.add(start, loop.index)]))
+                    every, place = simd.broadcast(builder, weight), _index(builder, first, (loop.index, step))
+                    for chunk, variable in enumerate(accumulators):
+                        pointer = builder.gep(rows, [builder.add(place, _offset(LANES * chunk))])
+                        _add_product(builder, variable, every, simd.load_lanes(builder, pointer, kind))
+            for chunk, variable in enumerate(accumulators):
+                pointer = builder.gep(args[0], [builder.add(args[1], _offset(LANES * chunk))])
+                simd.store_lanes(builder, builder.load(variable), pointer, types.float32)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+_combine_4 = _tile_combine(4)
+_combine_1 = _tile_combine(1)
+
+
+@njit
+def combine(
+    out: Pointer, out0: int, width: int, a: Pointer, a0: int, x: Pointer, x0: int, x_step: int, n: int,
+    b: Pointer, b0: int, y: Pointer, y0: int, y_step: int, depth: int,
+) -> None:  # fmt: skip
+    """``out[:width] = sum_g a[g] X[g] + sum_s b[s] Y[s]`` over n rows of X and `depth` rows of Y."""
+    j = 0
+    while j + 4 * LANES <= width:
+        _combine_4(out, out0 + j, a, a0, x, x0 + j, x_step, n, b, b0, y, y0 + j, y_step, depth)
+        j += 4 * LANES
+    while j < width:
+        _combine_1(out, out0 + j, a, a0, x, x0 + j, x_step, n, b, b0, y, y0 + j, y_step, depth)
+        j += LANES
 
 
 def _interleave(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:

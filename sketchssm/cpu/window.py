@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
-from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, njit, splat, store, total
-from sketchssm.cpu.tiles import DOT_ROWS, TILE_ROWS, accumulate, dots
+from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, splat, store, total
+from sketchssm.cpu.tiles import DOT_ROWS, accumulate, dots
 
-__all__ = ["add_values", "buffer_token", "dense_query", "weigh"]
+__all__ = ["buffer_token", "dense_query", "weigh"]
 
 
 @njit
@@ -145,17 +146,6 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
             minus, gram = splat(-weight), token * m.gram_row + head * m.tokens
             for i in range(0, j, LANES):
                 store(buf, rest + i, fma(minus, load(floats(m.gram), gram + i), load(buf, rest + i)))
-
-
-@njit
-def add_values(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
-    """Add the buffer's part, the weighted values, to the outputs of some heads."""
-    for s in range(0, cursor + 1, TILE_ROWS):
-        row = (slot * m.window + s) * m.value_row
-        for head in range(first, last):
-            accumulate(buf, at.output + head * m.values, 0, 1, m.values, buf, at.ones,
-                       buf, at.weights + head * m.tokens + s, 1, 0,
-                       floats(m.v), row + head * m.values, m.value_row, min(TILE_ROWS, cursor + 1 - s))  # fmt: skip
 
 
 @njit

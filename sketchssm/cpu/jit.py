@@ -1,0 +1,55 @@
+"""Compiling kernels with Numba, and keeping what was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache
+
+__all__ = ["njit", "parallel"]
+
+PACKAGE = Path(__file__).parents[1]
+
+SOURCES = ("cpu/*.py", "recurrence.py", "plan.py", "reference/maps.py")
+"""All that a kernel's machine code comes from: modules with kernels, and those whose constants they take."""
+
+
+class PackageCache(FunctionCache):  # type: ignore[misc]  # the base is untyped
+    """Numba's cache on disk, valid for one text of the whole package.
+
+    Numba goes by a kernel's own file, and so would miss an edit, or an upgrade, of another kernel that it calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file._source_stamp = digest()
+
+
+@cache
+def digest() -> str:
+    """Digest of the package's kernels."""
+    text = sha256()
+    for pattern in SOURCES:
+        for path in sorted(PACKAGE.glob(pattern)):
+            text.update(path.read_bytes())
+    return text.hexdigest()
+
+
+def njit(function: Callable[..., Any]) -> Any:
+    """Compile a piece of a kernel; error_model numpy keeps exception paths out of inner loops."""
+    return _cached(numba.njit(error_model="numpy", nogil=True)(function))
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """Compile a kernel whose `numba.prange` loop spreads over the threads."""
+    return _cached(numba.njit(error_model="numpy", nogil=True, parallel=True)(function))
+
+
+def _cached(dispatcher: Any) -> Any:
+    dispatcher._cache = PackageCache(dispatcher.py_func)
+    return dispatcher

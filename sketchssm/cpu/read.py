@@ -1,0 +1,138 @@
+"""Reads between flushes: one token's outputs from sketches, or dense states, and the ring.
+
+``o_t = U C x_t + sum_s c_ts v_s``. Heads are independent and each has chains of dependent operations, so a few of them
+go through every stage together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sketchssm.cpu.jit import njit
+from sketchssm.cpu.layout import HEADS_TOGETHER, KDA, MAMBA2, Record
+from sketchssm.cpu.packed import EXACT, FACTORS, LOWRANK, MAP, PENDING, PI, PRIOR, RANK, RIDGE, ROWS, SKETCH, field
+from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, floats, fma, load, prefetch, splat, store
+from sketchssm.cpu.tiles import combine, dots
+from sketchssm.cpu.window import buffer_token, dense_query, weigh
+from sketchssm.recurrence import DENSE
+
+__all__ = ["read"]
+
+LINES_AHEAD = 64
+"""Cache lines by which reads of sketches run ahead: a few heads."""
+
+
+@njit
+def read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int) -> None:
+    """Outputs of one token of some key heads, which it also appends to the ring."""
+    buffer_token(m, at, buf, slot, place, cursor, first, last)
+    weigh(m, at, buf, slot, cursor, first, last)
+    last *= m.group
+    for start in range(first * m.group, last, HEADS_TOGETHER):
+        end = min(start + HEADS_TOGETHER, last)
+        for head in range(start, end):
+            if field(m, head, RANK) != DENSE:
+                _fetch(m, slot, head, cursor)
+                _see(m, at, buf, slot, head, at.coefficients + 4 * (head - start) * m.columns)
+        for head in range(start, end):
+            if field(m, head, RANK) != DENSE:
+                _solve(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
+            else:
+                _read_rows(m, at, buf, slot, head, dense_query(m, at, buf, slot, head, cursor))
+        for head in range(start, end):
+            _sum(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
+            target = (place * m.heads + head) * m.value_dim
+            copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
+
+
+@njit
+def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
+    """Prefetch what will be read of the ring, and as much of the packed sketches as one takes, some way ahead of it.
+
+    A head's numbers are too short a run of memory for the hardware to see them coming.
+    """
+    for s in range(slot * m.window, slot * m.window + cursor):
+        first = s * m.value_row + head * m.values
+        for line in range(first, first + m.values, LANES):
+            prefetch(floats(m.v), line)
+    # in float32 numbers, 16 to a line
+    share = 2 if m.bfloat else 1
+    own = (slot * m.packed_stride + field(m, head, SKETCH)) // share + LINES_AHEAD * LANES
+    size = (field(m, head, RANK) * m.values + field(m, head, ROWS) * m.keys) // share
+    for line in range(own, own + size, LANES):
+        prefetch(floats(m.packed), line)
+
+
+@njit
+def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -> None:
+    """What a head's map makes of the decayed query, and unless mamba2 also of the newest key.
+
+    For maps in factors ``Pi^T x`` comes first, then ``(B - Pi Diag(w) L)^T x``, for two vectors each in turn.
+    """
+    x = at.x + 2 * head * m.keys if m.kind == KDA else at.inputs + 2 * (head // m.group) * m.keys
+    vectors = 1 if m.kind == MAMBA2 else 2
+    if m.map != EXACT and m.map != RIDGE:
+        dots(floats(m.pi), field(m, head, PI), m.keys, field(m, head, RANK), buf, x, m.keys, vectors, m.keys,
+             buf, spot, m.columns)  # fmt: skip
+        spot += 2 * m.columns
+    rows, own = field(m, head, ROWS), slot * m.packed_stride + field(m, head, MAP)
+    if m.bfloat:
+        dots(bfloats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
+    else:
+        dots(floats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
+
+
+@njit
+def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
+    """Coefficients of the effective query.
+
+    ``C x_t = C D_{1:t} q_t - sum_j c_tj h_j`` with the projected keys ``h_j = C D_{1:j} k_j`` of all tokens so far.
+    """
+    rank, rows, erases = field(m, head, RANK), field(m, head, ROWS), m.kind != MAMBA2
+    if m.map == LOWRANK or m.map == PRIOR:
+        factors = slot * m.factors_stride + field(m, head, FACTORS)
+        for result in range(spot, spot + (2 if erases else 1) * m.columns, m.columns):
+            for g in range(0, rank, LANES):
+                value = load(floats(m.factors), factors + g) * load(buf, result + g)
+                for i in range(rows):
+                    factor = load(floats(m.factors), factors + (1 + i) * rank + g)
+                    value = fma(splat(buf[result + 2 * m.columns + i]), factor, value)
+                store(buf, result + g, value)
+    scale = splat(floats(m.start)[(slot * m.window + cursor) * m.heads + head] if m.kind != KDA else np.float32(1.0))
+    weights, pending = at.weights + head * m.tokens, slot * m.pending_stride + field(m, head, PENDING)
+    for g in range(0, rank, LANES):
+        value = scale * load(buf, spot + g)
+        if erases:
+            newest = scale * load(buf, spot + m.columns + g)
+            store(buf, spot + m.columns + g, newest)
+            value = fma(splat(-buf[weights + cursor]), newest, value)
+            for j in range(cursor):
+                projected = load(floats(m.pending), pending + j * m.pending_share + g)
+                value = fma(splat(-buf[weights + j]), projected, value)
+        store(buf, spot + g, value)
+    if erases:
+        copy(floats(m.pending), pending + cursor * m.pending_share, buf, spot + m.columns, rank)
+
+
+@njit
+def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
+    """Output of one head's full state for a vector in scratch."""
+    first = (slot * m.heads + head) * m.values * m.keys
+    dots(floats(m.state), first, m.keys, m.values, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values, 0)
+
+
+@njit
+def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
+    """Add up a head's output: sketch or full read, and weighted values."""
+    rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
+    output, weights = at.output + head * m.values, at.weights + head * m.tokens
+    values = slot * m.window * m.value_row + head * m.values
+    if rank == DENSE:
+        combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
+                buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
+    elif m.bfloat:
+        combine(buf, output, m.values, buf, spot, bfloats(m.packed), own, m.values, rank,
+                buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
+    else:
+        combine(buf, output, m.values, buf, spot, floats(m.packed), own, m.values, rank,
+                buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
