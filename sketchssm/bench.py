@@ -70,6 +70,8 @@ class BenchResult:
         Share of the measured copy bandwidth that those bytes reach: 1 is the floor.
     error : float
         Relative error of the outputs of one row against the same system in float64.
+    state_error : float
+        Relative error of that row's state after the window, likewise.
     first_call_seconds : float
         What the first window took beyond a typical one: compiling, or loading what was compiled earlier.
     """
@@ -85,6 +87,7 @@ class BenchResult:
     bytes: float
     fraction: float
     error: float
+    state_error: float
     first_call_seconds: float
 
     @property
@@ -296,7 +299,7 @@ def measure(
     one_row = Tokens(*(None if x is None else x[:1] for x in tokens))
     start = np.random.default_rng(seed).standard_normal((1, *layer.state_shape)).astype(np.float32)
 
-    heads, errors, first = [], [], []
+    heads, errors, state_errors, first = [], [], [], []
     for system in systems:
         head = system.build(batch, backend)
         head.load_state(np.broadcast_to(start, (batch, *layer.state_shape)))
@@ -307,6 +310,7 @@ def measure(
         twin = system.build(1, "reference")
         twin.load_state(start)
         errors.append(relative_error(outputs, np.asarray(twin.step(*one_row), dtype=np.float64)))
+        state_errors.append(relative_error(head.state[:1], twin.state))
 
     times: list[list[list[float]]] = [[] for _ in systems]
     stop = time.perf_counter() + seconds * len(heads)
@@ -331,6 +335,7 @@ def measure(
             needed,
             needed / amortised / bandwidth,
             errors[i],
+            state_errors[i],
             max(first[i] - window * amortised, 0.0),
         )
         results.append(result)
