@@ -26,13 +26,11 @@ smaller ones are lost in the rounding of a Gram matrix."""
 class StrongQR(NamedTuple):
     """Columns that a strong rank-revealing QR picks of a matrix M.
 
-    ``kept (n,)`` and ``dropped (K - n,)`` are column numbers, ``weights (n, K - n)`` says what the dropped columns
-    are of the kept ones, ``M[:, dropped] ~ M[:, kept] @ weights`` in least squares, and ``swaps`` counts the swaps.
+    ``kept (n,)`` and ``dropped (K - n,)`` are column numbers, and ``swaps`` counts what was swapped.
     """
 
     kept: npt.NDArray[np.int64]
     dropped: npt.NDArray[np.int64]
-    weights: Array
     swaps: int
 
 
@@ -59,8 +57,7 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
     """
     from scipy.linalg import qr, solve_triangular
 
-    energy, vectors = np.linalg.eigh(gram)
-    root = np.sqrt(np.maximum(energy, 0.0))[:, None] * vectors.T  # root^T root = gram
+    root = _root(gram)
     r, order = qr(root, mode="r", pivoting=True)
     swaps = 0
     while _full_rank(r, count):
@@ -73,8 +70,13 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
         order[[i, count + j]] = order[[count + j, i]]
         r = qr(root[:, order], mode="r")[0]
         swaps += 1
-    weights = np.linalg.lstsq(r[:count, :count], r[:count, count:], rcond=SUPPORT)[0]
-    return StrongQR(order[:count].astype(np.int64), order[count:].astype(np.int64), weights, swaps)
+    return StrongQR(order[:count].astype(np.int64), order[count:].astype(np.int64), swaps)
+
+
+def _root(gram: Array) -> Array:
+    """A matrix whose Gram matrix is the given one."""
+    energy, vectors = np.linalg.eigh(gram)
+    return np.sqrt(np.maximum(energy, 0.0))[:, None] * vectors.T
 
 
 def _full_rank(r: Array, count: int) -> bool:
@@ -100,8 +102,8 @@ class KeyMoments:
     ----------
     layer : Layer
         As given.
-    gram : ndarray of float64, (key_heads, K, K)
-        Sum of ``k k^T`` and of ``q q^T / |q|^2`` over tokens.
+    key_gram, query_gram : ndarray of float64, (key_heads, K, K)
+        Sums of ``k k^T`` and of ``q q^T / |q|^2`` over tokens.
     tokens : int
         Number of tokens.
 
@@ -116,7 +118,9 @@ class KeyMoments:
         if layer.kind != "gdn":
             raise ValueError(f"layer: DRRQR reduces the keys of gdn, got {layer.kind}; ChannelScores prunes its state")
         self.layer = layer
-        self.gram: Array = np.zeros((layer.key_heads, layer.key_dim, layer.key_dim))
+        shape = (layer.key_heads, layer.key_dim, layer.key_dim)
+        self.key_gram: Array = np.zeros(shape)
+        self.query_gram: Array = np.zeros(shape)
         self.tokens = 0
 
     def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None) -> None:
@@ -137,12 +141,14 @@ class KeyMoments:
             If an argument is not a real floating-point array.
         """
         tokens = host_tokens(self.layer, q, k, v, g, beta)
-        for x, unit in ((tokens.k, False), (tokens.q, True)):
-            rows = np.asarray(x, dtype=np.float64).transpose(2, 0, 1, 3).reshape(self.layer.key_heads, -1, x.shape[-1])
-            if unit:
-                length = np.linalg.norm(rows, axis=-1, keepdims=True)
-                rows = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
-            self.gram += rows.swapaxes(-1, -2) @ rows
+        heads, key_dim = self.layer.key_heads, self.layer.key_dim
+        k, q = (
+            np.asarray(x, np.float64).transpose(2, 0, 1, 3).reshape(heads, -1, key_dim) for x in (tokens.k, tokens.q)
+        )
+        length = np.linalg.norm(q, axis=-1, keepdims=True)
+        q = np.divide(q, length, out=np.zeros_like(q), where=length > 0)
+        self.key_gram += k.swapaxes(-1, -2) @ k
+        self.query_gram += q.swapaxes(-1, -2) @ q
         self.tokens += int(np.prod(tokens.v.shape[:2]))
 
     def __add__(self, other: KeyMoments) -> KeyMoments:
@@ -152,7 +158,8 @@ class KeyMoments:
         if self.layer != other.layer:
             raise ValueError(f"moments: expected the same layer to add, got {self.layer} and {other.layer}")
         total = KeyMoments(self.layer)
-        total.gram, total.tokens = self.gram + other.gram, self.tokens + other.tokens
+        for name in ("key_gram", "query_gram", "tokens"):
+            setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
 
     def reduce(self, sparsity: float) -> KeyReduction:
@@ -177,8 +184,13 @@ class KeyMoments:
         count = max(int(self.layer.key_dim * (1 - check_sparsity(sparsity)) + 1e-9), 1)
         if not self.tokens:
             raise ValueError("moments: expected some tokens, got none; call update first")
-        picked = [strong_rrqr(gram, count) for gram in self.gram]
-        return KeyReduction(self.layer, *(np.stack([each[i] for each in picked]) for i in range(3)))
+        picked = [strong_rrqr(gram, count) for gram in self.key_gram + self.query_gram]
+        kept, dropped = (np.stack([getattr(each, name) for each in picked]) for name in ("kept", "dropped"))
+        weights = []
+        for gram, stay, go in zip(self.key_gram, kept, dropped, strict=True):
+            root = _root(gram)
+            weights.append(np.linalg.lstsq(root[:, stay], root[:, go], rcond=SUPPORT)[0])
+        return KeyReduction(self.layer, kept, dropped, np.stack(weights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +206,7 @@ class KeyReduction:
     dropped : ndarray of int64, (key_heads, K - n)
         The others.
     weights : ndarray, (key_heads, n, K - n)
-        Least squares coefficients: ``k[dropped] ~ k[kept] @ weights``.
+        Least squares coefficients over the keys alone, of which states are made: ``k[dropped] ~ k[kept] @ weights``.
     """
 
     layer: Layer
