@@ -120,13 +120,13 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
 @njit
 def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
     """Output of one head's full state for a vector in scratch."""
-    state, first, size = floats(m.state), (slot * m.heads + head) * m.values * m.keys, LANES * m.keys
+    states, first, size = floats(m.served), (slot * m.heads + head) * m.values * m.keys, LANES * m.keys
     for block in range(0, m.values, LANES):
         place = first + block * m.keys
         # what comes next: this state's rows, then the next head's
         for line in range(place + BLOCKS_AHEAD * size, place + (BLOCKS_AHEAD + 1) * size, LANES):
-            prefetch(state, line)
-        dots(state, place, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values + block, 0)
+            prefetch(states, line)
+        dots(states, place, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values + block, 0)
 
 
 @njit
