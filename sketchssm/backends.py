@@ -22,9 +22,13 @@ ENGINES = {
     ("reference", "standard"): "sketchssm.reference.engines:StandardEngine",
     ("reference", "replay"): "sketchssm.reference.engines:ReplayEngine",
     ("reference", "sketch"): "sketchssm.reference.engines:SketchEngine",
+    ("reference", "quantised"): "sketchssm.reference.baselines:QuantisedEngine",
+    ("reference", "copy"): "sketchssm.reference.baselines:CopyEngine",
     ("cpu", "standard"): "sketchssm.cpu.standard:StandardEngine",
     ("cpu", "replay"): "sketchssm.cpu.replay:ReplayEngine",
     ("cpu", "sketch"): "sketchssm.cpu.sketch:SketchEngine",
+    ("cpu", "quantised"): "sketchssm.cpu.quantised:QuantisedEngine",
+    ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
 }
 
 
@@ -38,11 +42,13 @@ class Engine(Protocol):
     dtype: np.dtype[Any]
     """Type of states, inputs and outputs: float64 for `reference`, float32 for `cpu`."""
 
-    state: npt.NDArray[Any]
-    """``(slots, heads, V, K)``: exact states as of each slot's last flush."""
+    @property
+    def state(self) -> npt.NDArray[Any]:
+        """``(slots, heads, V, K)``: states as of each slot's last flush, exact unless the system itself is not."""
 
-    position: npt.NDArray[np.int32]
-    """``(slots,)``: tokens buffered since each slot's last flush."""
+    @property
+    def position(self) -> npt.NDArray[np.int32]:
+        """``(slots,)``: tokens buffered since each slot's last flush."""
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``."""
@@ -63,7 +69,7 @@ def load_engine(system: str, backend: str, *args: Any, **settings: Any) -> tuple
     Parameters
     ----------
     system : str
-        "standard", "replay" or "sketch".
+        "standard", "replay", "sketch", "quantised" or "copy".
     backend : {"auto", "reference", "cpu"}
         Where to run; "auto" takes the fastest that this machine has.
     *args, **settings
