@@ -130,7 +130,7 @@ def test_rows_are_disjoint_and_seeded(lm):
 def small_run(lm):
     model = tiny(lm, "kda")
     calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8)
-    systems = lm["systems"].exact(calibrations, 8) + lm["systems"].sketches(calibrations, [1, 6], 8)
+    systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 6], 8)
     text = np.random.default_rng(0).integers(VOCAB, size=2000)
     rows = lm["prompts"].text_rows(text, 3, 64, np.random.default_rng(0))
     prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), most=2)
@@ -155,7 +155,7 @@ def test_layers_share_the_budget(lm):
     """A model's traffic is that of its layers added up."""
     entry = lm["systems"].ModelSystem
     layers = {place: ss_system(reduction) for place, reduction in enumerate((2.0, 4.0))}
-    assert entry("two", layers).reduction == pytest.approx(2 / (1 / 2 + 1 / 4))
+    assert entry("two", "any", layers).reduction == pytest.approx(2 / (1 / 2 + 1 / 4))
 
 
 def ss_system(reduction):

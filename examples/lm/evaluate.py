@@ -23,6 +23,7 @@ from prompts import needle_prompts, text_rows
 from recurrence import Chunked, Heads
 from torch.nn import functional as F
 
+from sketchssm.calibrate.allocation import METHODS
 from sketchssm.cli.output import Output, percent
 from sketchssm.plan import DEFAULT_MAP, MAPS
 
@@ -33,8 +34,8 @@ class Result:
 
     Attributes
     ----------
-    name : str
-        The system.
+    name, family : str
+        The system, and the method that it is a setting of.
     reduction : float
         Traffic reduction relative to standard decoding.
     loss : float
@@ -52,6 +53,7 @@ class Result:
     """
 
     name: str
+    family: str
     reduction: float
     loss: float
     perplexity: float
@@ -144,6 +146,7 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
         results.append(
             Result(
                 system.name,
+                system.family,
                 system.reduction,
                 float(losses.mean()),
                 float(np.exp(losses.mean())),
@@ -158,12 +161,14 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
 
 
 def listed(options, calibrations):
-    """The systems that the options ask for; standard decoding always comes first."""
-    exact = catalogue.exact(calibrations, options.window)
-    systems = [system for system in exact if system.name in {"standard", *options.systems}]
-    if "sketch" in options.systems:
-        for name in options.maps:
-            systems += catalogue.sketches(calibrations, options.ranks, options.window, name, method=options.method)
+    """The systems that the options ask for; the exact ones come first, standard decoding before all."""
+    systems = catalogue.baselines(calibrations, "exact", options.window)
+    for family in options.systems:
+        if family == "sketch":
+            for name in options.maps:
+                systems += catalogue.sketches(calibrations, options.ranks, options.window, name, method=options.method)
+        else:
+            systems += catalogue.baselines(calibrations, family, options.window)
     return systems
 
 
@@ -192,13 +197,19 @@ def arguments(given=None):
     add = parser.add_argument
     add("--model", type=Path, required=True, help="weights: a safetensors file")
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
-    add("--systems", type=lambda x: x.split(","), default=["standard", "replay", "sketch"], help="comma-separated")
-    add("--ranks", type=lambda x: [float(y) for y in x.split(",")], default=[2, 4, 8, 16], help="mean ranks")
-    add("--maps", type=lambda x: x.split(","), default=[DEFAULT_MAP], help=f"of {', '.join(MAPS)}; comma-separated")
-    add("--method", help="rank allocation, see sketchssm.allocate_ranks")
-    add("--weighting", default="uniform", help="of samples in bases, see sketchssm.Moments")
+    choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
+    add("--systems", nargs="+", choices=choices, default=choices, help="what stands beside the exact systems")
+    add("--ranks", nargs="+", type=float, default=(2, 4, 8, 16), help="mean ranks of sketches")
+    add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
+    add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
+    add(
+        "--weighting",
+        choices=("uniform", "output"),
+        default="output",
+        help="of samples in bases, see sketchssm.Moments",
+    )
     add("--window", type=int, default=16, help="tokens from one flush to the next")
-    add("--calib-rows", type=int, default=12, help="rows of calibration text")
+    add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--rows", type=int, default=16, help="rows of test text")
     add("--prompts", type=int, default=128, help="needle prompts")
     add("--length", type=int, default=1024, help="tokens of a row and of a prompt")
@@ -212,7 +223,7 @@ def arguments(given=None):
 def main(given=None):
     """Calibrate, compare, print, and write what `--out` asks for."""
     options = arguments(given)
-    output = Output(None)
+    output, revision = Output(None), commit()
     model = HybridLM.load(options.model)
     kind = model.layer.kind
     calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
@@ -220,10 +231,11 @@ def main(given=None):
     text = text_rows(test, options.rows, options.length, rng)
     prompts = needle_prompts(test, encoder(options.tokens), options.prompts, options.length, rng)
     calibration_text = torch.from_numpy(text_rows(calib, options.calib_rows, options.length, rng))
-    with output.progress("calibration", 3 + 2 + len(options.ranks) * len(options.maps)) as step:
+    with output.progress("calibration", 1) as step:
         step("calibration")
         calibrations = catalogue.calibrate(model, calibration_text, options.window, options.weighting)
         systems = listed(options, calibrations)
+    with output.progress("", len(systems) + 2) as step:
         results, without = evaluate(
             model, systems, text, prompts, decoded=options.decoded, backend=options.backend, step=step
         )
@@ -232,7 +244,7 @@ def main(given=None):
         return
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
-        "commit": commit(),
+        "commit": revision,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": "CPU",
         "command": command(options),
@@ -275,9 +287,8 @@ def command(options):
             continue
         if name in ("model", "tokens", "out"):
             value = {"model": f"MODELS/{options.model.name}", "tokens": "TOKENS", "out": "RESULTS"}[name]
-        values = value if isinstance(value, list) else [value]
-        listed = ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in values)
-        words.append(f"--{name.replace('_', '-')} {listed}")
+        values = value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
     return f"python examples/lm/evaluate.py {' '.join(words)}"
 
 

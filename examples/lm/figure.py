@@ -16,7 +16,7 @@ def draw(kind, results, without, path):
     kind : str
         The model's kind of recurrence.
     results : list of Result
-        What the systems did; a name up to its last comma is the family that is drawn as one line.
+        What the systems did; each family is one line.
     without : float
         Recall with the states wiped.
     path : str or PathLike
@@ -29,7 +29,7 @@ def draw(kind, results, without, path):
 
     families = {}
     for result in results:
-        families.setdefault(result.name.rpartition(",")[0] or result.name, []).append(result)
+        families.setdefault(result.family, []).append(result)
     with pyplot.rc_context(STYLE):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
         for i, (family, members) in enumerate(families.items()):

@@ -2,7 +2,7 @@
 
 Pre-norm blocks of a mixer and a SwiGLU; the configuration's pattern says which mixers are recurrent ("R": Mamba-2,
 Gated DeltaNet or Kimi Delta Attention behind a short convolution) and which are causal softmax attention without
-positions ("A"). Everything but the recurrent states is the model's own: convolution tails, attention's keys and values.
+positions ("A"). Everything but the recurrent states is the model's own: convolution tails, keys and values.
 """
 
 import json

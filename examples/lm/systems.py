@@ -1,13 +1,15 @@
 """Decode systems of a whole model: one calibrated `sketchssm.evaluate.System` for every recurrent layer."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
-from sketchssm.evaluate import System, exact_systems, sketch_system
+from sketchssm.evaluate import exact_systems, sketch_system
+from sketchssm.evaluate.baselines import key_reduced_systems, pruned_systems, quantised_systems, read_only_systems
 from sketchssm.plan import STORAGE
 from sketchssm.recurrence import Tokens
 
@@ -41,12 +43,15 @@ class ModelSystem:
     Attributes
     ----------
     name : str
-        What to call it; up to the last comma, its family.
+        What to call it.
+    family : str
+        The method that it is a setting of.
     layers : dict of int to System
         The layers' own.
     """
 
     name: str
+    family: str
     layers: dict
 
     @property
@@ -130,25 +135,31 @@ def sketches(calibrations, ranks, window=16, map="ridge", pivots=4, ridge=None, 
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
         tables = ss.allocate_ranks(scores, rank, method, storage=STORAGE[map], pivots=pivots).ranks
-        name = f"sketch ({map}), rank {rank:g}"
+        family = f"sketch, {map} map"
+        name = f"{family}, rank {rank:g}"
         layers = {
             place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map, pivots, ridge), name)
             for (place, calibration), table in zip(calibrations.items(), tables, strict=True)
         }
-        systems.append(ModelSystem(name, layers))
+        systems.append(ModelSystem(name, family, layers))
     return systems
 
 
-def per_layer(calibrations, listing):
-    """Systems of all layers from ``listing(calibration)``, which lists one layer's, by name."""
-    columns = {place: listing(calibration) for place, calibration in calibrations.items()}
-    named: dict[str, dict[int, System]] = {}
-    for place, systems in columns.items():
-        for system in systems:
-            named.setdefault(system.name, {})[place] = system
-    return [ModelSystem(name, layers) for name, layers in named.items() if len(layers) == len(columns)]
+def baselines(calibrations, family, window=16):
+    """The systems of one of `FAMILIES` in every layer; none for a kind that the method excludes."""
+    columns = {place: FAMILIES[family](x.layer, x.tokens, window) for place, x in calibrations.items()}
+    return [
+        ModelSystem(systems[0].name, family, dict(zip(columns, systems, strict=True)))
+        for systems in zip(*columns.values(), strict=True)
+    ]
 
 
-def exact(calibrations, window=16):
-    """Standard decoding and buffered replay."""
-    return per_layer(calibrations, lambda calibration: exact_systems(calibration.layer, window))
+FAMILIES = {
+    "exact": lambda layer, tokens, window: exact_systems(layer, window),
+    "quantised": partial(quantised_systems, bits=(8, 6, 4)),
+    "pruned": partial(pruned_systems, sparsities=(0.5, 0.75)),
+    "key-reduced": partial(key_reduced_systems, sparsities=(0.5, 0.75)),
+    "copy": partial(read_only_systems, bits=(4, 2), ranks=()),
+    "low-rank": partial(read_only_systems, bits=(), ranks=(16, 8, 4)),
+}
+"""What can stand beside a sketch: systems of one layer from its shape, its calibration tokens and a window."""
