@@ -1,0 +1,296 @@
+"""Perplexity and needle recall of a small language model whose recurrent layers decode with different systems.
+
+    python examples/lm/evaluate.py --model gdn.safetensors --tokens TOKENS --out RESULTS
+
+TOKENS is a folder with ``calib.npy`` and ``test.npy`` (token ids) and ``tokenizer.json``. Test text is decoded from
+its first token on. Of a needle prompt, all but the last `--decoded` tokens of the haystack are read exactly, as a
+prefill does; then each system decodes the rest, the question and the answer.
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import systems as catalogue
+import torch
+from figure import draw
+from model import HybridLM
+from prompts import needle_prompts, text_rows
+from recurrence import Chunked, Heads
+from torch.nn import functional as F
+
+from sketchssm.calibrate.allocation import METHODS
+from sketchssm.cli.output import Output, percent
+from sketchssm.plan import DEFAULT_MAP, MAPS
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a system did to the model.
+
+    Attributes
+    ----------
+    name, family : str
+        The system, and the method that it is a setting of.
+    reduction : float
+        Traffic reduction relative to standard decoding.
+    loss : float
+        Cross-entropy of test text in nats a token.
+    perplexity : float
+        Its exponential.
+    increase : float
+        Loss above that of standard decoding.
+    increase_error : float
+        Standard error of the increase, over rows of text.
+    agreement : float
+        Share of tokens after which the likeliest next token is that of standard decoding.
+    recall : float
+        Share of needle prompts answered word for word.
+    """
+
+    name: str
+    family: str
+    reduction: float
+    loss: float
+    perplexity: float
+    increase: float
+    increase_error: float
+    agreement: float
+    recall: float
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A batch of prompts up to the token where systems take over: states by layer and the model's own memory."""
+
+    states: dict
+    cache: dict
+    rest: torch.Tensor
+
+
+@torch.no_grad()
+def score_text(model, heads, ids):
+    """Loss ``(rows, tokens - 1)`` and likeliest next token of each token, decoded from zero states."""
+    hidden = model(ids, Heads(heads))[:, :-1]
+    losses, guesses = [], []
+    for row, following in zip(hidden, ids[:, 1:], strict=True):  # one row's logits at a time are large enough
+        logits = model.head(row)
+        losses.append(F.cross_entropy(logits, following, reduction="none").double().numpy())
+        guesses.append(logits.argmax(-1).numpy())
+    return np.stack(losses), np.stack(guesses)
+
+
+@torch.no_grad()
+def prefill(model, ids, stop):
+    """Read the first `stop` tokens of prompts exactly."""
+    core, cache = Chunked(), {}
+    if stop:
+        model(ids[:, :stop], core, cache)
+    return Prefilled(core.states, cache, ids[:, stop:])
+
+
+@torch.no_grad()
+def continued(model, heads, batch, wipe=False):
+    """Likeliest next token ``(rows, tokens)`` of each token after a prefill; `wipe` forgets the states at its end."""
+    core = Heads(heads)
+    core.load({place: torch.zeros_like(state) if wipe else state for place, state in batch.states.items()})
+    hidden = model(batch.rest, core, dict(batch.cache))
+    return np.stack([model.head(row).argmax(-1).numpy() for row in hidden])
+
+
+def recall(model, system, prompts, batches, backend, wipe=False):
+    """Share of prompts answered word for word."""
+    guesses = [continued(model, system.heads(len(x.rest), backend), x, wipe) for x in batches]
+    rest = np.concatenate(guesses)
+    return float(prompts.recalled(np.pad(rest, [(0, 0), (prompts.ids.shape[1] - rest.shape[1], 0)])).mean())
+
+
+def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="auto", step=lambda label: None):
+    """Run all systems; the first is what the others are compared with. Returns results and recall without states.
+
+    Parameters
+    ----------
+    model : HybridLM
+        The model.
+    systems : list of ModelSystem
+        What to compare.
+    text : ndarray of int64, (rows, tokens)
+        Test text.
+    prompts : Prompts
+        Needle prompts.
+    decoded : int
+        Tokens of the haystack that systems decode themselves.
+    batch : int
+        Prompts that decode at once.
+    backend : str
+        Where heads run.
+    step : callable
+        Told what comes next.
+    """
+    if not 0 <= decoded <= prompts.question:
+        raise ValueError(f"decoded: expected 0 to {prompts.question} tokens of haystack, got {decoded}")
+    step("prefill")
+    ids = torch.from_numpy(prompts.ids)
+    batches = [prefill(model, part, prompts.question - decoded) for part in ids.split(batch)]
+    rows = torch.from_numpy(text)
+    results, base = [], None
+    for system in systems:
+        step(system.name)
+        losses, guesses = score_text(model, system.heads(len(rows), backend), rows)
+        base = base or (losses, guesses)
+        more = (losses - base[0]).mean(axis=1)
+        results.append(
+            Result(
+                system.name,
+                system.family,
+                system.reduction,
+                float(losses.mean()),
+                float(np.exp(losses.mean())),
+                float(more.mean()),
+                float(more.std(ddof=1) / len(more) ** 0.5) if len(more) > 1 else float("nan"),
+                float((guesses == base[1]).mean()),
+                recall(model, system, prompts, batches, backend),
+            )
+        )
+    step("without states")
+    return results, recall(model, systems[0], prompts, batches, backend, wipe=True)
+
+
+def listed(options, calibrations):
+    """The systems that the options ask for; the exact ones come first, standard decoding before all."""
+    systems = catalogue.baselines(calibrations, "exact", options.window)
+    for family in options.systems:
+        if family == "sketch":
+            for name in options.maps:
+                systems += catalogue.sketches(calibrations, options.ranks, options.window, name, method=options.method)
+        else:
+            systems += catalogue.baselines(calibrations, family, options.window)
+    return systems
+
+
+def show(output, kind, results, without):
+    """Print the comparison."""
+    rows = [
+        (
+            x.name,
+            f"{x.reduction:.2f}x",
+            f"{x.loss:.4f}",
+            f"{x.perplexity:.2f}",
+            f"{x.increase:+.4f} ± {x.increase_error:.4f}",
+            percent(x.agreement),
+            percent(x.recall, 1),
+        )
+        for x in results
+    ]
+    columns = ("system", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "recall")
+    output.table(f"{kind}: a language model's recurrent layers under several decode systems", columns, rows)
+    output.say(f"Recall with the recurrent states wiped at the end of the prefill: {percent(without, 1)}")
+
+
+def arguments(given=None):
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="weights: a safetensors file")
+    add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
+    choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
+    add("--systems", nargs="+", choices=choices, default=choices, help="what stands beside the exact systems")
+    add("--ranks", nargs="+", type=float, default=(2, 4, 8, 16), help="mean ranks of sketches")
+    add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
+    add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
+    add(
+        "--weighting",
+        choices=("uniform", "output"),
+        default="output",
+        help="of samples in bases, see sketchssm.Moments",
+    )
+    add("--window", type=int, default=16, help="tokens from one flush to the next")
+    add("--calib-rows", type=int, default=9, help="rows of calibration text")
+    add("--rows", type=int, default=16, help="rows of test text")
+    add("--prompts", type=int, default=128, help="needle prompts")
+    add("--length", type=int, default=1024, help="tokens of a row and of a prompt")
+    add("--decoded", type=int, default=0, help="tokens of the haystack that systems decode, too")
+    add("--backend", default="auto", help="where heads run")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder for lm-KIND.json and lm-KIND.png")
+    return parser.parse_args(given)
+
+
+def main(given=None):
+    """Calibrate, compare, print, and write what `--out` asks for."""
+    options = arguments(given)
+    output, revision = Output(None), commit()
+    model = HybridLM.load(options.model)
+    kind = model.layer.kind
+    calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
+    rng = np.random.default_rng(options.seed)
+    text = text_rows(test, options.rows, options.length, rng)
+    prompts = needle_prompts(test, encoder(options.tokens), options.prompts, options.length, rng)
+    calibration_text = torch.from_numpy(text_rows(calib, options.calib_rows, options.length, rng))
+    with output.progress("calibration", 1) as step:
+        step("calibration")
+        calibrations = catalogue.calibrate(model, calibration_text, options.window, options.weighting)
+        systems = listed(options, calibrations)
+    with output.progress("", len(systems) + 2) as step:
+        results, without = evaluate(
+            model, systems, text, prompts, decoded=options.decoded, backend=options.backend, step=step
+        )
+    show(output, kind, results, without)
+    if options.out is None:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "commit": revision,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": "CPU",
+        "command": command(options),
+        "kind": kind,
+        "systems": [asdict(x) for x in results],
+        "recall_without_states": without,
+    }
+    Output(str(options.out / f"lm-{kind}.json")).finish(report)
+    output.say(f"written: {draw(kind, results, without, options.out / f'lm-{kind}.png')}")
+
+
+def encoder(folder):
+    """Tokens of a string, by the folder's tokenizer."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("needle prompts need a tokenizer: pip install tokenizers") from error
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: tokenizer.encode(text).ids
+
+
+def commit():
+    """The checkout's commit, marked where files differ from it; empty outside of one."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def command(options):
+    """The command line that repeats a run, with the data's folders left out."""
+    words = []
+    for name, value in vars(options).items():
+        if value is None:
+            continue
+        if name in ("model", "tokens", "out"):
+            value = {"model": f"MODELS/{options.model.name}", "tokens": "TOKENS", "out": "RESULTS"}[name]
+        values = value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
+    return f"python examples/lm/evaluate.py {' '.join(words)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Decode systems of a whole model: one calibrated `sketchssm.evaluate.System` for every recurrent layer."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from recurrence import Recorder
+from torch.nn import functional as F
+
+import sketchssm as ss
+from sketchssm.evaluate import exact_systems, sketch_system
+from sketchssm.evaluate.baselines import key_reduced_systems, pruned_systems, quantised_systems, read_only_systems
+from sketchssm.plan import STORAGE
+from sketchssm.recurrence import Tokens
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration text says of one layer.
+
+    Attributes
+    ----------
+    layer : Layer
+        Kind and shape.
+    tokens : Tokens
+        Inputs of the recurrence that the basis was fitted on, ``(sequences, tokens, ...)``.
+    basis : SketchBasis
+        Calibrated bases.
+    scores : RankScores
+        Rank scores with gradients, from other sequences.
+    """
+
+    layer: ss.Layer
+    tokens: Tokens
+    basis: ss.SketchBasis
+    scores: ss.RankScores
+
+
+@dataclass(frozen=True)
+class ModelSystem:
+    """A system in every recurrent layer of a model.
+
+    Attributes
+    ----------
+    name : str
+        What to call it.
+    family : str
+        The method that it is a setting of.
+    layers : dict of int to System
+        The layers' own.
+    """
+
+    name: str
+    family: str
+    layers: dict
+
+    @property
+    def reduction(self):
+        """Traffic reduction over all layers, which are of one shape: bytes are added up before the ratio is taken."""
+        return len(self.layers) / sum(1 / system.reduction for system in self.layers.values())
+
+    def heads(self, slots, backend="auto"):
+        """Decode heads by layer."""
+        return {place: system.build(slots, backend) for place, system in self.layers.items()}
+
+
+def calibrate(model, ids, window=16, weighting="uniform", rank_max=40):
+    """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
+
+    Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
+
+    Parameters
+    ----------
+    model : HybridLM
+        The model.
+    ids : tensor of int64, (rows, tokens)
+        Calibration text.
+    window : int
+        Tokens from one flush to the next.
+    weighting : {"uniform", "output"}
+        See `sketchssm.Moments`.
+    rank_max : int
+        Largest rank to score, where the layer has as many; a head that needs more reads its full state.
+
+    Returns
+    -------
+    dict of int to Calibration
+        By layer.
+    """
+    fit, score = ids.tensor_split([max(1, len(ids) * 2 // 3)])
+    if not len(score):
+        raise ValueError(f"ids: expected at least 2 rows of calibration text, got {len(ids)}")
+    layer = model.layer
+    seen = {place: [] for place in model.recurrent}
+    with torch.no_grad():
+        for row in fit.split(1):
+            recorder = Recorder()
+            model(row, recorder)
+            for place, inputs in recorder.inputs.items():
+                seen[place].append(inputs)
+    found = {}
+    for place, rows in seen.items():
+        tokens = Tokens(*(None if x[0] is None else torch.cat(x).numpy() for x in zip(*rows, strict=True)))
+        moments = ss.Moments(
+            layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, window, weighting
+        )
+        moments.update(*tokens)
+        basis = ss.fit_basis(moments)
+        scores = ss.RankScores(basis, rank_max=min(rank_max, basis.rank_max))
+        found[place] = Calibration(layer, tokens, basis, scores)
+    for row in score.split(1):
+        recorder = graded(model, row)
+        for place, calibration in found.items():
+            calibration.scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
+    return found
+
+
+def graded(model, ids):
+    """Record one forward and backward pass of the summed next-token cross-entropy."""
+    recorder = Recorder()
+    # what flows into the first layer needs a gradient for any to flow at all; the weights' own are not wanted
+    with torch.enable_grad():
+        hook = model.emb.register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
+        try:
+            hidden = model(ids, recorder)
+        finally:
+            hook.remove()
+        F.cross_entropy(model.head(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    return recorder
+
+
+def sketches(calibrations, ranks, window=16, map="ridge", pivots=4, ridge=None, method=None):
+    """Sketches of all layers under one budget, at each of several mean ranks."""
+    systems = []
+    for rank in ranks:
+        scores = [calibration.scores for calibration in calibrations.values()]
+        tables = ss.allocate_ranks(scores, rank, method, storage=STORAGE[map], pivots=pivots).ranks
+        family = f"sketch, {map} map"
+        name = f"{family}, rank {rank:g}"
+        layers = {
+            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map, pivots, ridge), name)
+            for (place, calibration), table in zip(calibrations.items(), tables, strict=True)
+        }
+        systems.append(ModelSystem(name, family, layers))
+    return systems
+
+
+def baselines(calibrations, family, window=16):
+    """The systems of one of `FAMILIES` in every layer; none for a kind that the method excludes."""
+    columns = {place: FAMILIES[family](x.layer, x.tokens, window) for place, x in calibrations.items()}
+    return [
+        ModelSystem(systems[0].name, family, dict(zip(columns, systems, strict=True)))
+        for systems in zip(*columns.values(), strict=True)
+    ]
+
+
+FAMILIES = {
+    "exact": lambda layer, tokens, window: exact_systems(layer, window),
+    "quantised": partial(quantised_systems, bits=(8, 6, 4)),
+    "pruned": partial(pruned_systems, sparsities=(0.5, 0.75)),
+    "key-reduced": partial(key_reduced_systems, sparsities=(0.5, 0.75)),
+    "copy": partial(read_only_systems, bits=(4, 2), ranks=()),
+    "low-rank": partial(read_only_systems, bits=(), ranks=(16, 8, 4)),
+}
+"""What can stand beside a sketch: systems of one layer from its shape, its calibration tokens and a window."""

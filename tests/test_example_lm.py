@@ -1,0 +1,180 @@
+"""The language model of examples/lm: its decode through heads is its forward pass, and its prompts are well formed."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from samples import Basis, relative
+
+import sketchssm as ss
+from sketchssm.recurrence import KINDS
+
+torch = pytest.importorskip("torch")
+LM = Path(__file__).parents[1] / "examples" / "lm"
+VOCAB, LENGTH = 64, 40
+TINY = {
+    "d": 32, "vocab": VOCAB, "pattern": "RAR", "conv": 4, "attn_heads": 2, "H": 4, "Hk": 2, "K": 8, "V": 8, "ff": 24,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """The example's modules, importable as they are when its script runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(LM))
+        names = ("recurrence", "model", "prompts", "systems", "figure", "evaluate")
+        yield {name: importlib.import_module(name) for name in names}
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def tiny(lm, kind, dtype=torch.float32):
+    torch.manual_seed(5)
+    key_heads = 4 if kind == "kda" else 2
+    model = lm["model"].HybridLM({**TINY, "family": kind, "Hk": key_heads}).to(dtype)
+    torch.nn.init.normal_(model.emb.weight)
+    return model.eval().requires_grad_(False)
+
+
+def ids(rows=3, length=LENGTH):
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def stepwise(model, core, tokens):
+    """Hidden vectors with one call per token."""
+    cache = {}
+    return torch.cat([model(token, core, cache) for token in tokens.split(1, dim=1)], 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stepwise_decode_is_the_forward_pass(kind, lm):
+    """In float64 both orders of summation agree to rounding, 40 tokens deep."""
+    model = tiny(lm, kind, torch.float64)
+    heads = {place: ss.StandardHead(model.layer, 3, "reference") for place in model.recurrent}
+    assert relative(stepwise(model, lm["recurrence"].Heads(heads), ids()), model(ids())) < 1e-11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_reads_and_full_ranks_are_exact(kind, lm, rng):
+    """A plan of dense heads, and one of full rank with the exact map, decode what the forward pass gives."""
+    model = tiny(lm, kind, torch.float64)
+    basis, layer = Basis(rng, model.layer), model.layer
+    for ranks, tolerance in ((ss.DENSE, 1e-11), (layer.key_dim, 1e-6)):  # the plan's bases are float32
+        plan = ss.SketchPlan(basis, np.full(layer.heads, ranks), window=8, map="exact")
+        heads = {place: ss.SketchHead(plan, 3, "reference") for place in model.recurrent}
+        assert relative(model(ids(), lm["recurrence"].Heads(heads)), model(ids())) < tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_goes_on_from_a_prefill(kind, lm):
+    model = tiny(lm, kind)
+    core, cache = lm["recurrence"].Chunked(), {}
+    before = model(ids()[:, :23], core, cache)
+    heads = lm["recurrence"].Heads({place: ss.StandardHead(model.layer, 3, "cpu") for place in model.recurrent})
+    heads.load(core.states)
+    whole = torch.cat([before, model(ids()[:, 23:], heads, cache)], 1)
+    assert relative(whole, model(ids())) < 1e-5  # float32, three blocks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_loss(kind, lm):
+    """The loss's slope along a recorded gradient is the gradient's norm."""
+    model = tiny(lm, kind, torch.float64)
+    recorder = lm["systems"].graded(model, ids(1))
+    place = model.recurrent[-1]
+    grad, step = recorder.outputs[place].grad, 1e-6
+
+    def loss(shift):
+        exact = lm["recurrence"].Chunked()
+        along = shift * grad / grad.norm()
+        hidden = model(ids(1), lambda at, *inputs: exact(at, *inputs) + (along if at == place else 0))
+        logits = model.head(hidden[:, :-1]).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, ids(1)[:, 1:].flatten(), reduction="sum")
+
+    slope = (loss(step) - loss(-step)) / (2 * step)
+    assert slope.item() == pytest.approx(grad.norm().item(), rel=1e-5)  # a central difference at 1e-6, in float64
+
+
+def encode(text):
+    """Stands in for a tokenizer: words are tokens."""
+    return [2 + sum(word.encode()) % (VOCAB - 2) for word in text.split()]
+
+
+def test_prompts_hold_their_needles(lm):
+    text = np.zeros(4000, dtype=np.uint16)
+    made = lm["prompts"].needle_prompts(text, encode, 20, 512, np.random.default_rng(3))
+    assert made.ids.shape == (20, 512)
+    assert set(made.needles) <= set(range(1, 9)) and len(set(made.needles)) > 3
+    for row, start, answer in zip(made.ids, made.start, made.answers, strict=True):
+        assert made.question < start
+        assert row[start : start + len(answer)].tolist() == answer
+        assert not row[start + len(answer) :].any()  # padding follows
+    perfect = np.roll(made.ids, -1, axis=1)
+    assert made.recalled(perfect).all()
+    perfect[4, made.start[4] - 1] += 1
+    assert made.recalled(perfect).sum() == 19
+
+
+def test_rows_are_disjoint_and_seeded(lm):
+    rows = [lm["prompts"].text_rows(np.arange(1000), 6, 150, np.random.default_rng(2)) for _ in range(2)]
+    assert np.array_equal(*rows)
+    assert np.unique(rows[0]).size == rows[0].size
+    with pytest.raises(ValueError, match="rows: expected at most 6 rows"):
+        lm["prompts"].text_rows(np.arange(1000), 7, 150, np.random.default_rng(2))
+
+
+@pytest.fixture
+def small_run(lm):
+    model = tiny(lm, "kda")
+    calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8)
+    systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 6], 8)
+    text = np.random.default_rng(0).integers(VOCAB, size=2000)
+    rows = lm["prompts"].text_rows(text, 3, 64, np.random.default_rng(0))
+    prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), most=2)
+    return lambda: lm["evaluate"].evaluate(model, systems, rows, prompts, decoded=40, batch=2, backend="reference")
+
+
+def test_evaluation_compares_systems(small_run, lm, tmp_path):
+    """Exact systems agree, a wider sketch loses less, and the same run gives the same numbers."""
+    results, without = small_run()
+    standard, replay, narrow, wide = results
+    assert standard.increase == 0 and standard.agreement == 1
+    assert abs(replay.increase) < 1e-6 and replay.recall == standard.recall  # float32 between the layers
+    assert narrow.reduction > wide.reduction > 1
+    assert narrow.agreement <= wide.agreement < 1 or wide.agreement == 1
+    assert 0 <= without <= 1
+    assert small_run() == (results, without)
+    if importlib.util.find_spec("matplotlib"):
+        assert lm["figure"].draw("kda", results, without, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layers_share_the_budget(lm):
+    """A model's traffic is that of its layers added up."""
+    entry = lm["systems"].ModelSystem
+    layers = {place: ss_system(reduction) for place, reduction in enumerate((2.0, 4.0))}
+    assert entry("two", "any", layers).reduction == pytest.approx(2 / (1 / 2 + 1 / 4))
+
+
+def ss_system(reduction):
+    from sketchssm.evaluate import System
+
+    return System("any", lambda slots, backend: None, reduction)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_model_as_trained(kind, lm):
+    """Against the implementation that the weights were trained with, where SKETCHSSM_MODELS names their folder."""
+    folder = Path(os.environ.get("SKETCHSSM_MODELS", "missing"))
+    if not (folder / "tiny_lm.py").exists():
+        pytest.skip("needs SKETCHSSM_MODELS, a folder of trained models with tiny_lm.py")
+    spec = importlib.util.spec_from_file_location("tiny_lm", folder / "tiny_lm.py")
+    trained = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trained)
+    model = lm["model"].HybridLM.load(folder / f"{kind}.safetensors")
+    tokens = torch.randint(model.emb.num_embeddings, (2, 70), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        want = trained.TinyLM.load(folder / f"{kind}.safetensors")(tokens)
+    assert relative(model.head(model(tokens)), want) < 1e-5  # float32, seven blocks
