@@ -41,7 +41,7 @@ def command(
 
     from sketchssm import traffic
     from sketchssm.cli.output import Output, percent
-    from sketchssm.cli.settings import Settings
+    from sketchssm.evaluate.settings import Settings
     from sketchssm.evaluate import allocate
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import DENSE

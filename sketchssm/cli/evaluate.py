@@ -68,7 +68,7 @@ def command(
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
     from sketchssm.cli.output import Output
     from sketchssm.cli.report import STAGES, draw, measure_layer, measure_plan, show, show_margins
-    from sketchssm.cli.settings import Settings
+    from sketchssm.evaluate.settings import Settings
     from sketchssm.plan import SketchPlan
     from sketchssm.traces import Traces
 
