@@ -12,7 +12,6 @@ import numpy as np
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.cli.calibrate import ranks_text
 from sketchssm.cli.output import Output, percent, scientific
-from sketchssm.evaluate.settings import Settings
 from sketchssm.evaluate import (
     AllocationResult,
     Calibrated,
@@ -28,6 +27,7 @@ from sketchssm.evaluate import (
     retained_energy,
     sketch_system,
 )
+from sketchssm.evaluate.settings import Settings
 from sketchssm.plan import MAPS, SketchPlan
 from sketchssm.traces import Traces
 

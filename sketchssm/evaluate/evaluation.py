@@ -13,7 +13,7 @@ from typing import Any
 
 import sketchssm
 from sketchssm.evaluate.measure import Measurement, RankCurve, measure, rank_curves, rounded
-from sketchssm.evaluate.registry import Entry, base_name
+from sketchssm.evaluate.registry import Entry
 from sketchssm.evaluate.store import Store
 from sketchssm.evaluate.study import Study
 from sketchssm.files import layer_fields, write_whole
@@ -31,8 +31,8 @@ class LayerResults:
         Layer.
     facts : dict
         Its shape, its test text, where the traces come from, and the half-life of each head's gates in tokens.
-    base : str
-        The sketch that ablations are compared with.
+    map : str
+        The coefficient map in use.
     systems : list of Measurement
         Decode systems.
     curves : list of RankCurve
@@ -42,7 +42,7 @@ class LayerResults:
     name: str
     kind: str
     facts: dict[str, Any]
-    base: str
+    map: str
     systems: list[Measurement]
     curves: list[RankCurve]
 
@@ -65,7 +65,7 @@ class Evaluation:
                 "name": layer.name,
                 "kind": layer.kind,
                 **layer.facts,
-                "base": layer.base,
+                "map": layer.map,
                 "systems": [system.plain() for system in layer.systems],
                 "curves": [curve.plain() for curve in layer.curves],
             }
@@ -134,49 +134,64 @@ def evaluate(
     if twice:
         raise ValueError(f"traces: expected files with different names, got {', '.join(sorted(twice))} twice")
     store = Store(None if folder is None else folder / "parts")
-    layers = []
-    for study, own in zip(studies, chosen, strict=True):
-        name = study.traces.name
-        digest = f"{study.digest} {backend}"
-        found = []
-        for entry in own:
-            progress(f"{name}: {entry.name}")
-            part = store.get(digest, name, entry.name, lambda entry=entry: measure(entry, study, backend).plain())
-            found.append(_measurement(part))
-        progress(f"{name}: rank curves")
-        curves = []
-        if any(entry.family == "sketch" for entry in own):
-            ranks = repr(tuple(study.ranks))
-            curves = store.get(f"{digest} {ranks}", name, "curves", lambda: [c.plain() for c in rank_curves(study)])
-        layer = study.traces.layer
-        facts = {
-            **{key: value for key, value in layer_fields(layer).items() if key != "kind"},
-            "test_sequences": int(study.traces.test.v.shape[0]),
-            "test_tokens": study.length,
-            "calibration_tokens": math.prod(study.traces.calib.v.shape[:2]),
-            "gradients": study.traces.score_part()[1] is not None,
-            "half_life": rounded(study.half_life.tolist()),
-            "provenance": study.traces.provenance,
-            "digest": study.digest,
-        }
-        layers.append(
-            LayerResults(name, layer.kind, facts, base_name(study), found, [RankCurve(**c) for c in curves])
-        )
+    layers = [_layer(study, own, store, backend, progress) for study, own in zip(studies, chosen, strict=True)]
     return Evaluation(_settings(studies[0], backend), layers)
+
+
+def _layer(
+    study: Study, entries: Sequence[Entry], store: Store, backend: str, progress: Callable[[str], None]
+) -> LayerResults:
+    name = study.traces.name
+    digest = f"{study.digest} {backend}"
+
+    def measured(entry: Entry) -> Measurement:
+        progress(f"{name}: {entry.name}")
+        return _measurement(store.get(digest, name, entry.name, lambda: measure(entry, study, backend).plain()))
+
+    systems = [measured(entry) for entry in entries]
+    progress(f"{name}: rank curves")
+    curves = []
+    if any(entry.family == "sketch" for entry in entries):
+        ranks = repr(tuple(study.ranks))
+        curves = store.get(f"{digest} {ranks}", name, "curves", lambda: [c.plain() for c in rank_curves(study)])
+    shape = layer_fields(study.traces.layer)
+    facts = {
+        **{key: value for key, value in shape.items() if key != "kind"},
+        "test_sequences": int(study.traces.test.v.shape[0]),
+        "test_tokens": study.length,
+        "calibration_tokens": math.prod(study.traces.calib.v.shape[:2]),
+        "gradients": study.traces.score_part()[1] is not None,
+        "half_life": rounded(study.half_life.tolist()),
+        "provenance": study.traces.provenance,
+        "digest": study.digest,
+    }
+    return LayerResults(name, shape["kind"], facts, study.settings.map, systems, [RankCurve(**c) for c in curves])
 
 
 def _settings(study: Study, backend: str) -> dict[str, Any]:
     """What all layers share, for the record."""
     shared = {"ranks": list(study.ranks), "mean_rank": study.mean_rank, "seed": study.seed, "every": study.every}
     allocation = study.method or "gradient where the traces have gradients, else error"
-    return {**asdict(study.settings), "map": study.settings.map, "allocation": allocation, **shared, "backend": backend}
+    return {
+        **asdict(study.settings),
+        "map": study.settings.map,
+        "allocation": allocation,
+        **shared,
+        "backend": backend,
+    }
 
 
 def _measurement(part: dict[str, Any]) -> Measurement:
     """A measurement from JSON, where a number that is not finite became null: an error beyond bounds."""
 
     def bounded(value: Any, beyond: float) -> Any:
-        return [bounded(item, beyond) for item in value] if isinstance(value, list) else beyond if value is None else value
+        return (
+            [bounded(item, beyond) for item in value]
+            if isinstance(value, list)
+            else beyond
+            if value is None
+            else value
+        )
 
     fixed = dict(part)
     for field in ("output_error", "state_error"):

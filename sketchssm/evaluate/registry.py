@@ -18,11 +18,14 @@ from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.plan import MAPS, SketchPlan
 from sketchssm.recurrence import DENSE
 
-__all__ = ["FAMILIES", "Entry", "base_name", "entries", "random_basis", "select", "series"]
+__all__ = ["FAMILIES", "FULL", "Entry", "entries", "random_basis", "select", "series"]
 
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
 WINDOWS = (4, 8, 16, 32)
+
+FULL = "full-method"
+"""The ablation that replaces nothing: what the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,8 @@ def _exact(study: Study) -> list[Entry]:
 
 
 def _sketches(study: Study) -> list[Entry]:
-    """Every map at every mean rank; the map in use at the ablations' mean rank too."""
-    found = [_planned(study, "sketch", f"{name}-{rank}", rank, map=name) for name in MAPS for rank in study.ranks]
-    base = base_name(study)
-    if base not in {entry.name for entry in found}:
-        found.append(_planned(study, "sketch", base.partition("/")[2], study.mean_rank))
-    return found
+    """Every map at every mean rank."""
+    return [_planned(study, "sketch", f"{name}-{rank}", rank, map=name) for name in MAPS for rank in study.ranks]
 
 
 def _ablations(study: Study) -> list[Entry]:
@@ -83,7 +82,7 @@ def _ablations(study: Study) -> list[Entry]:
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
     methods = METHODS if graded else ("error", "uniform")
-    found = [make("random-basis", random=True), make("offline-map", same_ranks="offline")]
+    found = [make(FULL), make("random-basis", random=True), make("offline-map", same_ranks="offline")]
     found += [make(f"allocation-{method}", method=method) for method in methods]
     found += [make(f"{name}-pivots-{p}", map=name, pivots=p) for name in ("lowrank", "prior") for p in PIVOTS]
     found += [make(f"{name}-ridge-{r:g}", map=name, ridge=float(r)) for name in ("lowrank", "ridge") for r in RIDGES]
@@ -145,24 +144,10 @@ def select(listed: Sequence[Sequence[Entry]], names: Sequence[str]) -> list[list
     """
     for name in names:
         if not any(_fits(entry, name) for own in listed for entry in own):
-            raise ValueError(f"systems: expected names of families or systems, got {name!r}; there are {_known(listed)}")
+            raise ValueError(
+                f"systems: expected names of families or systems, got {name!r}; there are {_known(listed)}"
+            )
     return [[entry for entry in own if not names or any(_fits(entry, name) for name in names)] for own in listed]
-
-
-def base_name(study: Study) -> str:
-    """Name of the sketch that ablations are compared with.
-
-    Parameters
-    ----------
-    study : Study
-        The layer.
-
-    Returns
-    -------
-    str
-        ``sketch/map-rank``.
-    """
-    return f"sketch/{study.settings.map}-{study.mean_rank:g}"
 
 
 def series(name: str) -> str:

@@ -1,0 +1,164 @@
+"""The tables of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sketchssm.cli.output import Output, scientific
+from sketchssm.evaluate.claims import claims
+from sketchssm.evaluate.evaluation import Evaluation, LayerResults
+from sketchssm.evaluate.findings import BAND, LEAST, ablations, growth, headline
+from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.pictures import representative
+
+__all__ = ["ablation_rows", "growth_rows", "headline_rows", "show_evaluation", "system_rows"]
+
+Table = tuple[list[str], list[list[str]]]
+
+WIDTH = 6
+"""Layers side by side in one table."""
+
+
+def show_evaluation(output: Output, evaluation: Evaluation) -> None:
+    """Print what an evaluation found.
+
+    Parameters
+    ----------
+    output : Output
+        Where to.
+    evaluation : Evaluation
+        Results.
+    """
+    layers = evaluation.layers
+    for start in range(0, len(layers), WIDTH):
+        part = layers[start : start + WIDTH]
+        output.table(
+            "Systems: output error @ traffic reduction",
+            ["system", *(layer.name for layer in part)],
+            system_rows(part),
+        )
+    output.say("Relative errors of all outputs against the float64 recurrence, on held-out text.")
+    low, high = BAND
+    tables = {
+        "Ablations: times the full method's output error, points of retained energy lost": ablation_rows(layers),
+        "Growth over tokens: errors of the last quarter over the first, outputs / states (-: exact)": growth_rows(
+            layers
+        ),
+        f"The sketch at {low:g}x to {high:g}x against compressed states at {LEAST:g}x or more": headline_rows(layers),
+    }
+    for title, (columns, rows) in tables.items():
+        if rows:
+            output.table(title, columns, rows)
+    _show_claims(output, layers)
+
+
+def system_rows(layers: Sequence[LayerResults]) -> Iterator[list[str]]:
+    """One row per system, one cell per layer; an empty row between families.
+
+    Parameters
+    ----------
+    layers : sequence of LayerResults
+        Layers side by side.
+
+    Yields
+    ------
+    list of str
+        Cells.
+    """
+    names = dict.fromkeys((s.family, s.name) for layer in layers for s in layer.systems)
+    families = dict.fromkeys(family for family, _ in names)
+    for i, family in enumerate(families):
+        if i:
+            yield []
+        for name in (name for own, name in names if own == family):
+            yield [name, *(_cell(layer.find(name)) for layer in layers)]
+
+
+def ablation_rows(layers: Sequence[LayerResults]) -> Table:
+    """What replacing each part costs, one row per ablation.
+
+    Parameters
+    ----------
+    layers : sequence of LayerResults
+        Layers side by side.
+
+    Returns
+    -------
+    columns : list of str
+        Headings.
+    rows : list of list of str
+        Cells.
+    """
+    found = {layer.name: {a.setting: a for a in ablations(layer)} for layer in layers}
+    rows = []
+    for setting in dict.fromkeys(setting for own in found.values() for setting in own):
+        lost = [own.get(setting) for own in found.values()]
+        rows.append([setting, *("-" if a is None else f"{a.error:.2f}x {100 * a.retained:+.1f}" for a in lost)])
+    return ["replaced", *found], rows
+
+
+def growth_rows(layers: Sequence[LayerResults]) -> Table:
+    """How errors go on over tokens, one row per system.
+
+    Parameters
+    ----------
+    layers : sequence of LayerResults
+        Layers side by side.
+
+    Returns
+    -------
+    columns : list of str
+        Headings.
+    rows : list of list of str
+        Cells.
+    """
+    found = {layer.name: {g.name: g for g in growth(layer, representative(layer))} for layer in layers}
+    rows = []
+    for name in dict.fromkeys(name for own in found.values() for name in own):
+        grown = [own.get(name) for own in found.values()]
+        rows.append([name, *("-" if g is None else f"{factor(g.output)} / {factor(g.state)}" for g in grown)])
+    return ["system", *found], rows
+
+
+def headline_rows(layers: Sequence[LayerResults]) -> Table:
+    """Sketches against compressed states, one row per layer that has both.
+
+    Parameters
+    ----------
+    layers : sequence of LayerResults
+        Layers.
+
+    Returns
+    -------
+    columns : list of str
+        Headings.
+    rows : list of list of str
+        Cells.
+    """
+    rows = []
+    for found in map(headline, layers):
+        if found.worst is not None and found.rival is not None:
+            cells = [found.worst.name, _cell(found.worst), found.rival.name, _cell(found.rival), factor(found.margin)]
+            rows.append([found.layer, *cells])
+    return ["layer", "worst sketch", "error", "best compressed state", "error", "times less"], rows
+
+
+def factor(times: float | None) -> str:
+    """Format how many times one number is another; a dash where it means nothing."""
+    return "-" if times is None else f"{times:.2f}x"
+
+
+def _cell(system: Measurement | None) -> str:
+    return "-" if system is None else f"{scientific(system.output_error)} @{system.reduction:.2f}x"
+
+
+def _show_claims(output: Output, layers: Sequence[LayerResults]) -> None:
+    differing = [claim for claim in claims(layers) if not claim.holds]
+    if not differing:
+        return
+    output.say("\nWhere these traces differ from the paper:")
+    for claim in differing:
+        output.say(f"* {claim.says}")
+        for name, (good, numbers) in claim.layers.items():
+            if not good:
+                output.say(f"    not {name}: {numbers}")
