@@ -22,9 +22,13 @@ ENGINES = {
     ("reference", "standard"): "sketchssm.reference.engines:StandardEngine",
     ("reference", "replay"): "sketchssm.reference.engines:ReplayEngine",
     ("reference", "sketch"): "sketchssm.reference.engines:SketchEngine",
+    ("reference", "quantised"): "sketchssm.reference.baselines:QuantisedEngine",
+    ("reference", "copy"): "sketchssm.reference.baselines:CopyEngine",
     ("cpu", "standard"): "sketchssm.cpu.standard:StandardEngine",
     ("cpu", "replay"): "sketchssm.cpu.replay:ReplayEngine",
     ("cpu", "sketch"): "sketchssm.cpu.sketch:SketchEngine",
+    ("cpu", "quantised"): "sketchssm.cpu.quantised:QuantisedEngine",
+    ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
 }
 
 
@@ -63,7 +67,7 @@ def load_engine(system: str, backend: str, *args: Any, **settings: Any) -> tuple
     Parameters
     ----------
     system : str
-        "standard", "replay" or "sketch".
+        "standard", "replay", "sketch", "quantised" or "copy".
     backend : {"auto", "reference", "cpu"}
         Where to run; "auto" takes the fastest that this machine has.
     *args, **settings

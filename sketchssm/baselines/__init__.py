@@ -1,5 +1,6 @@
 """Every system that a sketch is compared with, behind the interface of `sketchssm.head.DecodeHead`."""
 
 from sketchssm.baselines.heads import ReplayHead, StandardHead
+from sketchssm.baselines.quantised import CopyReadHead, QuantisedHead
 
-__all__ = ["ReplayHead", "StandardHead"]
+__all__ = ["CopyReadHead", "QuantisedHead", "ReplayHead", "StandardHead"]

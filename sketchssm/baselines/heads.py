@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sketchssm.backends import load_engine
@@ -45,7 +47,12 @@ class ReplayHead(DecodeHead):
     """
 
     def __init__(self, layer: Layer, slots: int, backend: str = "auto", *, window: int = 16) -> None:
-        if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
-            raise ValueError(f"window: expected a positive integer, got {window!r}")
         capacity = check_capacity(slots)
-        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, int(window)))
+        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, check_window(window)))
+
+
+def check_window(window: Any) -> int:
+    """Check a window's length, which may be a single token."""
+    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
+        raise ValueError(f"window: expected a positive integer, got {window!r}")
+    return int(window)

@@ -98,7 +98,7 @@ def _read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: in
     for head in range(first * m.group, last * m.group):
         if field(m, head, RANK) == DENSE:
             x = dense_query(m, at, buf, slot, head, cursor)
-            _read_rows(m, at, buf, slot, head, x)
+            _read_rows(m, at, buf, floats(m.served), slot, head, x)
         else:
             _read_sketch(m, at, buf, slot, head, cursor)
     add_values(m, at, buf, slot, cursor, first * m.group, last * m.group)
@@ -148,17 +148,17 @@ def _read_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, curs
 
 
 @njit
-def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
+def _read_rows(m: Record, at: Record, buf: Pointer, states: Pointer, slot: int, head: int, x: int) -> None:
     """Output of one head's full state for a vector in scratch."""
     first = (slot * m.heads + head) * m.values * m.keys
-    dots(floats(m.state), first, m.keys, m.values, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values, 0)
+    dots(states, first, m.keys, m.values, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values, 0)
 
 
 @njit
 def _read_new_state(m: Record, at: Record, buf: Pointer, slot: int, place: int, key_head: int) -> None:
     """Outputs of the token that completes a window: from the state that it completes."""
     for head in range(key_head * m.group, (key_head + 1) * m.group):
-        _read_rows(m, at, buf, slot, head, at.inputs + 2 * key_head * m.keys)
+        _read_rows(m, at, buf, floats(m.state), slot, head, at.inputs + 2 * key_head * m.keys)
         target = (place * m.heads + head) * m.value_dim
         copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 

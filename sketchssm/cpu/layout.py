@@ -46,7 +46,7 @@ SIZES = (
 """A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors."""
 
 POINTERS = (
-    "state", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
+    "state", "served", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
     "factors", "pending", "phi", "pi", "table",
 )  # fmt: skip
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
@@ -79,7 +79,8 @@ def flat(size: int, dtype: Any = np.float32) -> Array:
 class Memory:
     """What an engine owns: arrays, and the record of their addresses and of the layer's sizes.
 
-    All hold float32. ``state (slots, heads, V, K)``. Of the ring, the raw inputs ``k (slots, W, key_heads, K)``,
+    All hold float32. ``state (slots, heads, V, K)``; ``served`` is what reads between flushes see, the state itself
+    unless an engine keeps another. Of the ring, the raw inputs ``k (slots, W, key_heads, K)``,
     ``v (slots, W, heads, V)``, ``beta (slots, W, heads)`` and ``gate (slots, W, heads)``, which holds g, or for kda
     ``exp g`` with K channels (the recurrence uses it in no other form, and the exponentials are costly): they are all
     that a flush uses. The rest is what reads can reuse from token to token: with t the newest token
@@ -108,7 +109,8 @@ class Memory:
         keys, values, tokens = map(padded, dims)
         rows = slots * layer.heads
         state = self.own("state", rows * values * keys).reshape(slots, layer.heads, values, keys)
-        self.state, self._padded_state = state[:, :, : layer.value_dim, : layer.key_dim], state
+        self.context["served"] = self.context["state"]
+        self.state, self.padded_state = state[:, :, : layer.value_dim, : layer.key_dim], state
         self.position = self.own("position", slots, np.int32)
         if window:
             tokens_heads = slots * window * layer.heads
@@ -133,7 +135,7 @@ class Memory:
 
     def clear_state(self, slots: npt.NDArray[np.int64]) -> None:
         """Zero some slots' states with their padding, which a NaN in the state has reached too."""
-        self._padded_state[slots] = 0.0
+        self.padded_state[slots] = 0.0
         self.position[slots] = 0
 
     def clear(self, slots: npt.NDArray[np.int64], *names: str) -> None:

@@ -1,0 +1,48 @@
+"""The baselines whose arithmetic is their own, in float64: quantised states, and quantised copies for reads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sketchssm.recurrence import Layer, Tokens
+from sketchssm.reference.engines import ReplayEngine, StandardEngine
+from sketchssm.reference.quantise import round_trip
+from sketchssm.reference.recurrence import Array
+
+__all__ = ["CopyEngine", "QuantisedEngine"]
+
+
+class QuantisedEngine(StandardEngine):
+    """The recurrence on quantised states: what a token leaves is requantised before the next one finds it."""
+
+    def __init__(self, layer: Layer, slots: int, bits: int, residual_bits: int) -> None:
+        super().__init__(layer, slots)
+        self.bits, self.residual_bits = bits, residual_bits
+
+    def _token(self, slot: int, token: Tokens) -> Array:
+        output = super()._token(slot, token)
+        self._requantise(slot)
+        return output
+
+    def _start_window(self, slot: int) -> None:
+        super()._start_window(slot)
+        self._requantise(slot)  # a loaded state is kept quantised, too
+
+    def _requantise(self, slot: int) -> None:
+        self.state[slot] = round_trip(self.state[slot], self.bits, self.residual_bits)
+
+
+class CopyEngine(ReplayEngine):
+    """Buffered replay that reads a quantised copy of the state between flushes."""
+
+    def __init__(self, layer: Layer, slots: int, window: int, bits: int) -> None:
+        super().__init__(layer, slots, window)
+        self.bits = bits
+        self._copy = np.zeros_like(self.state)
+
+    def _start_window(self, slot: int) -> None:
+        super()._start_window(slot)
+        self._copy[slot] = round_trip(self.state[slot], self.bits)
+
+    def _read(self, slot: int, queries: Array) -> Array:
+        return np.einsum("hvk,hk->hv", self._copy[slot], queries)
