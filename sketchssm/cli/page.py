@@ -120,8 +120,8 @@ def _opening(evaluation: Evaluation) -> list[str]:
     return [
         "<h1>What a sketch of the state loses, and what the alternatives lose</h1>",
         _text(
-            f"{systems} ways to decode were run on {_count(len(layers), 'layer')} ({kinds}), on held-out text, and judged "
-            "by the recurrence in float64. Each layer was calibrated on its calibration sequences alone."
+            f"{systems} ways to decode were run on {_count(len(layers), 'layer')} ({kinds}), on held-out text, and "
+            "judged by the recurrence in float64. Each layer was calibrated on its calibration sequences alone."
         ),
         _table(columns, rows),
         _text(
@@ -158,15 +158,9 @@ def _answer(layers: Sequence[LayerResults]) -> list[str]:
 def _ablations(layers: Sequence[LayerResults]) -> Iterable[str]:
     head, rows = ablation_rows(layers)
     if rows:
-        mean = (
-            f"{layers[0].find('ablation/full-method').reduction:.2f}x"
-            if layers[0].find("ablation/full-method")
-            else ""
-        )
         yield _text(
             "The full method with one part replaced: how many times its output error, and points of retained energy "
-            "lost (negative: gained). Another map, pivot count or window also changes the traffic, which is in the last "
-            "table."
+            "lost (negative: gained). Another map, pivot count or window also changes the traffic: see the last table."
         )
         yield _table(head, rows)
 
@@ -214,8 +208,8 @@ def _method(evaluation: Evaluation) -> Iterable[str]:
         "Output error: norm of the error of all outputs over the norm of the float64 recurrence's outputs. State "
         "error: likewise, of the states; of a system with windows, as of its last flush. Retained: 1 less the error's "
         "energy over the energy of the reads of the state between flushes, mean over heads; for a sketch, what it "
-        "keeps. Traffic: bytes of state, sketch and map per token, by the paper's byte model; the ring of raw inputs is "
-        "not counted."
+        "keeps. Traffic: bytes of state, sketch and map per token, by the paper's byte model; the ring of raw inputs "
+        "is not counted."
     )
     yield _text(f"sketchssm {sketchssm.__version__}; {settings}.")
     yield "<ul>"

@@ -186,8 +186,8 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], str], ...] = (
     (
         "The sketch's errors do not grow over tokens.",
         _sketch_stays,
-        "States are exact to float32 rounding and every window starts afresh, so nothing is carried over. What can grow "
-        "is the share of an output that is read from the state, as a state fills up from zero at the first token.",
+        "States are exact to float32 rounding and every window starts afresh, so nothing is carried over. What "
+        "can grow is the share of an output that is read from the state, as a state fills up from zero at its first token.",
     ),
     ("A calibrated basis loses less than a random orthogonal one.", _against("random-basis"), ""),
     (
@@ -213,8 +213,8 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], str], ...] = (
     (
         "With exact updates, a quantised copy for reads loses less than a quantised state of no more traffic saved.",
         _copies_beat_states,
-        "Where states forget fast, requantising adds little to one quantisation's error, so exact updates gain little, "
-        "and the copy has fewer bits at the same traffic.",
+        "Where states forget fast, requantising adds little to one quantisation's error, so exact updates gain "
+        "little, and the copy has fewer bits at the same traffic.",
     ),
     (
         "A sketch loses less than a quantised copy or a fixed low-rank read at comparable traffic.",

@@ -13,10 +13,16 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.evaluate.baselines import (
+    key_reduced_systems,
+    pruned_systems,
+    quantised_systems,
+    read_only_systems,
+)
 from sketchssm.evaluate.study import Study
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.plan import MAPS, SketchPlan
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import DENSE, Layer, Tokens
 
 __all__ = ["FAMILIES", "FULL", "Entry", "entries", "random_basis", "select", "series"]
 
@@ -66,10 +72,21 @@ class Family:
 
 def _exact(study: Study) -> list[Entry]:
     window = study.settings.window
-    return [
-        Entry("exact", system.name, window, partial(_same, system))
-        for system in exact_systems(study.traces.layer, window)
-    ]
+    return _ready("exact", exact_systems(study.traces.layer, window), window)
+
+
+def _baseline(family: str, make: Callable[[Layer, Tokens, int], list[System]]) -> Callable[[Study], list[Entry]]:
+    """Settings of a baseline, which may look at the calibration sequences."""
+
+    def listed(study: Study) -> list[Entry]:
+        window = study.settings.window
+        return _ready(family, make(study.traces.layer, study.traces.calib, window), window)
+
+    return listed
+
+
+def _quantised(layer: Layer, tokens: Tokens, window: int) -> list[System]:
+    return quantised_systems(layer, tokens, window, error_feedback=(False, True))
 
 
 def _sketches(study: Study) -> list[Entry]:
@@ -93,13 +110,16 @@ def _ablations(study: Study) -> list[Entry]:
 def _plans(study: Study) -> list[Entry]:
     if study.plan is None:
         return []
-    system = sketch_system(study.plan, "plan")
-    return [Entry("plan", "given", study.plan.window, partial(_same, system))]
+    return _ready("plan", [sketch_system(study.plan, "given")], study.plan.window)
 
 
 FAMILIES = {
     "exact": Family("the full state, read at every token: standard decoding and buffered replay", _exact),
     "sketch": Family("exact states, read through sketches, by coefficient map and mean rank", _sketches),
+    "quantised": Family("the state itself quantised, at every token", _baseline("quantised", _quantised)),
+    "pruned": Family("channels of the state pruned away", _baseline("pruned", pruned_systems)),
+    "key-reduced": Family("key channels of the state reduced", _baseline("key-reduced", key_reduced_systems)),
+    "read-only": Family("exact states, read through a copy", _baseline("read-only", read_only_systems)),
     "ablation": Family("the sketch with one part replaced, at one mean rank", _ablations),
     "plan": Family("the plan of --plan", _plans),
 }
@@ -164,7 +184,7 @@ def series(name: str) -> str:
         Such as ``sketch/ridge`` for ``sketch/ridge-8``.
     """
     family, _, setting = name.partition("/")
-    return f"{family}/{re.sub(r'-?[0-9.]+(-?bits?|%|pct)?(?=-|$)', '', setting)}"
+    return f"{family}/{re.sub(r'(^|-)[0-9.]+(-bits?)?(?=-|$)', '', setting).strip('-')}"
 
 
 def random_basis(study: Study) -> SketchBasis:
@@ -182,6 +202,14 @@ def random_basis(study: Study) -> SketchBasis:
     """
     basis = study.calibrated().basis
     return SketchBasis.random(study.traces.layer, basis.rank_max, study.seed, basis.e0, basis.window)
+
+
+def _ready(family: str, systems: Iterable[System], window: int) -> list[Entry]:
+    """Entries of systems that need no calibration by the study, named by their names in words."""
+    return [
+        Entry(family, re.sub(r"[^a-z0-9.]+", "-", system.name.lower()).strip("-"), window, partial(_same, system))
+        for system in systems
+    ]
 
 
 def _same(system: System) -> System:
