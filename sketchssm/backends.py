@@ -42,11 +42,13 @@ class Engine(Protocol):
     dtype: np.dtype[Any]
     """Type of states, inputs and outputs: float64 for `reference`, float32 for `cpu`."""
 
-    state: npt.NDArray[Any]
-    """``(slots, heads, V, K)``: exact states as of each slot's last flush."""
+    @property
+    def state(self) -> npt.NDArray[Any]:
+        """``(slots, heads, V, K)``: states as of each slot's last flush, exact unless the system itself is not."""
 
-    position: npt.NDArray[np.int32]
-    """``(slots,)``: tokens buffered since each slot's last flush."""
+    @property
+    def position(self) -> npt.NDArray[np.int32]:
+        """``(slots,)``: tokens buffered since each slot's last flush."""
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``."""

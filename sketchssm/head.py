@@ -42,7 +42,10 @@ class DecodeHead:
 
     @property
     def state(self) -> npt.NDArray[Any]:
-        """Exact states as of each slot's last flush, ``(slots, heads, V, K)``: a read-only view, not a copy."""
+        """States as of each slot's last flush, ``(slots, heads, V, K)``: exact, and a read-only view, not a copy.
+
+        Of heads that approximate the state itself it is what they have in its place, and may be a copy.
+        """
         view = self._engine.state.view()
         view.flags.writeable = False
         return view

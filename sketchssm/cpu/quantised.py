@@ -18,6 +18,7 @@ from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.simd import njit, parallel
 from sketchssm.cpu.standard import StandardEngine
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.reference.quantise import Grid
 
 __all__ = ["CopyEngine", "QuantisedEngine"]
 
@@ -54,7 +55,7 @@ class QuantisedEngine(StandardEngine):
 
     def _requantise(self, slots: npt.NDArray[np.int64]) -> None:
         states = self._memory.padded_state
-        _round_trip(states, states, slots, *_tops(self.bits, self.residual_bits))
+        _round_trip(states, states, slots, *_grid(self.bits, True), *_grid(self.residual_bits, True))
 
 
 class CopyEngine(ReplayEngine):
@@ -101,7 +102,8 @@ class CopyEngine(ReplayEngine):
         self._renew(slots)
 
     def _renew(self, slots: npt.NDArray[np.int64]) -> None:
-        _round_trip(self._memory.padded_state, self._copy, slots, *_tops(self.bits, 0))
+        states = self._memory.padded_state
+        _round_trip(states, self._copy, slots, *_grid(self.bits, False), *_grid(0, True))
 
 
 def _one_token(
@@ -113,23 +115,28 @@ def _one_token(
     return part[:, 0]
 
 
-def _tops(bits: int, residual_bits: int) -> tuple[np.float32, np.float32]:
-    """Largest codes of states and residuals; 0 where no residuals are kept."""
-    return np.float32(2 ** (bits - 1) - 1), np.float32(2 ** (residual_bits - 1) - 1 if residual_bits else 0)
+def _grid(bits: int, zero: bool) -> tuple[np.float32, np.float32]:
+    """Largest code and shift of a grid, in the kernel's type."""
+    grid = Grid.of(bits, zero)
+    return np.float32(grid.top), np.float32(grid.shift)
 
 
 @parallel
-def _round_trip(states: Array, stored: Array, slots: Array, top: np.float32, residual_top: np.float32) -> None:
+def _round_trip(
+    states: Array, stored: Array, slots: Array, top: float, shift: float, residual_top: float, residual_shift: float
+) -> None:
     """Quantise the states of some slots, ``(slots, heads, V, K)``, into `stored`, which may be `states` itself."""
     heads = states.shape[1]
     for unit in numba.prange(slots.size * heads):
         slot, head = slots[unit // heads], unit % heads
         if slot >= 0:
-            _round_trip_one(states[slot, head], stored[slot, head], top, residual_top)
+            _round_trip_one(states[slot, head], stored[slot, head], top, shift, residual_top, residual_shift)
 
 
 @njit
-def _round_trip_one(state: Array, stored: Array, top: np.float32, residual_top: np.float32) -> None:
+def _round_trip_one(
+    state: Array, stored: Array, top: float, shift: float, residual_top: float, residual_shift: float
+) -> None:
     """Quantise one state, by loops over one row at a time that compile to vector instructions."""
     values, keys = state.shape
     rows, columns = np.zeros(values, np.float32), np.zeros(keys, np.float32)
@@ -153,19 +160,20 @@ def _round_trip_one(state: Array, stored: Array, top: np.float32, residual_top: 
         scale = rows[v]
         for k in range(keys):
             line[k] = state[v, k]  # `stored` may be `state`
-            step[k] = scale * columns[k] / top
-            line[k] -= _nearest(line[k], step[k], top)
+            step[k] = scale * columns[k] / (top + shift)
+            line[k] -= _nearest(line[k], step[k], top, shift)
         if residual_top > 0:
             for k in range(keys):
-                line[k] -= _nearest(line[k], step[k] / (np.float32(2) * residual_top), residual_top)
+                fine = step[k] / (np.float32(2) * (residual_top + residual_shift))
+                line[k] -= _nearest(line[k], fine, residual_top, residual_shift)
         for k in range(keys):
             stored[v, k] = state[v, k] - line[k]
 
 
 @njit
-def _nearest(value: np.float32, step: np.float32, top: np.float32) -> np.float32:
+def _nearest(value: float, step: float, top: float, shift: float) -> float:
     """What the nearest code of a number stands for; without branches, so that loops of it become vectors."""
-    code = np.rint(value / (step if step > 0 else np.float32(1)))
+    code = np.rint(value / (step if step > 0 else np.float32(1)) - shift) + shift
     code = top if code > top else code
     return (-top if code < -top else code) * step
 

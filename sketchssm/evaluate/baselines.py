@@ -10,9 +10,19 @@ from collections.abc import Sequence
 from functools import partial
 
 from sketchssm import traffic
-from sketchssm.baselines import CopyReadHead, QuantisedHead
+from sketchssm.baselines import (
+    ChannelScores,
+    CopyReadHead,
+    KeyMoments,
+    KeyReducedHead,
+    PrunedHead,
+    QuantisedHead,
+    low_rank_plan,
+)
 from sketchssm.baselines.quantised import RESIDUAL_BITS
-from sketchssm.evaluate.systems import System
+from sketchssm.calibrate.moments import Moments
+from sketchssm.evaluate.systems import System, sketch_system
+from sketchssm.files import layer_fields
 from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["SPARSITIES", "key_reduced_systems", "pruned_systems", "quantised_systems", "read_only_systems"]
@@ -51,7 +61,7 @@ def quantised_systems(
     """
     whole = traffic.standard(layer.key_dim, layer.value_dim)
     systems = []
-    for feedback in (error_feedback,) if isinstance(error_feedback, bool) else error_feedback:
+    for feedback in _each(error_feedback):
         for each in bits:
             stored = each + (RESIDUAL_BITS if feedback else 0)
             used = traffic.compressed(layer.key_dim, layer.value_dim, bits=stored)
@@ -64,19 +74,44 @@ def quantised_systems(
 def pruned_systems(
     layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
-    """List states pruned by GHOST."""
-    return []
+    """List states pruned by GHOST's scores.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    tokens : Tokens
+        Calibration sequences ``(sequences, tokens, ...)`` that start from a zero state.
+    window : int, default 16
+        Not used: a pruned state is updated at every token.
+    sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
+        Shares of the key channels to drop.
+
+    Returns
+    -------
+    list of System
+        Entries for `compare`, in the order of `sparsities`; none for gdn.
+    """
+    if layer.kind == "gdn":
+        return []
+    scores = ChannelScores(layer)
+    scores.update(*tokens)
+    masks = [scores.keep(share) for share in sparsities]
+    return [
+        System(f"GHOST {share:.1%}", partial(PrunedHead, layer, keep), _pruned_reduction(layer, keep.mean()))
+        for share, keep in zip(sparsities, masks, strict=True)
+    ]
 
 
 def key_reduced_systems(
-    layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
+    layer: Layer,
+    tokens: Tokens,
+    window: int = 16,
+    *,
+    sparsities: Sequence[float] = SPARSITIES,
+    fold: bool | Sequence[bool] = True,
 ) -> list[System]:
-    """List states reduced by DRRQR."""
-    return []
-
-
-def read_only_systems(layer: Layer, tokens: Tokens, window: int = 16, *, bits: Sequence[int] = (4, 2)) -> list[System]:
-    """List exact states with approximate reads.
+    """List recurrences over the key channels that DRRQR picks.
 
     Parameters
     ----------
@@ -85,22 +120,81 @@ def read_only_systems(layer: Layer, tokens: Tokens, window: int = 16, *, bits: S
     tokens : Tokens
         Calibration sequences ``(sequences, tokens, ...)``.
     window : int, default 16
-        Tokens from one flush to the next.
-    bits : sequence of int, default (4, 2)
-        Bits per element of quantised copies.
+        Not used: a reduced state is updated at every token.
+    sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
+        Shares of the key channels to drop.
+    fold : bool or sequence of bool, default True
+        Whether dropped channels are folded into the kept ones; a sequence lists both.
 
     Returns
     -------
     list of System
-        Entries for `compare`.
+        Entries for `compare`, by `fold`, then in the order of `sparsities`; none but for gdn.
+    """
+    if layer.kind != "gdn":
+        return []
+    moments = KeyMoments(layer)
+    moments.update(*tokens)
+    reductions = [moments.reduce(share) for share in sparsities]
+    systems = []
+    for folds in _each(fold):
+        for share, reduction in zip(sparsities, reductions, strict=True):
+            name = f"DRRQR {share:.1%}" + ("" if folds else " sliced")
+            left = reduction.kept.shape[-1] / layer.key_dim
+            systems.append(
+                System(name, partial(KeyReducedHead, reduction, fold=folds), _pruned_reduction(layer, left))
+            )
+    return systems
+
+
+def read_only_systems(
+    layer: Layer,
+    tokens: Tokens,
+    window: int = 16,
+    *,
+    bits: Sequence[int] = (4, 2),
+    ranks: Sequence[int] = (16, 8, 4),
+) -> list[System]:
+    """List exact states with approximate reads: quantised copies and fixed low-rank reads.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    tokens : Tokens
+        Calibration sequences ``(sequences, tokens, ...)`` that start from a zero state.
+    window : int, default 16
+        Tokens from one flush to the next.
+    bits : sequence of int, default (4, 2)
+        Bits per element of the copies.
+    ranks : sequence of int, default (16, 8, 4)
+        Ranks of the low-rank reads, each for all heads; those above min(K, V) are left out.
+
+    Returns
+    -------
+    list of System
+        Entries for `compare`: copies in the order of `bits`, low-rank reads in that of `ranks`.
     """
     size = (layer.key_dim, layer.value_dim)
     whole = traffic.standard(*size)
-    return [
-        System(
-            f"{each}-bit copy",
-            partial(CopyReadHead, layer, bits=each, window=window),
-            whole / traffic.read_only_copy(*size, each, window),
-        )
-        for each in bits
-    ]
+    systems = []
+    for each in bits:
+        reduction = whole / traffic.read_only_copy(*size, each, window)
+        systems.append(System(f"{each}-bit copy", partial(CopyReadHead, layer, bits=each, window=window), reduction))
+    fitting = [rank for rank in ranks if rank <= min(size)]
+    if fitting:
+        moments = Moments(**layer_fields(layer), window=window)
+        moments.update(*tokens)
+        systems += [sketch_system(low_rank_plan(moments, rank), f"low-rank read {rank}") for rank in fitting]
+    return systems
+
+
+def _each(choice: bool | Sequence[bool]) -> Sequence[bool]:
+    """One choice or several, as several."""
+    return (choice,) if isinstance(choice, bool) else choice
+
+
+def _pruned_reduction(layer: Layer, left: float) -> float:
+    """Traffic reduction where a share of the key channels is left."""
+    size = (layer.key_dim, layer.value_dim)
+    return traffic.standard(*size) / traffic.compressed(*size, sparsity=1 - float(left))

@@ -42,7 +42,7 @@ class CopyEngine(ReplayEngine):
 
     def _start_window(self, slot: int) -> None:
         super()._start_window(slot)
-        self._copy[slot] = round_trip(self.state[slot], self.bits)
+        self._copy[slot] = round_trip(self.state[slot], self.bits, zero=False)
 
     def _read(self, slot: int, queries: Array) -> Array:
         return np.einsum("hvk,hk->hv", self._copy[slot], queries)

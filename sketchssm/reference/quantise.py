@@ -12,11 +12,13 @@ up so that the bound survives.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["decode", "encode", "round_trip", "scales"]
+__all__ = ["Grid", "round_trip", "scales"]
 
 
 def scales(state: Array) -> tuple[Array, Array]:
@@ -40,48 +42,35 @@ def scales(state: Array) -> tuple[Array, Array]:
     return rows, _bfloat16_above(share.max(axis=-2, keepdims=True))
 
 
-def encode(state: Array, step: Array, bits: int) -> Array:
-    """Nearest codes of a symmetric quantiser.
+class Grid(NamedTuple):
+    """The codes of a quantiser: every whole number from ``-top`` to ``top``, or those shifted by a half.
 
-    Parameters
-    ----------
-    state : ndarray
-        What to quantise.
-    step : ndarray
-        Distance of two codes, broadcast against it; where it is zero so are the codes.
-    bits : int
-        Bits per code.
-
-    Returns
-    -------
-    ndarray
-        Integers from ``-top`` to ``top = 2^(bits - 1) - 1``, in float64.
+    A recurrent state's grid holds zero, so that what is exactly zero stays so (``top = 2^(bits - 1) - 1``). A grid
+    without zero has one level more, at the centres of ``2^bits`` equal cells (``top = 2^(bits - 1) - 1/2``).
     """
-    top = 2 ** (bits - 1) - 1
-    with np.errstate(over="ignore", invalid="ignore"):
-        codes = np.divide(state, step, out=np.zeros(np.broadcast(state, step).shape), where=step > 0)
-    return np.clip(np.rint(codes), -top, top)
+
+    top: float
+    shift: float
+
+    @classmethod
+    def of(cls, bits: int, zero: bool = True) -> Grid:
+        """Grid of some bits, with or without zero; no bits, no codes."""
+        if not bits:
+            return cls(0.0, 0.0)
+        return cls(2.0 ** (bits - 1) - 1.0, 0.0) if zero else cls(2.0 ** (bits - 1) - 0.5, 0.5)
+
+    def step(self, scale: Array) -> Array:
+        """Distance of two codes for elements of at most `scale`: half of it is the largest error."""
+        return scale / (self.top + self.shift)
+
+    def encode(self, x: Array, step: Array) -> Array:
+        """Nearest codes; where the step is zero what they stand for is, too."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes = np.divide(x, step, out=np.zeros(np.broadcast(x, step).shape), where=step > 0)
+        return np.clip(np.rint(codes - self.shift) + self.shift, -self.top, self.top)
 
 
-def decode(codes: Array, step: Array) -> Array:
-    """What codes stand for.
-
-    Parameters
-    ----------
-    codes : ndarray
-        From `encode`.
-    step : ndarray
-        Distance of two codes.
-
-    Returns
-    -------
-    ndarray
-        ``codes * step``.
-    """
-    return codes * step
-
-
-def round_trip(state: Array, bits: int, residual_bits: int = 0) -> Array:
+def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = True) -> Array:
     """Quantise states with scales of their own and return what is stored.
 
     Parameters
@@ -93,19 +82,23 @@ def round_trip(state: Array, bits: int, residual_bits: int = 0) -> Array:
     residual_bits : int, default 0
         Bits per element of a second set of codes that keeps what the first loses; 0 for none. It lies within half a
         step of the first, so that it needs no scales.
+    zero : bool, default True
+        Whether the grid holds zero, see `Grid`.
 
     Returns
     -------
     ndarray
-        States within ``rows * columns / (2 top)`` of the given ones, and within that over ``2 top_residual`` where
-        residuals are kept.
+        States within half a step of the given ones: a step is ``rows * columns / top``, or ``rows * columns`` over
+        ``2^(bits - 1)`` without a zero. Residuals divide the bound by ``2 top`` of their own grid.
     """
     rows, columns = scales(state)
-    step = rows * columns / (2 ** (bits - 1) - 1)
-    stored = decode(encode(state, step, bits), step)
+    grid = Grid.of(bits, zero)
+    step = grid.step(rows * columns)
+    stored = grid.encode(state, step) * step
     if residual_bits:
-        fine = step / (2 * (2 ** (residual_bits - 1) - 1))
-        stored = stored + decode(encode(state - stored, fine, residual_bits), fine)
+        fine_grid = Grid.of(residual_bits)
+        fine = fine_grid.step(step / 2)
+        stored = stored + fine_grid.encode(state - stored, fine) * fine
     return stored
 
 

@@ -1,0 +1,80 @@
+"""A fixed low-rank read: the sketch's plainest alternative among read-only variants."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.moments import Moments
+from sketchssm.plan import SketchPlan
+
+__all__ = ["low_rank_basis", "low_rank_plan"]
+
+
+def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
+    """Leading eigenvectors of the mean state Gram matrix ``E[S S^T]`` of every head.
+
+    Of all subspaces of their dimension they hold the most of the states' energy on average: they minimise
+    ``E |S - E E^T S|^2``, whatever the queries are.
+
+    Parameters
+    ----------
+    moments : Moments
+        Moments of the layer's traces.
+    rank_max : int, optional
+        Columns; default min(K, V).
+
+    Returns
+    -------
+    SketchBasis
+        With the eigenvectors E as `omega` and `weighted`, and the identity for `e0`, so that sketch and projection
+        are both E; `spectrum` holds the eigenvalues, and `retained` their running share.
+
+    Raises
+    ------
+    ValueError
+        If the moments are empty or `rank_max` is out of range.
+    """
+    layer = moments.layer
+    most = min(layer.key_dim, layer.value_dim)
+    columns = most if rank_max is None else rank_max
+    if not 1 <= columns <= most:
+        raise ValueError(f"rank_max: expected 1 to {most}, got {rank_max}")
+    if not moments.samples.all():
+        raise ValueError("moments: expected samples of every head, got none of some")
+    energy, vectors = np.linalg.eigh(moments.state_gram / moments.samples[:, None, None])
+    energy, vectors = np.maximum(energy[:, ::-1], 0.0), np.ascontiguousarray(vectors[:, :, ::-1][:, :, :columns])
+    total = energy.sum(axis=-1, keepdims=True)
+    retained = np.cumsum(energy, axis=-1)[:, :columns] / np.where(total > 0, total, 1.0)
+    identity = np.broadcast_to(np.eye(layer.key_dim), moments.state_gram.shape)
+    return SketchBasis(layer, moments.window, vectors, vectors, identity, energy, retained)
+
+
+def low_rank_plan(moments: Moments, ranks: npt.ArrayLike) -> SketchPlan:
+    """Plan reads through a fixed low-rank form of the state: ``o = (S^T E)(E^T q)``.
+
+    The read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*, after Eckart and Young:
+    a fixed basis E from `low_rank_basis`, direct projection for coefficients. It is what a sketch with the basis E and
+    the fixed map ``E^T`` reads, so that every backend of `SketchHead` runs it. The paper counts the projection's bytes
+    for every state; by this library's byte model it is shared, like that of `offline`, and costs none.
+
+    Parameters
+    ----------
+    moments : Moments
+        Moments of the layer's traces; their window is the plan's.
+    ranks : array_like of int, (heads,)
+        Rank of each head; one number stands for all.
+
+    Returns
+    -------
+    SketchPlan
+        For `SketchHead`; its map is called "offline", which is what reads with a shared projection do.
+
+    Raises
+    ------
+    ValueError
+        If the moments are empty or a rank is out of range.
+    """
+    table = np.broadcast_to(np.asarray(ranks), moments.layer.heads)
+    return SketchPlan(low_rank_basis(moments), table, moments.window, map="offline")

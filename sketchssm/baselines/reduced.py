@@ -1,0 +1,143 @@
+"""Recurrences over fewer key channels than the model's: what pruned states and reduced keys have in common.
+
+Dropping key channels leaves a smaller recurrence of the same kind. So its engine is the standard one at a smaller K,
+behind linear maps of queries and keys that belong to the layer, not to a state, and cost no state traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.backends import Engine, load_engine
+from sketchssm.head import DecodeHead, check_capacity
+from sketchssm.recurrence import Layer, Tokens
+from sketchssm.reference.recurrence import Array
+
+__all__ = ["ChannelMap", "ReducedEngine", "ReducedHead", "check_sparsity"]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelMap:
+    """How K channels of a key head become fewer coordinates.
+
+    Attributes
+    ----------
+    kept : ndarray of int64, (key_heads, n)
+        Channels that remain, in the order of the coordinates; -1 for a coordinate that a key head does not use.
+    query, key : ndarray, (key_heads, n, K)
+        Maps of queries and keys.
+    lift : ndarray, (key_heads, K, n)
+        Orthonormal columns (zero for unused coordinates): a reduced state ``(V, n)`` stands for ``state @ lift^T``.
+    norms : tuple of bool
+        Whether queries and keys keep their lengths, as a layer that normalises them would have it.
+    """
+
+    kept: npt.NDArray[np.int64]
+    query: Array
+    key: Array
+    lift: Array
+    norms: tuple[bool, bool] = (False, False)
+
+    @classmethod
+    def selection(
+        cls, kept: npt.NDArray[np.int64], key_dim: int, norms: tuple[bool, bool] = (False, False)
+    ) -> ChannelMap:
+        """Plain selection of channels, the same for queries and keys."""
+        pick = (kept[..., None] == np.arange(key_dim)).astype(np.float64)
+        return cls(kept, pick, pick, pick.swapaxes(-1, -2), norms)
+
+
+class ReducedEngine:
+    """An engine of a layer with fewer key channels, seen as one of the whole layer.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape of the whole layer.
+    inner : Engine
+        Standard engine of the reduced layer.
+    channels : ChannelMap
+        How the one becomes the other.
+    """
+
+    def __init__(self, layer: Layer, inner: Engine, channels: ChannelMap) -> None:
+        self.layer, self._inner, self.dtype = layer, inner, inner.dtype
+        self._query, self._key = (x.astype(inner.dtype) for x in (channels.query, channels.key))
+        self._lift = layer.expand_keys(channels.lift, axis=0).astype(inner.dtype)
+        self._kept = layer.expand_keys(channels.kept, axis=0)
+        self._norms = channels.norms
+
+    @property
+    def state(self) -> Array:
+        """States ``(slots, heads, V, K)`` that the reduced ones stand for: made anew, not a view."""
+        return self._inner.state @ self._lift.swapaxes(-1, -2)
+
+    @property
+    def position(self) -> npt.NDArray[np.int32]:
+        """See `sketchssm.backends.Engine`."""
+        return self._inner.position
+
+    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
+        """See `sketchssm.backends.Engine`."""
+        q, k = (
+            _mapped(maps, x, norm)
+            for maps, x, norm in zip((self._query, self._key), (tokens.q, tokens.k), self._norms, strict=True)
+        )
+        g = tokens.g
+        if self.layer.kind == "kda":
+            g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0).astype(self.dtype)
+        self._inner.step(Tokens(q, k, tokens.v, g, tokens.beta), slots, out)
+
+    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`; what lies outside the kept channels is lost."""
+        with np.errstate(invalid="ignore", over="ignore"):  # padding rows may hold anything
+            self._inner.load_state(np.ascontiguousarray(state @ self._lift), slots)
+
+    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+
+    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._inner.reset(slots)
+
+
+class ReducedHead(DecodeHead):
+    """Common part of heads with fewer key channels; make one of its subclasses instead.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    channels : ChannelMap
+        The channels that are left.
+    slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu"}
+        Where to run.
+    """
+
+    def __init__(self, layer: Layer, channels: ChannelMap, slots: int, backend: str) -> None:
+        capacity = check_capacity(slots)
+        reduced = Layer(layer.kind, layer.heads, channels.kept.shape[-1], layer.value_dim, layer.key_heads)
+        name, inner = load_engine("standard", backend, reduced, capacity)
+        super().__init__(layer, capacity, name, ReducedEngine(layer, inner, channels))
+
+
+def check_sparsity(sparsity: float) -> float:
+    """Check a share of channels to drop."""
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity!r}")
+    return float(sparsity)
+
+
+def _mapped(maps: Array, x: Array, norm: bool) -> Array:
+    """Map queries or keys ``(batch, tokens, key_heads, K)``, each vector on its own so that no row sees the others."""
+    with np.errstate(invalid="ignore", over="ignore"):  # padding rows may hold anything
+        y = (maps @ x[..., None])[..., 0]
+        if norm:
+            length, want = (np.sqrt(np.square(z).sum(axis=-1, keepdims=True)) for z in (y, x))
+            y = y * np.divide(want, length, out=np.zeros_like(length), where=length > 0)
+    return np.ascontiguousarray(y)
