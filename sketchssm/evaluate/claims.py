@@ -141,10 +141,7 @@ def _copies_beat_states(layer: LayerResults) -> Verdict:
         states = [s for s in layer.systems if s.family == "quantised" and s.reduction <= copy.reduction]
         if states:
             pairs.append((copy, max(states, key=lambda s: s.reduction)))
-    if not pairs:
-        return None
-    good = all(copy.output_error < state.output_error for copy, state in pairs)
-    return good, "; ".join(f"{_said(copy)}, {_said(state)}" for copy, state in pairs)
+    return _all_less(pairs)
 
 
 def _sketch_beats_copies(layer: LayerResults) -> Verdict:
@@ -155,11 +152,15 @@ def _sketch_beats_copies(layer: LayerResults) -> Verdict:
         sketches = [s for s in own if s.reduction >= copy.reduction * 0.995]
         if sketches:
             pairs.append((copy, min(sketches, key=lambda s: s.output_error)))
+    return _all_less([(sketch, copy) for copy, sketch in pairs])
+
+
+def _all_less(pairs: Sequence[tuple[Measurement, Measurement]]) -> Verdict:
+    """Whether the first of every pair has the smaller error, with the pairs where it does not, else all."""
     if not pairs:
         return None
-    lost = [(copy, sketch) for copy, sketch in pairs if sketch.output_error >= copy.output_error]
-    text = "; ".join(f"{_said(sketch)}, {_said(copy)}" for copy, sketch in lost or pairs)
-    return not lost, text
+    lost = [(ours, theirs) for ours, theirs in pairs if ours.output_error >= theirs.output_error]
+    return not lost, "; ".join(f"{_said(ours)}, {_said(theirs)}" for ours, theirs in lost or pairs)
 
 
 def _retained_at_four(layer: LayerResults) -> Verdict:
@@ -186,8 +187,8 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], str], ...] = (
     (
         "The sketch's errors do not grow over tokens.",
         _sketch_stays,
-        "States are exact to float32 rounding and every window starts afresh, so nothing is carried over. What "
-        "can grow is the share of an output that is read from the state, as a state fills up from zero at its first token.",
+        "States are exact to float32 rounding and every window starts afresh, so nothing is carried over. What can "
+        "grow is the share of an output that is read from the state, as a state fills up from its zero start.",
     ),
     ("A calibrated basis loses less than a random orthogonal one.", _against("random-basis"), ""),
     (
@@ -211,10 +212,10 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], str], ...] = (
         "",
     ),
     (
-        "With exact updates, a quantised copy for reads loses less than a quantised state of no more traffic saved.",
+        "With exact updates, a quantised copy for reads loses less than a quantised state that saves no more traffic.",
         _copies_beat_states,
-        "Where states forget fast, requantising adds little to one quantisation's error, so exact updates gain "
-        "little, and the copy has fewer bits at the same traffic.",
+        "A copy of few bits has all of its error at once, and no more later; a state that is requantised reaches its "
+        "error over tokens, so that a short sequence favours it.",
     ),
     (
         "A sketch loses less than a quantised copy or a fixed low-rank read at comparable traffic.",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
-from sketchssm.evaluate.findings import EXACT, LEAST
+from sketchssm.evaluate.findings import BAND, EXACT, LEAST
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
 from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, plain_ticks, rank_heatmap, save
@@ -17,6 +17,7 @@ from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, plain_ticks, r
 __all__ = ["draw"]
 
 COLUMNS = 3
+GREY_MARKERS = "ovs*h"
 FLOOR = 1e-8
 """Where an error of zero is drawn."""
 
@@ -83,14 +84,17 @@ def _finish(figure: Any, axes: Sequence[Any], x: str, y: str, path: Path) -> Pat
 
 
 def _looks(layers: Sequence[LayerResults], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A look for each curve; the map in use stands out, other sketches are thin."""
+    """A look for each curve: the map in use stands out, other sketches are grey."""
     own = {f"sketch/{layer.map}" for layer in layers}
+    listed = sorted(dict.fromkeys(names), key=lambda name: name not in own)
+    grey = [name for name in listed if name.startswith("sketch/") and name not in own]
     looks: dict[str, dict[str, Any]] = {}
-    for i, name in enumerate(sorted(dict.fromkeys(names), key=lambda n: (n not in own, n.startswith("sketch/")))):
-        looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4.5}
-        looks[name] |= {"linewidth": 2.4 if name in own else 1.3}
-        if name.startswith("sketch/") and name not in own:
-            looks[name] |= {"linewidth": 0.9, "linestyle": "--", "markersize": 3.5, "alpha": 0.8}
+    for i, name in enumerate(name for name in listed if name not in grey):
+        looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+        looks[name] |= {"linewidth": 2.4 if name in own else 1.3, "zorder": 4 if name in own else 3}
+    for i, name in enumerate(grey):
+        looks[name] = {"color": "#888888", "marker": GREY_MARKERS[i % len(GREY_MARKERS)], "markersize": 4}
+        looks[name] |= {"linewidth": 0.8, "linestyle": "--", "fillstyle": "none"}
     return looks
 
 
@@ -105,7 +109,7 @@ def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path |
     with pyplot.rc_context(STYLE):
         figure, axes = _panels(pyplot, layers, "Output error against state traffic, held-out text")
         for axis, own, every in zip(axes, lossy, shown, strict=True):
-            axis.axvspan(9, 11, color="#eeeeee", zorder=0)
+            axis.axvspan(*BAND, color="#eeeeee", zorder=0)
             for name, look in looks.items():
                 curve = sorted((s for s in own if series(s.name) == name), key=lambda s: s.reduction)
                 if curve:
@@ -130,7 +134,7 @@ def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None
         return None
     pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
-        figure, axes = _panels(pyplot, layers, "Retained energy of state reads, all heads at one rank")
+        figure, axes = _panels(pyplot, layers, "What a sketch loses of the state reads' energy, all heads at one rank")
         for axis, layer in zip(axes, layers, strict=True):
             for i, curve in enumerate(layer.curves):
                 lost = np.maximum(1 - np.array(curve.retained), 1e-6)
@@ -142,7 +146,7 @@ def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None
             axis.set(xscale="log", yscale="log")
         for axis in axes:
             plain_ticks(axis.xaxis, layers[0].curves[0].ranks)
-        y = "lost share (mean; bands: quartiles over heads)"
+        y = "1 - retained (mean; bands: quartiles over heads)"
         return _finish(figure, axes, "rank G", y, path)
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -141,10 +142,12 @@ class Study:
         ndarray of float64
             States, K last.
         """
-        if tokens not in self._states:
-            start = max((t for t in self._states if t < tokens), default=0)
-            part = (None if x is None else x[:, start:tokens] for x in self.traces.test)
-            self._states[tokens] = run(self.traces.layer, *part, state=self._states.get(start))[1]
+        # always by way of the checkpoints, so that the last digits do not depend on what was asked for before
+        stops = [point for point in self.checkpoints if point < tokens]
+        for start, stop in pairwise([0, *stops, tokens]):
+            if stop not in self._states:
+                part = (None if x is None else x[:, start:stop] for x in self.traces.test)
+                self._states[stop] = run(self.traces.layer, *part, state=self._states.get(start))[1]
         return self._states[tokens]
 
     @cached_property
