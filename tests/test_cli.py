@@ -99,28 +99,29 @@ def test_evaluate_compares_everything(traces, tmp_path):
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-SHIPPED = resources.files("sketchssm") / "data" / "mamba2.npz"
-FEW = [
-    "--systems",
-    "exact,sketch/ridge-?,quantised/dsq-6-bits",
-    "--systems",
-    "ablation/allocation-*",
-    "--ranks",
-    "4,8",
-]
+FEW = ["--systems", "exact,sketch/ridge-*,quantised/dsq-6-bits", "--systems", "ablation/allocation-*"]
+FEW += ["--ranks", "8,12", "--mean-rank", 8, "--every", 16, "--backend", "reference"]
+
+
+def shipped_slice(path):
+    """Write the first 96 tokens of a shipped file, two heads of eight, so that float64 decoding takes no time."""
+    with resources.as_file(resources.files("sketchssm") / "data" / "mamba2.npz") as whole, np.load(whole) as entries:
+        arrays = {name: x[:, :96, : 1 if name[-1] in "qk" else 2] if x.ndim > 2 else x for name, x in entries.items()}
+    np.savez(path, **arrays)
+    return path
 
 
 def test_evaluate_repeats_to_the_byte(tmp_path):
     """Two fresh runs on a shipped slice, and one that goes on: the same files, the report included."""
     pytest.importorskip("matplotlib")
+    traces = shipped_slice(tmp_path / "slice.npz")
     made = []
     for folder in ("one", "two", "one"):
         out = tmp_path / folder
-        arguments = ["--out", out, "--plots", "--format", "svg", "--report", out / "report.html"]
-        invoke("evaluate", SHIPPED, *FEW, "--backend", "reference", *arguments)
+        invoke("evaluate", traces, *FEW, "--out", out, "--report", out / "report.html")
         made.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.*")})
     assert made[0] == made[1] == made[2]
-    assert {"results.json", "results.csv", "drift.csv", "report.html", "ranks.svg"} < set(made[0])
+    assert {"results.json", "results.csv", "drift.csv", "report.html"} < set(made[0])
 
 
 class Page(HTMLParser):
@@ -148,9 +149,8 @@ class Page(HTMLParser):
 
 def test_report_needs_nothing_beside_it(tmp_path):
     pytest.importorskip("matplotlib")
-    name = tmp_path / "a <b> & c.npz"
-    name.write_bytes(SHIPPED.read_bytes())
-    invoke("evaluate", name, *FEW, "--backend", "reference", "--report", tmp_path / "report.html")
+    traces = shipped_slice(tmp_path / "a <b> & c.npz")
+    invoke("evaluate", traces, *FEW, "--report", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     page = Page()
     page.feed(text)
@@ -162,7 +162,7 @@ def test_report_needs_nothing_beside_it(tmp_path):
     assert "a &lt;b&gt; &amp; c" in text
     assert "a <b>" not in text
     assert page.headings[1].startswith("Does the sketch at 9x to 11x less state traffic lose less")
-    assert "times less output error than the best of them" in text
+    assert "times less output error than the best compressed state" in text
 
 
 def test_evaluate_a_plan_among_others(traces, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_traces import write_traces
 
-from sketchssm.evaluate import plan_energy
+from sketchssm.evaluate import collect_windows, plan_energy
 from sketchssm.evaluate.claims import claims
 from sketchssm.evaluate.evaluation import LayerResults, evaluate
 from sketchssm.evaluate.findings import ablations, growth, headline, times
@@ -119,9 +119,28 @@ def test_checkpoints_end_with_the_sequence(tmp_path, every, points):
 
 def test_half_life(tmp_path):
     study = study_of(tmp_path)
-    study.traces.test.g[..., 0], study.traces.test.g[..., 1] = 0.0, math.log(0.5) / 7
-    assert study.half_life[0] == math.inf
-    assert study.half_life[1] == pytest.approx(7)
+    gates = study.traces.test.g
+    gates[..., 0], gates[..., 1] = 0.0, math.log(0.5) / 7
+    assert study.half_life[:2] == pytest.approx([math.inf, 7])
+
+
+def test_half_life_of_channels(tmp_path):
+    """One channel in ten remembers longer than the one that speaks for its head."""
+    study = study_of(tmp_path, "kda")
+    size = study.traces.layer.key_dim
+    study.traces.test.g[:] = -math.log(2) / np.arange(1.0, size + 1)
+    assert 0.8 * size < study.half_life[0] < size
+
+
+def test_read_share(tmp_path):
+    study = study_of(tmp_path)
+    windows = collect_windows(study.traces.layer, study.traces.test, WINDOW)
+    by_head = [np.square(windows.queries[:, h] @ windows.states[:, h]).sum() for h in range(4)]
+    # sums of float64 in another order
+    np.testing.assert_allclose(study.read_energy(WINDOW).sum(axis=0), by_head, rtol=1e-9)
+    assert not study.read_energy(WINDOW)[0].any()  # the first window starts from a zero state
+    first, last = study.read_share
+    assert first == 0 < last
 
 
 def test_sketch_measured_as_plan_energy_says(study):
@@ -284,7 +303,14 @@ def system(name, reduction, error, output=(), state=(), retained=1.0, objective=
 
 
 def layer_of(*systems):
-    return LayerResults("layer", "gdn", {"half_life": [5.0, None]}, "ridge", list(systems), [])
+    return LayerResults(
+        "layer",
+        "gdn",
+        {"half_life": [5.0, None], "test_tokens": 80, "read_share": [0.5, 0.5]},
+        "ridge",
+        list(systems),
+        [],
+    )
 
 
 def test_headline_takes_the_worst_sketch_and_the_best_rival():
@@ -333,7 +359,10 @@ def test_claims_hold_or_say_where_they_do_not():
     bad = layer_of(*base, system("ablation/allocation-uniform", 10, 0.01, objective=2.0))
     [differing] = [claim for claim in claims([bad]) if not claim.holds]
     assert "uniform" in differing.says
-    assert differing.layers["layer"] == (False, "0.50x the output error, 2.00x the gradient-weighted score that gradient minimises")  # fmt: skip  # noqa: E501
+    good, said = differing.layers["layer"]
+    assert not good
+    assert said.startswith("0.50x the output error, 2.00x the gradient-weighted score")
+    assert "what the model's loss feels" in differing.reason
 
 
 def test_times():

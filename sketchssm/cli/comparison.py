@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from sketchssm.cli.output import Output, scientific
 from sketchssm.evaluate.claims import claims
 from sketchssm.evaluate.evaluation import Evaluation, LayerResults
-from sketchssm.evaluate.findings import BAND, LEAST, ablations, growth, headline
+from sketchssm.evaluate.findings import BAND, LEAST, ablations, growth, headline, times
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.pictures import representative
 
@@ -15,7 +15,7 @@ __all__ = ["ablation_rows", "growth_rows", "headline_rows", "show_evaluation", "
 
 Table = tuple[list[str], list[list[str]]]
 
-WIDTH = 6
+WIDTH = 4
 """Layers side by side in one table."""
 
 
@@ -30,26 +30,36 @@ def show_evaluation(output: Output, evaluation: Evaluation) -> None:
         Results.
     """
     layers = evaluation.layers
+    low, high = BAND
     for start in range(0, len(layers), WIDTH):
         part = layers[start : start + WIDTH]
-        output.table(
-            "Systems: output error @ traffic reduction",
-            ["system", *(layer.name for layer in part)],
-            system_rows(part),
-        )
+        columns = ["system", *(layer.name for layer in part)]
+        output.table("Systems: output error @ traffic reduction", columns, system_rows(part))
     output.say("Relative errors of all outputs against the float64 recurrence, on held-out text.")
-    low, high = BAND
-    tables = {
-        "Ablations: times the full method's output error, points of retained energy lost": ablation_rows(layers),
-        "Growth over tokens: errors of the last quarter over the first, outputs / states (-: exact)": growth_rows(
-            layers
-        ),
-        f"The sketch at {low:g}x to {high:g}x against compressed states at {LEAST:g}x or more": headline_rows(layers),
-    }
-    for title, (columns, rows) in tables.items():
-        if rows:
-            output.table(title, columns, rows)
+    for start in range(0, len(layers), WIDTH):
+        part = layers[start : start + WIDTH]
+        _show(
+            output,
+            "Ablations: times the full method's output error, points of retained energy lost",
+            ablation_rows(part),
+        )
+        _show(
+            output,
+            "Growth over tokens: errors of the last quarter over the first, outputs / states",
+            growth_rows(part),
+        )
+    _show(
+        output,
+        f"The sketch at {low:g}x to {high:g}x against compressed states at {LEAST:g}x or more",
+        headline_rows(layers),
+    )
     _show_claims(output, layers)
+
+
+def _show(output: Output, title: str, table: Table) -> None:
+    columns, rows = table
+    if rows:
+        output.table(title, columns, rows)
 
 
 def system_rows(layers: Sequence[LayerResults]) -> Iterator[list[str]]:
@@ -137,10 +147,12 @@ def headline_rows(layers: Sequence[LayerResults]) -> Table:
     """
     rows = []
     for found in map(headline, layers):
-        if found.worst is not None and found.rival is not None:
-            cells = [found.worst.name, _cell(found.worst), found.rival.name, _cell(found.rival), factor(found.margin)]
-            rows.append([found.layer, *cells])
-    return ["layer", "worst sketch", "error", "best compressed state", "error", "times less"], rows
+        worst, best, rival = found.worst, found.best, found.rival
+        if worst is not None and best is not None and rival is not None:
+            margins = f"{factor(found.margin)} to {factor(times(rival.output_error, best.output_error))}"
+            shown = [f"{s.setting} {_cell(s)}" for s in (worst, best)]
+            rows.append([found.layer, *shown, f"{rival.setting} {_cell(rival)}", margins])
+    return ["layer", "worst sketch", "best sketch", "best compressed state", "sketch has less, times"], rows
 
 
 def factor(times: float | None) -> str:
@@ -162,3 +174,5 @@ def _show_claims(output: Output, layers: Sequence[LayerResults]) -> None:
         for name, (good, numbers) in claim.layers.items():
             if not good:
                 output.say(f"    not {name}: {numbers}")
+        if claim.reason:
+            output.say(f"  {claim.reason}")

@@ -125,8 +125,8 @@ def _opening(evaluation: Evaluation) -> list[str]:
         ),
         _table(columns, rows),
         _text(
-            "Half-life: tokens in which a head's gates halve what it wrote, the median over tokens; fastest, median "
-            "and slowest head.",
+            "Half-life: tokens in which a head's gates halve what it wrote (for kda: of its slow channels); fastest, "
+            "median and slowest head.",
             "note",
         ),
     ]
@@ -135,22 +135,20 @@ def _opening(evaluation: Evaluation) -> list[str]:
 def _answer(layers: Sequence[LayerResults]) -> list[str]:
     found = [h for h in map(headline, layers) if h.margin is not None]
     low, high = BAND
-    asked = (
-        f"Does the sketch at {low:g}x to {high:g}x less state traffic lose less than every quantised or pruned state "
-    )
-    asked += f"at {LEAST:g}x or more?"
+    asked = f"Does the sketch at {low:g}x to {high:g}x less state traffic lose less than every quantised or "
+    asked += f"pruned state at {LEAST:g}x or more?"
     if not found:
         return _section(asked, _text("The chosen systems do not say: it takes sketches and compressed states."))
-    won = [h for h in found if h.margin is not None and h.margin > 1]
-    margins = [h.margin for h in found if h.margin is not None]
-    lost = ", ".join(h.layer for h in found if h not in won)
-    answer = f"Yes, on {'all ' if len(won) > 1 else ''}{_count(len(won), 'layer')}" if not lost else (
-        f"On {len(won)} of {len(found)} layers it does; it does not on {lost}"
+    margins = [h.margin or 0.0 for h in found]
+    lost = [h.layer for h in found if h.margin is not None and h.margin <= 1]
+    answer = f"Yes, on {_count(len(found), 'layer')} of {len(found)}." if not lost else (
+        f"On {len(found) - len(lost)} of {_count(len(found), 'layer')} yes, with every setting in that band; "
+        f"on {', '.join(lost)} no."
     )  # fmt: skip
     answer += (
-        f". Its worst setting in that band has {min(margins):.2f} to {max(margins):.2f} times less output error than "
+        f" The worst of these settings has {min(margins):.2f} to {max(margins):.2f} times less output error than "
     )
-    answer += "the best of them (below 1: more)."
+    answer += "the best compressed state, by layer (below 1: more)."
     head, rows = headline_rows(layers)
     return _section(asked, _text(answer, "answer no" if lost else "answer"), _table(head, rows))
 
@@ -248,7 +246,7 @@ def _figure(pictures: dict[str, bytes], name: str) -> str:
 
 
 def _lives(layer: LayerResults) -> str:
-    lives = [math.inf if life is None else life for life in layer.facts["half_life"]]
+    lives = layer.half_life
     return " / ".join("never" if math.isinf(x) else f"{x:.0f}" for x in (min(lives), np.median(lives), max(lives)))
 
 

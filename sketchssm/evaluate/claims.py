@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
-from sketchssm.evaluate.findings import GROWS, RIVALS, ablations, growth, headline, own_sketches, times
+from sketchssm.evaluate.findings import GROWS, ablations, growth, headline, own_sketches, times
 from sketchssm.evaluate.measure import Measurement
 
 __all__ = ["Claim", "claims"]
 
 Verdict = tuple[bool, str] | None
+Reason = Callable[[Sequence[LayerResults], Sequence[LayerResults]], str]
+"""Why a claim does not hold, from the layers where it does not and all that were tested; empty where unknown."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Claim:
     layers : dict of str to tuple
         Whether it holds on a layer, with the numbers.
     reason : str
-        Why it may not hold, if that is known.
+        Why it does not hold everywhere, if that is known.
     """
 
     says: str
@@ -61,7 +63,9 @@ def claims(layers: Sequence[LayerResults]) -> list[Claim]:
     for says, check, reason in CLAIMS:
         tested = {layer.name: result for layer in layers if (result := check(layer)) is not None}
         if tested:
-            found.append(Claim(says, tested, reason))
+            bad = [layer for layer in layers if layer.name in tested and not tested[layer.name][0]]
+            rest = [layer for layer in layers if layer.name in tested]
+            found.append(Claim(says, tested, reason(bad, rest) if bad else ""))
     return found
 
 
@@ -76,30 +80,37 @@ def _beats_compressed(layer: LayerResults) -> Verdict:
     return found.margin > 1, f"{_said(found.worst)}, {_said(found.rival)}"
 
 
-def _compressed_grow(layer: LayerResults) -> Verdict:
-    rivals = growth(layer, [s for s in layer.systems if s.family in RIVALS])
-    if not rivals:
-        return None
-    factors = [g.state if g.state is not None else 1.0 for g in rivals]
-    grown = sum(factor > GROWS for factor in factors)
-    lives = [math.inf if life is None else life for life in layer.facts["half_life"]]
-    return grown == len(rivals), (
-        f"state errors of {grown} of {len(rivals)} grow, median {np.median(factors):.2f}x from the first quarter of "
-        f"the tokens to the last; gates halve a state in {np.median(lives):.0f} tokens in the median head, "
-        f"{max(lives):.0f} in the slowest"
-    )
+def _grow(*families: str) -> Callable[[LayerResults], Verdict]:
+    """Whether the states' errors of some families grow, in the median over their settings."""
+
+    def check(layer: LayerResults) -> Verdict:
+        found = growth(layer, [s for s in layer.systems if s.family in families])
+        if not found:
+            return None
+        factors = [1.0 if g.state is None else g.state for g in found]
+        return float(np.median(factors)) > GROWS, (
+            f"state errors of {sum(factor > GROWS for factor in factors)} of {len(found)} settings grow, "
+            f"{min(factors):.2f}x to {max(factors):.2f}x from the first quarter of the tokens to the last; "
+            f"half-life of the slowest head {max(layer.half_life):.0f} tokens"
+        )
+
+    return check
 
 
 def _sketch_stays(layer: LayerResults) -> Verdict:
     found = growth(layer, headline(layer).sketches)
     if not found:
         return None
-    factor = max(g.output or 1.0 for g in found)
-    exact = all(g.state is None for g in found)
+    factor, exact = _sketch_growth(layer), all(g.state is None for g in found)
     return factor <= GROWS and exact, (
         f"output errors {factor:.2f}x from the first quarter of the tokens to the last; "
-        f"states {'exact to float32 rounding' if exact else 'not exact'}"
+        f"states {'exact to float32 rounding' if exact else 'not exact'}; "
+        "{:.0%} and {:.0%} of the outputs' energy are read from states there".format(*layer.facts["read_share"])
     )
+
+
+def _sketch_growth(layer: LayerResults) -> float:
+    return max((g.output or 1.0 for g in growth(layer, headline(layer).sketches)), default=1.0)
 
 
 def _against(setting: str) -> Callable[[LayerResults], Verdict]:
@@ -163,64 +174,130 @@ def _all_less(pairs: Sequence[tuple[Measurement, Measurement]]) -> Verdict:
     return not lost, "; ".join(f"{_said(ours)}, {_said(theirs)}" for ours, theirs in lost or pairs)
 
 
+def _forgets(text: str) -> Reason:
+    """Give a reason where every head that does not agree forgets within a tenth of the text."""
+    return lambda bad, layers: text if all(max(x.half_life) < x.facts["test_tokens"] / 10 for x in bad) else ""
+
+
+def _fills(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
+    """Whether the share that is read from states explains the growth: error energy follows it."""
+    shares = [layer.facts["read_share"] for layer in bad]
+    explained = all(_sketch_growth(x) <= GROWS * math.sqrt(b / a) for x, (a, b) in zip(bad, shares, strict=True) if a)
+    return (
+        "Nothing is carried over, since states are exact and every window starts afresh. What grows is the share of "
+        "an output that is read from the state, as a state fills up from its zero start."
+        if explained
+        else ""
+    )
+
+
+def _serves_the_loss(rival: str) -> Reason:
+    """Whether the other allocation has the larger gradient-weighted score wherever its outputs err less."""
+
+    def reason(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
+        for layer in bad:
+            ours, theirs = (layer.find(f"ablation/allocation-{method}") for method in ("gradient", rival))
+            if not (ours and theirs and ours.objective and (theirs.objective or 0.0) > ours.objective):
+                return ""
+        return (
+            "Gradients weigh an error by what the model's loss feels of it, and this is the bare error: by the "
+            "gradient-weighted score, on the sequences that ranks were scored on, they do best here too."
+        )
+
+    return reason
+
+
+def _spread(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
+    """Whether the layers that do not agree are those whose queries take most directions."""
+    known = {layer.name: _retained(layer) for layer in layers}
+    names = {layer.name for layer in bad}
+    wide = [kept for name, kept in known.items() if name in names and kept is not None]
+    narrow = [kept for name, kept in known.items() if name not in names and kept is not None]
+    if len(wide) + len(narrow) < len(layers) or not narrow or max(wide) > min(narrow):
+        return ""
+    return (
+        "Their effective queries take most directions: least-squares coefficients retain "
+        f"{100 * max(wide):.1f}% at most at rank 8, on the other layers {100 * min(narrow):.1f}% at least. A copy's "
+        "error does not depend on the queries."
+    )
+
+
+def _retained(layer: LayerResults, rank: int = 8) -> float | None:
+    """Retained energy of the exact map at one rank, mean over heads."""
+    for curve in layer.curves:
+        if (curve.basis, curve.map) == ("calibrated", "exact") and rank in curve.ranks:
+            return float(np.mean(np.array(curve.retained)[:, curve.ranks.index(rank)]))
+    return None
+
+
+def _unknown(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
+    return ""
+
+
 def _retained_at_four(layer: LayerResults) -> Verdict:
-    curve = next((c for c in layer.curves if (c.basis, c.map) == ("calibrated", "exact") and 4 in c.ranks), None)
-    if curve is None:
-        return None
-    mean = float(np.mean(np.array(curve.retained)[:, curve.ranks.index(4)]))
-    return mean >= 0.884, f"{100 * mean:.1f}% retained"
+    mean = _retained(layer, 4)
+    return None if mean is None else (mean >= 0.884, f"{100 * mean:.1f}% retained")
 
 
-FORGETS = (
-    "Gates that forget fast forget a compression error with the state it is in: it then reaches its level within a "
-    "few half-lives, before the first points of the curves, and stays there. The paper's models are large and "
-    "generate tens of thousands of tokens."
-)
-
-CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], str], ...] = (
+CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], Reason], ...] = (
     (
         "At 9x to 11x less traffic the sketch loses less than every quantised or pruned state at 4x or more.",
         _beats_compressed,
-        "",
+        _forgets(
+            "Where gates forget within a few tokens, a quantised state forgets its errors as fast and they do not add "
+            "up: a few bits are then enough. Such a layer hardly needs its state."
+        ),
     ),
-    ("Errors of quantised and pruned states grow over tokens.", _compressed_grow, FORGETS),
     (
-        "The sketch's errors do not grow over tokens.",
-        _sketch_stays,
-        "States are exact to float32 rounding and every window starts afresh, so nothing is carried over. What can "
-        "grow is the share of an output that is read from the state, as a state fills up from its zero start.",
+        "Errors of quantised states grow over tokens.",
+        _grow("quantised"),
+        _forgets(
+            "Where gates forget within a few tokens, errors are forgotten as fast as they are made, and reach their "
+            "level before the first point of the curve."
+        ),
     ),
-    ("A calibrated basis loses less than a random orthogonal one.", _against("random-basis"), ""),
     (
-        "A state-dependent map loses less than an offline map, at the same ranks.",
-        _against("offline-map"),
-        "",
+        "Errors of pruned and key-reduced states grow over tokens.",
+        _grow("pruned", "key-reduced"),
+        lambda bad, layers: (
+            "What is pruned is missing from the first token on, and its share of a state does not grow; channels that "
+            "are kept are updated without rounding."
+        ),
     ),
+    ("The sketch's errors do not grow over tokens.", _sketch_stays, _fills),
+    ("A calibrated basis loses less than a random orthogonal one.", _against("random-basis"), _unknown),
+    ("A state-dependent map loses less than an offline map, at the same ranks.", _against("offline-map"), _unknown),
     (
         "Allocation by gradients loses less than uniform ranks.",
         _gradient_pays("uniform"),
-        "It minimises what the model's loss feels, not the error of the outputs: its own score is lower.",
+        _serves_the_loss("uniform"),
     ),
     (
         "Allocation by gradients loses less than allocation by error alone.",
         _gradient_pays("error"),
-        "The error of the outputs is exactly what allocation by error minimises; the gradient's own score is lower.",
+        _serves_the_loss("error"),
     ),
     (
         "Allocation by gradients loses less than allocation by sensitivity alone.",
         _gradient_pays("sensitivity"),
-        "",
+        _serves_the_loss("sensitivity"),
     ),
     (
         "With exact updates, a quantised copy for reads loses less than a quantised state that saves no more traffic.",
         _copies_beat_states,
-        "A copy of few bits has all of its error at once, and no more later; a state that is requantised reaches its "
-        "error over tokens, so that a short sequence favours it.",
+        _forgets(
+            "Where gates forget within a few tokens, requantising adds little to the error of one quantisation, and "
+            "then the bits decide."
+        ),
     ),
     (
         "A sketch loses less than a quantised copy or a fixed low-rank read at comparable traffic.",
         _sketch_beats_copies,
-        "",
+        _spread,
     ),
-    ("At rank 4 least-squares coefficients retain 88.4 to 97.5% of the state reads' energy.", _retained_at_four, ""),
+    (
+        "At rank 4 least-squares coefficients retain at least 88.4% of the state reads' energy.",
+        _retained_at_four,
+        _unknown,
+    ),
 )

@@ -15,7 +15,7 @@ from sketchssm.recurrence import DENSE
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["HeadEnergy", "MapEnergy", "MapSetting", "coefficients", "plan_energy", "read_energy", "retained_energy"]
+__all__ = ["HeadEnergy", "MapEnergy", "MapSetting", "coefficients", "plan_energy", "retained_energy"]
 
 
 class MapSetting(NamedTuple):
@@ -128,7 +128,7 @@ def retained_energy(
     """
     layer = basis.layer
     window = windows.queries.shape[2] + 1
-    energy = read_energy(windows)
+    energy = _energy(windows)
     results = []
     for setting in settings:
         retained = np.ones((layer.heads, len(ranks)))
@@ -140,22 +140,6 @@ def retained_energy(
         reduction = [traffic.reduction(*shape, rank, window, STORAGE[setting.map], setting.pivots) for rank in ranks]
         results.append(MapEnergy(name, setting, tuple(ranks), retained, np.array(reduction)))
     return results
-
-
-def read_energy(windows: Windows) -> Array:
-    """Energy of the state-read outputs of each head: what a sketch has to retain.
-
-    Parameters
-    ----------
-    windows : Windows
-        Windows, from `collect_windows`.
-
-    Returns
-    -------
-    ndarray of float64, (heads,)
-        Sums of squares.
-    """
-    return np.array([np.square(_outputs(windows, head)).sum() for head in range(windows.states.shape[1])])
 
 
 def plan_energy(plan: SketchPlan, windows: Windows) -> HeadEnergy:
@@ -175,12 +159,17 @@ def plan_energy(plan: SketchPlan, windows: Windows) -> HeadEnergy:
     """
     setting = MapSetting(plan.map, plan.pivots, plan.ridge)
     lost = np.zeros(plan.layer.heads)
-    energy = read_energy(windows)
+    energy = _energy(windows)
     for head, rank in enumerate(plan.ranks):
         if rank != DENSE:
             phi, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.phi, plan.projection))
             lost[head] = _lost(setting, windows, head, phi, projection)
     return HeadEnergy(lost, energy)
+
+
+def _energy(windows: Windows) -> Array:
+    """Energy ``(heads,)`` of the exact state reads."""
+    return np.array([np.square(_outputs(windows, head)).sum() for head in range(windows.states.shape[1])])
 
 
 def _outputs(windows: Windows, head: int) -> Array:

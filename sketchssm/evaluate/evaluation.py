@@ -30,7 +30,8 @@ class LayerResults:
     name, kind : str
         Layer.
     facts : dict
-        Its shape, its test text, where the traces come from, and the half-life of each head's gates in tokens.
+        Its shape, its test text, where the traces come from, the half-life of each head's gates in tokens, and the
+        share of the outputs' energy that is read from states in the first and the last quarter of the text.
     map : str
         The coefficient map in use.
     systems : list of Measurement
@@ -45,6 +46,11 @@ class LayerResults:
     map: str
     systems: list[Measurement]
     curves: list[RankCurve]
+
+    @property
+    def half_life(self) -> list[float]:
+        """Half-lives of the heads' gates in tokens, infinite ones included."""
+        return [math.inf if life is None else life for life in self.facts["half_life"]]
 
     def find(self, name: str) -> Measurement | None:
         """Return a system by its name ``family/setting``; None if it was not measured."""
@@ -162,6 +168,7 @@ def _layer(
         "calibration_tokens": math.prod(study.traces.calib.v.shape[:2]),
         "gradients": study.traces.score_part()[1] is not None,
         "half_life": rounded(study.half_life.tolist()),
+        "read_share": rounded(study.read_share),
         "provenance": study.traces.provenance,
         "digest": study.digest,
     }

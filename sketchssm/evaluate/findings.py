@@ -54,6 +54,11 @@ class Headline(NamedTuple):
         return max(self.sketches, key=lambda s: s.output_error, default=None)
 
     @property
+    def best(self) -> Measurement | None:
+        """The sketch of these with the smallest error."""
+        return min(self.sketches, key=lambda s: s.output_error, default=None)
+
+    @property
     def margin(self) -> float | None:
         """How many times less error the worst of the sketches has than the best rival; None without either."""
         worst = self.worst

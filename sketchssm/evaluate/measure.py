@@ -133,7 +133,7 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     error, size = sums.sum(axis=1)
     away, whole = np.array(states).swapaxes(0, 1)
     cut = study.length // entry.window * entry.window  # reads are counted over whole windows
-    reads = study.read_energy(entry.window)
+    reads = study.read_energy(entry.window).sum(axis=0)
     missed = np.concatenate(lost)[:cut].sum(axis=0)
     retained = 1.0 - np.divide(missed, reads, out=np.zeros_like(missed), where=reads > 0)
     plan = system.plan

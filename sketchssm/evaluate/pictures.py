@@ -161,25 +161,23 @@ def representative(layer: LayerResults) -> list[Measurement]:
     for own in groups.values():
         enough = [s for s in own if s.reduction >= LEAST * (1 - 1e-6)]
         chosen.append(min(enough or own, key=lambda s: abs(s.reduction - LEAST)))
-    return [*chosen, *(s for s in layer.systems if s.name == "exact/standard")]
+    return chosen
 
 
 def _drift(layers: Sequence[LayerResults], path: Path, field: str, what: str) -> Path | None:
     shown = [representative(layer) for layer in layers]
-    names = [s.name for own in shown for s in own]
-    if not names or max(len(s.drift["tokens"]) for own in shown for s in own) < 2:
+    if max((len(s.drift["tokens"]) for own in shown for s in own), default=0) < 2:
         return None
-    looks = {
-        name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3}
-        for i, name in enumerate(dict.fromkeys(names))
-    }
+    looks = _looks(layers, [series(s.name) for layer in layers for s in layer.systems if s.family != "ablation"])
     pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
         figure, axes = _panels(pyplot, layers, f"Error of the {what} over tokens")
-        for axis, own in zip(axes, shown, strict=True):
+        for axis, layer, own in zip(axes, layers, shown, strict=True):
             for s in own:
+                name = f"sketch/{layer.map}" if s.family == "ablation" else series(s.name)
                 curve = np.clip(np.array(s.drift[field]), FLOOR, 1e3)
-                axis.plot(s.drift["tokens"], curve, label=s.name, **looks[s.name])
+                look = looks.get(name, {"color": COLOURS[0]}) | {"markersize": 3}
+                axis.plot(s.drift["tokens"], curve, label=s.name, **look)
             axis.set_yscale("log")
         return _finish(figure, axes, "tokens since the sequence's start", f"relative error of the {what}", path)
 

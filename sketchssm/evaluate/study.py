@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
 from sketchssm.evaluate.calibrated import Calibrated
-from sketchssm.evaluate.energy import read_energy
 from sketchssm.evaluate.settings import Settings
 from sketchssm.evaluate.windows import Windows, collect_windows
 from sketchssm.files import layer_fields
 from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Tokens
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.traces import Traces
 
@@ -106,7 +107,7 @@ class Study:
         return collect_windows(self.traces.layer, self.traces.test, self.settings.window)
 
     def read_energy(self, window: int) -> Array:
-        """Energy of the state reads between the flushes of a window.
+        """Energy of the state reads between the flushes of a window, one window after the other.
 
         Parameters
         ----------
@@ -115,14 +116,31 @@ class Study:
 
         Returns
         -------
-        ndarray of float64, (heads,)
-            Sums of squares over the test sequences.
+        ndarray of float64, (windows, heads)
+            Sums of squares over the test sequences; windows that are whole.
         """
         if window not in self._energies:
-            own = window == self.settings.window
-            reads = self.windows if own else collect_windows(self.traces.layer, self.traces.test, window)
-            self._energies[window] = read_energy(reads)
+            layer = self.traces.layer
+            count = self.length // window
+            energy = np.zeros((count, layer.heads))
+
+            def add(reads: SketchReads) -> None:
+                energy[reads.tokens.start // window] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
+
+            whole = Tokens(*(None if x is None else x[:, : count * window] for x in self.traces.test))
+            walk(layer, host_tokens(layer, *whole), window, None, add)
+            self._energies[window] = energy
         return self._energies[window]
+
+    @cached_property
+    def read_share(self) -> list[float]:
+        """Share of the outputs' energy that is read from states, in the first and the last quarter of the windows."""
+        window = self.settings.window
+        reads = self.read_energy(window).sum(axis=1)
+        starts = np.arange(len(reads)) * window
+        whole = np.add.reduceat(np.square(self.output).sum(axis=(0, 2, 3)), starts)
+        quarter = max(len(reads) // 4, 1)
+        return [float(reads[part].sum() / whole[part].sum()) for part in (slice(quarter), slice(-quarter, None))]
 
     @cached_property
     def output(self) -> Array:
@@ -154,14 +172,14 @@ class Study:
     def half_life(self) -> Array:
         """Tokens after which each head's gates have halved what it wrote, ``(heads,)``; writes are not counted.
 
-        The median over tokens of the log-decay says it (for kda of the mean over channels); infinite where the
-        median gate keeps all.
+        The median over tokens of the log-decay says it, for kda that of the channel with the longest memory but for a
+        tenth of them; infinite where the median gate keeps all.
         """
         gates = np.asarray(self.traces.test.g, dtype=np.float64)
-        if gates.ndim == 4:
-            gates = gates.mean(axis=-1)
-        typical = -np.median(gates, axis=(0, 1))
-        return np.divide(math.log(2), typical, out=np.full_like(typical, np.inf), where=typical > 0)
+        typical = np.median(gates, axis=(0, 1))
+        if typical.ndim == 2:
+            typical = np.quantile(typical, 0.9, axis=1)
+        return np.divide(-math.log(2), typical, out=np.full_like(typical, np.inf), where=typical < 0)
 
     @cached_property
     def digest(self) -> str:
