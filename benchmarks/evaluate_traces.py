@@ -45,7 +45,9 @@ def main():
         ["evaluate", *map(str, arguments.traces), "--out", str(arguments.out), "--plots", "--report", str(page)],
         standalone_mode=False,
     )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
+    )
     names = [path.name for path in arguments.traces]
     about = {
         "commit": commit.stdout.strip(),

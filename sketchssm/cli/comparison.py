@@ -20,15 +20,7 @@ WIDTH = 4
 
 
 def show_evaluation(output: Output, evaluation: Evaluation) -> None:
-    """Print what an evaluation found.
-
-    Parameters
-    ----------
-    output : Output
-        Where to.
-    evaluation : Evaluation
-        Results.
-    """
+    """Print what an evaluation found."""
     layers = evaluation.layers
     low, high = BAND
     for start in range(0, len(layers), WIDTH):
@@ -63,18 +55,7 @@ def _show(output: Output, title: str, table: Table) -> None:
 
 
 def system_rows(layers: Sequence[LayerResults]) -> Iterator[list[str]]:
-    """One row per system, one cell per layer; an empty row between families.
-
-    Parameters
-    ----------
-    layers : sequence of LayerResults
-        Layers side by side.
-
-    Yields
-    ------
-    list of str
-        Cells.
-    """
+    """One row per system, one cell per layer; an empty row between families."""
     names = dict.fromkeys((s.family, s.name) for layer in layers for s in layer.systems)
     families = dict.fromkeys(family for family, _ in names)
     for i, family in enumerate(families):
@@ -85,20 +66,7 @@ def system_rows(layers: Sequence[LayerResults]) -> Iterator[list[str]]:
 
 
 def ablation_rows(layers: Sequence[LayerResults]) -> Table:
-    """What replacing each part costs, one row per ablation.
-
-    Parameters
-    ----------
-    layers : sequence of LayerResults
-        Layers side by side.
-
-    Returns
-    -------
-    columns : list of str
-        Headings.
-    rows : list of list of str
-        Cells.
-    """
+    """What replacing each part costs, one row per ablation."""
     found = {layer.name: {a.setting: a for a in ablations(layer)} for layer in layers}
     rows = []
     for setting in dict.fromkeys(setting for own in found.values() for setting in own):
@@ -108,20 +76,7 @@ def ablation_rows(layers: Sequence[LayerResults]) -> Table:
 
 
 def growth_rows(layers: Sequence[LayerResults]) -> Table:
-    """How errors go on over tokens, one row per system.
-
-    Parameters
-    ----------
-    layers : sequence of LayerResults
-        Layers side by side.
-
-    Returns
-    -------
-    columns : list of str
-        Headings.
-    rows : list of list of str
-        Cells.
-    """
+    """How errors go on over tokens, one row per system."""
     found = {layer.name: {g.name: g for g in growth(layer, representative(layer))} for layer in layers}
     rows = []
     for name in dict.fromkeys(name for own in found.values() for name in own):
@@ -131,20 +86,7 @@ def growth_rows(layers: Sequence[LayerResults]) -> Table:
 
 
 def headline_rows(layers: Sequence[LayerResults]) -> Table:
-    """Sketches against compressed states, one row per layer that has both.
-
-    Parameters
-    ----------
-    layers : sequence of LayerResults
-        Layers.
-
-    Returns
-    -------
-    columns : list of str
-        Headings.
-    rows : list of list of str
-        Cells.
-    """
+    """Sketches against compressed states, one row per layer that has both."""
     rows = []
     for found in map(headline, layers):
         worst, best, rival = found.worst, found.best, found.rival

@@ -63,25 +63,7 @@ CAPTIONS = {
 
 
 def write_page(evaluation: Evaluation, path: Path) -> Path:
-    """Write the report.
-
-    Parameters
-    ----------
-    evaluation : Evaluation
-        Results.
-    path : Path
-        Where to.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    """
+    """Write the report, with all pictures in it; ModuleNotFoundError if matplotlib is missing."""
     layers = evaluation.layers
     with tempfile.TemporaryDirectory() as folder:
         pictures = {name: file.read_bytes() for name, file in draw(layers, Path(folder), ".svg").items()}
