@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sketchssm.recurrence import Layer
 
-__all__ = ["FileFormat", "FileFormatError", "layer_fields", "load_file", "save_file"]
+__all__ = ["FileFormat", "FileFormatError", "layer_fields", "load_file", "save_file", "write_whole"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,19 @@ def save_file(
     meta = {"format": form.name, "version": str(form.version)}
     meta |= {key: json.dumps(value) for key, value in metadata.items()}
     data = save({name: np.ascontiguousarray(tensors[name]) for name in form.tensors}, metadata=meta)
+    write_whole(path, data)
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write bytes to a file, all or nothing: an existing one is replaced at once when the new one is complete.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        Where to.
+    data : bytes
+        What the file will hold.
+    """
     path = os.fspath(path)
     scratch = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
     try:

@@ -36,6 +36,7 @@ STYLE = {
     "legend.frameon": False,
     "figure.dpi": 130,
     "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "sketchssm",  # names of clip paths and markers, drawn at random otherwise
 }
 
 
@@ -65,7 +66,7 @@ def spectrum(basis: SketchBasis, energies: Sequence[MapEnergy], path: str | os.P
     ValueError
         If the suffix is neither.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
         total = basis.spectrum.sum(axis=-1, keepdims=True)
@@ -83,7 +84,7 @@ def spectrum(basis: SketchBasis, energies: Sequence[MapEnergy], path: str | os.P
         )
         left.set_ylim(bottom=max(middle[middle > 1e-11].min(initial=1.0) / 3, 1e-9))
         left.legend(loc="lower left")
-        _plain_ticks(left.xaxis, [t for t in (1, 2, 4, 8, 16, 32, 64, 128, 256) if t <= share.shape[-1]])
+        plain_ticks(left.xaxis, [t for t in (1, 2, 4, 8, 16, 32, 64, 128, 256) if t <= share.shape[-1]])
 
         offsets = np.geomspace(0.94, 1.06, len(energies)) if len(energies) > 1 else [1.0]
         for i, (energy, offset) in enumerate(zip(energies, offsets, strict=True)):
@@ -105,11 +106,11 @@ def spectrum(basis: SketchBasis, energies: Sequence[MapEnergy], path: str | os.P
             ylabel="lost share of output energy",
             title="State reads on held-out text",
         )
-        _plain_ticks(right.xaxis, energies[0].ranks)
+        plain_ticks(right.xaxis, energies[0].ranks)
         right.legend(title="map (median head, quartiles)", fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         if title:
             figure.suptitle(title)
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:
@@ -136,7 +137,7 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
     """
     if not ranks:
         raise ValueError("ranks: expected at least one row, got none")
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     heads = max(row.size for row in ranks.values())
     top = max(2, *(int(row.max(initial=1)) for row in ranks.values()))
     full = top + 1
@@ -161,10 +162,10 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
                 axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6, color=colour)
         dense = bool((table == full).any())
         bar = figure.colorbar(image, ax=axes, extend="max" if dense else "neither", label="rank G")
-        _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
+        plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
         if dense:
             bar.ax.set_title("full", fontsize=8)
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: str | os.PathLike[str]) -> Path:
@@ -189,7 +190,7 @@ def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: s
     ValueError
         If the suffix is neither.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
         for i, (layer, systems) in enumerate(results.items()):
@@ -225,10 +226,10 @@ def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: s
         )
         axes.margins(0.06)
         axes.legend(title="sketch by mean rank\n(hollow: exact systems)", loc="upper left", markerscale=0.6)
-        return _save(figure, path)
+        return save(figure, path)
 
 
-def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
+def plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
     """Label a logarithmic axis with the numbers themselves."""
     from matplotlib.ticker import NullLocator
 
@@ -236,7 +237,8 @@ def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """Import matplotlib's pyplot without a display, or say what to install."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -247,14 +249,15 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> Path:
+def save(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a figure and close it; the same figure gives the same bytes."""
     from matplotlib import pyplot
 
     target = Path(path)
     try:
         if target.suffix not in (".png", ".svg"):
             raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
-        figure.savefig(target)
+        figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
     finally:
         pyplot.close(figure)
     return target

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from html.parser import HTMLParser
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -78,19 +80,102 @@ def test_several_layers_share_a_budget(tmp_path):
 
 def test_evaluate_compares_everything(traces, tmp_path):
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
-    result = invoke("evaluate", traces, "--ranks", "1,4", "--mean-rank", 2, *SMALL, "--out", out, "--plots")
-    for title in ("random basis", "Coefficient maps", "Rank allocation", "Systems"):
+    out, page = tmp_path / "out", tmp_path / "report" / "page.html"
+    other = write_traces(tmp_path / "layer7.npz", "kda")
+    arguments = ["--ranks", "1,4", "--mean-rank", 2, "--every", 8, *SMALL, "--out", out, "--plots", "--report", page]
+    result = invoke("evaluate", traces, other, *arguments)
+    for title in ("Systems: output error", "Ablations", "Growth over tokens", "differ from the paper"):
         assert title in result.output
-    [layer] = json.loads((out / "results.json").read_text())["layers"]
-    assert [system["name"] for system in layer["systems"]][2:] == ["sketch, mean rank 1", "sketch, mean rank 4"]
-    assert len(layer["maps"]) == 6
-    assert {a["method"] for a in layer["allocations"]} == {"gradient", "error", "sensitivity", "uniform"}
-    assert {path.name for path in out.glob("*.png")} == {
-        "error-against-traffic.png",
-        "ranks.png",
-        "spectrum-layer3.png",
-    }
+    layers = json.loads((out / "results.json").read_text())["layers"]
+    assert [layer["kind"] for layer in layers] == ["gdn", "kda"]
+    for layer in layers:
+        families = {system["family"] for system in layer["systems"]}
+        assert {"exact", "sketch", "quantised", "read-only", "ablation"} < families
+        assert len(layer["curves"]) == 6
+    assert {path.name for path in out.glob("*.*")} == {
+        "results.json", "results.csv", "drift.csv", "error-against-traffic.png", "retained-by-rank.png",
+        "drift-of-outputs.png", "drift-of-states.png", "ranks.png",
+    }  # fmt: skip
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+FEW = ["--systems", "exact,sketch/ridge-*,quantised/dsq-6-bits", "--systems", "ablation/allocation-*"]
+FEW += ["--ranks", "8,12", "--mean-rank", 8, "--every", 16, "--backend", "reference"]
+
+
+def shipped_slice(path):
+    """Write the first 96 tokens of a shipped file, two heads of eight, so that float64 decoding takes no time."""
+    with resources.as_file(resources.files("sketchssm") / "data" / "mamba2.npz") as whole, np.load(whole) as entries:
+        arrays = {name: x[:, :96, : 1 if name[-1] in "qk" else 2] if x.ndim > 2 else x for name, x in entries.items()}
+    np.savez(path, **arrays)
+    return path
+
+
+def test_evaluate_repeats_to_the_byte(tmp_path):
+    """Two fresh runs on a shipped slice, and one that goes on: the same files, the report included."""
+    pytest.importorskip("matplotlib")
+    traces = shipped_slice(tmp_path / "slice.npz")
+    made = []
+    for folder in ("one", "two", "one"):
+        out = tmp_path / folder
+        invoke("evaluate", traces, *FEW, "--out", out, "--report", out / "report.html")
+        made.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.*")})
+    assert made[0] == made[1] == made[2]
+    assert {"results.json", "results.csv", "drift.csv", "report.html"} < set(made[0])
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, its text, and elements left open or closed twice."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.sources, self.headings, self.wrong = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+def test_report_needs_nothing_beside_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    traces = shipped_slice(tmp_path / "a <b> & c.npz")
+    invoke("evaluate", traces, *FEW, "--report", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert not page.wrong
+    assert not page.open
+    assert page.sources
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
+    assert "http" not in text
+    assert "a &lt;b&gt; &amp; c" in text
+    assert "a <b>" not in text
+    assert page.headings[1].startswith("Does the sketch at 9x to 11x less state traffic lose less")
+    assert "times less output error than the best compressed state" in text
+
+
+def test_evaluate_a_plan_among_others(traces, tmp_path):
+    plan = tmp_path / "plan.safetensors"
+    invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
+    chosen = ["--systems", "plan,exact", "--every", 8, *SMALL]
+    [layer] = json.loads(invoke("evaluate", traces, "--plan", plan, *chosen, "--json", "-").stdout)["layers"]
+    assert [f"{s['family']}/{s['setting']}" for s in layer["systems"]] == [
+        "exact/standard",
+        "exact/replay",
+        "plan/given",
+    ]
+    assert layer["systems"][2]["ranks"] == SketchPlan.load(plan).ranks.tolist()
 
 
 @pytest.mark.slow
@@ -167,8 +252,17 @@ def errors(tmp_path):
         "missing plan": (["info", tmp_path / "none.safetensors"], "none.safetensors"),
         "not a plan": (["info", broken], "not a whole safetensors file"),
         "plan of another layer": (["evaluate", other, "--plan", plan, *SMALL[2:]], "plan: expected one for"),
+        "plan of another layer, among others": (
+            ["evaluate", other, "--plan", plan, "--systems", "plan", *SMALL],
+            "plan: expected one for",
+        ),
         "one plan, two layers": (["evaluate", traces, other, "--plan", plan], "one trace file"),
         "pictures nowhere": (["evaluate", traces, "--plots"], "--out FOLDER"),
+        "no such system": (
+            ["evaluate", traces, "--systems", "exact,ghosts"],
+            "got 'ghosts'; there are exact (standard",
+        ),
+        "one name, two layers": (["evaluate", traces, traces], "different names"),
         "bad ranks": (["evaluate", traces, "--ranks", "2,x"], "positive integers"),
         "too long a window": (["evaluate", traces, "--window", 32], "two windows"),
     }

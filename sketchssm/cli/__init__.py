@@ -17,7 +17,7 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": "Calibrate, plan, decode and compare on the shipped traces.",
     "calibrate": "Make plans from traces.",
-    "evaluate": "Measure what a plan retains, costs and loses on traces.",
+    "evaluate": "Compare the sketch with every other system on traces, or check a plan.",
     "bench": "Time decode systems on this machine's CPU.",
     "info": "Describe this installation, or a plan file.",
 }

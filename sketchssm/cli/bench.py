@@ -57,7 +57,7 @@ def command(
     """
     from sketchssm import bench
     from sketchssm.cli.output import Output, scientific
-    from sketchssm.cli.settings import Settings
+    from sketchssm.evaluate.settings import Settings
 
     unknown = [name for name in shapes if name not in bench.SHAPES]
     if unknown:

@@ -41,8 +41,8 @@ def command(
 
     from sketchssm import traffic
     from sketchssm.cli.output import Output, percent
-    from sketchssm.cli.settings import Settings
     from sketchssm.evaluate import allocate
+    from sketchssm.evaluate.settings import Settings
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import DENSE
     from sketchssm.traces import Traces

@@ -43,7 +43,7 @@ def command(
     """Calibrate, plan, decode and compare, on real traces of one small layer of each kind."""
     from sketchssm.cli.output import Output
     from sketchssm.cli.report import STAGES, draw, measure_layer, show, show_margins
-    from sketchssm.cli.settings import Settings
+    from sketchssm.evaluate.settings import Settings
     from sketchssm.recurrence import KINDS
     from sketchssm.traces import Traces
 

@@ -12,7 +12,6 @@ import numpy as np
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.cli.calibrate import ranks_text
 from sketchssm.cli.output import Output, percent, scientific
-from sketchssm.cli.settings import Settings
 from sketchssm.evaluate import (
     AllocationResult,
     Calibrated,
@@ -28,6 +27,7 @@ from sketchssm.evaluate import (
     retained_energy,
     sketch_system,
 )
+from sketchssm.evaluate.settings import Settings
 from sketchssm.plan import MAPS, SketchPlan
 from sketchssm.traces import Traces
 
@@ -102,8 +102,7 @@ def measure_layer(
     step(f"{label}: maps")
     columns = min(max(ranks), layer.basis.rank_max)
     measured = [rank for rank in ranks if rank <= columns]
-    own = settings.setting()
-    maps = [own if name == own.map else MapSetting(name, settings.pivots) for name in MAPS]
+    maps = [settings.setting(name) for name in MAPS]
     energies = retained_energy(layer.basis, windows, measured, maps)
     step(f"{label}: random basis")
     random = SketchBasis.random(traces.layer, columns, seed, layer.basis.e0, settings.window)

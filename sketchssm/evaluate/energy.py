@@ -128,7 +128,7 @@ def retained_energy(
     """
     layer = basis.layer
     window = windows.queries.shape[2] + 1
-    energy = np.array([np.square(_outputs(windows, head)).sum() for head in range(layer.heads)])
+    energy = _energy(windows)
     results = []
     for setting in settings:
         retained = np.ones((layer.heads, len(ranks)))
@@ -159,12 +159,17 @@ def plan_energy(plan: SketchPlan, windows: Windows) -> HeadEnergy:
     """
     setting = MapSetting(plan.map, plan.pivots, plan.ridge)
     lost = np.zeros(plan.layer.heads)
-    energy = np.array([np.square(_outputs(windows, head)).sum() for head in range(plan.layer.heads)])
+    energy = _energy(windows)
     for head, rank in enumerate(plan.ranks):
         if rank != DENSE:
             phi, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.phi, plan.projection))
             lost[head] = _lost(setting, windows, head, phi, projection)
     return HeadEnergy(lost, energy)
+
+
+def _energy(windows: Windows) -> Array:
+    """Energy ``(heads,)`` of the exact state reads."""
+    return np.array([np.square(_outputs(windows, head)).sum() for head in range(windows.states.shape[1])])
 
 
 def _outputs(windows: Windows, head: int) -> Array:

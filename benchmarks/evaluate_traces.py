@@ -1,0 +1,65 @@
+"""Evaluate every system on trace files and keep the table: what `sketchssm evaluate` finds, without heads.
+
+    python benchmarks/evaluate_traces.py traces/*.npz --out build/evaluation
+
+The folder of --out keeps finished parts, so that a run that was interrupted goes on; the table goes to
+benchmarks/results/evaluate-traces.json.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from sketchssm.cli import main as sketchssm
+
+HERE = Path(__file__).parent
+KEPT = ("reduction", "output_error", "state_error", "retained", "objective")
+
+
+def table(results):
+    """Results of each layer, one row per system: its errors, and those over tokens at every other point."""
+    layers = []
+    for layer in results["layers"]:
+        facts = {name: value for name, value in layer.items() if name not in ("systems", "curves", "digest")}
+        systems = {
+            f"{s['family']}/{s['setting']}": {name: s[name] for name in KEPT if s[name] is not None}
+            | {f"{name}_over_tokens": s["drift"][name][1::2] for name in ("output_error", "state_error")}
+            for s in layer["systems"]
+        }
+        layers.append(facts | {"points": layer["systems"][0]["drift"]["tokens"][1::2], "systems": systems})
+    return {"version": results["version"], "settings": results["settings"], "layers": layers}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("build/evaluation"))
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "evaluate-traces.json")
+    arguments = parser.parse_args()
+    page = arguments.out / "report.html"
+    sketchssm(
+        ["evaluate", *map(str, arguments.traces), "--out", str(arguments.out), "--plots", "--report", str(page)],
+        standalone_mode=False,
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
+    )
+    names = [path.name for path in arguments.traces]
+    about = {
+        "commit": commit.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": "CPU",
+        "command": shlex.join(["python", "benchmarks/evaluate_traces.py", *names]),
+    }
+    kept = about | table(json.loads((arguments.out / "results.json").read_text()))
+    # lists of numbers on one line each
+    text = re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), json.dumps(kept, indent=1))
+    arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

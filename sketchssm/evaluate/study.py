@@ -1,0 +1,198 @@
+"""One layer's traces and how they are to be evaluated: calibrated when first needed, named by a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
+from sketchssm.evaluate.calibrated import Calibrated
+from sketchssm.evaluate.settings import Settings
+from sketchssm.evaluate.windows import Windows, collect_windows
+from sketchssm.files import layer_fields
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Tokens
+from sketchssm.reference.recurrence import Array, run
+from sketchssm.traces import Traces
+
+__all__ = ["Study"]
+
+
+@dataclass(eq=False)
+class Study:
+    """One layer's evaluation.
+
+    Attributes
+    ----------
+    traces : Traces
+        The layer's traces.
+    settings : Settings
+        How plans are made.
+    ranks : sequence of int
+        Mean ranks of the sketches.
+    mean_rank : float
+        Mean rank of the ablations.
+    method : str or None
+        Allocation method; None for the best there are data for.
+    seed : int
+        Seed of random bases.
+    plan : SketchPlan or None
+        A ready plan to measure beside the others.
+    every : int
+        Tokens from one point of the drift curves to the next.
+    """
+
+    traces: Traces
+    settings: Settings = field(default_factory=Settings)
+    ranks: Sequence[int] = (2, 4, 6, 8, 12, 16)
+    mean_rank: float = 8.0
+    method: str | None = None
+    seed: int = 0
+    plan: SketchPlan | None = None
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and self.plan.layer != self.traces.layer:
+            raise ValueError(f"plan: expected one for {self.traces.layer}, got one for {self.plan.layer}")
+        if self.length < 2 * self.settings.window:
+            raise ValueError(
+                f"{self.traces.name}: expected test sequences of at least two windows "
+                f"({2 * self.settings.window} tokens), got {self.length}"
+            )
+        self._calibrated: dict[int, Calibrated] = {}
+        self._energies: dict[int, Array] = {}
+        self._states: dict[int, Array] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens of a test sequence."""
+        return int(self.traces.test.v.shape[1])
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Token counts at which drift is measured: every `every` tokens, and the end if half of that is left."""
+        points = list(range(self.every, self.length + 1, self.every))
+        if 2 * (self.length % self.every) < self.every:
+            points = points[:-1]
+        return [*points, self.length]
+
+    def calibrated(self, window: int | None = None) -> Calibrated:
+        """Basis and rank scores for a window; default the settings'.
+
+        Parameters
+        ----------
+        window : int, optional
+            Tokens from one flush to the next.
+
+        Returns
+        -------
+        Calibrated
+            Made once.
+        """
+        window = window or self.settings.window
+        if window not in self._calibrated:
+            self._calibrated[window] = self.settings.calibrate(self.traces, window)
+        return self._calibrated[window]
+
+    @cached_property
+    def windows(self) -> Windows:
+        """Windows of the test sequences, at the settings' window."""
+        return collect_windows(self.traces.layer, self.traces.test, self.settings.window)
+
+    def read_energy(self, window: int) -> Array:
+        """Energy of the state reads between the flushes of a window, one window after the other.
+
+        Parameters
+        ----------
+        window : int
+            Tokens from one flush to the next.
+
+        Returns
+        -------
+        ndarray of float64, (windows, heads)
+            Sums of squares over the test sequences; windows that are whole.
+        """
+        if window not in self._energies:
+            layer = self.traces.layer
+            count = self.length // window
+            energy = np.zeros((count, layer.heads))
+
+            def add(reads: SketchReads) -> None:
+                energy[reads.tokens.start // window] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
+
+            whole = Tokens(*(None if x is None else x[:, : count * window] for x in self.traces.test))
+            walk(layer, host_tokens(layer, *whole), window, None, add)
+            self._energies[window] = energy
+        return self._energies[window]
+
+    @cached_property
+    def read_share(self) -> list[float]:
+        """Share of the outputs' energy that is read from states, in the first and the last quarter of the windows."""
+        window = self.settings.window
+        reads = self.read_energy(window).sum(axis=1)
+        starts = np.arange(len(reads)) * window
+        whole = np.add.reduceat(np.square(self.output).sum(axis=(0, 2, 3)), starts)
+        quarter = max(len(reads) // 4, 1)
+        return [float(reads[part].sum() / whole[part].sum()) for part in (slice(quarter), slice(-quarter, None))]
+
+    @cached_property
+    def output(self) -> Array:
+        """What the float64 recurrence gives for the test sequences, ``(sequences, tokens, heads, V)``."""
+        return run(self.traces.layer, *self.traces.test)[0]
+
+    def state(self, tokens: int) -> Array:
+        """States ``(sequences, heads, V, K)`` of the float64 recurrence after some tokens of the test sequences.
+
+        Parameters
+        ----------
+        tokens : int
+            How many.
+
+        Returns
+        -------
+        ndarray of float64
+            States, K last.
+        """
+        # always by way of the checkpoints, so that the last digits do not depend on what was asked for before
+        stops = [point for point in self.checkpoints if point < tokens]
+        for start, stop in pairwise([0, *stops, tokens]):
+            if stop not in self._states:
+                part = (None if x is None else x[:, start:stop] for x in self.traces.test)
+                self._states[stop] = run(self.traces.layer, *part, state=self._states.get(start))[1]
+        return self._states[tokens]
+
+    @cached_property
+    def half_life(self) -> Array:
+        """Tokens after which each head's gates have halved what it wrote, ``(heads,)``; writes are not counted.
+
+        The median over tokens of the log-decay says it, for kda that of the channel with the longest memory but for a
+        tenth of them; infinite where the median gate keeps all.
+        """
+        gates = np.asarray(self.traces.test.g, dtype=np.float64)
+        typical = np.median(gates, axis=(0, 1))
+        if typical.ndim == 2:
+            typical = np.quantile(typical, 0.9, axis=1)
+        return np.divide(-math.log(2), typical, out=np.full_like(typical, np.inf), where=typical < 0)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the traces' contents and of all settings that a result depends on, beside what is measured."""
+        known = hashlib.sha256()
+        settings = asdict(self.settings) | {"map": self.settings.map}
+        described: list[Any] = [layer_fields(self.traces.layer), settings, self.mean_rank, self.method, self.seed]
+        known.update(repr([*described, self.every]).encode())
+        arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
+        if self.plan is not None:
+            known.update(repr(self.plan).encode())
+            arrays += [self.plan.phi, self.plan.projection, self.plan.ranks]
+        for array in arrays:
+            known.update(b"none" if array is None else repr((array.shape, array.dtype.str)).encode())
+            known.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        return known.hexdigest()

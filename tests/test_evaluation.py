@@ -1,0 +1,289 @@
+"""The whole evaluation: which systems there are, what it measures and what it keeps."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+from test_traces import write_traces
+
+from sketchssm.evaluate import collect_windows, plan_energy
+from sketchssm.evaluate.evaluation import evaluate
+from sketchssm.evaluate.measure import measure, rounded
+from sketchssm.evaluate.registry import FAMILIES, FULL, entries, select, series
+from sketchssm.evaluate.settings import Settings
+from sketchssm.evaluate.study import Study
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import KINDS
+from sketchssm.reference.recurrence import run
+from sketchssm.traces import Traces
+
+WINDOW = 8
+
+
+def study_of(folder, kind="gdn", *, name="a", grads=1, seed=0, **settings):
+    """Evaluation of small random traces."""
+    path = write_traces(folder / f"{name}.npz", kind, test=2, grads=grads, seed=seed)
+    chosen = {"ranks": (1, 3), "mean_rank": 3, "every": 8} | settings
+    return Study(Traces.load(path), Settings(WINDOW), **chosen)
+
+
+@pytest.fixture(params=KINDS)
+def study(request, tmp_path):
+    return study_of(tmp_path, request.param)
+
+
+def names_of(study):
+    return [entry.name for entry in entries(study)]
+
+
+def entry_of(study, name):
+    [found] = [entry for entry in entries(study) if entry.name == name]
+    return found
+
+
+def test_every_kind_has_its_families(study):
+    names = names_of(study)
+    assert len(set(names)) == len(names)
+    families = {name.partition("/")[0] for name in names}
+    other = "pruned" if study.traces.layer.kind == "gdn" else "key-reduced"
+    assert families == set(FAMILIES) - {"plan", other}
+    assert {"exact/standard", "exact/replay", "sketch/ridge-3", f"ablation/{FULL}"} <= set(names)
+    assert {"quantised/dsq-6-bits", "quantised/dsq-6-bits-with-feedback", "read-only/4-bit-copy"} <= set(names)
+
+
+def test_ablations_of_the_paper(tmp_path):
+    names = set(names_of(study_of(tmp_path)))
+    assert {f"ablation/allocation-{m}" for m in ("gradient", "error", "sensitivity", "uniform")} <= names
+    assert {f"ablation/lowrank-pivots-{p}" for p in (1, 2, 4, 8)} <= names
+    assert {f"ablation/lowrank-ridge-{r}" for r in ("0", "0.01", "0.1", "1")} <= names
+    # 40 test tokens hold two windows of 16 tokens, and not of 32
+    assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8, 16)}
+
+
+def test_without_gradients_there_is_less_to_ablate(tmp_path):
+    names = names_of(study_of(tmp_path, grads=0))
+    assert [n for n in names if "allocation" in n] == ["ablation/allocation-error", "ablation/allocation-uniform"]
+
+
+def test_selection(tmp_path):
+    listed = [entries(study_of(tmp_path, kind, name=kind)) for kind in ("gdn", "kda")]
+    for names, expected in (
+        (["exact"], ["exact/standard", "exact/replay"]),
+        (["sketch/ridge-?", "exact/replay"], ["exact/replay", "sketch/ridge-1", "sketch/ridge-3"]),
+        (["pruned"], []),  # of gdn; kda has some
+    ):
+        assert [entry.name for entry in select(listed, names)[0]] == expected
+    assert select(listed, ["pruned"])[1]
+    assert select(listed, []) == [list(own) for own in listed]
+
+
+def test_unknown_systems_are_told_what_there_is(tmp_path):
+    with pytest.raises(ValueError, match=r"got 'exakt'; there are exact \(standard, replay\); sketch \(.*window-16"):
+        select([entries(study_of(tmp_path))], ["exact", "exakt"])
+
+
+@pytest.mark.parametrize(
+    ("name", "curve"),
+    [
+        ("sketch/ridge-16", "sketch/ridge"),
+        ("quantised/dsq-6-bits-with-feedback", "quantised/dsq-with-feedback"),
+        ("quantised/dsq-10-bits", "quantised/dsq"),
+        ("pruned/ghost-37.5", "pruned/ghost"),
+        ("read-only/4-bit-copy", "read-only/copy"),
+        ("read-only/low-rank-read-8", "read-only/low-rank-read"),
+        ("exact/standard", "exact/standard"),
+    ],
+)
+def test_series(name, curve):
+    assert series(name) == curve
+
+
+def test_study_measures_against_the_recurrence(study):
+    np.testing.assert_array_equal(study.output, run(study.traces.layer, *study.traces.test)[0])
+    # float64, with sums in another order
+    for tokens in (study.length, 5, 16):
+        part = (None if x is None else x[:, :tokens] for x in study.traces.test)
+        np.testing.assert_allclose(study.state(tokens), run(study.traces.layer, *part)[1], rtol=1e-9, atol=1e-12)
+    assert study.checkpoints == [8, 16, 24, 32, 40]
+
+
+@pytest.mark.parametrize(("every", "points"), [(64, [40]), (30, [40]), (26, [26, 40]), (27, [40]), (40, [40])])
+def test_checkpoints_end_with_the_sequence(tmp_path, every, points):
+    """What is left counts as a stretch of its own from half of `every` on, and joins the last one below."""
+    assert study_of(tmp_path, every=every).checkpoints == points
+
+
+def test_half_life(tmp_path):
+    study = study_of(tmp_path)
+    gates = study.traces.test.g
+    gates[..., 0], gates[..., 1] = 0.0, math.log(0.5) / 7
+    assert study.half_life[:2] == pytest.approx([math.inf, 7])
+
+
+def test_half_life_of_channels(tmp_path):
+    """One channel in ten remembers longer than the one that speaks for its head."""
+    study = study_of(tmp_path, "kda")
+    size = study.traces.layer.key_dim
+    study.traces.test.g[:] = -math.log(2) / np.arange(1.0, size + 1)
+    assert 0.8 * size < study.half_life[0] < size
+
+
+def test_read_share(tmp_path):
+    study = study_of(tmp_path)
+    windows = collect_windows(study.traces.layer, study.traces.test, WINDOW)
+    by_head = [np.square(windows.queries[:, h] @ windows.states[:, h]).sum() for h in range(4)]
+    # sums of float64 in another order
+    np.testing.assert_allclose(study.read_energy(WINDOW).sum(axis=0), by_head, rtol=1e-9)
+    assert not study.read_energy(WINDOW)[0].any()  # the first window starts from a zero state
+    first, last = study.read_share
+    assert first == 0 < last
+
+
+def test_sketch_measured_as_plan_energy_says(study):
+    """Retained energy is that of the float64 plan: the reference head's errors are the plan's."""
+    found = measure(entry_of(study, "sketch/ridge-3"), study, "reference")
+    plan = study.calibrated().plan(3)
+    np.testing.assert_array_equal(found.ranks, plan.ranks)
+    # outputs are rounded to the inputs' float32, 6e-8 of each, and retained is a share of squares
+    np.testing.assert_allclose(found.head_retained, plan_energy(plan, study.windows).retained, atol=1e-6)
+    assert found.retained == pytest.approx(np.mean(found.head_retained))
+    assert found.state_error < 1e-9  # float64 in another order of summation
+    assert (found.name, found.backend) == ("sketch/ridge-3", "reference")
+
+
+def test_drift_adds_up_to_the_output_error(study):
+    found = measure(entry_of(study, "quantised/dsq-6-bits"), study, "reference")
+    stretches = np.split(study.output, study.checkpoints[:-1], axis=1)
+    sizes = np.array([np.square(part).sum() for part in stretches])
+    lost = np.square(found.drift["output_error"]) * sizes
+    assert found.output_error == pytest.approx(math.sqrt(lost.sum() / sizes.sum()))
+    assert found.drift["tokens"] == study.checkpoints
+    assert found.drift["state_error"][-1] == found.state_error > 1e-3
+    assert len(found.head_output_error) == len(found.head_state_error) == study.traces.layer.heads
+
+
+def test_open_windows_are_judged_as_of_their_flush(tmp_path):
+    """At a point within a window the state is that of the last flush, and exact."""
+    study = study_of(tmp_path, every=5)
+    assert max(measure(entry_of(study, "exact/replay"), study, "reference").drift["state_error"]) < 1e-9
+
+
+def test_ablations_differ_in_one_thing(tmp_path):
+    study = study_of(tmp_path)
+    full, offline, random, narrow = (
+        entry_of(study, f"ablation/{name}").build().plan
+        for name in (FULL, "offline-map", "random-basis", "lowrank-pivots-1")
+    )
+    np.testing.assert_array_equal(full.ranks, offline.ranks)
+    np.testing.assert_array_equal(full.ranks, random.ranks)
+    assert (full.map, offline.map, random.map) == ("ridge", "offline", "ridge")
+    assert not np.allclose(full.phi, random.phi)
+    assert (narrow.map, narrow.pivots, narrow.ridge) == ("lowrank", 1, 0.1)
+    assert entry_of(study, "ablation/window-4").build().plan.window == 4
+
+
+def evaluated(study, folder=None, names=("exact", "sketch", "ablation/allocation-*"), progress=lambda label: None):
+    return evaluate([study], select([entries(study)], names), folder, "reference", progress)
+
+
+def forbid(monkeypatch):
+    """Let nothing be measured anew."""
+
+    def refuse(*arguments):
+        raise AssertionError(f"measured again: {arguments[0]}")
+
+    monkeypatch.setattr("sketchssm.evaluate.evaluation.measure", refuse)
+    monkeypatch.setattr("sketchssm.evaluate.evaluation.rank_curves", refuse)
+
+
+def test_finished_parts_are_kept(tmp_path, monkeypatch):
+    seen = []
+    first = evaluated(study_of(tmp_path), tmp_path / "out", progress=seen.append)
+    assert len(seen) == len(first.layers[0].systems) + 1
+    forbid(monkeypatch)
+    assert evaluated(study_of(tmp_path), tmp_path / "out") == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"mean_rank": 2}, {"every": 16}, {"method": "error"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_settings_are_measured_anew(tmp_path, monkeypatch, change):
+    """Random traces of another seed are other contents; the others are settings."""
+    evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
+    forbid(monkeypatch)
+    with pytest.raises(AssertionError, match="measured again"):
+        evaluated(study_of(tmp_path, **change), tmp_path / "out", ("exact",))
+
+
+def test_other_versions_are_measured_anew(tmp_path, monkeypatch):
+    evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
+    forbid(monkeypatch)
+    monkeypatch.setattr("sketchssm.__version__", "9.9")
+    with pytest.raises(AssertionError, match="measured again"):
+        evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"key": 1}', "[]", "flip"])
+def test_broken_parts_are_measured_anew(tmp_path, damage):
+    study = study_of(tmp_path)
+    first = evaluated(study, tmp_path / "out")
+    part = tmp_path / "out" / "parts" / "a" / "sketch--ridge-3.json"
+    whole = part.read_text()
+    part.write_text(whole.replace('"reduction": ', '"reduction": 1') if damage == "flip" else damage)
+    assert evaluated(study, tmp_path / "out") == first
+    assert part.read_text() == whole
+
+
+def test_same_bytes(tmp_path):
+    """Two runs in two folders, and a third that goes on with what is there."""
+    texts = []
+    for folder in ("one", "two", "one"):
+        files = evaluated(study_of(tmp_path), tmp_path / folder).save(tmp_path / folder)
+        texts.append([path.read_bytes() for path in files])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_files(tmp_path):
+    found = evaluated(study_of(tmp_path))
+    for path in found.save(tmp_path / "new" / "out"):
+        assert path.exists()
+    results = json.loads((tmp_path / "new" / "out" / "results.json").read_text())
+    [layer] = results["layers"]
+    assert (layer["name"], layer["kind"], layer["heads"]) == ("a", "gdn", 4)
+    with open(tmp_path / "new" / "out" / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(layer["systems"]) * (1 + layer["heads"])
+    sketch = next(s for s in layer["systems"] if s["setting"] == "ridge-3")
+    own = [row for row in rows if row["setting"] == "ridge-3"]
+    assert [row["head"] for row in own] == ["all", "0", "1", "2", "3"]
+    assert float(own[0]["output_error"]) == sketch["output_error"]
+    assert [int(row["rank"]) for row in own[1:]] == sketch["ranks"]
+    assert [float(row["retained"]) for row in own[1:]] == sketch["head_retained"]
+    with open(tmp_path / "new" / "out" / "drift.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 * len(layer["systems"])
+
+
+def test_layers_need_names_of_their_own(tmp_path):
+    study = study_of(tmp_path)
+    with pytest.raises(ValueError, match="different names, got a twice"):
+        evaluate([study, study], [[], []])
+
+
+def test_plans_join_in(tmp_path):
+    study = study_of(tmp_path)
+    plan = SketchPlan(study.calibrated().basis, np.full(4, 2), WINDOW)
+    joined = study_of(tmp_path, plan=plan)
+    assert names_of(joined) == [*names_of(study), "plan/given"]
+    assert joined.digest != study.digest
+    with pytest.raises(ValueError, match="plan: expected one for"):
+        study_of(tmp_path, "kda", name="b", plan=plan)
+
+
+def test_rounded():
+    value = {"a": [1 / 3, math.inf, math.nan, 2, None], "b": {"c": "text", "d": True}}
+    assert rounded(value) == {"a": [0.333333, None, None, 2, None], "b": {"c": "text", "d": True}}

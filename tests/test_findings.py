@@ -1,0 +1,92 @@
+"""What an evaluation concludes, from results made up for the purpose."""
+
+import math
+
+import pytest
+
+from sketchssm.evaluate.claims import claims
+from sketchssm.evaluate.evaluation import LayerResults
+from sketchssm.evaluate.findings import ablations, growth, headline, times
+from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.registry import FULL
+
+
+def system(name, reduction, error, output=(), state=(), retained=1.0, objective=None):
+    family, _, setting = name.partition("/")
+    output = output or [error]
+    state = state or [0.0] * len(output)
+    drift = {"tokens": list(range(1, len(output) + 1)), "output_error": output, "state_error": state}
+    heads = ([error], [state[-1]], [retained])
+    return Measurement(
+        family, setting, reduction, "cpu", error, state[-1], retained, *heads, drift, objective=objective
+    )
+
+
+def layer_of(*systems):
+    return LayerResults(
+        "layer",
+        "gdn",
+        {"half_life": [5.0, None], "test_tokens": 80, "read_share": [0.5, 0.5]},
+        "ridge",
+        list(systems),
+        [],
+    )
+
+
+def test_headline_takes_the_worst_sketch_and_the_best_rival():
+    layer = layer_of(
+        system("sketch/ridge-8", 10.5, 0.02), system("sketch/ridge-12", 9.1, 0.01), system("sketch/ridge-2", 14, 0.09),
+        system("sketch/prior-8", 10.0, 0.5), system("quantised/dsq-6-bits", 5.1, 0.06),
+        system("quantised/dsq-8-bits", 3.9, 0.001), system("pruned/ghost-75", 4.0, 0.05),
+        system("read-only/4-bit-copy", 8.0, 0.001),
+    )  # fmt: skip
+    found = headline(layer)
+    assert [s.name for s in found.sketches] == ["sketch/ridge-8", "sketch/ridge-12"]
+    assert found.rival.name == "pruned/ghost-75"
+    assert found.margin == pytest.approx(2.5)
+    assert headline(layer_of()).margin is None
+
+
+def test_ablations_are_held_against_the_full_method():
+    layer = layer_of(
+        system(f"ablation/{FULL}", 10, 0.02, retained=0.98), system("ablation/random-basis", 10, 0.05, retained=0.93)
+    )
+    [found] = ablations(layer)
+    assert (found.setting, found.error, found.retained) == ("random-basis", pytest.approx(2.5), pytest.approx(0.05))
+    assert ablations(layer_of(system("ablation/random-basis", 10, 0.05))) == []
+
+
+def test_growth_is_of_quarters():
+    grown = system("quantised/dsq-6-bits", 5, 0.1, [0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.3, 0.3], [0.01] * 8)
+    steady = system("sketch/ridge-8", 10, 0.02, [0.02] * 8, [1e-7] * 8)
+    first, second = growth(layer_of(), [grown, steady])
+    assert (first.output, first.state) == (pytest.approx(3), pytest.approx(1))
+    assert (second.output, second.state) == (pytest.approx(1), None)
+    assert growth(layer_of(), [system("sketch/ridge-8", 10, 0.02)]) == []
+
+
+def test_claims_hold_or_say_where_they_do_not():
+    base = [
+        system("sketch/ridge-8", 10, 0.02, [0.02] * 8, [1e-7] * 8),
+        system("quantised/dsq-6-bits", 5, 0.1, [0.1] * 8, [0.1] * 4 + [0.2] * 4),
+        system(f"ablation/{FULL}", 10, 0.02),
+        system("ablation/allocation-gradient", 10, 0.02, objective=1.0),
+    ]
+    good = layer_of(*base, system("ablation/allocation-uniform", 10, 0.03, objective=2.0))
+    assert all(claim.holds for claim in claims([good]))
+    said = [claim.says for claim in claims([good])]
+    assert len(said) == len(set(said)) == 4
+    bad = layer_of(*base, system("ablation/allocation-uniform", 10, 0.01, objective=2.0))
+    [differing] = [claim for claim in claims([bad]) if not claim.holds]
+    assert "uniform" in differing.says
+    good, said = differing.layers["layer"]
+    assert not good
+    assert said.startswith("0.50x the output error, 2.00x the gradient-weighted score")
+    assert "what the model's loss feels" in differing.reason
+
+
+def test_times():
+    assert times(1.0, 0.5) == 2
+    assert times(0.0, 0.0) == times(math.inf, math.inf) == 1
+    assert times(1.0, 0.0) == times(math.inf, 1.0) == math.inf
+    assert times(1.0, math.inf) == 0
