@@ -13,9 +13,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.cpu.jit import njit, parallel
 from sketchssm.cpu.layout import Array
 from sketchssm.cpu.replay import ReplayEngine
-from sketchssm.cpu.jit import njit, parallel
 from sketchssm.cpu.standard import StandardEngine
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.quantise import Grid
