@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cpu.columns import columns_16, substitute, transpose
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
-from sketchssm.cpu.tiles import TILE_ROWS, accumulate, columns_16, substitute, transpose
+from sketchssm.cpu.tiles import TILE_ROWS, accumulate
 
 __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 

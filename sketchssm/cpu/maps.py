@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from sketchssm.cpu.columns import COLUMN_LANES, columns_8
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import KDA, Record
 from sketchssm.cpu.packed import (
@@ -30,7 +31,7 @@ from sketchssm.cpu.packed import (
 )
 from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
 from sketchssm.cpu.small import cholesky, cholesky_solve, pseudo_inverse
-from sketchssm.cpu.tiles import COLUMN_LANES, accumulate, columns_8, dots
+from sketchssm.cpu.tiles import accumulate, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
 __all__ = ["advance_sketch", "project_block", "refresh"]

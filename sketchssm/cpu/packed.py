@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from sketchssm.cpu.columns import COLUMN_LANES
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Array, Memory, Record, flat
 from sketchssm.cpu.simd import LANES, integers, padded
-from sketchssm.cpu.tiles import COLUMN_LANES
 from sketchssm.plan import MAPS, SketchPlan
 from sketchssm.recurrence import DENSE
 from sketchssm.reference.maps import RIDGE_FLOOR

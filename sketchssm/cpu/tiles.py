@@ -18,7 +18,7 @@ from sketchssm.cpu import simd
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, splat, total
 
-__all__ = ["COLUMN_LANES", "accumulate", "columns_8", "columns_16", "combine", "dots", "substitute", "transpose"]
+__all__ = ["accumulate", "add_product", "combine", "dots", "element", "fixed", "zero_sums"]
 
 TILE_ROWS = 4
 """Rows that `accumulate` takes together."""
@@ -26,11 +26,8 @@ TILE_ROWS = 4
 DOT_ROWS = 4
 """Rows that `dots` takes together."""
 
-COLUMN_LANES = 8
-"""Sketch columns that `columns` computes together: half a vector, so that ranks of 5 to 8 don't cost 16."""
 
-
-def _index(builder: Any, start: Any, *steps: tuple[Any, Any]) -> Any:
+def element(builder: Any, start: Any, *steps: tuple[Any, Any]) -> Any:
     """``start + sum of count * stride`` over pairs; counts may be Python integers."""
     for count, stride in steps:
         number = ir.Constant(ir.IntType(64), count) if isinstance(count, int) else count
@@ -38,7 +35,13 @@ def _index(builder: Any, start: Any, *steps: tuple[Any, Any]) -> Any:
     return start
 
 
-def _accumulators(context: Any, builder: Any, count: int, lanes: int = LANES) -> list[Any]:
+def fixed(count: int) -> Any:
+    """A constant offset."""
+    return ir.Constant(ir.IntType(64), count)
+
+
+def zero_sums(context: Any, builder: Any, count: int, lanes: int = LANES) -> list[Any]:
+    """Variables for sums over lanes, at zero."""
     zero = simd.constant(0.0, lanes)
     variables = [cgutils.alloca_once(builder, zero.type) for _ in range(count)]
     for variable in variables:
@@ -46,7 +49,8 @@ def _accumulators(context: Any, builder: Any, count: int, lanes: int = LANES) ->
     return variables
 
 
-def _add_product(builder: Any, variable: Any, a: Any, b: Any) -> None:
+def add_product(builder: Any, variable: Any, a: Any, b: Any) -> None:
+    """Add ``a b`` to a variable."""
     builder.store(simd.fused(builder, a, b, builder.load(variable)), variable)
 
 
@@ -65,25 +69,25 @@ def _tile_accumulate(rows: int, chunks: int) -> Any:
 
             _, c0, c_row, _, d0, _, w0, w_step, w_row, _, x0, x_step, depth = args
             shift = [ir.Constant(ir.IntType(64), LANES * chunk) for chunk in range(chunks)]
-            accumulators = _accumulators(context, builder, rows * chunks)
+            accumulators = zero_sums(context, builder, rows * chunks)
             places = []
             for chunk in range(chunks):
                 factor = simd.load_lanes(builder, at(3, builder.add(d0, shift[chunk])), types.float32)
                 for row in range(rows):
-                    place = at(0, builder.add(_index(builder, c0, (row, c_row)), shift[chunk]))
+                    place = at(0, builder.add(element(builder, c0, (row, c_row)), shift[chunk]))
                     places.append(place)
                     scaled = builder.fmul(factor, simd.load_lanes(builder, place, types.float32))
                     builder.store(scaled, accumulators[len(places) - 1])
             with cgutils.for_range(builder, depth) as loop:
                 lanes = []
                 for chunk in range(chunks):
-                    index = builder.add(_index(builder, x0, (loop.index, x_step)), shift[chunk])
+                    index = builder.add(element(builder, x0, (loop.index, x_step)), shift[chunk])
                     lanes.append(simd.load_lanes(builder, at(9, index), x.dtype))
                 for row in range(rows):
-                    weight = builder.load(at(5, _index(builder, w0, (loop.index, w_step), (row, w_row))))
+                    weight = builder.load(at(5, element(builder, w0, (loop.index, w_step), (row, w_row))))
                     every = simd.broadcast(builder, weight)
                     for chunk in range(chunks):
-                        _add_product(builder, accumulators[chunk * rows + row], every, lanes[chunk])
+                        add_product(builder, accumulators[chunk * rows + row], every, lanes[chunk])
             # a sum for each row, so that one addition need not wait for the last
             squares = [simd.constant(0.0)] * rows
             for number, (variable, place) in enumerate(zip(accumulators, places, strict=True)):
@@ -158,16 +162,16 @@ def _tile_combine(chunks: int) -> Any:
         signature = types.void(out, i, a, i, x, i, i, i, b, i, y, i, i, i)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            accumulators = _accumulators(context, builder, chunks)
+            accumulators = zero_sums(context, builder, chunks)
             for weights, start, rows, first, step, count, kind in ((*args[2:8], x.dtype), (*args[8:], y.dtype)):
                 with cgutils.for_range(builder, count) as loop:
                     weight = builder.load(builder.gep(weights, [builder.add(start, loop.index)]))
-                    every, place = simd.broadcast(builder, weight), _index(builder, first, (loop.index, step))
+                    every, place = simd.broadcast(builder, weight), element(builder, first, (loop.index, step))
                     for chunk, variable in enumerate(accumulators):
-                        pointer = builder.gep(rows, [builder.add(place, _offset(LANES * chunk))])
-                        _add_product(builder, variable, every, simd.load_lanes(builder, pointer, kind))
+                        pointer = builder.gep(rows, [builder.add(place, fixed(LANES * chunk))])
+                        add_product(builder, variable, every, simd.load_lanes(builder, pointer, kind))
             for chunk, variable in enumerate(accumulators):
-                pointer = builder.gep(args[0], [builder.add(args[1], _offset(LANES * chunk))])
+                pointer = builder.gep(args[0], [builder.add(args[1], fixed(LANES * chunk))])
                 simd.store_lanes(builder, builder.load(variable), pointer, types.float32)
             return context.get_dummy_value()
 
@@ -195,113 +199,6 @@ def combine(
         j += LANES
 
 
-def _interleave(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """Lanes of a and b in turn: the lower and the upper half of ``a0 b0 a1 b1 ...``."""
-    n = a.type.count
-    kind = ir.VectorType(INT32, n)
-    orders = [[INT32(i // 2 + (i % 2) * n + half * n // 2) for i in range(n)] for half in (0, 1)]
-    low, high = (builder.shuffle_vector(a, b, ir.Constant(kind, order)) for order in orders)
-    return low, high
-
-
-def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
-    """Transpose a matrix of 16 rows that a list of vectors holds row after row.
-
-    Interleaving the two halves of the flat matrix rotates the bits of every element's address by one place; four
-    rotations move the row's bits behind the column's.
-    """
-    for _ in range(4):
-        half = len(vectors) // 2
-        pairs = [_interleave(builder, vectors[i], vectors[i + half]) for i in range(half)]
-        vectors = [vector for pair in pairs for vector in pair]
-    return vectors
-
-
-def _tile_columns(lanes: int) -> Any:
-    """``out[c, r] = sum_k S[r, k] M[k, c]`` for 16 rows of S and `lanes` columns of M."""
-
-    @intrinsic
-    def tile(typingctx: Any, s: Any, s0: Any, s_row: Any, m: Any, m0: Any, m_step: Any, depth: Any, out: Any,
-             out0: Any, out_row: Any) -> Any:  # fmt: skip
-        i = types.intp
-        signature = types.void(s, i, i, m, i, i, i, out, i, i)
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def at(which: int, index: Any) -> Any:
-                return builder.gep(args[which], [index])
-
-            _, s0, s_row, _, m0, m_step, depth, _, out0, out_row = args
-            accumulators = _accumulators(context, builder, LANES, lanes)
-            with cgutils.for_range(builder, depth) as loop:
-                column = simd.load_lanes(
-                    builder, at(3, _index(builder, m0, (loop.index, m_step))), types.float32, lanes
-                )
-                for row, variable in enumerate(accumulators):
-                    scalar = builder.load(at(0, builder.add(_index(builder, s0, (row, s_row)), loop.index)))
-                    _add_product(builder, variable, simd.broadcast(builder, scalar, lanes), column)
-            rows = [builder.load(variable) for variable in accumulators]
-            if lanes < LANES:
-                kind = ir.VectorType(INT32, 2 * lanes)
-                joined = ir.Constant(kind, [INT32(n) for n in range(2 * lanes)])
-                rows = [builder.shuffle_vector(rows[n], rows[n + 1], joined) for n in range(0, LANES, 2)]
-            for number, value in enumerate(_transposed(builder, rows)):
-                place = at(7, _index(builder, out0, (number, out_row)))
-                simd.store_lanes(builder, value, place, types.float32)
-            return context.get_dummy_value()
-
-        return signature, codegen
-
-    return tile
-
-
-columns_16 = _tile_columns(LANES)
-columns_8 = _tile_columns(COLUMN_LANES)
-
-
-@intrinsic
-def transpose(typingctx: Any, source: Any, source0: Any, source_row: Any, out: Any, out0: Any, out_row: Any) -> Any:
-    """``out[c, r] = source[r, c]`` for 16 rows and 16 columns."""
-    i = types.intp
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def at(which: int, index: Any) -> Any:
-            return builder.gep(args[which], [index])
-
-        rows = [
-            simd.load_lanes(builder, at(0, _index(builder, args[1], (row, args[2]))), types.float32)
-            for row in range(LANES)
-        ]
-        for number, value in enumerate(_transposed(builder, rows)):
-            simd.store_lanes(builder, value, at(3, _index(builder, args[4], (number, args[5]))), types.float32)
-        return context.get_dummy_value()
-
-    return types.void(source, i, i, out, i, i), codegen
-
-
-@intrinsic
-def substitute(typingctx: Any, lower: Any, lower0: Any, lower_row: Any, x: Any, x0: Any) -> Any:
-    """``X[s] += sum_{j<s} L[s, j] X[j]`` for 16 rows of one vector each, one after the other."""
-    i = types.intp
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = [builder.gep(args[3], [builder.add(args[4], _offset(LANES * row))]) for row in range(LANES)]
-        rows = [simd.load_lanes(builder, place, types.float32) for place in places]
-        for j in range(LANES):
-            for s in range(j + 1, LANES):
-                place = builder.gep(args[0], [builder.add(_index(builder, args[1], (s, args[2])), _offset(j))])
-                every = simd.broadcast(builder, builder.load(place))
-                rows[s] = simd.fused(builder, every, rows[j], rows[s])
-        for row, place in zip(rows, places, strict=True):
-            simd.store_lanes(builder, row, place, types.float32)
-        return context.get_dummy_value()
-
-    return types.void(lower, i, i, x, i), codegen
-
-
-def _offset(count: int) -> Any:
-    return ir.Constant(ir.IntType(64), count)
-
-
 def _tile_dots(rows: int, vectors: int) -> Any:
     """``out[n, r] = <R[r], X[n]>`` for a few rows and vectors, all sums over lanes folded together.
 
@@ -319,23 +216,25 @@ def _tile_dots(rows: int, vectors: int) -> Any:
                 return builder.gep(args[which], [index])
 
             _, r0, r_row, _, x0, x_row, width, _, out0, out_row, last = args
-            accumulators = _accumulators(context, builder, rows * vectors)
+            accumulators = zero_sums(context, builder, rows * vectors)
             starts = []
             for row in range(rows):
                 number = ir.Constant(last.type, row)
                 clamped = builder.select(builder.icmp_signed("<", last, number), last, number)
-                starts.append(_index(builder, r0, (clamped, r_row)))
+                starts.append(element(builder, r0, (clamped, r_row)))
             chunks = builder.udiv(width, ir.Constant(ir.IntType(64), LANES))
             with cgutils.for_range(builder, chunks) as loop:
                 shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), LANES))
                 lanes = [
-                    simd.load_lanes(builder, at(3, builder.add(_index(builder, x0, (n, x_row)), shift)), types.float32)
+                    simd.load_lanes(
+                        builder, at(3, builder.add(element(builder, x0, (n, x_row)), shift)), types.float32
+                    )
                     for n in range(vectors)
                 ]
                 for row, start in enumerate(starts):
                     value = simd.load_lanes(builder, at(0, builder.add(start, shift)), r.dtype)
                     for n in range(vectors):
-                        _add_product(builder, accumulators[n * rows + row], value, lanes[n])
+                        add_product(builder, accumulators[n * rows + row], value, lanes[n])
             values = [builder.load(variable) for variable in accumulators]
             while len(values) > 1:
                 values = [_fold(builder, *values[n : n + 2]) for n in range(0, len(values), 2)]
@@ -344,7 +243,7 @@ def _tile_dots(rows: int, vectors: int) -> Any:
             for n in range(vectors):
                 pick = ir.Constant(ir.VectorType(INT32, rows), [INT32(n * rows + row) for row in range(rows)])
                 part = builder.shuffle_vector(values[0], values[0], pick)
-                simd.store_lanes(builder, part, at(7, _index(builder, out0, (n, out_row))), types.float32)
+                simd.store_lanes(builder, part, at(7, element(builder, out0, (n, out_row))), types.float32)
             return context.get_dummy_value()
 
         return signature, codegen
