@@ -46,6 +46,7 @@ class DeviceArrays:
 
         self.cupy = cupy
         self.device = cupy.cuda.Device()
+        self.home = self.device.id
         self.activation = activation
         self.converts = activation is not None
         self._output = output
@@ -81,9 +82,9 @@ class DeviceArrays:
             if not getattr(array, "is_cuda", False):
                 return None
             if self._torch is None:
-                self._torch = TorchPort(self.device.id)
+                self._torch = TorchPort(self.home)
             return self._torch
-        return self.cupy_port if isinstance(array, self.cupy.ndarray) or is_foreign(array) else None
+        return self.cupy_port if self.cupy_port.owns(array) or is_foreign(array) else None
 
     def wrap(self, address: int, shape: tuple[int, ...], type_name: str) -> Any:
         """CuPy's view of memory that belongs to somebody else."""
@@ -96,7 +97,7 @@ class DeviceArrays:
                 return self.cupy.zeros(shape, dtype)
             if len(self._views) == VIEWS:
                 self._views.clear()
-            memory = cuda.UnownedMemory(address, size, None, self.device.id)
+            memory = cuda.UnownedMemory(address, size, None, self.home)
             view = self._views[key] = self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
         return view
 
@@ -183,15 +184,14 @@ class DeviceCall:
             index = HOST.slots(slots, batch, capacity)
             self._live = index >= 0
             return arrays.rows(index.shape[0]) if slots is None else arrays.uploaded(index)
-        port, array = found
-        name, shape = port.type_name(array), tuple(array.shape)
+        port, array, name, address = found
+        shape = tuple(array.shape)
         if not name.startswith(("int", "uint")):
             raise ValueError(f"slots: expected integers, got dtype {name}")
         inner = (1,) if batch is None and not shape else shape
         if len(inner) != 1 or (batch is not None and inner[0] != batch):
             raise ValueError(f"slots: expected shape ({'count' if batch is None else batch},), got {shape}")
-        address = port.address(array) if name in ("int64", "int32") else None
-        if address is None:
+        if address is None or name not in ("int64", "int32"):
             array, name = port.converted(array, "int64"), "int64"
             self._temporary.append(array)
             address = _own_address(port, array)
@@ -204,14 +204,11 @@ class DeviceCall:
         if activation is None:
             names = {self._type_name(x, name) for name, x in zip("qkv", given[:3], strict=True)}
             activation = names.pop() if len(names) == 1 and names <= {"bfloat16", "float16"} else "float32"
-        wanted = (*(3 * (activation,)), "float32", "float32")
-        taken = (
-            None if x is None else self._take(x, name, want, several)
-            for (name, x), want in zip(given._asdict().items(), wanted, strict=True)
-        )
-        tokens = Tokens(*taken)
+        q, k, v = (self._take(x, name, activation, several) for name, x in zip("qkv", given[:3], strict=True))
+        g = self._take(given.g, "g", "float32", several)
+        beta = None if given.beta is None else self._take(given.beta, "beta", "float32", several)
         self._arrays.activation = activation
-        return tokens
+        return Tokens(q, k, v, g, beta)
 
     def states(self, state: Any, slots: Any) -> Any:
         """See `sketchssm.backends.Call`."""
@@ -222,9 +219,9 @@ class DeviceCall:
         arrays, name = self._arrays, str(self._arrays.output)
         inner = _with_tokens(v.shape, several)
         if out is not None and arrays.port(out) is self._port:
-            self._check_device(self._port, out, "out")
-            address = self._port.address(out) if self._port.type_name(out) == name else None
-            if address is not None and address % ALIGNMENT == 0:
+            device, came, address = self._port.describe(out)
+            self._check_device(device, "out")
+            if came == name and address is not None and address % ALIGNMENT == 0:
                 self._made = out
                 return arrays.wrap(address, inner, name)
         self._made = self._port.empty(tuple(v.shape), name)
@@ -242,32 +239,23 @@ class DeviceCall:
         found = self._local(v, "v")
         if found is None:
             return interop.from_host(_to_host(made), like=v)
-        kind, array = found
-        if kind is not port:  # such as a CuPy v beside an `out` of PyTorch's: never with out=None
-            made = self._import(made)
-        name = kind.type_name(array)
-        if kind.type_name(made) != name:
-            made = kind.converted(made, name)
+        _, array, name, _ = found  # of the call's port, which is v's where there is no `out`
+        if port.describe(made)[1] != name:
+            made = port.converted(made, name)
         return made if array is v else export(made, v)
 
     def _take(self, array: Any, name: str, want: str, several: bool) -> Any:
         """A kernel's view of one argument, with a tokens axis."""
-        try:
-            found = self._local(array, name)
-            if found is None:
-                return self._upload(array, name, want, several)
-            port, array = found
-            came, address = port.type_name(array), None
-            if came == want:
-                address = port.address(array)
-            else:
-                self._check_type(came, array, name, want)
-            if address is None or address % ALIGNMENT:
-                array = port.converted(array, want)
-                self._temporary.append(array)
-                address = _own_address(port, array)
-        except RuntimeError as error:  # a tensor without plain memory, such as a sparse one
-            raise TypeError(f"{name}: expected an array, got {type(array).__name__} ({error})") from error
+        found = self._local(array, name)
+        if found is None:
+            return self._upload(array, name, want, several)
+        port, array, came, address = found
+        if came != want:
+            self._check_type(came, array, name, want)
+        if came != want or address is None or address % ALIGNMENT:
+            array = port.converted(array, want)
+            self._temporary.append(array)
+            address = _own_address(port, array)
         return self._arrays.wrap(address, _with_tokens(array.shape, several), want)
 
     def _upload(self, array: Any, name: str, want: str, several: bool) -> Any:
@@ -289,23 +277,31 @@ class DeviceCall:
 
     def _type_name(self, array: Any, name: str) -> str:
         found = self._local(array, name)
-        return str(interop.to_host(array, name).dtype.name) if found is None else found[0].type_name(found[1])
+        return str(interop.to_host(array, name).dtype.name) if found is None else found[2]
 
-    def _local(self, array: Any, name: str) -> tuple[Port, Any] | None:
-        """An argument with the port that knows it: the call's own, or CuPy's after an import; None on the host."""
-        port, cupy_port = self._arrays.port(array), self._arrays.cupy_port
-        if port is None:
+    def _local(self, array: Any, name: str) -> tuple[Port, Any, str, int | None] | None:
+        """An argument with the port that knows it, its type and address; None on the host.
+
+        The port is the call's own, or for what is foreign to it CuPy's, after an import.
+        """
+        port = self._port
+        if not port.owns(array):
+            if self._arrays.port(array) is None:
+                return None
+            array, port = self._import(array), self._arrays.cupy_port
+        try:
+            device, came, address = port.describe(array)
+        except RuntimeError as error:  # a tensor without plain memory, such as a sparse one
+            raise TypeError(f"{name}: expected an array, got {type(array).__name__} ({error})") from error
+        if device < 0:
             return None
-        if port is not self._port or (port is cupy_port and not isinstance(array, self._arrays.cupy.ndarray)):
-            array, port = self._import(array), cupy_port
-        self._check_device(port, array, name)
-        return port, array
+        self._check_device(device, name)
+        return port, array, came, address
 
-    def _check_device(self, port: Port, array: Any, name: str) -> None:
-        device = port.device(array)
-        home = self._arrays.device.id
-        if device != home:
-            raise ValueError(f"{name}: expected an array on CUDA device {home}, as the head is, got one on {device}")
+    def _check_device(self, device: int, name: str) -> None:
+        if device != self._arrays.home:
+            want = self._arrays.home
+            raise ValueError(f"{name}: expected an array on CUDA device {want}, as the head is, got one on {device}")
 
     def _import(self, array: Any) -> Any:
         """CuPy's view of another framework's array."""
@@ -322,7 +318,7 @@ def _with_tokens(shape: Any, several: bool) -> tuple[int, ...]:
 
 def _own_address(port: Port, array: Any) -> int:
     """Where an array starts that was made contiguous."""
-    address = port.address(array)
+    _, _, address = port.describe(array)
     assert address is not None
     return address
 

@@ -29,17 +29,14 @@ CUDA_DEVICES = (2, 13)
 class Port(Protocol):
     """One framework."""
 
-    def device(self, array: Any) -> int | None:
-        """Device that an array lives on, or None for the host."""
+    def owns(self, array: Any) -> bool:
+        """Whether an array is the framework's own, wherever it lives."""
+
+    def describe(self, array: Any) -> tuple[int, str, int | None]:
+        """Device of an array (negative for the host), name of its type, and address, None if it is not contiguous."""
 
     def stream(self) -> Any:
         """Context manager that makes the framework's current stream CuPy's, or None if it is that already."""
-
-    def type_name(self, array: Any) -> str:
-        """Name of an array's element type, as NumPy would write it."""
-
-    def address(self, array: Any) -> int | None:
-        """Where an array starts, or None if it is not contiguous."""
 
     def converted(self, array: Any, type_name: str) -> Any:
         """Contiguous copy of an array in another type."""
@@ -59,21 +56,17 @@ class CupyPort:
 
         self._cupy = cupy
 
-    def device(self, array: Any) -> int | None:
+    def owns(self, array: Any) -> bool:
         """See `Port`."""
-        return int(array.device.id)
+        return isinstance(array, self._cupy.ndarray)
+
+    def describe(self, array: Any) -> tuple[int, str, int | None]:
+        """See `Port`."""
+        return array.device.id, array.dtype.name, array.data.ptr if array.flags.c_contiguous else None
 
     def stream(self) -> Any:
         """See `Port`."""
         return None
-
-    def type_name(self, array: Any) -> str:
-        """See `Port`."""
-        return str(array.dtype.name)
-
-    def address(self, array: Any) -> int | None:
-        """See `Port`."""
-        return int(array.data.ptr) if array.flags.c_contiguous else None
 
     def converted(self, array: Any, type_name: str) -> Any:
         """See `Port`."""
@@ -110,9 +103,20 @@ class TorchPort:
         self._names: dict[Any, str] = {}
         self._streams: dict[int, Any] = {}
 
-    def device(self, array: Any) -> int | None:
+    def owns(self, array: Any) -> bool:
         """See `Port`."""
-        return array.get_device() if array.is_cuda else None
+        return isinstance(array, self._torch.Tensor)
+
+    def describe(self, array: Any) -> tuple[int, str, int | None]:
+        """See `Port`."""
+        name = self._names.get(array.dtype)
+        if name is None:
+            name = self._names[array.dtype] = str(array.dtype).removeprefix("torch.")
+        if array.is_contiguous():
+            return array.get_device(), name, array.data_ptr()
+        if array.layout is not self._torch.strided:
+            raise RuntimeError(f"its layout is {array.layout}")
+        return array.get_device(), name, None
 
     def stream(self) -> Any:
         """See `Port`."""
@@ -121,17 +125,6 @@ class TorchPort:
         if stream is None:
             stream = self._streams[address] = _stream(self._cupy, address, self._id)
         return stream
-
-    def type_name(self, array: Any) -> str:
-        """See `Port`."""
-        name = self._names.get(array.dtype)
-        if name is None:
-            name = self._names[array.dtype] = str(array.dtype).removeprefix("torch.")
-        return name
-
-    def address(self, array: Any) -> int | None:
-        """See `Port`."""
-        return array.data_ptr() if array.is_contiguous() else None
 
     def converted(self, array: Any, type_name: str) -> Any:
         """See `Port`."""
