@@ -65,17 +65,17 @@ class Call(Protocol):
     def slots(self, slots: Any, batch: int | None, capacity: int) -> Any:
         """Take and check ``slots=``, int64; a `batch` of None takes any number of slots, by default all."""
 
-    def tokens(self, given: Tokens, slots: Any, several: bool) -> Tokens:
-        """Take and check a step's inputs, as ``(batch, tokens, ...)``; `several` says that they have that axis."""
+    def inputs(self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int) -> tuple[Tokens, Any, Any]:
+        """Take and check a step's arguments: tokens ``(batch, tokens, ...)``, slots, and the array to be written.
+
+        `several` says that what was given has a tokens axis.
+        """
 
     def states(self, state: Any, slots: Any) -> Any:
         """Take and check states to be loaded."""
 
-    def target(self, v: Any, out: Any, several: bool) -> Any:
-        """Make or find the array ``(batch, tokens, heads, V)`` that the engine is to write."""
-
-    def result(self, target: Any, v: Any, out: Any) -> Any:
-        """Hand the target to the caller as `out`, or as v's kind of array, shape and dtype."""
+    def result(self, written: Any, v: Any, out: Any) -> Any:
+        """Hand what was written to the caller as `out`, or as v's kind of array, shape and dtype."""
 
 
 class Context(Protocol):

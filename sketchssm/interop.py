@@ -254,15 +254,18 @@ class HostArrays:
             batch = host.shape[0]
         return check_slots(host, batch, capacity)
 
-    def tokens(self, given: Tokens, slots: npt.NDArray[np.int64], several: bool) -> Tokens:
+    def inputs(
+        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int
+    ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """See `sketchssm.backends.Call`."""
+        index = self.slots(slots, given.v.shape[0], capacity)
         host = (None if x is None else self._take(x, name) for name, x in given._asdict().items())
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
-        live = slots >= 0 if (slots < 0).any() else slice(None)
+        live = index >= 0 if (index < 0).any() else slice(None)
         for name in ("g", "beta"):
             if getattr(tokens, name) is not None:
                 self.check(name, getattr(tokens, name)[live])
-        return tokens
+        return tokens, index, np.empty(tokens.v.shape, dtype=self.dtype)
 
     def states(self, state: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """See `sketchssm.backends.Call`."""
@@ -270,14 +273,9 @@ class HostArrays:
         self.check("state", host[slots >= 0])
         return host
 
-    def target(self, v: Any, out: Any, several: bool) -> npt.NDArray[Any]:
+    def result(self, written: npt.NDArray[Any], v: Any, out: Any) -> Any:
         """See `sketchssm.backends.Call`."""
-        shape = tuple(v.shape)
-        return np.empty(shape if several else (shape[0], 1, *shape[1:]), dtype=self.dtype)
-
-    def result(self, target: npt.NDArray[Any], v: Any, out: Any) -> Any:
-        """See `sketchssm.backends.Call`."""
-        return from_host(target.reshape(v.shape), like=v, out=out)
+        return from_host(written.reshape(v.shape), like=v, out=out)
 
     def check(self, name: str, values: npt.NDArray[Any]) -> None:
         """Check the values of one argument, padding apart.

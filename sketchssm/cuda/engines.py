@@ -11,6 +11,7 @@ from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.layout import PackedPlan, pack_plan
 from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_bytes
 from sketchssm.cuda.modules import Variant, load, warmup
+from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.maps import RIDGE_FLOOR
@@ -23,7 +24,6 @@ TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 MAX_ROWS = 512
 STEP, FOLD, LOAD = 0, 1, 2
-SLOTS = Variant("slots", {})
 
 
 @cache
@@ -73,6 +73,7 @@ class StandardEngine:
         self.position = cupy.zeros(slots, dtype=np.int32)
         self._launches: dict[str, tuple[Any, int, int]] = {}
         self._ready = False
+        self._write = SlotWriter()
         self.arrays.device.synchronize()  # the first call may come on another stream
 
     @property
@@ -142,26 +143,14 @@ class StandardEngine:
 
     def load_state(self, state: Any, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._set(self.state, slots, state)
+        self._write(self.state, state, slots, self.position)
 
     def flush(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
 
     def reset(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._set(self.state, slots)
-
-    def _set(self, array: Any, slots: Any, rows: Any = None) -> None:
-        """Overwrite slots of the state or the sketch with rows, or with zeros, and start their windows anew."""
-        if not slots.shape[0]:
-            return
-        if "set_slots" not in self._launches:
-            self._launches["set_slots"] = load(SLOTS).get_function("set_slots"), 0, 0
-        size = array[0].nbytes // 16
-        parts = min(-(-size // 256), 64)
-        source = np.uint64(0) if rows is None else rows
-        args = (array, np.int64(array.strides[0] // 16), source, np.int64(size), self.position, slots, np.int32(parts))
-        self._launches["set_slots"][0]((slots.shape[0] * parts,), (256,), args)
+        self._write(self.state, None, slots, self.position)
 
 
 class SketchEngine(StandardEngine):
@@ -335,7 +324,7 @@ class SketchEngine(StandardEngine):
     def reset(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
-        self._set(self.sketch, slots)
+        self._write(self.sketch, None, slots, self.position)
 
 
 class ReplayEngine(SketchEngine):

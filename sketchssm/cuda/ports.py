@@ -38,6 +38,9 @@ class Port(Protocol):
     def stream(self) -> Any:
         """Context manager that makes the framework's current stream CuPy's, or None if it is that already."""
 
+    def identity(self, array: Any) -> tuple[Any, ...] | None:
+        """Address, type and shape of a contiguous array of this framework; None for any other."""
+
     def converted(self, array: Any, type_name: str) -> Any:
         """Contiguous copy of an array in another type."""
 
@@ -67,6 +70,12 @@ class CupyPort:
     def stream(self) -> Any:
         """See `Port`."""
         return None
+
+    def identity(self, array: Any) -> tuple[Any, ...] | None:
+        """See `Port`."""
+        if not isinstance(array, self._cupy.ndarray) or not array.flags.c_contiguous:
+            return None
+        return array.data.ptr, array.dtype, array.shape
 
     def converted(self, array: Any, type_name: str) -> Any:
         """See `Port`."""
@@ -125,6 +134,12 @@ class TorchPort:
         if stream is None:
             stream = self._streams[address] = _stream(self._cupy, address, self._id)
         return stream
+
+    def identity(self, array: Any) -> tuple[Any, ...] | None:
+        """See `Port`."""
+        if not isinstance(array, self._torch.Tensor) or not array.is_contiguous():
+            return None
+        return array.data_ptr(), array.dtype, array.shape
 
     def converted(self, array: Any, type_name: str) -> Any:
         """See `Port`."""
