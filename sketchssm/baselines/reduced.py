@@ -64,9 +64,9 @@ class ReducedEngine:
     """
 
     def __init__(self, layer: Layer, inner: Engine, channels: ChannelMap) -> None:
-        self.layer, self._inner, self.dtype = layer, inner, inner.dtype
-        self._query, self._key = (x.astype(inner.dtype) for x in (channels.query, channels.key))
-        self._lift = layer.expand_keys(channels.lift, axis=0).astype(inner.dtype)
+        self.layer, self._inner, self.arrays = layer, inner, inner.arrays
+        self._query, self._key = (x.astype(self.arrays.dtype) for x in (channels.query, channels.key))
+        self._lift = layer.expand_keys(channels.lift, axis=0).astype(self.arrays.dtype)
         self._kept = layer.expand_keys(channels.kept, axis=0)
         self._norms = channels.norms
 
@@ -80,6 +80,10 @@ class ReducedEngine:
         """See `sketchssm.backends.Engine`."""
         return self._inner.position
 
+    def warmup(self, activation: str | None = None) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._inner.warmup(activation)
+
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
         q, k = (
@@ -88,7 +92,8 @@ class ReducedEngine:
         )
         g = tokens.g
         if self.layer.kind == "kda":
-            g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0).astype(self.dtype)
+            g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0)
+            g = g.astype(self.arrays.dtype)
         self._inner.step(Tokens(q, k, tokens.v, g, tokens.beta), slots, out)
 
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
@@ -121,8 +126,11 @@ class ReducedHead(DecodeHead):
 
     def __init__(self, layer: Layer, channels: ChannelMap, slots: int, backend: str) -> None:
         capacity = check_capacity(slots)
+        if backend not in ("auto", "reference", "cpu"):
+            raise ValueError(f"backend: expected one of auto, reference, cpu for fewer key channels, got {backend!r}")
         reduced = Layer(layer.kind, layer.heads, channels.kept.shape[-1], layer.value_dim, layer.key_heads)
-        name, inner = load_engine("standard", backend, reduced, capacity)
+        # the channels are picked on the host
+        name, inner = load_engine("standard", "cpu" if backend == "auto" else backend, reduced, capacity)
         super().__init__(layer, capacity, name, ReducedEngine(layer, inner, channels))
 
 
