@@ -355,7 +355,7 @@ class TestBackends:
     )
     def test_without(self, patch, why, monkeypatch):
         patch(monkeypatch)
-        with pytest.raises(RuntimeError, match=rf"^backend: 'cuda' can't run here: {why}"):
+        with pytest.raises(backends.UnsupportedError, match=rf"^backend: 'cuda' can't run here: {why}"):
             ss.StandardHead(LAYER, 2, "cuda")
         assert ss.StandardHead(LAYER, 2).backend == "cpu"
 
