@@ -38,7 +38,7 @@ ENGINES = {
 
 
 class UnsupportedError(ValueError):
-    """A layer or plan that a backend has no kernels for, or that the device at hand is too small for."""
+    """A backend that this machine can't run, or that has no kernels for a layer or plan."""
 
 
 class DeviceOptions(TypedDict, total=False):
@@ -166,9 +166,8 @@ def load_engine(
     ValueError
         If the backend is unknown or does not have the system, or an option is not one of those above.
     UnsupportedError
-        If the backend was named and has no kernels for the layer or plan.
-    RuntimeError
-        If it needs a package or a device that this machine does not have.
+        If the backend was named and has no kernels for the layer or plan, or needs a package or a device that this
+        machine does not have.
     """
     options = _check_options(device or {})
     if backend != "auto" and (backend, system) not in ENGINES:
@@ -187,7 +186,7 @@ def load_engine(
                 if backend == "cuda" or "state" in options:
                     raise
         elif backend == "cuda":
-            raise RuntimeError(f"backend: 'cuda' can't run here: {lack}")
+            raise UnsupportedError(f"backend: 'cuda' can't run here: {lack}")
     if backend == "auto":
         backend = "cpu"
     if "state" in options:

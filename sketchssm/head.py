@@ -207,9 +207,8 @@ class SketchHead(DecodeHead):
     Raises
     ------
     ValueError
-        If an argument is out of range, or the backend has no kernels for the plan.
-    RuntimeError
-        If the backend needs a package or a device that this machine does not have.
+        If an argument is out of range, the backend has no kernels for the plan, or it needs a package or a device
+        that this machine does not have.
     """
 
     def __init__(

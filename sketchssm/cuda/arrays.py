@@ -50,7 +50,8 @@ class DeviceArrays:
         self.calls: dict[tuple[Any, ...], tuple[Tokens, Any, Any]] = {}
         self._pending: deque[tuple[Any, Any]] = deque()
         self._uploaded: tuple[Any, Any] = (None, None)
-        self._all = self._wide = cupy.zeros(0, np.int64)
+        self._all: Any = None
+        self._wide: Any = None
 
     @property
     def output(self) -> str | None:
@@ -109,14 +110,14 @@ class DeviceArrays:
                 f"activation: expected {self.activation!r}, as the head has settled on, got {activation!r}"
             )
         self.activation = activation
-        self.rows(capacity)
+        self.rows(capacity, capacity)
         self.widened(self.cupy.zeros(1, np.int32), capacity)
         self.device.synchronize()  # whoever comes next may use another stream
 
-    def rows(self, count: int) -> Any:
-        """Slots 0, 1, ... of a call that names none."""
-        if self._all.shape[0] < count:
-            self._all = self.cupy.arange(count, dtype=np.int64)
+    def rows(self, count: int, capacity: int) -> Any:
+        """Slots 0, 1, ... of a call that names none; a captured graph may hold their memory, so it stays."""
+        if self._all is None:
+            self._all = self.cupy.arange(capacity, dtype=np.int64)
             self.device.synchronize()
         return self._all[:count]
 
@@ -128,9 +129,11 @@ class DeviceArrays:
         return self._uploaded[1]
 
     def widened(self, slots: Any, capacity: int) -> Any:
-        """int32 slots of the device as int64, in memory that is kept for it."""
-        if self._wide.shape[0] < max(slots.shape[0], capacity):
-            self._wide = self.cupy.empty(max(slots.shape[0], capacity), np.int64)
+        """int32 slots of the device as int64, in memory that stays unless there are more rows than slots."""
+        if slots.shape[0] > capacity:
+            return slots.astype(np.int64)
+        if self._wide is None:
+            self._wide = self.cupy.empty(capacity, np.int64)
         wide = self._wide[: slots.shape[0]]
         wide[...] = slots
         return wide

@@ -69,7 +69,7 @@ class DeviceCall:
             index = HOST.slots(slots, batch, capacity)
             self._live = index >= 0
             if slots is None:
-                return arrays.rows(index.shape[0])
+                return arrays.rows(index.shape[0], capacity)
             self._direct = False
             return arrays.uploaded(index)
         port, array, name, address = found

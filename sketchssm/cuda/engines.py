@@ -266,7 +266,7 @@ class SketchEngine(StandardEngine):
             self._kernel(index, late=True)
         if self._unsketched:
             self._unsketched = False
-            self._rebuild(self.arrays.rows(self.slots), LOAD)
+            self._rebuild(self.arrays.rows(self.slots, self.slots), LOAD)
         self._ready = True
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:

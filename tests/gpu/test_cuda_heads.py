@@ -198,7 +198,7 @@ class TestTorch:
         tokens = each(make_tokens(layer, 4, 100, "bfloat16", rng), on_torch(torch), "bfloat16")
         table = torch.from_numpy(slot_table(4, 6, steps, rng)).cuda()
         now = Tokens(*(None if x is None else x[:, 0].clone() for x in tokens))
-        slots = torch.full((4,), -1, device="cuda")
+        slots = torch.full((4,), -1, device="cuda", dtype=torch.int32 if own_output else torch.int64)
         out = None if own_output else torch.empty_like(now.v)
         head.step(*now, slots=slots, out=out)
         torch.cuda.synchronize()

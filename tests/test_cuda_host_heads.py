@@ -175,6 +175,13 @@ class TestDevice:
         assert isinstance(output, standin.ndarray)
         assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED
 
+    def test_more_rows_than_slots(self, rng):
+        """Padding may fill a batch up beyond them."""
+        head, twin = sketch(), sketch("reference")
+        tokens, slots = tokens_of(rng, batch=6), np.array([-1, 2, -1, 0, -1, -1], np.int32)
+        output = head.step(*narrow(tokens, standin.asarray), slots=standin.asarray(slots))
+        assert error(output.get().astype(float), twin.step(*tokens, slots=slots)) < STORED
+
     def test_a_framework_that_nobody_knows(self, rng):
         head, twin = sketch(activation="float32"), sketch("reference")
         tokens = tokens_of(rng, activation="float32")
@@ -355,7 +362,7 @@ class TestBackends:
     )
     def test_without(self, patch, why, monkeypatch):
         patch(monkeypatch)
-        with pytest.raises(RuntimeError, match=rf"^backend: 'cuda' can't run here: {why}"):
+        with pytest.raises(backends.UnsupportedError, match=rf"^backend: 'cuda' can't run here: {why}"):
             ss.StandardHead(LAYER, 2, "cuda")
         assert ss.StandardHead(LAYER, 2).backend == "cpu"
 
