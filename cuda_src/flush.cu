@@ -78,6 +78,7 @@ __device__ __forceinline__ void advance(int* cursor, const i64* slots, int batch
     }
 }
 
+#ifndef SIZES_ONLY  // set where only the last line is asked for
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
     sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
@@ -168,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     }
     advance(cursor, slots, batch, mode, ticket);
 }
+#endif
 
 // What the host must ask for at the launch.
 extern "C" __device__ int flush_shared_bytes = sizeof(Memory);

@@ -27,7 +27,7 @@ print(f"ranks {allocation.ranks.tolist()}: no table within the budget is better 
 plan = ss.SketchPlan.load("layer.safetensors")
 print(plan)
 requests, length = traces.test.v.shape[:2]
-sketch, standard = ss.SketchHead(plan, slots=requests), ss.StandardHead(layer, slots=requests)
+sketch, standard = ss.SketchHead(plan, requests, backend="cpu"), ss.StandardHead(layer, requests, backend="cpu")
 error = energy = 0.0
 for t in range(length):
     q, k, v, g, beta = (x[:, t] for x in traces.test)

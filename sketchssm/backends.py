@@ -1,22 +1,24 @@
 """Which engine runs which system on which backend, and what every engine can do.
 
 An engine owns the memory of one layer's slots and does the arithmetic; a head (`sketchssm.head.DecodeHead`) checks
-and converts what a caller hands in. Engines are imported on first use, so that importing the library stays cheap.
+what a caller hands in; in between stand the engine's `Arrays`, which bring the caller's arrays to where the engine
+computes and its results back. Engines are imported on first use, so that importing the library stays cheap.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from types import TracebackType
+from typing import Any, Protocol, TypedDict
 
 from sketchssm.recurrence import Tokens
 
-__all__ = ["BACKENDS", "Engine", "load_engine"]
+__all__ = ["ACTIVATIONS", "BACKENDS", "Arrays", "Call", "DeviceOptions", "Engine", "UnsupportedError", "load_engine"]
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "cuda")
+
+ACTIVATIONS = ("bfloat16", "float16", "float32")
+"""Types in which a device may hold q, k, v and outputs."""
 
 ENGINES = {
     ("reference", "standard"): "sketchssm.reference.engines:StandardEngine",
@@ -31,50 +33,127 @@ ENGINES = {
     ("cpu", "quantised"): "sketchssm.cpu.quantised:QuantisedEngine",
     ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
     ("cpu", "reduced"): "sketchssm.baselines.reduced:cpu_engine",
+    ("cuda", "standard"): "sketchssm.cuda.engines:StandardEngine",
+    ("cuda", "replay"): "sketchssm.cuda.engines:ReplayEngine",
+    ("cuda", "sketch"): "sketchssm.cuda.engines:SketchEngine",
 }
+
+
+class UnsupportedError(ValueError):
+    """A backend that this machine can't run, or that has no kernels for a layer or plan."""
+
+
+class DeviceOptions(TypedDict, total=False):
+    """What a head's caller may settle about a device's memory.
+
+    Attributes
+    ----------
+    activation : {"bfloat16", "float16", "float32"}
+        Type in which q, k and v are taken and kept in the ring; arrays of another type are converted. By default the
+        narrowest that holds q, k and v of the first call (or what `warmup` is told), and from then on an array of a
+        wider type is refused, so that nothing is rounded unasked. float64 counts as float32.
+    output : {"bfloat16", "float16", "float32"}
+        Type in which outputs leave the kernels; the activations' by default.
+    state : array
+        Memory for the states instead of the head's own, such as a serving engine's pool: float32
+        ``(slots, heads, V, K)`` on the device, of any framework with DLPack, contiguous within a slot, any stride
+        between slots. What it holds is not looked at: a slot begins with `load_state` or `reset`.
+    """
+
+    activation: str
+    output: str
+    state: Any
+
+
+class Call(Protocol):
+    """One call's arrays, while the engine's device and the caller's stream are current."""
+
+    def slots(self, slots: Any, batch: int | None, capacity: int) -> Any:
+        """Take and check ``slots=``, int64; a `batch` of None takes any number of slots, by default all."""
+
+    def inputs(self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int) -> tuple[Tokens, Any, Any]:
+        """Take and check a step's arguments: tokens ``(batch, tokens, ...)``, slots, and the array to be written.
+
+        `several` says that what was given has a tokens axis.
+        """
+
+    def states(self, state: Any, slots: Any) -> Any:
+        """Take and check states to be loaded."""
+
+    def result(self, written: Any, v: Any, out: Any) -> Any:
+        """Hand what was written to the caller as `out`, or as v's kind of array, shape and dtype."""
+
+
+class Context(Protocol):
+    """Context manager of a call."""
+
+    def __enter__(self) -> Call: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class Arrays(Protocol):
+    """How a caller's arrays come to an engine, and how its results go back."""
+
+    def call(self, *arrays: Any) -> Context:
+        """Begin a call; the first of the arrays that lives where the engine computes decides on the stream."""
+
+    def view(self, state: Any) -> Any:
+        """What the caller may see of an engine's own array."""
 
 
 class Engine(Protocol):
     """What a head needs of a backend.
 
-    All arrays are the backend's own, C-contiguous, of `dtype` (integers aside), and already checked: slots are
-    unique, in range, or -1 for padding rows.
+    All arrays are the backend's own, C-contiguous, and already checked: slots are unique, in range, or -1 for padding
+    rows.
     """
 
-    dtype: np.dtype[Any]
-    """Type of states, inputs and outputs: float64 for `reference`, float32 for `cpu`."""
+    arrays: Any
+    """The engine's `Arrays`."""
 
     @property
-    def state(self) -> npt.NDArray[Any]:
+    def state(self) -> Any:
         """``(slots, heads, V, K)``: states as of each slot's last flush, exact unless the system itself is not."""
 
     @property
-    def position(self) -> npt.NDArray[np.int32]:
-        """``(slots,)``: tokens buffered since each slot's last flush."""
+    def position(self) -> Any:
+        """``(slots,)`` int32: tokens buffered since each slot's last flush."""
 
-    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
+    def warmup(self, activation: str | None = None) -> None:
+        """Compile what a step may need; the activations' type matters to the engines that have several."""
+
+    def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``."""
 
-    def load_state(self, state: npt.NDArray[Any], slots: npt.NDArray[np.int64]) -> None:
+    def load_state(self, state: Any, slots: Any) -> None:
         """Set states ``(batch, heads, V, K)`` at the start of a window."""
 
-    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+    def flush(self, slots: Any) -> None:
         """Fold what the slots have buffered into their states and start a new window."""
 
-    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+    def reset(self, slots: Any) -> None:
         """Make the slots as new, whatever they held: zero state, empty ring."""
 
 
-def load_engine(system: str, backend: str, *args: Any, **settings: Any) -> tuple[str, Engine]:
+def load_engine(
+    system: str, backend: str, *args: Any, device: DeviceOptions | None = None, **settings: Any
+) -> tuple[str, Engine]:
     """Build the engine of a system on a backend.
 
     Parameters
     ----------
     system : str
         "standard", "replay", "sketch", "quantised", "copy" or "reduced".
-    backend : {"auto", "reference", "cpu"}
-        Where to run; "auto" takes the fastest that this machine has.
-    *args, **settings
+    backend : {"auto", "reference", "cpu", "cuda"}
+        Where to run; "auto" takes "cuda" where CuPy sees a device and the kernels support the layer, else "cpu".
+    *args
+        Passed to the engine.
+    device : DeviceOptions, optional
+        Passed to an engine that computes on a device.
+    **settings
         Passed to the engine.
 
     Returns
@@ -87,11 +166,52 @@ def load_engine(system: str, backend: str, *args: Any, **settings: Any) -> tuple
     Raises
     ------
     ValueError
-        If the backend is unknown or does not have the system.
+        If the backend is unknown or does not have the system, or an option is not one of those above.
+    UnsupportedError
+        If the backend was named and has no kernels for the layer or plan, or needs a package or a device that this
+        machine does not have.
     """
-    name = "cpu" if backend == "auto" else backend
-    if (name, system) not in ENGINES:
+    options = _check_options(device or {})
+    if backend != "auto" and (backend, system) not in ENGINES:
         have = ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)]
         raise ValueError(f"backend: expected one of {', '.join(have)} for {system}, got {backend!r}")
-    module, attribute = ENGINES[name, system].split(":")
-    return name, getattr(import_module(module), attribute)(*args, **settings)
+    if backend in ("auto", "cuda") and ("cuda", system) in ENGINES:
+        from sketchssm.cuda import missing
+
+        lack = missing()
+        if not lack:
+            try:
+                engine = _engine(system, "cuda")(*args, **settings, **({"activation": None} | options))
+                engine.fit()
+                return "cuda", engine
+            except UnsupportedError:
+                if backend == "cuda" or "state" in options:
+                    raise
+        elif backend == "cuda":
+            raise UnsupportedError(f"backend: 'cuda' can't run here: {lack}")
+    if backend == "auto":
+        backend = "cpu"
+    if "state" in options:
+        raise ValueError(f"state: expected None on backend {backend!r}, which keeps states in memory of its own")
+    return backend, _engine(system, backend)(*args, **settings)
+
+
+def _engine(system: str, backend: str) -> Any:
+    module, attribute = ENGINES[backend, system].split(":")
+    return getattr(import_module(module), attribute)
+
+
+def _check_options(options: DeviceOptions) -> dict[str, Any]:
+    """The options that say something; None stands for the default."""
+    unknown = set(options) - set(DeviceOptions.__annotations__)
+    if unknown:
+        raise TypeError(f"{min(unknown)}: not an option of a decode head")
+    for name in ("activation", "output"):
+        check_activation(options.get(name), name)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def check_activation(value: Any, name: str = "activation") -> None:
+    """Check that a value is None or names a type of `ACTIVATIONS`."""
+    if value is not None and value not in ACTIVATIONS:
+        raise ValueError(f"{name}: expected one of {', '.join(ACTIVATIONS)} or None, got {value!r}")

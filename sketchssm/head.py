@@ -6,14 +6,13 @@ any framework, and gives the caller's kind of array back. What a system does wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from sketchssm import interop
-from sketchssm.backends import Engine, load_engine
-from sketchssm.recurrence import Layer, Tokens, check_gates, check_slots, check_state, check_tokens
+from sketchssm.backends import Arrays, DeviceOptions, Engine, check_activation, load_engine
+from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
 
 if TYPE_CHECKING:
     from sketchssm.plan import SketchPlan
@@ -23,6 +22,12 @@ __all__ = ["DecodeHead", "SketchHead"]
 
 class DecodeHead:
     """Common interface of every decode system; make one of its subclasses instead.
+
+    On the ``cuda`` backend a head works on the device that is current when it is made, and a call on the current
+    stream of the framework whose arrays it gets (without any, of the framework of the call before). Calls of one head
+    must follow one another in stream order. After `warmup`, `step` and `flush` with slots on the device neither
+    wait for the device nor allocate, so that a graph can capture them; `load_state` and `reset` likewise where states
+    are contiguous float32. Their docstrings say what else that takes.
 
     Attributes
     ----------
@@ -39,24 +44,58 @@ class DecodeHead:
         self.slots = slots
         self.backend = backend
         self._engine = engine
+        self._arrays: Arrays = engine.arrays
+        self._seen: tuple[Any, ...] = ()  # shapes that were last found right, and whether they have a tokens axis
+        self._several = False
 
     @property
-    def state(self) -> npt.NDArray[Any]:
-        """States as of each slot's last flush, ``(slots, heads, V, K)``: exact, and a read-only view, not a copy.
+    def state(self) -> Any:
+        """Exact states as of each slot's last flush, ``(slots, heads, V, K)``: the memory itself, not a copy.
 
-        Of heads that approximate the state itself it is what they have in its place, and may be a copy.
+        A read-only NumPy view, or on ``cuda`` a CuPy array, which must only be read all the same. Of heads that
+        approximate the state itself it is what they have in its place, and may be a copy.
         """
-        view = self._engine.state.view()
-        view.flags.writeable = False
-        return view
+        return self._arrays.view(self._engine.state)
 
     @property
-    def position(self) -> npt.NDArray[np.int32]:
-        """Tokens that each slot has buffered since its last flush, ``(slots,)``."""
-        return self._engine.position.copy()
+    def position(self) -> Any:
+        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy."""
+        with self._arrays.call():
+            return self._engine.position.copy()
+
+    def warmup(self, activation: str | None = None) -> None:
+        """Compile now whatever a step, a load or a flush may need, instead of at the first of them.
+
+        No state changes. On ``cuda`` all kernels compile side by side; a step that meets a kernel which was not
+        compiled before warns of it.
+
+        Parameters
+        ----------
+        activation : {"bfloat16", "float16", "float32"}, optional
+            Type in which ``cuda`` is to expect q, k and v, unless the head was made for one or has seen some; the
+            other backends have one type each. Default: "bfloat16".
+
+        Raises
+        ------
+        ValueError
+            If the type is another one, or not the one that the head was made for.
+        KernelCompileError
+            If a kernel does not compile: source, options and the compiler's log.
+        """
+        check_activation(activation)
+        with self._arrays.call():
+            self._engine.warmup(activation)
 
     def step(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None) -> Any:
         """Decode one token, or several in order, for each row of a batch.
+
+        On ``cuda``, arrays on the device are used as they are where they are contiguous, aligned to 16 bytes, and q, k
+        and v of the activations' type, g and beta float32; others are copied, on the device. Values on the device are
+        not checked, since looking at them would wait for it: a slot out of range or named twice, or a growing gate,
+        is the caller's error and goes unnoticed. Everything on the host is checked, and uploaded.
+        A graph can capture a call whose arrays are all one framework's, on the device, of those types, when `out` is
+        given or PyTorch allocates it; its slots (int64, or int32 for batches of up to `slots` rows) may change
+        between replays.
 
         Parameters
         ----------
@@ -71,34 +110,33 @@ class DecodeHead:
         slots : array of int, (batch,), optional
             State slot of each row, each at most once; -1 is padding. Default: row i uses slot i.
         out : array, optional
-            Writable array of the output's shape to fill and return.
+            Writable array of the output's shape to fill and return. On ``cuda`` the kernels write a contiguous,
+            aligned one of their output type themselves.
 
         Returns
         -------
         array, (batch, [tokens,] heads, V)
-            Outputs: v's kind of array and dtype, or `out`. Rows of slot -1 are zeros.
+            Outputs: v's kind of array, device and dtype, or `out`. Rows of slot -1 are zeros.
 
         Raises
         ------
         ValueError
-            Naming the argument, before any state is touched: a wrong shape, a gate above 0 or NaN, a slot out of
-            range or named twice.
+            Naming the argument, before any state is touched: a wrong shape or device, a gate above 0 or NaN, a slot
+            out of range or named twice.
         TypeError
-            If an argument is not a real floating-point array.
+            If an argument is not a real floating-point array, or of a wider type than the head was told to expect.
         """
-        several = check_tokens(self.layer, q, k, v, g, beta)
-        batch = v.shape[0]
-        index = check_slots(None if slots is None else interop.to_host(slots, "slots"), batch, self.slots)
+        given = Tokens(q, k, v, g, beta)
+        shapes = tuple(getattr(x, "shape", None) for x in given)
+        if shapes != self._seen:
+            self._several = check_tokens(self.layer, *given)
+            self._seen = shapes
         if out is not None:
             interop.check_out(out, tuple(v.shape))
-        given = Tokens(q, k, v, g, beta)
-        host = [None if x is None else self._take(x, name) for name, x in given._asdict().items()]
-        tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
-        live = index >= 0 if (index < 0).any() else slice(None)
-        check_gates(tokens.g[live], None if tokens.beta is None else tokens.beta[live])
-        result = np.empty(tokens.v.shape, dtype=self._engine.dtype)
-        self._engine.step(tokens, index, result)
-        return interop.from_host(result if several else result[:, 0], like=v, out=out)
+        with self._arrays.call(out, v, q, k) as call:
+            tokens, index, written = call.inputs(given, slots, out, self._several, self.slots)
+            self._engine.step(tokens, index, written)
+            return call.result(written, v, out)
 
     def load_state(self, state: Any, slots: Any = None) -> None:
         """Set the states of some slots, such as those a prefill ends with; what they had buffered is dropped.
@@ -106,7 +144,7 @@ class DecodeHead:
         Parameters
         ----------
         state : array, (batch, heads, V, K)
-            States, K last.
+            States, K last. On ``cuda`` those on the device are not checked for NaN.
         slots : array of int, (batch,), optional
             Slot of each row; -1 skips a row. Default: row i goes to slot i.
 
@@ -116,11 +154,9 @@ class DecodeHead:
             If the shape does not fit, a state is not finite, or a slot is out of range or named twice.
         """
         check_state(self.layer, state)
-        index = check_slots(None if slots is None else interop.to_host(slots, "slots"), state.shape[0], self.slots)
-        host = self._take(state, "state")
-        if not np.isfinite(host[index >= 0]).all():
-            raise ValueError("state: expected finite numbers, got NaN or infinity")
-        self._engine.load_state(host, index)
+        with self._arrays.call(state, slots) as call:
+            index = call.slots(slots, state.shape[0], self.slots)
+            self._engine.load_state(call.states(state, index), index)
 
     def flush(self, slots: Any = None) -> None:
         """Fold what some slots have buffered into their states now, whatever their window position.
@@ -128,9 +164,10 @@ class DecodeHead:
         Parameters
         ----------
         slots : array of int, optional
-            Which slots; default all.
+            Which slots; -1 is skipped. Default: all.
         """
-        self._engine.flush(self._chosen(slots))
+        with self._arrays.call(slots) as call:
+            self._engine.flush(call.slots(slots, None, self.slots))
 
     def reset(self, slots: Any = None) -> None:
         """Make some slots as new: zero state, sketch, ring and cursor, whatever they held.
@@ -138,22 +175,10 @@ class DecodeHead:
         Parameters
         ----------
         slots : array of int, optional
-            Which slots; default all.
+            Which slots; -1 is skipped. Default: all.
         """
-        self._engine.reset(self._chosen(slots))
-
-    def _chosen(self, slots: Any) -> npt.NDArray[np.int64]:
-        if slots is None:
-            return np.arange(self.slots, dtype=np.int64)
-        host = np.atleast_1d(interop.to_host(slots, "slots"))
-        return check_slots(host, host.shape[0], self.slots)
-
-    def _take(self, array: Any, name: str) -> npt.NDArray[Any]:
-        """The caller's array on the host, contiguous and in the engine's type; no copy where none is needed."""
-        host = interop.to_host(array, name)
-        if not interop.is_real(host.dtype):
-            raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
-        return np.ascontiguousarray(host, dtype=self._engine.dtype)
+        with self._arrays.call(slots) as call:
+            self._engine.reset(call.slots(slots, None, self.slots))
 
 
 def check_capacity(slots: Any) -> int:
@@ -172,21 +197,32 @@ class SketchHead(DecodeHead):
         Bases, ranks and settings of the layer.
     slots : int
         Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
+    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
+        Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
     sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
         How sketches and coefficient maps are stored; `reference` always keeps float64.
+    **device
+        For ``cuda``: `activation`, `output` and `state` of `sketchssm.backends.DeviceOptions`.
 
     Raises
     ------
     ValueError
-        If an argument is out of range.
+        If an argument is out of range, the backend has no kernels for the plan, or it needs a package or a device
+        that this machine does not have.
     """
 
-    def __init__(self, plan: SketchPlan, slots: int, backend: str = "auto", *, sketch_dtype: str = "bfloat16") -> None:
+    def __init__(
+        self,
+        plan: SketchPlan,
+        slots: int,
+        backend: str = "auto",
+        *,
+        sketch_dtype: str = "bfloat16",
+        **device: Unpack[DeviceOptions],
+    ) -> None:
         if sketch_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
         capacity = check_capacity(slots)
-        name, engine = load_engine("sketch", backend, plan, capacity, sketch_dtype=sketch_dtype)
+        name, engine = load_engine("sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, device=device)
         super().__init__(plan.layer, capacity, name, engine)
         self.plan = plan

@@ -1,9 +1,9 @@
 """Arrays of any framework in, the caller's kind out.
 
-The engines compute on host memory. `to_host` views an array there without a copy wherever the array already is on
-the host: NumPy's own, PyTorch and JAX on the CPU, and whatever exports ``__dlpack__`` or ``__array__``. Arrays of
-PyTorch, JAX and CuPy on a GPU are *copied* to the host, and results back. No framework is imported here before one
-of its arrays has been handed in.
+`HostArrays` serves the engines that compute on host memory; `sketchssm.cuda.arrays` those that compute on a GPU.
+`to_host` views an array on the host without a copy wherever the array already is there: NumPy's own, PyTorch and JAX
+on the CPU, and whatever exports ``__dlpack__`` or ``__array__``. Arrays of PyTorch, JAX and CuPy on a GPU are *copied*
+to the host, and results back. No framework is imported here before one of its arrays has been handed in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["check_out", "from_host", "is_real", "to_host"]
+from sketchssm.recurrence import Tokens, check_gates, check_slots
+
+__all__ = ["HostArrays", "check_out", "framework", "from_host", "is_real", "to_host"]
 
 _FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
 
@@ -49,17 +51,17 @@ def to_host(array: Any, name: str) -> npt.NDArray[Any]:
 
 
 def _viewed(array: Any) -> npt.NDArray[Any]:
-    framework = _framework(array)
-    if framework == "torch":
+    kind = framework(array)
+    if kind == "torch":
         import torch
 
         tensor = array.detach()
         if tensor.dtype == torch.bfloat16:  # NumPy knows it only through ml_dtypes
             return np.asarray(tensor.view(torch.int16).numpy(force=True)).view(_bfloat16())
         return np.asarray(tensor.numpy(force=True))
-    if framework == "cupy":
+    if kind == "cupy":
         return np.asarray(array.get())
-    if framework in ("numpy", "jax"):
+    if kind in ("numpy", "jax"):
         return np.asarray(array)
     if isinstance(array, int | list | tuple | range):
         numbers = np.asarray(array)
@@ -110,18 +112,18 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
     ValueError
         If its shape is wrong, it is read-only, or several of its elements share memory.
     """
-    framework = _framework(out)
-    if framework == "jax":
+    kind = framework(out)
+    if kind == "jax":
         raise TypeError("out: expected a writable array, got a JAX array, which is immutable")
-    if framework == "" or not hasattr(out, "shape"):
+    if kind == "" or not hasattr(out, "shape"):
         raise TypeError(f"out: expected a NumPy, PyTorch or CuPy array, got {_describe(out)}")
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
-    if framework == "torch":
+    if kind == "torch":
         real, writable, strides = out.dtype.is_floating_point, True, out.stride()
     else:
         real = is_real(out.dtype)
-        writable, strides = framework == "cupy" or getattr(out.flags, "writeable", False), out.strides
+        writable, strides = kind == "cupy" or getattr(out.flags, "writeable", False), out.strides
     if not real:
         raise TypeError(f"out: expected a real floating-point array, got dtype {out.dtype}")
     if not writable:
@@ -150,30 +152,30 @@ def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
     """
     if out is not None:
         return _filled(out, array)
-    framework = _framework(like)
-    if framework == "torch":
+    kind = framework(like)
+    if kind == "torch":
         import torch
 
         return torch.from_numpy(array).to(like.device, like.dtype)
-    if framework == "cupy":
+    if kind == "cupy":
         with like.device:
             return _on_cupy(array, like.dtype)
-    if framework == "jax":
+    if kind == "jax":
         import jax
 
         return jax.device_put(array.astype(like.dtype, copy=False), like.sharding)
     result = array.astype(to_host(like, "like").dtype, copy=False)
     namespace = getattr(like, "__array_namespace__", None)
-    return result if framework == "numpy" or namespace is None else namespace().from_dlpack(result)
+    return result if kind == "numpy" or namespace is None else namespace().from_dlpack(result)
 
 
 def _filled(out: Any, array: npt.NDArray[Any]) -> Any:
-    framework = _framework(out)
-    if framework == "torch":
+    kind = framework(out)
+    if kind == "torch":
         import torch
 
         out.detach().copy_(torch.from_numpy(array))
-    elif framework == "cupy":
+    elif kind == "cupy":
         with out.device:
             out[...] = _on_cupy(array, out.dtype)
     else:
@@ -187,13 +189,28 @@ def _on_cupy(array: npt.NDArray[Any], dtype: Any) -> Any:
     return cupy.asarray(array.astype(dtype, copy=False))
 
 
-def _framework(array: Any) -> str:
-    """Framework that an array's type, or one it derives from, belongs to; "" if it is none of those known here."""
-    for base in type(array).__mro__:
-        name = _FRAMEWORKS.get(base.__module__.partition(".")[0])
-        if name is not None:
-            return name
-    return ""
+def framework(array: Any) -> str:
+    """Name the framework that an array's type, or one it derives from, belongs to.
+
+    Parameters
+    ----------
+    array : array
+        Any object.
+
+    Returns
+    -------
+    str
+        "numpy", "torch", "jax", "cupy", or "" if it is none of those.
+    """
+    kind = type(array)
+    name = _known.get(kind)
+    if name is None:
+        homes = (_FRAMEWORKS.get(base.__module__.partition(".")[0]) for base in kind.__mro__)
+        name = _known[kind] = next(filter(None, homes), "")
+    return name
+
+
+_known: dict[type, str] = {}  # looked up several times a step
 
 
 def _bfloat16() -> np.dtype[Any]:
@@ -205,3 +222,89 @@ def _bfloat16() -> np.dtype[Any]:
 def _describe(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+class HostArrays:
+    """How a call's arrays come to an engine that computes on host memory, and how its results go back.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Type of the engine's states, inputs and outputs.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def call(self, *arrays: Any) -> HostArrays:
+        """See `sketchssm.backends.Arrays`."""
+        return self
+
+    def __enter__(self) -> HostArrays:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
+        """See `sketchssm.backends.Call`."""
+        host = None if slots is None else to_host(slots, "slots")
+        if batch is None:
+            host = np.arange(capacity) if host is None else np.atleast_1d(host)
+            batch = host.shape[0]
+        return check_slots(host, batch, capacity)
+
+    def inputs(
+        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int
+    ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """See `sketchssm.backends.Call`."""
+        index = self.slots(slots, given.v.shape[0], capacity)
+        host = (None if x is None else self._take(x, name) for name, x in given._asdict().items())
+        tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
+        live = index >= 0 if (index < 0).any() else slice(None)
+        for name in ("g", "beta"):
+            if getattr(tokens, name) is not None:
+                self.check(name, getattr(tokens, name)[live])
+        return tokens, index, np.empty(tokens.v.shape, dtype=self.dtype)
+
+    def states(self, state: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """See `sketchssm.backends.Call`."""
+        host = self._take(state, "state")
+        self.check("state", host[slots >= 0])
+        return host
+
+    def result(self, written: npt.NDArray[Any], v: Any, out: Any) -> Any:
+        """See `sketchssm.backends.Call`."""
+        return from_host(written.reshape(v.shape), like=v, out=out)
+
+    def check(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Check the values of one argument, padding apart.
+
+        Parameters
+        ----------
+        name : str
+            Which argument it is.
+        values : ndarray
+            The rows that count.
+
+        Raises
+        ------
+        ValueError
+            If a log-decay is positive or NaN (the state would grow), a write gate NaN, or a state not finite.
+        """
+        check_gates(values if name == "g" else None, values if name == "beta" else None)
+        if name == "state" and not np.isfinite(values).all():
+            raise ValueError("state: expected finite numbers, got NaN or infinity")
+
+    def view(self, state: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """See `sketchssm.backends.Arrays`."""
+        view = state.view()
+        view.flags.writeable = False
+        return view
+
+    def _take(self, array: Any, name: str) -> npt.NDArray[Any]:
+        """The caller's array on the host, contiguous and in the engine's type; no copy where none is needed."""
+        host = to_host(array, name)
+        if not is_real(host.dtype):
+            raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
+        return np.ascontiguousarray(host, dtype=self.dtype)

@@ -187,15 +187,15 @@ def _describe(tail: tuple[int, ...], tokens_axis: bool | None = None) -> str:
     return axes + ", ".join(map(str, tail)) + ")"
 
 
-def check_gates(g: npt.NDArray[Any], beta: npt.NDArray[Any] | None) -> None:
-    """Check the values of host gates: g in [-inf, 0] and beta not NaN.
+def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> None:
+    """Check the values of host gates, of those that are given: g in [-inf, 0] and beta not NaN.
 
     Raises
     ------
     ValueError
         If a log-decay is positive or NaN (the state would grow), or a write gate is NaN.
     """
-    if not (g <= 0).all():
+    if g is not None and not (g <= 0).all():
         worst = g.max() if not np.isnan(g).any() else np.nan
         raise ValueError(f"g: expected log-decays <= 0 (-inf allowed), got a value of {worst}")
     if beta is not None and np.isnan(beta).any():

@@ -14,13 +14,14 @@ from host import standin
 
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.cuda.modules import source_text
+from sketchssm.cuda.slots import SLOTS
 from sketchssm.recurrence import DENSE, Layer
 
 ARCHITECTURES = (80, 90, 100)
 
 # Kernels fill their registers up to the limit that residency sets: the flush with a state of up to 128 x 128. A
 # few words that go to the L1 cache and back cost nothing; an array that is indexed at run time would be kilobytes.
-SPILL_BYTES = {"standard": 0, "read": 128, "flush": 256}
+SPILL_BYTES = {"standard": 0, "read": 128, "flush": 256, "slots": 0}
 
 LAYERS = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
@@ -50,7 +51,8 @@ def variants():
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
         plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
         engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation=activation)
-    return {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
+    chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
+    return chosen | {"any-slots": SLOTS}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,9 @@ from sketchssm.reference import engines as reference
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
 
+# engines compile when they are first asked; heads, and who serves, call warmup()
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
 # float32 arithmetic over a few windows; the reference takes the same rounded inputs in float64
 EXACT = 2e-6
 # sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row; in float32, what two

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from sketchssm.backends import load_engine
+from sketchssm.backends import DeviceOptions, load_engine
 from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import Layer
 
@@ -22,13 +22,15 @@ class StandardHead(DecodeHead):
         Kind and shape.
     slots : int
         Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
+    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
+        Where to run; see `SketchHead`.
+    **device
+        For ``cuda``; see `SketchHead`.
     """
 
-    def __init__(self, layer: Layer, slots: int, backend: str = "auto") -> None:
+    def __init__(self, layer: Layer, slots: int, backend: str = "auto", **device: Unpack[DeviceOptions]) -> None:
         capacity = check_capacity(slots)
-        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity))
+        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity, device=device))
 
 
 class ReplayHead(DecodeHead):
@@ -40,15 +42,19 @@ class ReplayHead(DecodeHead):
         Kind and shape.
     slots : int
         Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
+    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
+        Where to run; see `SketchHead`.
     window : int, default 16
         Tokens from one flush to the next (W).
+    **device
+        For ``cuda``; see `SketchHead`.
     """
 
-    def __init__(self, layer: Layer, slots: int, backend: str = "auto", *, window: int = 16) -> None:
-        capacity = check_capacity(slots)
-        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, check_window(window)))
+    def __init__(
+        self, layer: Layer, slots: int, backend: str = "auto", *, window: int = 16, **device: Unpack[DeviceOptions]
+    ) -> None:
+        width, capacity = check_window(window), check_capacity(slots)
+        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, width, device=device))
 
 
 def check_window(window: Any) -> int:

@@ -68,7 +68,7 @@ class ReducedEngine:
     """
 
     def __init__(self, layer: Layer, inner: Engine, channels: ChannelMap) -> None:
-        self.layer, self._inner, self.dtype = layer, inner, inner.dtype
+        self.layer, self._inner, self.arrays = layer, inner, inner.arrays
         self._query, self._key = (x.astype(inner.state.dtype) for x in (channels.query, channels.key))
         self._lift = layer.expand_keys(channels.lift, axis=0).astype(inner.state.dtype)
         self._kept = layer.expand_keys(channels.kept, axis=0)
@@ -83,6 +83,10 @@ class ReducedEngine:
     def position(self) -> npt.NDArray[np.int32]:
         """See `sketchssm.backends.Engine`."""
         return self._inner.position
+
+    def warmup(self, activation: str | None = None) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._inner.warmup(activation)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""

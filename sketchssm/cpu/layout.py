@@ -101,6 +101,7 @@ class Memory:
     """
 
     def __init__(self, layer: Layer, slots: int, window: int = 0) -> None:
+        self.layer = layer
         self.context = np.zeros(1, dtype=CONTEXT)
         self._arrays: dict[str, Array] = {}
         sizes = (KINDS.index(layer.kind), slots, layer.heads, layer.key_heads, layer.group)

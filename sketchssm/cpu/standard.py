@@ -24,7 +24,8 @@ from sketchssm.cpu.simd import (
     store,
     total,
 )
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.interop import HostArrays
+from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 
 __all__ = ["StandardEngine"]
 
@@ -40,7 +41,7 @@ class StandardEngine:
         Number of state slots.
     """
 
-    dtype = np.dtype(np.float32)
+    arrays = HostArrays(np.float32)
 
     def __init__(self, layer: Layer, slots: int) -> None:
         self._own(Memory(layer, slots))
@@ -49,6 +50,16 @@ class StandardEngine:
     def _own(self, memory: Memory) -> None:
         self._memory = memory
         self.state, self.position = memory.state, memory.position
+
+    def warmup(self, activation: str | None = None) -> None:
+        """See `sketchssm.backends.Engine`: Numba compiles what it runs, here for a row of padding."""
+        layer, row = self._memory.layer, np.array([PAD_SLOT])
+        shapes = layer.token_shapes()
+        token = Tokens(*(np.zeros((1, 1, *shapes[x]), np.float32) if x in shapes else None for x in Tokens._fields))
+        self.step(token, row, np.empty_like(token.v))
+        self.load_state(np.zeros((1, *layer.state_shape), np.float32), row)
+        self.flush(row)
+        self.reset(row)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.layout import PackedPlan, pack_plan
+from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_bytes
 from sketchssm.cuda.modules import Variant, load, warmup
+from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.maps import RIDGE_FLOOR
@@ -18,22 +22,16 @@ TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
 """Element types by name as the kernels number them; uint16 arrays are taken as bf16 bits."""
 
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
-KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_ROWS = 512
-MAX_PIVOTS = 8
 STEP, FOLD, LOAD = 0, 1, 2
 
 
+@cache
 def _type(dtype: Any, name: str) -> int:
     code = TYPES.get(str(dtype))
     if code is None:
         raise TypeError(f"{name}: the CUDA kernels take bfloat16, float16 or float32, got {dtype}")
     return code
-
-
-def _one_of(value: int, allowed: tuple[int, ...], name: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: the CUDA kernels support {', '.join(map(str, allowed))}, got {value}")
 
 
 class StandardEngine:
@@ -45,40 +43,46 @@ class StandardEngine:
         Kind and shape.
     slots : int
         Number of state slots.
-    state : cupy.ndarray, optional
-        Memory to use instead of the engine's own, ``(slots, heads, V, K)`` float32: any slot stride, slots contiguous.
-    activation : {"bfloat16", "float16", "float32"}, default "bfloat16"
-        Type of q, k and v.
+    state : array, optional
+        Memory to use instead of the engine's own; see `sketchssm.backends.DeviceOptions`.
+    activation : {"bfloat16", "float16", "float32"} or None, default "bfloat16"
+        Type of q, k and v. None: what the first call's need.
     output : str, optional
         Type of outputs; the activations' by default.
     """
 
-    dtype = np.dtype(np.float32)
-
     def __init__(
-        self, layer: Layer, slots: int, *, state: Any = None, activation: str = "bfloat16", output: str | None = None
+        self,
+        layer: Layer,
+        slots: int,
+        *,
+        state: Any = None,
+        activation: str | None = "bfloat16",
+        output: str | None = None,
     ) -> None:
         import cupy
 
-        _one_of(layer.key_dim, KEY_DIMS, "key_dim")
-        _one_of(layer.value_dim, VALUE_DIMS, "value_dim")
+        check_layer(layer)
         self.layer = layer
         self.slots = slots
         self.value_rows = 8 if layer.erases else 16  # measured on H200
-        self.activation = activation
-        self._types = (_type(activation, "activation"), _type(output or activation, "output"))
-        self.state = cupy.zeros((slots, *layer.state_shape), dtype=np.float32) if state is None else state
-        _, *inner = self.state.strides
-        if self.state.shape != (slots, *layer.state_shape) or inner != [
-            4 * layer.value_dim * layer.key_dim,
-            4 * layer.key_dim,
-            4,
-        ]:
-            raise ValueError(f"state: expected ({slots}, heads, V, K), contiguous within a slot")
+        self.arrays = DeviceArrays(activation, output)
+        shape = (slots, *layer.state_shape)
+        self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
         self._slot_stride = np.int64(self.state.strides[0] // 4)
         self.position = cupy.zeros(slots, dtype=np.int32)
-        self._warm = False
         self._launches: dict[str, tuple[Any, int, int]] = {}
+        self._ready = False
+        self._write = SlotWriter()
+        self.arrays.device.synchronize()  # the first call may come on another stream
+
+    @property
+    def _types(self) -> tuple[int, int]:
+        """Types of activations and outputs; "bfloat16" as long as no call has settled them."""
+        return TYPES[self.arrays.activation or "bfloat16"], TYPES[self.arrays.output or "bfloat16"]
+
+    def fit(self) -> None:
+        """Refuse what the device is too small for."""
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch."""
@@ -96,18 +100,33 @@ class StandardEngine:
             "OUT": self._types[1],
         }
 
-    def warmup(self) -> None:
+    def warmup(self, activation: str | None = None) -> None:
         """Compile all kernels now, in parallel."""
-        warmup(self.variants())
-        self._warm = True
+        self.arrays.warmup(activation or self.arrays.activation or "bfloat16", self.slots)
+        warmup([*self.variants(), SLOTS])
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Get ready to launch, once the activations' type is settled."""
+        self._kernel(0, late=True)
+        self._ready = True
+
+    def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
+        """A kernel with its dynamic shared memory and number of blocks, where these are fixed."""
+        if "standard_step" not in self._launches:
+            module = load(self.variants()[index], late=late)
+            self._launches["standard_step"] = module.get_function("standard_step"), 0, 0
+        return self._launches["standard_step"]
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
         """See `sketchssm.backends.Engine`."""
         self._check(tokens, out)
+        if not self._ready:
+            self._prepare()
         batch, length = out.shape[:2]
         if not batch or not length:
             return
-        kernel = load(self.variants()[0], late=self._warm).get_function("standard_step")
+        kernel, _, _ = self._kernel(0)
         tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
         args = (self.state, self._slot_stride, *self._pointers(tokens), out, slots, np.int32(batch), np.int32(length))
         kernel((-(-tasks // 4),), (128,), args)
@@ -115,7 +134,7 @@ class StandardEngine:
     def _check(self, tokens: Tokens, out: Any) -> None:
         for name, array in zip("qkv", tokens[:3], strict=True):
             if _type(array.dtype, name) != self._types[0]:
-                raise TypeError(f"{name}: the engine was made for {self.activation}, got {array.dtype}")
+                raise TypeError(f"{name}: the engine was made for {self.arrays.activation}, got {array.dtype}")
         if _type(out.dtype, "out") != self._types[1]:
             raise TypeError(f"out: got {out.dtype}, which the engine was not made for")
 
@@ -124,18 +143,14 @@ class StandardEngine:
 
     def load_state(self, state: Any, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
-        live = slots >= 0
-        self.state[slots[live]] = state[live]
-        self.position[slots[live]] = 0
+        self._write(self.state, state, slots, self.position)
 
     def flush(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
 
     def reset(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
-        live = slots[slots >= 0]
-        self.state[live] = 0
-        self.position[live] = 0
+        self._write(self.state, None, slots, self.position)
 
 
 class SketchEngine(StandardEngine):
@@ -164,21 +179,15 @@ class SketchEngine(StandardEngine):
         import ml_dtypes
 
         layer, slots = self.layer, self.slots
-        _one_of(window, WINDOWS, "window")
+        check_window(window)
         plan: SketchPlan | None = getattr(self, "plan", None)
-        if plan is not None and plan.storage == "factors" and plan.pivots > MAX_PIVOTS:
-            raise ValueError(f"pivots: the CUDA kernels support at most {MAX_PIVOTS}, got {plan.pivots}")
+        if plan is not None:
+            check_plan(plan)
         self.window = window
         # a row's gates and keys must fit a lane's registers, and a lane keeps one token's scalars
         self.read_lanes = 16 if window <= 16 and layer.kind != "kda" else 32
-        activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
-        gates = layer.gate_channels
-        self.ring = (
-            cupy.zeros((slots, layer.key_heads, window, layer.key_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, window, layer.value_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, window, gates), dtype=np.float32),
-            cupy.zeros((slots, layer.heads, window) if layer.erases else (1,), dtype=np.float32),
-        )
+        self.ring: tuple[Any, ...] = ()
+        self._unsketched = False
         bf16 = sketch_dtype == "bfloat16"
         self.sketch = cupy.zeros((slots, packed.slot_elements), dtype=np.uint16 if bf16 else np.float32)
         rows = packed.projection.astype(ml_dtypes.bfloat16).view(np.uint16) if bf16 else packed.projection
@@ -190,6 +199,22 @@ class SketchEngine(StandardEngine):
         self._ticket = cupy.zeros(1, dtype=np.uint32)
         self._sketch_type = 0 if bf16 else 2
         self._rank_max = int(max(packed.heads[:, 0].max(), 1))
+        if self.arrays.activation is not None:
+            self._make_ring()
+        self.arrays.device.synchronize()  # the first call may come on another stream
+
+    def _make_ring(self) -> None:
+        """Make room for a window's raw inputs, in the activations' type."""
+        import cupy
+
+        layer, slots, window = self.layer, self.slots, self.window
+        activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
+        self.ring = (
+            cupy.zeros((slots, layer.key_heads, window, layer.key_dim), dtype=activation),
+            cupy.zeros((slots, layer.heads, window, layer.value_dim), dtype=activation),
+            cupy.zeros((slots, layer.heads, window, layer.gate_channels), dtype=np.float32),
+            cupy.zeros((slots, layer.heads, window) if layer.erases else (1,), dtype=np.float32),
+        )
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch."""
@@ -210,17 +235,16 @@ class SketchEngine(StandardEngine):
         }
         return [Variant("read", constants | {"READ_LANES": self.read_lanes}), Variant("flush", flush)]
 
-    def _kernel(self, index: int) -> tuple[Any, int, int]:
+    def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
         """A kernel with its dynamic shared memory and, for the flush, the blocks that fill the device."""
         import cupy
 
         name = ("read_step", "flush_step")[index]
         if name not in self._launches:
-            module = load(self.variants()[index], late=self._warm)
+            module = load(self.variants()[index], late=late)
             kernel, shared, blocks = module.get_function(name), 0, 0
             if name == "flush_step":
-                size = cupy.ndarray((1,), np.int32, module.get_global("flush_shared_bytes"))
-                shared = int(size.get()[0])
+                shared = shared_bytes(module)
                 kernel.max_dynamic_shared_size_bytes = shared
                 resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, 2 * self.layer.value_dim, shared
@@ -229,16 +253,31 @@ class SketchEngine(StandardEngine):
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
 
-    def warmup(self) -> None:
-        """Compile all kernels now, in parallel, and learn how to launch them."""
-        warmup(self.variants())
-        self._kernel(0)
-        self._kernel(1)
-        self._warm = True
+    def fit(self) -> None:
+        """Refuse what the device is too small for."""
+        check_shared(self.variants()[1])
+
+    def _prepare(self) -> None:
+        """Get ready to launch, once the activations' type is settled: a ring, and sketches of what was loaded."""
+        if not self.ring:
+            self.fit()  # a wider type takes more room
+            self._make_ring()
+        for index in (0, 1):
+            self._kernel(index, late=True)
+        if self._unsketched:
+            self._unsketched = False
+            self._rebuild(self.arrays.rows(self.slots, self.slots), LOAD)
+        self._ready = True
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
         """See `sketchssm.backends.Engine`."""
         self._check(tokens, out)
+        if not self._ready:
+            self._prepare()
+        if out.shape[0] <= MAX_ROWS:
+            for t in range(out.shape[1]):
+                self._token(tokens, slots, out, t)
+            return
         for first in range(0, out.shape[0], MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)
             part = Tokens(*(x if x is None else x[rows] for x in tokens))
@@ -272,16 +311,20 @@ class SketchEngine(StandardEngine):
     def load_state(self, state: Any, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
         super().load_state(state, slots)
-        self._rebuild(slots, LOAD)
+        if not self.ring:  # whose type the flush kernel must know: sketch when the first step has settled it
+            self._unsketched = True
+        else:
+            self._rebuild(slots, LOAD)
 
     def flush(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._rebuild(slots, FOLD)
+        if self.ring:  # nothing is buffered before there is one
+            self._rebuild(slots, FOLD)
 
     def reset(self, slots: Any) -> None:
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
-        self.sketch[slots[slots >= 0]] = 0
+        self._write(self.sketch, None, slots, self.position)
 
 
 class ReplayEngine(SketchEngine):

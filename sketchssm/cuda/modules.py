@@ -110,9 +110,10 @@ def load(variant: Variant, *, late: bool = False) -> Any:
         return module
     if late:
         warnings.warn(
-            f"compiling {variant.operation} in the middle of decoding; call warmup() before the first step",
+            f"loading kernel {variant.operation} in the middle of decoding, and compiling it if that was never done; "
+            "call warmup() before the first step",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,  # the caller of a head's step
         )
     module = cupy.RawModule(code=source_text(variant.operation), options=variant.options)
     try:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead, StandardHead
 from sketchssm.head import DecodeHead, SketchHead
+from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, run
@@ -206,7 +207,7 @@ def compare(
             system.reduction,
             relative_error(have, output[which]),
             relative_error(have[:, flushes], output[which][:, flushes], axis=(-1, -2)),
-            relative_error(head.state, state[which]),
+            relative_error(to_host(head.state, "state"), state[which]),
             1e6 * typical / rows,
             max(first[i] - window * typical, 0.0),
             head.backend,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.interop import HostArrays
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import maps
@@ -19,12 +20,15 @@ __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 class StandardEngine:
     """The recurrence as it stands: state read and written at every token."""
 
-    dtype = np.dtype(np.float64)
+    arrays = HostArrays(np.float64)
 
     def __init__(self, layer: Layer, slots: int) -> None:
         self.layer = layer
         self.state = np.zeros((slots, *layer.state_shape))
         self.position = np.zeros(slots, dtype=np.int32)
+
+    def warmup(self, activation: str | None = None) -> None:
+        """See `sketchssm.backends.Engine`: there is nothing to compile."""
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""

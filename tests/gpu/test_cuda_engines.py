@@ -7,7 +7,8 @@ from cuda_support import LAYERS, error, make_plan, make_tokens, run_pair, slot_t
 from sketchssm.recurrence import DENSE
 from sketchssm.reference import engines as reference
 
-pytestmark = pytest.mark.gpu
+# engines compile when they are first asked; heads, and who serves, call warmup()
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
 
 # float32 arithmetic over a few hundred tokens; the reference is float64 on the same rounded inputs
 EXACT = 2e-6

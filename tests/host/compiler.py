@@ -56,10 +56,12 @@ def host_source(code):
     # the one file with instructions of the device
     code = re.sub(r'#line 1 "ptx\.cuh"\n.*?(?=^#line )', "", code, flags=re.DOTALL | re.MULTILINE)
     exports = [
+        "#ifndef SIZES_ONLY",
         *(
             f"SKETCHSSM_KERNEL({name})"
             for name in re.findall(r'extern "C" __global__ [^;{]*?(\w+)\([^()]*\) \{', code)
         ),
+        "#endif",
         *(f"SKETCHSSM_VARIABLE({name})" for name in re.findall(r'extern "C" __device__ \w+ (\w+) =', code)),
     ]
     # names of their own: shared memory of inline functions could not lie in one section with the kernels' otherwise

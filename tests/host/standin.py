@@ -4,6 +4,8 @@ A fixture of the tests puts this module in CuPy's place; the code under test can
 New memory holds NaN unless it was asked for as zeros.
 """
 
+import contextlib
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +19,14 @@ MULTIPROCESSORS = 3  # few, so that a persistent block has several items of work
 
 
 class ndarray(np.ndarray):
-    """A NumPy array that goes to the host as a CuPy array does."""
+    """A NumPy array that goes to the host as a CuPy array does, and can be made over memory of others."""
+
+    def __new__(cls, shape, dtype=float, memptr=None, strides=None):
+        memory = getattr(memptr, "memory", memptr)
+        return super().__new__(cls, shape, dtype, memory, strides=strides)
+
+    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
+    device = property(lambda self: _Device())
 
     def get(self):
         """A copy that the caller may keep."""
@@ -31,6 +40,12 @@ def asarray(x, dtype=None):
 
 def zeros(shape, dtype=float):
     return np.zeros(shape, dtype).view(ndarray)
+
+
+def from_dlpack(x):
+    """The same memory, which the other side may say is on a device."""
+    there = SimpleNamespace(__dlpack__=lambda **options: x.__dlpack__(), __dlpack_device__=lambda: (1, 0))
+    return np.from_dlpack(there).view(ndarray)
 
 
 def full(shape, value, dtype=float):
@@ -95,7 +110,8 @@ class RawModule:
 
 class _Device:
     id = 0
-    attributes = {"MultiProcessorCount": MULTIPROCESSORS}  # noqa: RUF012
+    attributes = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": 227 << 10}  # noqa: RUF012
+    compute_capability = "90"
 
     def __enter__(self):
         return self
@@ -107,8 +123,35 @@ class _Device:
         pass
 
 
+class MemoryPointer:
+    def __init__(self, memory, offset):
+        self.memory = (ctypes.c_char * memory.size).from_address(memory.ptr + offset)
+
+
+class Stream(contextlib.nullcontext):
+    """Everything happens at once, in order."""
+
+    ptr = 0
+    from_external = classmethod(lambda cls, handle: cls())
+
+
+class Event:
+    done = True
+
+    def __init__(self, disable_timing=False):
+        pass
+
+    def record(self):
+        pass
+
+
 cuda = SimpleNamespace(
     Device=_Device,
+    Event=Event,
+    MemoryPointer=MemoryPointer,
+    Stream=Stream,
+    UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, size=size),
+    get_current_stream=Stream,
     is_available=lambda: True,
     driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1),
     compiler=SimpleNamespace(CompileException=CompileError),

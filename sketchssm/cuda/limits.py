@@ -1,0 +1,133 @@
+"""What the kernels support, and whether the device at hand can run a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sketchssm.backends import UnsupportedError
+from sketchssm.cuda.modules import Variant, load
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer
+
+__all__ = ["check_layer", "check_plan", "check_pool", "check_shared", "check_window", "shared_bytes"]
+
+KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
+MAX_GROUP = 16
+MAX_PIVOTS = 8
+SUPPORTED = (
+    f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
+    f"up to {MAX_PIVOTS} pivots"
+)
+ALIGNMENT = 16
+
+
+def _refuse(name: str, value: Any) -> None:
+    raise UnsupportedError(f"{name}: the CUDA kernels don't support {value}; they support {SUPPORTED}")
+
+
+def check_layer(layer: Layer) -> None:
+    """Refuse a layer that the kernels are not made for."""
+    if layer.key_dim not in KEY_DIMS:
+        _refuse("key_dim", layer.key_dim)
+    if layer.value_dim not in VALUE_DIMS:
+        _refuse("value_dim", layer.value_dim)
+    if layer.group > MAX_GROUP:
+        _refuse("key_heads", f"{layer.key_heads} for {layer.heads} heads")
+
+
+def check_window(window: int) -> None:
+    """Refuse a window that the kernels are not made for."""
+    if window not in WINDOWS:
+        _refuse("window", window)
+
+
+def check_plan(plan: SketchPlan) -> None:
+    """Refuse a plan that the kernels are not made for."""
+    if plan.storage == "factors" and plan.pivots > MAX_PIVOTS:
+        _refuse("pivots", plan.pivots)
+
+
+def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
+    """View memory for states as a CuPy array; it must be aligned and contiguous within a slot.
+
+    Parameters
+    ----------
+    pool : array
+        float32 on the current device, of CuPy or any framework with DLPack.
+    shape : tuple of int
+        ``(slots, heads, V, K)``.
+
+    Returns
+    -------
+    cupy.ndarray
+        The same memory.
+
+    Raises
+    ------
+    TypeError
+        If it is no writable float32 array of the device.
+    ValueError
+        If shape, strides, alignment or device do not fit.
+    """
+    import cupy
+
+    if not isinstance(pool, cupy.ndarray):
+        where = getattr(pool, "__dlpack_device__", None)
+        if where is None or type(pool).__module__.startswith("jax") or where()[0] == 1:
+            raise TypeError(f"state: expected a writable array on the CUDA device, got {type(pool).__name__}")
+        pool = cupy.from_dlpack(pool.detach() if hasattr(pool, "detach") else pool)
+    if pool.dtype != np.float32:
+        raise TypeError(f"state: expected float32, got {pool.dtype}")
+    if pool.shape != shape:
+        raise ValueError(f"state: expected shape {shape}, got {pool.shape}")
+    _, heads, rows, keys = shape
+    inner, size = (4 * rows * keys, 4 * keys, 4), 4 * heads * rows * keys
+    if pool.strides[1:] != inner or (shape[0] > 1 and pool.strides[0] < size):
+        raise ValueError(f"state: expected slots of {size} contiguous bytes, got strides {pool.strides}")
+    if pool.data.ptr % ALIGNMENT or pool.strides[0] % ALIGNMENT:
+        raise ValueError(f"state: expected slots aligned to {ALIGNMENT} bytes, got strides {pool.strides}")
+    if pool.device.id != cupy.cuda.Device().id:
+        raise ValueError(f"state: expected memory of CUDA device {cupy.cuda.Device().id}, got {pool.device.id}")
+    return pool
+
+
+def shared_bytes(module: Any) -> int:
+    """Dynamic shared memory that a block of a flush module needs."""
+    import cupy
+
+    return int(cupy.ndarray((1,), np.int32, module.get_global("flush_shared_bytes")).get()[0])
+
+
+def check_shared(flush: Variant) -> None:
+    """Refuse a flush whose blocks need more shared memory than the device has, and say what it has room for.
+
+    The compiler is asked, without compiling the kernel.
+    """
+    import cupy
+
+    device = cupy.cuda.Device()
+    limit = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+
+    def need(**changes: int) -> int:
+        constants = dict(flush.constants) | {"SIZES_ONLY": 1} | changes
+        return shared_bytes(load(Variant(flush.operation, constants)))
+
+    if need() <= limit:
+        return
+    window, rank = (dict(flush.constants)[name] for name in ("W", "RANK_MAX"))
+    rooms = []
+    fitting = [w for w in WINDOWS if w < window and need(W=w) <= limit]
+    if fitting:
+        rooms.append(f"rank {rank} fits with a window of up to {max(fitting)}")
+    low, high = 0, rank  # the largest rank that fits is at least low and less than high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(RANK_MAX=middle) <= limit else (low, middle)
+    if low:
+        rooms.append(f"window {window} fits with ranks of up to {low}")
+    raise UnsupportedError(
+        f"plan: rank {rank} with window {window} needs {need()} bytes of shared memory a block, and device "
+        f"{device.id} (sm_{device.compute_capability}) has {limit}; {' and '.join(rooms) or 'no smaller plan fits'}"
+    )

@@ -1,0 +1,377 @@
+"""Heads on a device: arrays of every framework, streams, captured graphs, memory of others."""
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_support import LAYERS, error, make_plan, make_tokens, slot_table
+
+import sketchssm as ss
+from sketchssm.recurrence import DENSE, Tokens
+
+pytestmark = pytest.mark.gpu
+
+# float32 arithmetic over a few windows against float64 on the same rounded inputs
+EXACT = 2e-6
+# a number stored in bf16 is off by 2^-9 at most; the sketch takes a few such roundings in a row
+ROUNDED, STORED = 2.0**-8, 1.2e-2
+RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+SYSTEMS = ("standard", "replay", "sketch")
+
+
+def heads_of(system, layer, slots, rng, **device):
+    """A head on the device and its float64 twin."""
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    build = {
+        "standard": lambda *a, **o: ss.StandardHead(layer, slots, *a, **o),
+        "replay": lambda *a, **o: ss.ReplayHead(layer, slots, *a, **o),
+        "sketch": lambda *a, **o: ss.SketchHead(plan, slots, *a, **o),
+    }[system]
+    head = build("cuda", **device)
+    head.warmup()
+    return head, build("reference")
+
+
+def each(tokens, convert, activation=None):
+    """Tokens as another framework's arrays; q, k and v in the activations' type."""
+    return Tokens(*(None if x is None else convert(x, activation if i < 3 else None) for i, x in enumerate(tokens)))
+
+
+def at(tokens, index):
+    return Tokens(*(None if x is None else x[index] for x in tokens))
+
+
+def on_torch(torch):
+    def convert(x, activation):
+        tensor = torch.from_numpy(np.ascontiguousarray(x)).cuda()
+        return tensor if activation is None else tensor.to(getattr(torch, activation))
+
+    return convert
+
+
+def on_jax(jax):
+    device = jax.devices("gpu")[0]
+
+    def convert(x, activation):
+        array = jax.device_put(np.ascontiguousarray(x), device)
+        return array if activation is None else array.astype(activation)
+
+    return convert
+
+
+def on_cupy(cupy):
+    def convert(x, activation):
+        dtype = ml_dtypes.bfloat16 if activation == "bfloat16" else activation
+        return cupy.asarray(np.ascontiguousarray(x)).astype(dtype or x.dtype)
+
+    return convert
+
+
+def on_numpy(x, activation):
+    return x.astype(ml_dtypes.bfloat16 if activation == "bfloat16" else activation or x.dtype)
+
+
+def wide(x):
+    """Whatever framework's outputs, as float64 on the host."""
+    if hasattr(x, "cpu"):
+        x = x.float().cpu().numpy()
+    return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
+
+
+@pytest.fixture(params=["torch", "jax", "cupy", "numpy"])
+def convert(request, cupy):
+    if request.param == "numpy":
+        return on_numpy
+    module = cupy if request.param == "cupy" else request.getfixturevalue(request.param)
+    if request.param == "jax" and not any(d.platform == "gpu" for d in module.devices()):
+        pytest.skip("JAX sees no GPU")
+    return {"torch": on_torch, "jax": on_jax, "cupy": on_cupy}[request.param](module)
+
+
+class TestFrameworks:
+    @pytest.mark.parametrize("system", SYSTEMS)
+    @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+    def test_outputs_and_states(self, convert, system, kind, rng):
+        """bf16 in and out, padding, slots that change, several tokens at once: the reference's, rounded."""
+        layer = LAYERS[kind]
+        head, twin = heads_of(system, layer, 6, rng)
+        tokens, start = make_tokens(layer, 4, 40, "bfloat16", rng), rng.standard_normal((6, *layer.state_shape))
+        start = start.astype(np.float32)
+        head.load_state(convert(start, None))
+        twin.load_state(start)
+        table = slot_table(4, 6, 36, rng)
+        for t in range(36):
+            given = each(at(tokens, np.s_[:, t]), convert, "bfloat16")
+            output = head.step(*given, slots=convert(table[t], None))
+            want = twin.step(*at(tokens, np.s_[:, t]), slots=table[t])
+            assert type(output) is type(given.v)
+            assert output.dtype == given.v.dtype
+            assert error(wide(output), want) < (STORED if system == "sketch" else ROUNDED)
+            assert not wide(output)[table[t] < 0].any()
+        several = head.step(*each(at(tokens, np.s_[:, 36:]), convert, "bfloat16"))
+        want = twin.step(*at(tokens, np.s_[:, 36:]))
+        assert error(wide(several), want) < (STORED if system == "sketch" else ROUNDED)
+        head.flush(convert(np.array([0, -1, 2]), None))
+        twin.flush([0, -1, 2])
+        np.testing.assert_array_equal(head.position.get(), twin.position)
+        head.reset(convert(np.array([1, -1]), None))
+        twin.reset([1, -1])
+        head.flush()
+        twin.flush()
+        assert error(head.state.get(), twin.state) < EXACT
+
+    def test_float32(self, convert, rng):
+        """float32 activations stay whole: every output of an exact head is the recurrence's."""
+        layer = LAYERS["gdn"]
+        plan_free = ss.ReplayHead(layer, 4, "cuda")
+        plan_free.warmup("float32")
+        twin = ss.ReplayHead(layer, 4, "reference")
+        tokens = make_tokens(layer, 4, 20, "float32", rng)
+        output = plan_free.step(*each(tokens, convert, "float32"))
+        assert error(wide(output), twin.step(*tokens)) < EXACT
+
+    def test_out(self, convert, rng):
+        layer = LAYERS["kda"]
+        head, twin = heads_of("sketch", layer, 4, rng)
+        tokens = make_tokens(layer, 4, 1, "bfloat16", rng)
+        given = each(at(tokens, np.s_[:, 0]), convert, "bfloat16")
+        if type(given.v).__module__.startswith("jax"):
+            with pytest.raises(TypeError, match="JAX array, which is immutable"):
+                head.step(*given, out=given.v)
+            return
+        want = twin.step(*at(tokens, np.s_[:, 0]))
+        for out in (convert(np.zeros(given.v.shape, np.float32), "bfloat16"), convert(np.zeros(given.v.shape), None)):
+            head.reset()
+            assert head.step(*given, out=out) is out
+            assert error(wide(out), want) < STORED
+
+
+class TestTorch:
+    def test_memory_is_used_as_it_is(self, torch, cupy, rng):
+        """With an `out` and slots on the device nothing is allocated, nor waited for: see the captured graphs."""
+        layer = LAYERS["mamba2"]
+        head, _ = heads_of("sketch", layer, 6, rng)
+        given = each(at(make_tokens(layer, 4, 1, "bfloat16", rng), np.s_[:, 0]), on_torch(torch), "bfloat16")
+        out = torch.empty_like(given.v)
+        for dtype in (torch.int64, torch.int32):
+            slots = torch.tensor([3, -1, 0, 5], device="cuda", dtype=dtype)
+            head.step(*given, slots=slots, out=out)
+            torch.cuda.synchronize()
+            pool = cupy.get_default_memory_pool()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"], pool.used_bytes(), pool.total_bytes()
+            for _ in range(20):
+                head.step(*given, slots=slots, out=out)
+            after = torch.cuda.memory_stats()["allocation.all.allocated"], pool.used_bytes(), pool.total_bytes()
+            assert after == before
+
+    def test_current_stream(self, torch, rng):
+        """Inputs that a slow stream is still making are waited for, and outputs are in order on that stream."""
+        layer = LAYERS["gdn"]
+        head, twin = heads_of("replay", layer, 4, rng)
+        tokens = make_tokens(layer, 4, 20, "bfloat16", rng)
+        given = each(tokens, on_torch(torch), "bfloat16")
+        stream, late = torch.cuda.Stream(), torch.full_like(given.v[:, 0], float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            outputs = []
+            for t in range(20):
+                torch.cuda._sleep(2_000_000)  # about a millisecond
+                late.copy_(given.v[:, t])
+                token = at(given, np.s_[:, t])
+                outputs.append(head.step(*token._replace(v=late)))
+                late.fill_(float("nan"))
+            stacked = torch.stack(outputs, 1)
+        stream.synchronize()
+        assert error(wide(stacked), twin.step(*tokens)) < ROUNDED
+
+    @pytest.mark.parametrize("system", SYSTEMS)
+    @pytest.mark.parametrize("own_output", [False, True])
+    def test_graph(self, torch, system, own_output, rng):
+        """One captured step replayed for thousands, slots and inputs changing in place; flushes come by themselves."""
+        layer, steps = LAYERS["gdn"], 2500
+        head, _ = heads_of(system, layer, 6, rng)
+        eager, _ = heads_of(system, layer, 6, rng)
+        if system == "sketch":
+            eager = ss.SketchHead(head.plan, 6, "cuda")
+            eager.warmup()
+        tokens = each(make_tokens(layer, 4, 100, "bfloat16", rng), on_torch(torch), "bfloat16")
+        table = torch.from_numpy(slot_table(4, 6, steps, rng)).cuda()
+        now = Tokens(*(None if x is None else x[:, 0].clone() for x in tokens))
+        slots = torch.full((4,), -1, device="cuda", dtype=torch.int32 if own_output else torch.int64)
+        out = None if own_output else torch.empty_like(now.v)
+        head.step(*now, slots=slots, out=out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = head.step(*now, slots=slots, out=out)
+        assert out is None or result is out
+        for t in range(steps):
+            token = at(tokens, np.s_[:, t % 100])
+            for old, new in zip(now, token, strict=True):
+                if old is not None:
+                    old.copy_(new)
+            slots.copy_(table[t])
+            graph.replay()
+            expected = eager.step(*(None if x is None else x.contiguous() for x in token), slots=table[t])
+            if t % 101 == 0 or t > steps - 20:
+                assert torch.equal(result, expected)
+        np.testing.assert_array_equal(head.position.get(), eager.position.get())
+        assert np.array_equal(head.state.get(), eager.state.get())
+
+    def test_graph_of_load_flush_and_reset(self, torch, rng):
+        layer = LAYERS["kda"]
+        head, twin = heads_of("sketch", layer, 4, rng)
+        start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+        tokens = make_tokens(layer, 4, 5, "bfloat16", rng)
+        state, loaded = torch.zeros(2, *layer.state_shape, device="cuda"), torch.full((2,), -1, device="cuda")
+        flushed, cleared = (torch.full((2,), -1, device="cuda", dtype=torch.int64) for _ in range(2))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            head.flush(flushed)
+            head.reset(cleared)
+            head.load_state(state, slots=loaded)
+        given = each(tokens, on_torch(torch), "bfloat16")
+        head.step(*given)
+        twin.step(*tokens)
+        state.copy_(torch.from_numpy(start))
+        for which, values in ((flushed, [3, 0]), (cleared, [1, -1]), (loaded, [-1, 2])):
+            which.copy_(torch.tensor(values))
+        graph.replay()
+        torch.cuda.synchronize()
+        twin.flush([3, 0])
+        twin.reset([1])
+        twin.load_state(start[1:], slots=[2])
+        assert error(head.state.get(), twin.state) < EXACT
+        assert head.position.get().tolist() == twin.position.tolist() == [0, 0, 0, 0]
+        assert error(wide(head.step(*given)), twin.step(*tokens)) < STORED
+
+    def test_arrays_that_need_a_copy(self, torch, rng):
+        """Strided, misaligned, of another type, with a gradient: the same numbers."""
+        layer = LAYERS["gdn"]
+        head, twin = heads_of("replay", layer, 4, rng)
+        tokens = make_tokens(layer, 4, 3, "bfloat16", rng)
+        q, k, v, g, beta = each(tokens, on_torch(torch), "bfloat16")
+        shifted = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")[1:].view(k.shape).copy_(k)
+        strided = torch.stack([v, v], dim=-1)[..., 1]
+        odd = torch.tensor([[3, 0], [1, 0], [0, 0], [2, 0]], device="cuda")[:, 0]
+        out = torch.empty(*v.shape, 2, device="cuda")[..., 0]
+        given = q.requires_grad_(), shifted, strided, g.double(), beta.half().double()
+        assert head.step(*given, slots=odd, out=out) is out
+        want = twin.step(*tokens._replace(beta=beta.half().double().cpu().numpy()), slots=[3, 1, 0, 2])
+        assert error(wide(out), want) < ROUNDED
+        assert head.step(*given, slots=odd.to(torch.int16)).dtype == torch.bfloat16
+
+    def test_pool_of_another(self, torch, rng):
+        """States in a tensor's memory, with room for something else between slots."""
+        layer = LAYERS["mamba2"]
+        pool = torch.full((3, 2, *layer.state_shape), float("nan"), device="cuda")
+        head, twin = heads_of("sketch", layer, 3, rng, state=pool[:, 1])
+        assert head.state.data.ptr == pool[:, 1].data_ptr()
+        head.reset()
+        tokens = make_tokens(layer, 3, 33, "bfloat16", rng)
+        head.step(*each(tokens, on_torch(torch), "bfloat16"))
+        twin.step(*tokens)
+        assert error(wide(pool[:, 1]), twin.state) < EXACT
+        assert pool[:, 0].isnan().all()
+
+    def test_refusals(self, torch, jax, rng):
+        layer = LAYERS["gdn"]
+        head, _ = heads_of("sketch", layer, 4, rng)
+        good = each(at(make_tokens(layer, 4, 1, "bfloat16", rng), np.s_[:, 0]), on_torch(torch), "bfloat16")
+        for name, bad, kind, message in (
+            ("k", good.k.int(), TypeError, "k: expected a real floating-point array, got dtype torch.int32"),
+            ("v", good.v.to_sparse(), TypeError, "v: expected an array, got Tensor"),
+            ("q", good.q.float(), TypeError, "q: expected bfloat16, which the head's first call or warmup"),
+            ("slots", torch.zeros(3, device="cuda", dtype=torch.int64), ValueError, r"slots: expected shape \(4,\)"),
+            ("slots", torch.zeros(4, device="cuda"), ValueError, "slots: expected integers, got dtype float32"),
+            ("slots", np.array([0, 1, 2, 2]), ValueError, "slots: expected each slot at most once"),
+            ("g", np.ones(good.g.shape, np.float32), ValueError, "g: expected log-decays <= 0"),
+        ):
+            with pytest.raises(kind, match=message):
+                head.step(**(good._asdict() | {name: bad}))
+        for pool, kind in (
+            (np.zeros((4, *layer.state_shape), np.float32), TypeError),
+            (torch.zeros(4, *layer.state_shape), TypeError),
+            (torch.zeros(4, *layer.state_shape, dtype=torch.float64, device="cuda"), TypeError),
+            (torch.zeros(5, *layer.state_shape, device="cuda"), ValueError),
+            (torch.zeros(4, *layer.state_shape, device="cuda").transpose(-1, -2), ValueError),
+        ):
+            with pytest.raises(kind, match=r"^state: expected"):
+                ss.StandardHead(layer, 4, "cuda", state=pool)
+        assert head.position.get().tolist() == [0, 0, 0, 0]
+        assert not head.state.get().any()
+
+
+class TestActivations:
+    def test_the_first_call_decides(self, cupy, rng):
+        """bf16 as long as all three are; a state loaded before that is sketched when it is known."""
+        layer = LAYERS["gdn"]
+        plan = make_plan(layer, [7, DENSE, 16, 2], rng)
+        for activation, exact in (("bfloat16", ROUNDED), ("float32", EXACT)):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "loading kernel")
+                head = ss.SketchHead(plan, 2, "cuda", sketch_dtype="float32")
+                twin = ss.SketchHead(plan, 2, "reference")
+                start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+                tokens = make_tokens(layer, 2, 16, activation, rng)
+                head.load_state(cupy.asarray(start))
+                head.flush()
+                twin.load_state(start)
+                output = head.step(*each(tokens, on_cupy(cupy), activation))
+            # maps in float32 hold about 1e-4 of a read; the last token is the flush's
+            want = twin.step(*tokens)
+            assert error(wide(output), want) < max(1e-4, exact)
+            assert error(wide(output)[:, -1], want[:, -1]) < exact
+            with pytest.raises(ValueError, match="activation: expected"):
+                head.warmup("float16")
+
+    def test_an_activation_that_was_asked_for_rounds(self, cupy, rng):
+        layer = LAYERS["mamba2"]
+        head, twin = heads_of("standard", layer, 2, rng, activation="bfloat16", output="float32")
+        tokens = make_tokens(layer, 2, 12, "bfloat16", rng)
+        output = head.step(*each(tokens, on_cupy(cupy), "float32"))
+        assert output.dtype == np.float32
+        assert error(output.get(), twin.step(*tokens)) < EXACT
+
+
+class TestHeads:
+    def test_auto(self, rng):
+        assert ss.StandardHead(LAYERS["gdn"], 2).backend == "cuda"
+        odd = ss.Layer("gdn", 4, 33, 5)
+        assert ss.StandardHead(odd, 2).backend == "cpu"
+        with pytest.raises(ValueError, match=r"key_dim: the CUDA kernels don't support 33; they support key_dim \(64"):
+            ss.StandardHead(odd, 2, "cuda")
+
+    def test_a_late_kernel_warns_once(self, cupy, rng, monkeypatch):
+        from sketchssm.cuda import modules
+
+        monkeypatch.setattr(modules, "_modules", {})
+        layer = LAYERS["kda-64"]
+        given = each(make_tokens(layer, 2, 1, "bfloat16", rng), on_cupy(cupy), "bfloat16")
+        with pytest.warns(RuntimeWarning, match="loading kernel standard in the middle of decoding") as record:
+            ss.StandardHead(layer, 2, "cuda").step(*given)
+        assert [w.filename for w in record] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ss.StandardHead(layer, 2, "cuda").step(*given)
+            head = ss.ReplayHead(layer, 2, "cuda")
+            head.warmup()
+            head.step(*given)
+
+    def test_mixed_frameworks(self, torch, cupy, rng):
+        layer = LAYERS["gdn"]
+        head, twin = heads_of("replay", layer, 2, rng)
+        tokens = make_tokens(layer, 2, 3, "bfloat16", rng)
+        there, here = each(tokens, on_torch(torch), "bfloat16"), each(tokens, on_cupy(cupy), "bfloat16")
+        want = twin.step(*tokens)
+        mixed = there._replace(k=here.k, g=tokens.g)
+        output = head.step(*mixed, slots=[0, 1])
+        assert isinstance(output, torch.Tensor)
+        assert error(wide(output), want) < ROUNDED
+        head.reset()
+        out = torch.empty(want.shape, dtype=torch.float32, device="cuda")
+        assert head.step(*here._replace(q=there.q), out=out) is out
+        assert error(wide(out), want) < ROUNDED
+        head.reset()
+        assert error(head.step(*there._replace(v=on_numpy(tokens.v, "bfloat16"))).astype(float), want) < ROUNDED

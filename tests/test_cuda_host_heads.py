@@ -1,0 +1,437 @@
+"""Heads on the CUDA backend without a GPU: the kernels run on the host, the stand-in's arrays are the device's."""
+
+import re
+import sys
+import warnings
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu.cuda_support import error, make_plan, make_tokens
+from host import compiler, standin
+
+import sketchssm as ss
+from sketchssm import backends, cuda
+from sketchssm.cuda import limits, modules, ports
+from sketchssm.recurrence import DENSE, Layer, Tokens
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+BFLOAT16 = ml_dtypes.bfloat16
+LAYER = Layer("gdn", 2, 64, 80, 1)
+# float32 arithmetic over a few windows against float64 on the same rounded inputs
+EXACT = 2e-6
+# a number stored in bf16 is off by 2^-9 at most; the sketch takes a few such roundings in a row
+ROUNDED, STORED = 2.0**-8, 1.2e-2
+
+_modules = {}  # compiled once for all tests of this file
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    """The stand-in in CuPy's place; every test sees the machine anew."""
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr(modules, "_modules", _modules)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
+    cuda.missing.cache_clear()
+    yield standin
+    cuda.missing.cache_clear()
+
+
+def sketch(backend="cuda", slots=4, activation=None, **options):
+    """A warm sketch head; on the device its kernels are those of one pair of variants in all tests of a type."""
+    plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+    head = ss.SketchHead(plan, slots, backend, **options)
+    if backend == "cuda":
+        head.warmup(activation)
+    return head
+
+
+def tokens_of(rng, batch=3, length=10, activation="bfloat16"):
+    return make_tokens(LAYER, batch, length, activation, rng)
+
+
+def narrow(tokens, convert=lambda x: x):
+    """Tokens with q, k and v in bf16."""
+    return Tokens(*(convert(x.astype(BFLOAT16) if i < 3 else x) for i, x in enumerate(tokens)))
+
+
+def at(tokens, index):
+    return Tokens(*(None if x is None else x[index] for x in tokens))
+
+
+class OnDevice:
+    """A framework's array that nobody knows: DLPack says that it is on a device."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+class TestHosts:
+    """Arrays on the host are uploaded, and outputs come back."""
+
+    def test_numpy(self, rng):
+        head, twin = sketch(), sketch("reference")
+        tokens, start = tokens_of(rng), rng.standard_normal((3, *LAYER.state_shape)).astype(np.float32)
+        slots = [2, -1, 0]
+        for each in (head, twin):
+            each.load_state(start, slots=slots)
+        output = head.step(*narrow(tokens), slots=slots)
+        assert type(output) is np.ndarray
+        assert output.dtype == BFLOAT16
+        assert error(output.astype(float), twin.step(*tokens, slots=slots)) < STORED
+        np.testing.assert_array_equal(head.position, twin.position)
+        for each in (head, twin):
+            each.flush([2, -1])
+            each.reset([0, -1])
+        np.testing.assert_array_equal(head.position, twin.position)
+        assert error(head.state, twin.state) < EXACT
+        assert not head.state[0].any()
+
+    def test_torch(self, torch, rng):
+        head, twin = sketch(), sketch("reference")
+        tokens = tokens_of(rng)
+        given = [torch.from_numpy(x).to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
+        output = head.step(*given, slots=torch.tensor([3, 1, 0]))
+        assert output.dtype == torch.bfloat16
+        assert error(output.float().numpy(), twin.step(*tokens, slots=[3, 1, 0])) < STORED
+        out = torch.empty(output.shape, dtype=torch.float64)
+        head.reset()
+        assert head.step(*given, slots=torch.tensor([3, 1, 0]), out=out) is out
+        assert torch.equal(out, output.double())
+
+    def test_refusals(self, rng):
+        head = sketch()
+        tokens = narrow(tokens_of(rng, length=2))
+        bad_gate, nothing = tokens.g.copy(), tokens.g.copy()
+        bad_gate[0] = 1e-3
+        nothing[1] = np.nan
+        for change, kind, message in (
+            ({"g": bad_gate}, ValueError, "g: expected log-decays <= 0"),
+            ({"slots": [0, 0, 1]}, ValueError, "slots: expected each slot at most once"),
+            ({"slots": [0, 1, 4]}, ValueError, "slots: expected -1 (padding) or 0 to 3"),
+            ({"k": tokens.k.astype(int)}, TypeError, "k: expected a real floating-point array, got dtype int64"),
+            ({"v": tokens.v.astype(np.float32)}, TypeError, "v: expected bfloat16, which the head's first call"),
+            ({"out": np.zeros(3)}, ValueError, "out: expected shape"),
+        ):
+            with pytest.raises(kind, match=r"^" + re.escape(message)):
+                head.step(**(tokens._asdict() | change))
+        with pytest.raises(ValueError, match=r"^state: expected finite numbers"):
+            head.load_state(np.full((1, *LAYER.state_shape), np.nan))
+        assert not head.position.any()
+        assert not head.state.any()
+        head.step(*tokens._replace(g=nothing), slots=[0, -1, 1])  # what a padding row holds is nobody's business
+
+
+class TestDevice:
+    """Arrays on the device stay there."""
+
+    def test_memory_is_used_as_it_is(self, rng, monkeypatch):
+        """No array is made or copied once the head has seen the memory."""
+        head, twin = sketch(), sketch("reference")
+        tokens = narrow(at(tokens_of(rng), np.s_[:, 0]), standin.asarray)
+        out, slots = standin.empty(tokens.v.shape, BFLOAT16), standin.asarray(np.array([1, -1, 3]))
+        for index in (slots, slots.astype(np.int32)):
+            head.reset()
+            twin.reset()
+            head.step(*tokens, slots=index, out=out)
+            with monkeypatch.context() as patch:
+                for name in ("asarray", "empty", "zeros", "arange", "ndarray"):
+                    patch.setattr(standin, name, None)
+                patch.setattr(standin, "ndarray", type(out))
+                patch.setattr(type(out), "__new__", None)
+                assert head.step(*tokens, slots=index, out=out) is out
+            for _ in range(2):
+                want = twin.step(*(x.astype(np.float64) for x in tokens), slots=[1, -1, 3])
+            assert error(out.get().astype(float), want) < STORED
+            assert not out[1].any()
+
+    @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+    def test_out_of_another_type(self, dtype, rng):
+        head, twin = sketch(), sketch("reference")
+        tokens = tokens_of(rng)
+        out = standin.empty((*tokens.v.shape, 2), dtype)[..., 1]
+        assert head.step(*narrow(tokens, standin.asarray), out=out) is out
+        assert error(out.get(), twin.step(*tokens)) < STORED
+
+    def test_arrays_that_need_a_copy(self, rng):
+        """Strided, misaligned, wider: the same numbers."""
+        head, twin = sketch(), sketch("reference")
+        tokens = tokens_of(rng)
+        q, k, v, g, beta = narrow(tokens, standin.asarray)
+        shifted = standin.empty(k.size + 1, k.dtype)[1:].reshape(k.shape)
+        shifted[...] = k
+        given = np.repeat(q, 2, axis=-1)[..., ::2], shifted, v, g.astype(np.float64), np.repeat(beta, 2, -1)[..., 1::2]
+        slots = np.repeat(standin.asarray(np.array([3, 0, 1])), 2)[::2]
+        output = head.step(*given, slots=slots)
+        assert isinstance(output, standin.ndarray)
+        assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED
+
+    def test_more_rows_than_slots(self, rng):
+        """Padding may fill a batch up beyond them."""
+        head, twin = sketch(), sketch("reference")
+        tokens, slots = tokens_of(rng, batch=6), np.array([-1, 2, -1, 0, -1, -1], np.int32)
+        output = head.step(*narrow(tokens, standin.asarray), slots=standin.asarray(slots))
+        assert error(output.get().astype(float), twin.step(*tokens, slots=slots)) < STORED
+
+    def test_a_framework_that_nobody_knows(self, rng):
+        head, twin = sketch(activation="float32"), sketch("reference")
+        tokens = tokens_of(rng, activation="float32")
+        output = head.step(*(OnDevice(x) for x in tokens), slots=OnDevice(np.array([3, 0, 1])))
+        assert isinstance(output, standin.ndarray)
+        assert error(output.get(), twin.step(*tokens, slots=[3, 0, 1])) < STORED
+
+    def test_refusals(self, rng):
+        head = sketch()
+        tokens = narrow(tokens_of(rng, length=2), standin.asarray)
+        for change, kind, message in (
+            ({"slots": standin.zeros(2, np.int64)}, ValueError, "slots: expected shape (3,), got (2,)"),
+            ({"slots": standin.zeros(3)}, ValueError, "slots: expected integers, got dtype float64"),
+            ({"q": tokens.q.astype(np.float32)}, TypeError, "q: expected bfloat16, which the head's first call"),
+            ({"beta": tokens.beta > 0}, TypeError, "beta: expected a real floating-point array, got dtype bool"),
+        ):
+            with pytest.raises(kind, match=r"^" + re.escape(message)):
+                head.step(**(tokens._asdict() | change))
+        with pytest.raises(ValueError, match=r"^slots: expected shape \(count,\), got \(1, 1\)"):
+            head.flush(standin.zeros((1, 1), np.int64))
+        assert not head.position.any()
+
+    def test_another_device(self, rng, monkeypatch):
+        head = sketch()
+        tokens = narrow(tokens_of(rng, length=2), standin.asarray)
+        monkeypatch.setattr(standin.ndarray, "device", SimpleNamespace(id=1))
+        with pytest.raises(ValueError, match=r"^q: expected an array on CUDA device 0, as the head is, got one on 1"):
+            head.step(*tokens, slots=[0, 1, 2])
+
+
+class TestTorchOnDevice:
+    """PyTorch's port on tensors of the host that are said to be the device's."""
+
+    @pytest.fixture
+    def torch(self, torch, monkeypatch):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0, raising=False)
+        monkeypatch.setattr(ports.TorchPort, "stream", lambda port: port.__dict__.update(_device="cpu"))
+        return torch
+
+    def test_memory_is_used_as_it_is(self, torch, rng):
+        head, twin = sketch(), sketch("reference")
+        tokens = tokens_of(rng)
+        given = [torch.from_numpy(x).to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
+        output = head.step(*given, slots=torch.tensor([3, -1, 0]))
+        want = twin.step(*tokens, slots=[3, -1, 0])
+        assert isinstance(output, torch.Tensor)
+        assert output.dtype == torch.bfloat16
+        assert error(output.float().numpy(), want) < STORED
+        out = torch.empty_like(output)
+        head.reset(torch.tensor([3, 0]))
+        assert head.step(*given, slots=torch.tensor([3, -1, 0], dtype=torch.int32), out=out) is out
+        assert torch.equal(out, output)
+
+    def test_copies_live_until_the_kernels_have_run(self, torch, rng):
+        """Each is made by PyTorch, whose next array may get its memory as soon as nobody holds it."""
+        head, twin = sketch(), sketch("reference")
+        tokens = tokens_of(rng)
+        given = [torch.from_numpy(x).to(torch.bfloat16 if i < 3 else torch.float64) for i, x in enumerate(tokens)]
+        given = [torch.stack([x, x], -1)[..., 0].requires_grad_() for x in given]
+        out = torch.empty(tokens.v.shape, dtype=torch.float64)
+        assert head.step(*given, slots=torch.tensor([[1, 0], [2, 0], [3, 0]])[:, 0], out=out) is out
+        assert error(out.numpy(), twin.step(*tokens, slots=[1, 2, 3])) < STORED
+
+    def test_sparse(self, torch, rng):
+        tokens = narrow(tokens_of(rng, length=1))
+        given = [torch.from_numpy(x.astype(np.float32)) for x in tokens]
+        with pytest.raises(TypeError, match=r"^k: expected an array, got Tensor"):
+            sketch(activation="float32").step(given[0], given[1].to_sparse(), *given[2:])
+
+
+class TestActivations:
+    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @pytest.mark.parametrize(
+        ("types", "settled"),
+        [
+            ((BFLOAT16, BFLOAT16, BFLOAT16), "bfloat16"),
+            ((np.float32, np.float32, np.float32), "float32"),
+            ((BFLOAT16, np.float32, BFLOAT16), "float32"),
+            ((np.float64, np.float16, BFLOAT16), "float32"),
+        ],
+    )
+    def test_the_first_call_decides(self, types, settled, rng):
+        """The narrowest type that rounds nothing; a state that was loaded before is sketched then."""
+        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        head, twin = ss.SketchHead(plan, 4, "cuda"), sketch("reference")
+        tokens, start = tokens_of(rng), rng.standard_normal((2, *LAYER.state_shape)).astype(np.float32)
+        for each in (head, twin):
+            each.load_state(start, slots=[3, 1])
+            each.flush()
+        given = tokens._replace(**{n: x.astype(t) for n, x, t in zip("qkv", tokens[:3], types, strict=True)})
+        output, want = head.step(*given), twin.step(*tokens)
+        assert output.dtype == types[2]
+        assert error(output.astype(float), want) < STORED
+        assert error(output[:, 3].astype(float), want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
+        other = {"bfloat16": "float32", "float32": "bfloat16"}[settled]
+        with pytest.raises(ValueError, match=rf"^activation: expected '{settled}', as the head has settled on"):
+            head.warmup(other)
+
+    def test_a_refused_call_decides_nothing(self, rng):
+        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        head = ss.SketchHead(plan, 4, "cuda")
+        tokens = tokens_of(rng)
+        with pytest.raises(ValueError, match=r"^g: expected log-decays"):
+            head.step(*tokens._replace(g=-tokens.g))
+        head.warmup("bfloat16")
+
+    def test_one_that_was_asked_for_rounds(self, rng):
+        head, twin = sketch(activation="bfloat16"), sketch("reference")
+        asked = ss.SketchHead(head.plan, 4, "cuda", activation="bfloat16", output="float32")
+        asked.warmup()
+        tokens = tokens_of(rng, activation="float32")
+        output = asked.step(*tokens)
+        assert output.dtype == np.float32
+        wide = twin.step(*(x.astype(BFLOAT16).astype(float) if i < 3 else x for i, x in enumerate(tokens)))
+        assert error(output[:, 3], wide[:, 3]) < EXACT
+
+    @pytest.mark.parametrize("name", ["activation", "output"])
+    def test_unknown(self, name):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected one of bfloat16, float16, float32 or None, got 'fp8'"
+        ):
+            ss.StandardHead(LAYER, 2, "reference", **{name: "fp8"})
+        with pytest.raises(TypeError, match=r"^stream: not an option of a decode head"):
+            ss.StandardHead(LAYER, 2, "reference", stream=3)
+        with pytest.raises(ValueError, match=r"^activation: expected one of"):
+            ss.StandardHead(LAYER, 2, "reference").warmup("int8")
+
+
+class TestPools:
+    def test_states_in_the_caller_s_memory(self, rng):
+        pool = standin.full((4, 2, *LAYER.state_shape), np.nan, np.float32)
+        head, twin = sketch(state=pool[:, 1]), sketch("reference")
+        assert head.state.ctypes.data == pool[:, 1].ctypes.data
+        head.reset()
+        tokens = tokens_of(rng, 4, 9)
+        head.step(*narrow(tokens))
+        twin.step(*tokens)
+        assert error(pool[:, 1], twin.state) < EXACT
+        assert np.isnan(pool[:, 0]).all()
+        assert sketch(state=OnDevice(np.zeros((4, *LAYER.state_shape), np.float32))).state.shape == head.state.shape
+
+    def test_refusals(self):
+        shape = (4, *LAYER.state_shape)
+        strided = standin.zeros((*shape[:-1], 2 * shape[-1]), np.float32)[..., ::2]
+        shifted = standin.zeros((4, np.prod(shape[1:]) + 1), np.float32)[:, 1:].reshape(shape, copy=False)
+        for pool, kind, message in (
+            (np.zeros(shape, np.float32), TypeError, "expected a writable array on the CUDA device, got ndarray"),
+            (standin.zeros(shape), TypeError, "expected float32, got float64"),
+            (standin.zeros((5, *shape[1:]), np.float32), ValueError, "expected shape"),
+            (standin.zeros(shape, np.float32).swapaxes(2, 3).copy().swapaxes(2, 3), ValueError, "expected slots of"),
+            (strided, ValueError, "expected slots of"),
+            (shifted, ValueError, "expected slots aligned to 16 bytes"),
+        ):
+            with pytest.raises(kind, match=r"^state: " + message):
+                ss.StandardHead(LAYER, 4, "cuda", state=pool)
+        for backend in ("reference", "cpu"):
+            with pytest.raises(ValueError, match=rf"^state: expected None on backend '{backend}'"):
+                ss.StandardHead(LAYER, 4, backend, state=standin.zeros(shape, np.float32))
+
+
+class TestBackends:
+    def test_auto_takes_the_device_where_there_is_one(self, monkeypatch):
+        assert ss.StandardHead(LAYER, 2).backend == "cuda"
+        assert ss.StandardHead(Layer("gdn", 2, 33, 80), 2).backend == "cpu"
+        monkeypatch.setattr(standin.cuda, "is_available", lambda: False)
+        assert ss.StandardHead(LAYER, 2).backend == "cuda"  # looked up once
+        cuda.missing.cache_clear()
+        assert ss.StandardHead(LAYER, 2).backend == "cpu"
+
+    @pytest.mark.parametrize(
+        ("patch", "why"),
+        [
+            (lambda m: m.setattr(cuda.importlib.util, "find_spec", lambda name: None), "CuPy is not installed"),
+            (lambda m: m.setattr(standin.cuda, "is_available", lambda: False), "CuPy sees no CUDA device"),
+            (lambda m: m.setattr(standin.cuda, "is_available", lambda: 1 / 0), "CuPy does not work: division by zero"),
+        ],
+    )
+    def test_without(self, patch, why, monkeypatch):
+        patch(monkeypatch)
+        with pytest.raises(backends.UnsupportedError, match=rf"^backend: 'cuda' can't run here: {why}"):
+            ss.StandardHead(LAYER, 2, "cuda")
+        assert ss.StandardHead(LAYER, 2).backend == "cpu"
+
+    @pytest.mark.parametrize(
+        ("layer", "window", "pivots", "message"),
+        [
+            (Layer("gdn", 2, 96, 80), 16, 4, "key_dim: the CUDA kernels don't support 96"),
+            (Layer("gdn", 2, 64, 72), 16, 4, "value_dim: the CUDA kernels don't support 72"),
+            (Layer("mamba2", 32, 64, 80, 1), 16, 4, "key_heads: the CUDA kernels don't support 1 for 32 heads"),
+            (LAYER, 12, 4, "window: the CUDA kernels don't support 12"),
+            (LAYER, 16, 9, "pivots: the CUDA kernels don't support 9"),
+        ],
+    )
+    def test_unsupported(self, layer, window, pivots, message, rng):
+        plan = make_plan(layer, [12] * layer.heads, rng, window=window, pivots=pivots)
+        with pytest.raises(
+            backends.UnsupportedError, match=rf"^{message}; they support {re.escape(limits.SUPPORTED)}"
+        ):
+            ss.SketchHead(plan, 2, "cuda")
+        assert ss.SketchHead(plan, 2).backend == "cpu"
+
+    def test_shared_memory(self, monkeypatch):
+        """A device with less room: the message names what it has room for, and that is so."""
+        rng = np.random.default_rng(1)
+        wide = make_plan(LAYER, [40, 7], rng, map="ridge", ridge=0.01, window=32)
+        constants = ss.SketchHead(wide, 1, "cuda")._engine.variants()[1]
+        limit = limits.shared_bytes(
+            modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 20}))
+        )
+        monkeypatch.setitem(standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit)
+        with pytest.raises(backends.UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
+            ss.SketchHead(wide, 1, "cuda")
+        assert f"has {limit}; " in str(refused.value)
+        rank = int(re.search(r"window 32 fits with ranks of up to (\d+)", str(refused.value))[1])
+        assert 20 <= rank < 40
+        ss.SketchHead(make_plan(LAYER, [rank, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
+        with pytest.raises(backends.UnsupportedError):
+            ss.SketchHead(make_plan(LAYER, [rank + 1, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
+
+
+class TestCompiling:
+    def test_a_late_kernel_warns_once(self, rng, monkeypatch):
+        monkeypatch.setattr(modules, "_modules", {})
+        tokens = narrow(tokens_of(rng, length=1))
+        with pytest.warns(RuntimeWarning, match=r"^loading kernel standard in the middle of decoding") as record:
+            ss.StandardHead(LAYER, 4, "cuda").step(*tokens)
+        assert [w.filename for w in record] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ss.StandardHead(LAYER, 4, "cuda").step(*tokens)
+            sketch().step(*tokens)
+
+    def test_an_error_shows_source_options_and_log(self, monkeypatch):
+        monkeypatch.setattr(modules, "_modules", {})
+        monkeypatch.setattr(modules, "source_text", lambda operation: "nothing that C++ knows\n")
+        head = ss.StandardHead(LAYER, 4, "cuda")
+        with pytest.raises(modules.KernelCompileError) as raised:
+            head.warmup()
+        assert re.match(r"standard\.cu \(in .*cuda_src\) did not compile with .* -DHEADS=2 .*", str(raised.value))
+        assert "error: 'nothing' does not name a type" in str(raised.value).replace("‘", "'").replace("’", "'")
+
+    @pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
+    def test_warmup_leaves_no_trace(self, backend, rng):
+        head, twin = sketch(backend), sketch(backend)
+        start, tokens = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32), narrow(tokens_of(rng))
+        for each in (head, twin):
+            each.load_state(start)
+            each.step(*tokens)
+        head.warmup()
+        np.testing.assert_array_equal(head.position, twin.position)
+        np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
+        np.testing.assert_array_equal(head.state, twin.state)
