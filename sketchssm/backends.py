@@ -26,11 +26,13 @@ ENGINES = {
     ("reference", "sketch"): "sketchssm.reference.engines:SketchEngine",
     ("reference", "quantised"): "sketchssm.reference.baselines:QuantisedEngine",
     ("reference", "copy"): "sketchssm.reference.baselines:CopyEngine",
+    ("reference", "reduced"): "sketchssm.baselines.reduced:reference_engine",
     ("cpu", "standard"): "sketchssm.cpu.standard:StandardEngine",
     ("cpu", "replay"): "sketchssm.cpu.replay:ReplayEngine",
     ("cpu", "sketch"): "sketchssm.cpu.sketch:SketchEngine",
     ("cpu", "quantised"): "sketchssm.cpu.quantised:QuantisedEngine",
     ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
+    ("cpu", "reduced"): "sketchssm.baselines.reduced:cpu_engine",
     ("cuda", "standard"): "sketchssm.cuda.engines:StandardEngine",
     ("cuda", "replay"): "sketchssm.cuda.engines:ReplayEngine",
     ("cuda", "sketch"): "sketchssm.cuda.engines:SketchEngine",
@@ -144,7 +146,7 @@ def load_engine(
     Parameters
     ----------
     system : str
-        "standard", "replay", "sketch", "quantised" or "copy".
+        "standard", "replay", "sketch", "quantised", "copy" or "reduced".
     backend : {"auto", "reference", "cpu", "cuda"}
         Where to run; "auto" takes "cuda" where CuPy sees a device and the kernels support the layer, else "cpu".
     *args

@@ -53,8 +53,8 @@ class ReplayHead(DecodeHead):
     def __init__(
         self, layer: Layer, slots: int, backend: str = "auto", *, window: int = 16, **device: Unpack[DeviceOptions]
     ) -> None:
-        tokens, capacity = check_window(window), check_capacity(slots)
-        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, tokens, device=device))
+        width, capacity = check_window(window), check_capacity(slots)
+        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, width, device=device))
 
 
 def check_window(window: Any) -> int:
