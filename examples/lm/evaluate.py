@@ -202,7 +202,7 @@ def arguments(given=None):
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
     add("--systems", nargs="+", choices=choices, default=choices, help="what stands beside the exact systems")
-    add("--ranks", nargs="+", type=float, default=(2, 4, 8, 16), help="mean ranks of sketches")
+    add("--ranks", nargs="+", type=float, default=(4, 8, 16), help="mean ranks of sketches")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
     add(
