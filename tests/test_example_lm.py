@@ -35,7 +35,7 @@ def tiny(lm, kind, dtype=torch.float32):
     torch.manual_seed(5)
     key_heads = 4 if kind == "kda" else 2
     model = lm["model"].HybridLM({**TINY, "family": kind, "Hk": key_heads}).to(dtype)
-    torch.nn.init.normal_(model.emb.weight)
+    torch.nn.init.normal_(model.emb.weight, std=0.3)  # logits of a few units
     return model.eval().requires_grad_(False)
 
 
@@ -130,7 +130,7 @@ def test_rows_are_disjoint_and_seeded(lm):
 def small_run(lm):
     model = tiny(lm, "kda")
     calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8)
-    systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 6], 8)
+    systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 3], 8)
     text = np.random.default_rng(0).integers(VOCAB, size=2000)
     rows = lm["prompts"].text_rows(text, 3, 64, np.random.default_rng(0))
     prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), most=2)
@@ -144,7 +144,7 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
     assert standard.increase == 0 and standard.agreement == 1
     assert abs(replay.increase) < 1e-6 and replay.recall == standard.recall  # float32 between the layers
     assert narrow.reduction > wide.reduction > 1
-    assert narrow.agreement <= wide.agreement < 1 or wide.agreement == 1
+    assert narrow.agreement < wide.agreement < 1
     assert 0 <= without <= 1
     assert small_run() == (results, without)
     if importlib.util.find_spec("matplotlib"):

@@ -97,15 +97,16 @@ def prefill(model, ids, stop):
 def continued(model, heads, batch, wipe=False):
     """Likeliest next token ``(rows, tokens)`` of each token after a prefill; `wipe` forgets the states at its end."""
     core = Heads(heads)
-    core.load({place: torch.zeros_like(state) if wipe else state for place, state in batch.states.items()})
+    core.reset()
+    if not wipe:
+        core.load(batch.states)
     hidden = model(batch.rest, core, dict(batch.cache))
     return np.stack([model.head(row).argmax(-1).numpy() for row in hidden])
 
 
-def recall(model, system, prompts, batches, backend, wipe=False):
+def recall(model, heads, prompts, batches, wipe=False):
     """Share of prompts answered word for word."""
-    guesses = [continued(model, system.heads(len(x.rest), backend), x, wipe) for x in batches]
-    rest = np.concatenate(guesses)
+    rest = np.concatenate([continued(model, heads, batch, wipe) for batch in batches])
     return float(prompts.recalled(np.pad(rest, [(0, 0), (prompts.ids.shape[1] - rest.shape[1], 0)])).mean())
 
 
@@ -137,10 +138,12 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
     ids = torch.from_numpy(prompts.ids)
     batches = [prefill(model, part, prompts.question - decoded) for part in ids.split(batch)]
     rows = torch.from_numpy(text)
+    slots = max(len(rows), batch)
     results, base = [], None
     for system in systems:
         step(system.name)
-        losses, guesses = score_text(model, system.heads(len(rows), backend), rows)
+        heads = system.heads(slots, backend)
+        losses, guesses = score_text(model, heads, rows)
         base = base or (losses, guesses)
         more = (losses - base[0]).mean(axis=1)
         results.append(
@@ -153,11 +156,11 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
                 float(more.mean()),
                 float(more.std(ddof=1) / len(more) ** 0.5) if len(more) > 1 else float("nan"),
                 float((guesses == base[1]).mean()),
-                recall(model, system, prompts, batches, backend),
+                recall(model, heads, prompts, batches),
             )
         )
     step("without states")
-    return results, recall(model, systems[0], prompts, batches, backend, wipe=True)
+    return results, recall(model, systems[0].heads(slots, backend), prompts, batches, wipe=True)
 
 
 def listed(options, calibrations):
@@ -199,7 +202,7 @@ def arguments(given=None):
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
     add("--systems", nargs="+", choices=choices, default=choices, help="what stands beside the exact systems")
-    add("--ranks", nargs="+", type=float, default=(2, 4, 8, 16), help="mean ranks of sketches")
+    add("--ranks", nargs="+", type=float, default=(4, 8, 16), help="mean ranks of sketches")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
     add(

@@ -69,6 +69,11 @@ class Heads:
     def __call__(self, layer, *inputs):
         return self.heads[layer].step(*inputs)
 
+    def reset(self):
+        """Start again from zero states."""
+        for head in self.heads.values():
+            head.reset()
+
     def load(self, states):
         """Go on from the states of a prefill."""
         for layer, state in states.items():
