@@ -25,15 +25,30 @@ _HOME = {
     "SketchHead": "head",
     "StandardHead": "baselines",
     "ReplayHead": "baselines",
+    "QuantisedHead": "baselines",
+    "CopyReadHead": "baselines",
+    "low_rank_plan": "baselines",
+    "ChannelScores": "baselines",
+    "PrunedHead": "baselines",
+    "KeyMoments": "baselines",
+    "KeyReduction": "baselines",
+    "KeyReducedHead": "baselines",
 }
 _MODULES = ("models", "traffic")
 
 __all__ = [
     "DENSE",
     "Allocation",
+    "ChannelScores",
+    "CopyReadHead",
+    "KeyMoments",
+    "KeyReducedHead",
+    "KeyReduction",
     "Layer",
     "Moments",
     "PlanFileError",
+    "PrunedHead",
+    "QuantisedHead",
     "RankScores",
     "ReplayHead",
     "SketchBasis",
@@ -42,13 +57,25 @@ __all__ = [
     "StandardHead",
     "allocate_ranks",
     "fit_basis",
+    "low_rank_plan",
     "models",
     "traffic",
 ]
 
 if TYPE_CHECKING:
     from sketchssm import models, traffic
-    from sketchssm.baselines import ReplayHead, StandardHead
+    from sketchssm.baselines import (
+        ChannelScores,
+        CopyReadHead,
+        KeyMoments,
+        KeyReducedHead,
+        KeyReduction,
+        PrunedHead,
+        QuantisedHead,
+        ReplayHead,
+        StandardHead,
+        low_rank_plan,
+    )
     from sketchssm.calibrate.allocation import Allocation, allocate_ranks
     from sketchssm.calibrate.basis import SketchBasis, fit_basis
     from sketchssm.calibrate.moments import Moments

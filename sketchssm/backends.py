@@ -24,11 +24,13 @@ ENGINES = {
     ("reference", "sketch"): "sketchssm.reference.engines:SketchEngine",
     ("reference", "quantised"): "sketchssm.reference.baselines:QuantisedEngine",
     ("reference", "copy"): "sketchssm.reference.baselines:CopyEngine",
+    ("reference", "reduced"): "sketchssm.baselines.reduced:reference_engine",
     ("cpu", "standard"): "sketchssm.cpu.standard:StandardEngine",
     ("cpu", "replay"): "sketchssm.cpu.replay:ReplayEngine",
     ("cpu", "sketch"): "sketchssm.cpu.sketch:SketchEngine",
     ("cpu", "quantised"): "sketchssm.cpu.quantised:QuantisedEngine",
     ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
+    ("cpu", "reduced"): "sketchssm.baselines.reduced:cpu_engine",
 }
 
 
@@ -69,7 +71,7 @@ def load_engine(system: str, backend: str, *args: Any, **settings: Any) -> tuple
     Parameters
     ----------
     system : str
-        "standard", "replay", "sketch", "quantised" or "copy".
+        "standard", "replay", "sketch", "quantised", "copy" or "reduced".
     backend : {"auto", "reference", "cpu"}
         Where to run; "auto" takes the fastest that this machine has.
     *args, **settings

@@ -78,8 +78,8 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
     key_dim, value_dim : int
         K and V.
     bits : float, optional
-        Bits per element of a quantised state, with 16-bit scales along both dimensions (DSQ): the compression is
-        ``32 / (bits + 16 (K + V) / (K V))``.
+        Bits per element of a quantised state, stored residuals included, with 16-bit scales along both dimensions
+        (DSQ): the compression is ``32 / (bits + 16 (K + V) / (K V))``.
     sparsity : float, optional
         Share of a pruned state's rows or channels that is gone (GHOST, DRRQR): ``1 / (1 - sparsity)``.
 

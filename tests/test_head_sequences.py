@@ -62,7 +62,7 @@ class Slot:
 
 
 def machine(kind, backend):
-    """Build the machine of one kind and backend: all three systems side by side."""
+    """Build the machine of one kind and backend: all systems with exact states side by side."""
     layer = LAYERS[kind]
     plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
     tolerance = EXACT[backend]
@@ -74,7 +74,8 @@ def machine(kind, backend):
             self.standard = ss.StandardHead(layer, SLOTS, backend)
             self.replay = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW)
             self.sketch = ss.SketchHead(plan, SLOTS, backend)
-            self.heads = (self.standard, self.replay, self.sketch)
+            self.copy = ss.CopyReadHead(layer, SLOTS, backend, window=WINDOW)
+            self.heads = (self.standard, self.replay, self.sketch, self.copy)
 
         @rule(seed=seeds, slots=some_slots, length=st.integers(1, 2 * WINDOW + 1), harsh=st.booleans())
         def step(self, seed, slots, length, harsh):
@@ -84,7 +85,7 @@ def machine(kind, backend):
                 outputs = [head.step(*at(tokens, np.s_[:, 0]), slots=slots)[:, None] for head in self.heads]
             else:
                 outputs = [head.step(*tokens, slots=slots) for head in self.heads]
-            standard, replay, sketch = outputs
+            standard, replay, sketch, copy = outputs
             for row, slot in enumerate(slots):
                 if slot < 0:
                     for output in outputs:
@@ -96,7 +97,10 @@ def machine(kind, backend):
                     close(replay[row, t], want)
                     exact = slice(None) if ended else RANKS == DENSE
                     close(sketch[row, t, exact], want[exact])
+                    if ended:
+                        close(copy[row, t], want)
                     assert np.isfinite(sketch[row, t]).all()
+                    assert np.isfinite(copy[row, t]).all()
 
         @rule(slots=some_slots)
         def flush(self, slots):
@@ -152,7 +156,7 @@ def machine(kind, backend):
             for slot, model in enumerate(self.model):
                 close(self.standard.state[slot], model.current()[0])
                 assert self.standard.position[slot] == 0
-                for head in (self.replay, self.sketch):
+                for head in (self.replay, self.sketch, self.copy):
                     close(head.state[slot], model.state[0])
                     assert head.position[slot] == len(model.pending)
 

@@ -16,7 +16,7 @@ from sketchssm.reference.window import Ring, effective_query
 WINDOW = 4
 SLOTS = 5
 RANKS = np.array([DENSE, 2, 3, DENSE])
-SYSTEMS = ("standard", "replay", "sketch")
+SYSTEMS = ("standard", "replay", "sketch", "copy")
 # What an exact result may differ by, as a share of its norm. Float64: a hundred operations of 2^-53 each. Float32: the
 # same of 2^-24 on a path of some ten tokens, whose errors add up like a random walk. Tokens hold float32 values for
 # both; where a result is held against the recurrence they come as float64 arrays, so that the output stays whole.
@@ -48,6 +48,8 @@ def make(system, backend, layer):
             return ss.StandardHead(layer, slots, backend)
         if system == "replay":
             return ss.ReplayHead(layer, slots, backend, window=WINDOW)
+        if system == "copy":
+            return ss.CopyReadHead(layer, slots, backend, window=WINDOW)
         return ss.SketchHead(plan, slots, backend)
 
     return new
@@ -71,7 +73,7 @@ def singly(head, tokens, **options):
 class TestExactness:
     @pytest.mark.parametrize("harsh", [False, True])
     def test_outputs_and_states(self, make, system, backend, layer, harsh, rng):
-        """Exact at every token, but for sketched heads between flushes; states exact at every flush."""
+        """Exact at every token, but for approximate reads between flushes; states exact at every flush."""
         tokens, start = tokens_of(rng, layer, 3, 3 * WINDOW, np.float64, harsh), states_of(rng, layer, 3)
         head = make()
         head.load_state(start)
@@ -79,7 +81,7 @@ class TestExactness:
         for t in range(3 * WINDOW):
             output = head.step(*at(tokens, np.s_[:, t]))
             flushed = system == "standard" or (t + 1) % WINDOW == 0
-            exact = slice(None) if flushed or system == "replay" else RANKS == DENSE
+            exact = slice(None) if flushed or system == "replay" else (RANKS == DENSE) & (system == "sketch")
             assert relative(output[:, exact], want[:, t, exact]) < EXACT[backend]
             if flushed:
                 state = run(layer, *at(tokens, np.s_[:, : t + 1]), state=start)[1]
@@ -95,13 +97,15 @@ class TestExactness:
             "standard": lambda: ss.StandardHead(layer, 2, backend),
             "replay": lambda: ss.ReplayHead(layer, 2, backend, window=WINDOW),
             "sketch": lambda: ss.SketchHead(plan, 2, backend),
+            "copy": lambda: ss.CopyReadHead(layer, 2, backend, window=WINDOW),
         }[system]()
         tokens = tokens_of(rng, layer, 2, 2 * WINDOW, np.float64)
         output = singly(head, tokens)
         want, state = run(layer, *tokens)
         assert relative(head.state, state) < EXACT[backend]
         assert relative(output[:, WINDOW - 1 :: WINDOW], want[:, WINDOW - 1 :: WINDOW]) < EXACT[backend]
-        assert relative(output[:, :, [0, 5]], want[:, :, [0, 5]]) < EXACT[backend]
+        if system != "copy":
+            assert relative(output[:, :, [0, 5]], want[:, :, [0, 5]]) < EXACT[backend]
 
     def test_a_long_slow_decay(self, make, backend, layer, rng):
         """Gates near 0 for 1024 tokens: what was written first is still there, as float32 gates say."""
@@ -115,14 +119,31 @@ class TestExactness:
         # a thousand roundings of the state, as a random walk: 30 times one
         assert relative(head.state[2], state[0]) < 10 * EXACT[backend]
 
+    @pytest.mark.parametrize("dtype", [np.float16, np.float64])
+    def test_load_state_keeps_every_bit(self, make, layer, dtype, rng):
+        start = states_of(rng, layer, SLOTS).astype(np.float16)
+        head = make()
+        head.load_state(start.astype(dtype))
+        np.testing.assert_array_equal(head.state, start)
+
+    def test_state_is_a_live_view_to_read(self, make, layer, rng):
+        head = make()
+        view = head.state
+        assert view.shape == (SLOTS, *layer.state_shape)
+        assert np.shares_memory(view, head.state)
+        assert view.strides[-1] == view.itemsize
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0
+        head.step(*tokens_of(rng, layer, 1, WINDOW))
+        assert np.any(view[0] != 0)
+
 
 class TestSlots:
-    def test_rows_go_where_they_are_sent(self, make, backend, layer, rng):
+    def test_rows_go_where_they_are_sent(self, make, layer, rng):
         tokens = tokens_of(rng, layer, 3, WINDOW)
-        head = make()
-        head.step(*tokens, slots=[4, 0, 2])
-        _, state = run(layer, *tokens)
-        assert relative(head.state[[4, 0, 2]], state) < EXACT[backend]
+        head, twin = make(), make()
+        np.testing.assert_array_equal(head.step(*tokens, slots=[4, 0, 2]), twin.step(*tokens))
+        np.testing.assert_array_equal(head.state[[4, 0, 2]], twin.state[:3])
         np.testing.assert_array_equal(head.state[[1, 3]], 0)
 
     @pytest.mark.parametrize("slots", [(2, 0), range(2), np.array([2, 0], np.int32), np.array([2, 0], np.uint8)])
@@ -269,7 +290,7 @@ class TestStates:
         for each in (head, fresh):
             each.load_state(start, slots=[2, 0])
         np.testing.assert_array_equal(head.position[[2, 0]], 0)
-        np.testing.assert_array_equal(head.state[[2, 0]], start)
+        np.testing.assert_array_equal(head.state[[2, 0]], fresh.state[[2, 0]])
         np.testing.assert_array_equal(head.step(*tokens, slots=[2, 0]), fresh.step(*tokens, slots=[2, 0]))
         head.flush()
         fresh.flush()
@@ -285,32 +306,23 @@ class TestStates:
         np.testing.assert_array_equal(head.step(*tokens, slots=rest), twin.step(*tokens, slots=rest))
 
     def test_load_state_copies(self, make, layer, rng):
-        head, start = make(), states_of(rng, layer, SLOTS)
+        head, twin, start = make(), make(), states_of(rng, layer, SLOTS)
         kept = start.copy()
         head.load_state(start)
         head.step(*tokens_of(rng, layer, SLOTS, WINDOW))
         np.testing.assert_array_equal(start, kept)
         head.load_state(start)
+        twin.load_state(kept)
         start[...] = 0
-        np.testing.assert_array_equal(head.state, kept)
+        np.testing.assert_array_equal(head.state, twin.state)
 
     @pytest.mark.parametrize("dtype", [np.float16, np.float64])
     def test_load_state_takes_any_real_type(self, make, layer, dtype, rng):
         start = states_of(rng, layer, SLOTS).astype(np.float16)
-        head = make()
+        head, twin = make(), make()
         head.load_state(start.astype(dtype))
-        np.testing.assert_array_equal(head.state, start)
-
-    def test_state_is_a_live_view_to_read(self, make, layer, rng):
-        head = make()
-        view = head.state
-        assert view.shape == (SLOTS, *layer.state_shape)
-        assert np.shares_memory(view, head.state)
-        assert view.strides[-1] == view.itemsize
-        with pytest.raises(ValueError, match="read-only"):
-            view[...] = 0
-        head.step(*tokens_of(rng, layer, 1, WINDOW))
-        assert np.any(view[0] != 0)
+        twin.load_state(start.astype(np.float32))
+        np.testing.assert_array_equal(head.state, twin.state)
 
     @pytest.mark.parametrize("count", [1, WINDOW, WINDOW + 2])
     def test_reset_after_nan(self, make, layer, count, rng):
@@ -506,9 +518,14 @@ class TestConstructors:
     def test_slots(self, slots, system, rng):
         layer = LAYERS["gdn"]
         what = plan_of(rng, layer) if system == "sketch" else layer
-        head = {"standard": ss.StandardHead, "replay": ss.ReplayHead, "sketch": ss.SketchHead}[system]
+        heads = {
+            "standard": ss.StandardHead,
+            "replay": ss.ReplayHead,
+            "sketch": ss.SketchHead,
+            "copy": ss.CopyReadHead,
+        }
         with pytest.raises(ValueError, match=re.escape(f"slots: expected a positive integer, got {slots!r}")):
-            head(what, slots, "reference")
+            heads[system](what, slots, "reference")
 
     @pytest.mark.parametrize("window", [0, -1, 2.0, True])
     def test_window(self, window):

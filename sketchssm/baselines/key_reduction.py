@@ -197,7 +197,9 @@ class KeyMoments:
 class KeyReduction:
     """Key channels that stay, and what the others are of them.
 
-    Attributes
+    Made by `KeyMoments.reduce`.
+
+    Parameters
     ----------
     layer : Layer
         Kind and shape.

@@ -16,7 +16,7 @@ from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["ChannelMap", "ReducedEngine", "ReducedHead", "check_sparsity"]
+__all__ = ["ChannelMap", "ReducedEngine", "ReducedHead", "check_sparsity", "cpu_engine", "reference_engine"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,10 @@ class ChannelMap:
         pick = (kept[..., None] == np.arange(key_dim)).astype(np.float64)
         return cls(kept, pick, pick, pick.swapaxes(-1, -2), norms)
 
+    def reduced(self, layer: Layer) -> Layer:
+        """The layer with as many key channels as there are coordinates."""
+        return Layer(layer.kind, layer.heads, self.kept.shape[-1], layer.value_dim, layer.key_heads)
+
 
 class ReducedEngine:
     """An engine of a layer with fewer key channels, seen as one of the whole layer.
@@ -65,8 +69,8 @@ class ReducedEngine:
 
     def __init__(self, layer: Layer, inner: Engine, channels: ChannelMap) -> None:
         self.layer, self._inner, self.dtype = layer, inner, inner.dtype
-        self._query, self._key = (x.astype(inner.dtype) for x in (channels.query, channels.key))
-        self._lift = layer.expand_keys(channels.lift, axis=0).astype(inner.dtype)
+        self._query, self._key = (x.astype(inner.state.dtype) for x in (channels.query, channels.key))
+        self._lift = layer.expand_keys(channels.lift, axis=0).astype(inner.state.dtype)
         self._kept = layer.expand_keys(channels.kept, axis=0)
         self._norms = channels.norms
 
@@ -88,7 +92,7 @@ class ReducedEngine:
         )
         g = tokens.g
         if self.layer.kind == "kda":
-            g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0).astype(self.dtype)
+            g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0).astype(g.dtype)
         self._inner.step(Tokens(q, k, tokens.v, g, tokens.beta), slots, out)
 
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
@@ -102,6 +106,20 @@ class ReducedEngine:
     def reset(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
         self._inner.reset(slots)
+
+
+def reference_engine(layer: Layer, slots: int, channels: ChannelMap) -> ReducedEngine:
+    """Reduced recurrence in float64."""
+    from sketchssm.reference.engines import StandardEngine
+
+    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), slots), channels)
+
+
+def cpu_engine(layer: Layer, slots: int, channels: ChannelMap) -> ReducedEngine:
+    """Reduced recurrence in Numba's float32."""
+    from sketchssm.cpu.standard import StandardEngine
+
+    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), slots), channels)
 
 
 class ReducedHead(DecodeHead):
@@ -121,9 +139,7 @@ class ReducedHead(DecodeHead):
 
     def __init__(self, layer: Layer, channels: ChannelMap, slots: int, backend: str) -> None:
         capacity = check_capacity(slots)
-        reduced = Layer(layer.kind, layer.heads, channels.kept.shape[-1], layer.value_dim, layer.key_heads)
-        name, inner = load_engine("standard", backend, reduced, capacity)
-        super().__init__(layer, capacity, name, ReducedEngine(layer, inner, channels))
+        super().__init__(layer, capacity, *load_engine("reduced", backend, layer, capacity, channels))
 
 
 def check_sparsity(sparsity: float) -> float:

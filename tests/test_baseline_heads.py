@@ -1,0 +1,138 @@
+"""Heads that approximate the state itself: the promises that all heads make, and each backend held to the other."""
+
+import re
+
+import numpy as np
+import pytest
+from samples import LAYERS, at, relative, states_of, tokens_of
+
+# What every head promises, exact or not, is tested by the same tests; their fixtures are this module's.
+from test_heads import SLOTS, WINDOW, TestArrays, TestRefusals, TestSeveralTokens, TestSlots, TestStates
+
+import sketchssm as ss
+from sketchssm.reference.quantise import scales
+from sketchssm.reference.recurrence import run
+
+__all__ = ["TestArrays", "TestRefusals", "TestSeveralTokens", "TestSlots", "TestStates"]
+
+SYSTEMS = {
+    "quantised": ("mamba2", "gdn", "kda"),
+    "feedback": ("mamba2", "gdn", "kda"),
+    "pruned": ("mamba2", "kda"),
+    "reduced": ("gdn",),
+    "sliced": ("gdn",),
+}
+# A few operations of 2^-24 on vectors of at most six entries, for one token.
+FLOAT32 = 1e-6
+
+
+@pytest.fixture(params=[(system, kind) for system, kinds in SYSTEMS.items() for kind in kinds], ids="-".join)
+def pair(request):
+    return request.param
+
+
+@pytest.fixture
+def system(pair):
+    return pair[0]
+
+
+@pytest.fixture
+def layer(pair):
+    return LAYERS[pair[1]]
+
+
+@pytest.fixture(params=("reference", "cpu"))
+def backend(request):
+    return request.param
+
+
+def head_of(system, layer, slots, backend):
+    """A head of a system, calibrated where it has to be; all of one system and layer are alike."""
+    if system in ("quantised", "feedback"):
+        return ss.QuantisedHead(layer, slots, backend, bits=5, error_feedback=system == "feedback")
+    tokens = tokens_of(np.random.default_rng(7), layer, 2, 20)
+    if system == "pruned":
+        scores = ss.ChannelScores(layer)
+        scores.update(*tokens)
+        return ss.PrunedHead(layer, scores.keep(0.5), slots, backend)
+    moments = ss.KeyMoments(layer)
+    moments.update(*tokens)
+    return ss.KeyReducedHead(moments.reduce(0.4), slots, backend, fold=system == "reduced")
+
+
+@pytest.fixture
+def make(system, layer, backend):
+    return lambda slots=SLOTS: head_of(system, layer, slots, backend)
+
+
+class TestBackends:
+    def test_a_step_is_the_reference_s(self, system, layer, rng):
+        """One token from the same states: the reference's outputs and states, but for codes at a boundary.
+
+        Rounding moves an element that lies just between two codes to the other one: a step further, in one state of
+        a hundred at most.
+        """
+        heads = [head_of(system, layer, 4, backend) for backend in ("reference", "cpu")]
+        tokens = tokens_of(rng, layer, 4, 30)
+        step = 2 / 15 if system == "quantised" else 2 / 15 / 14 if system == "feedback" else 0.0
+        total, moved = 0, 0
+        for t in range(30):
+            start = states_of(rng, layer, 4)
+            loaded = []
+            for head in heads:
+                head.load_state(start)
+                loaded.append(head.state.astype(np.float64))
+            alike = self.alike(*loaded, step)
+            want, got = (head.step(*at(tokens, np.s_[:, t])) for head in heads)
+            assert relative(got[alike], want[alike]) < FLOAT32
+            alike &= self.alike(*(head.state.astype(np.float64) for head in heads), step)
+            total, moved = total + alike.size, moved + int((~alike).sum())
+        assert moved <= 0.01 * total
+
+    def alike(self, want, got, step):
+        """Which states ``(batch, heads)`` agree; none is off by more than a step of its quantiser."""
+        apart = np.abs(got - want)
+        rounding = FLOAT32 * np.abs(want).max(axis=(-1, -2), keepdims=True)
+        assert (apart <= rounding + step * np.multiply(*scales(want))).all()
+        return (apart <= rounding).all(axis=(-1, -2))
+
+    def test_a_fresh_head_is_exact_until_it_stores(self, system, layer, backend, rng):
+        """The first token's output comes of a state that no code has touched; pruning shows from the start."""
+        if system in ("quantised", "feedback"):
+            tokens = tokens_of(rng, layer, 2, 1, np.float64)
+            output = head_of(system, layer, 2, backend).step(*tokens)
+            assert relative(output, run(layer, *tokens)[0]) < FLOAT32
+
+
+class TestConstructors:
+    def test_backend(self, system, layer):
+        with pytest.raises(ValueError, match=r"^backend: expected one of auto, reference, cpu.* got 'tpu'"):
+            head_of(system, layer, 2, "tpu")
+
+    def test_what_a_head_tells(self, make, backend, layer):
+        head = make()
+        assert (head.layer, head.slots, head.backend) == (layer, SLOTS, backend)
+        assert head.state.shape == (SLOTS, *layer.state_shape)
+        head.step(*tokens_of(np.random.default_rng(0), layer, 2, WINDOW + 1))
+        np.testing.assert_array_equal(head.position, 0)  # nothing waits
+
+    def test_states_are_read_only(self, make):
+        with pytest.raises(ValueError, match="read-only"):
+            make().state[...] = 0
+
+    @pytest.mark.parametrize("slots", [0, 2.0, True, None])
+    def test_slots(self, system, layer, slots):
+        with pytest.raises(ValueError, match=re.escape(f"slots: expected a positive integer, got {slots!r}")):
+            head_of(system, layer, slots, "reference")
+
+
+@pytest.mark.parametrize("bits", [1, 17, 8.0, True, "8"])
+@pytest.mark.parametrize("head", [ss.QuantisedHead, ss.CopyReadHead])
+def test_bits(head, bits):
+    with pytest.raises(ValueError, match=re.escape(f"bits: expected an integer from 2 to 16, got {bits!r}")):
+        head(LAYERS["gdn"], 2, "reference", bits=bits)
+
+
+def test_window_of_a_copy():
+    with pytest.raises(ValueError, match=r"^window: expected a positive integer, got 0"):
+        ss.CopyReadHead(LAYERS["gdn"], 2, "reference", window=0)

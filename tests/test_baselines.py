@@ -1,0 +1,444 @@
+"""What defines each baseline: the bounds, scores and optima that its method promises."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import LAYERS, at, relative, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.baselines.key_reduction import GROWTH, strong_rrqr
+from sketchssm.baselines.low_rank import low_rank_basis
+from sketchssm.recurrence import KINDS
+from sketchssm.reference.quantise import Grid, round_trip, scales
+from sketchssm.reference.recurrence import per_head, run, step
+from sketchssm.reference.window import Ring, effective_query
+
+# A few dozen operations of 2^-53 on numbers of size one.
+ROUNDING = 1e-13
+PRUNABLE = ("mamba2", "kda")
+
+
+def moments_of(layer, tokens, window):
+    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, window)
+    moments.update(*tokens)
+    return moments
+
+
+def expanded(layer, per_key_head):
+    return layer.expand_keys(np.asarray(per_key_head), axis=0)
+
+
+class TestQuantiser:
+    @given(st.integers(0, 2**32 - 1), st.integers(2, 16), st.booleans(), st.floats(-30, 30))
+    def test_error_bound_from_the_scales(self, seed, bits, zero, size):
+        """No element is off by more than half a step of its row's and its column's scale, whatever the outliers."""
+        rng = np.random.default_rng(seed)
+        rows, columns = np.exp(3 * rng.standard_normal((2, 9, 1))), np.exp(3 * rng.standard_normal((2, 1, 7)))
+        state = 10.0**size * rows * columns * rng.standard_normal((2, 9, 7))
+        r, c = scales(state)
+        assert (np.abs(state) <= r * c).all()
+        half = r * c / (2 ** (bits - 1) - 1) / 2 if zero else r * c / 2**bits
+        # the bound itself is a product of rounded numbers
+        assert (np.abs(round_trip(state, bits, zero=zero) - state) <= half * (1 + 1e-12)).all()
+
+    def test_scales_are_bfloat16_and_tight(self, rng):
+        """Sixteen bits each, as the byte model counts them, and at most a rounding of 2^-7 above what they bound."""
+        state = states_of(rng, LAYERS["gdn"], 5, np.float64)
+        for scale in scales(state):
+            as_bits = scale.astype(np.float32).view(np.uint32)
+            np.testing.assert_array_equal(as_bits & 0xFFFF, 0)
+            np.testing.assert_array_equal(scale.astype(np.float32), scale)
+        rows, columns = scales(state)
+        assert (np.abs(state).max(axis=-1, keepdims=True) >= rows / (1 + 2**-7)).all()
+        assert ((np.abs(state) / rows).max(axis=-2, keepdims=True) >= columns / (1 + 2**-7)).all()
+
+    @pytest.mark.parametrize("zero", [True, False])
+    @pytest.mark.parametrize("bits", [2, 4, 8])
+    def test_codes_of_codes_are_themselves(self, bits, zero, rng):
+        """With the scales given, what has been quantised once stays; and a grid has as many levels as it may."""
+        state = states_of(rng, LAYERS["gdn"], 5, np.float64)
+        grid, (rows, columns) = Grid.of(bits, zero), scales(state)
+        spacing = grid.step(rows * columns)
+        codes = grid.encode(state, spacing)
+        np.testing.assert_array_equal(grid.encode(codes * spacing, spacing), codes)
+        every = np.unique(grid.encode(np.linspace(-1, 1, 10**4), grid.step(np.ones(()))))
+        assert every.size == (2**bits - 1 if zero else 2**bits)
+        assert (0 in every) == zero
+
+    @pytest.mark.parametrize("bits", [4, 6, 8])
+    def test_an_idle_state_settles(self, bits, rng):
+        """Scales found anew differ from those before, but codes keep standing for the same: nothing wears off."""
+        state = states_of(rng, ss.Layer("gdn", 3, 40, 50), 2, np.float64)
+        once = last = round_trip(state, bits)
+        for _ in range(50):
+            last = round_trip(last, bits)
+        # the second time adds a little where a scale has moved by its own rounding, the others nothing
+        assert np.linalg.norm(last - state) < 1.1 * np.linalg.norm(once - state)
+
+    def test_an_outer_product_of_any_scales(self, rng):
+        """One key and one value with outliers: separate scales see it as if it had none."""
+        k, v = np.exp(4 * rng.standard_normal((2, 50)))
+        state = np.outer(v, k)
+        assert (np.abs(round_trip(state, 8) / state - 1) < 1 / 127).all()
+
+    @pytest.mark.parametrize("bits", [4, 6, 8])
+    def test_residuals_divide_the_bound(self, bits, rng):
+        """4 bits of residual, sharing the scales, leave a fourteenth; as many bits more in the codes leave less."""
+        state = states_of(rng, LAYERS["gdn"], 50, np.float64)
+        scale = np.multiply(*scales(state))
+        top = 2 ** (bits - 1) - 1
+        assert (np.abs(round_trip(state, bits, 4) - state) <= scale / top / 2 / 14 * (1 + 1e-12)).all()
+        assert 1 / (2 ** (bits + 3) - 1) < 1 / top / 14
+
+    def test_zeros_and_nan(self):
+        state = np.zeros((3, 4))
+        np.testing.assert_array_equal(round_trip(state, 4), 0)
+        np.testing.assert_array_equal(round_trip(state, 4, zero=False), 0)
+        state[1, 2] = np.nan
+        with np.errstate(invalid="ignore"):
+            assert np.isnan(round_trip(state, 4)[1, 2])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_feedback_keeps_states_closer(self, kind, rng):
+        layer = LAYERS[kind]
+        tokens, start = tokens_of(rng, layer, 4, 100, np.float64), states_of(rng, layer, 4)
+        want = run(layer, *tokens, state=start)[1]
+        errors = []
+        for feedback in (False, True):
+            head = ss.QuantisedHead(layer, 4, "reference", bits=5, error_feedback=feedback)
+            head.load_state(start)
+            head.step(*tokens)
+            errors.append(relative(head.state, want))
+        assert errors[1] < errors[0] / 4  # the bound falls fourteenfold; errors of many steps add up at random
+
+
+class TestCopies:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("bits", [2, 4])
+    def test_only_reads_err(self, kind, bits, rng):
+        """Between flushes an output is off by what the copy is off, read by the effective query: no more, no less."""
+        layer = LAYERS[kind]
+        tokens, start = tokens_of(rng, layer, 1, 8, np.float64), states_of(rng, layer, 1, np.float64)
+        head = ss.CopyReadHead(layer, 1, "reference", bits=bits, window=8)
+        head.load_state(start)
+        output, (want, state) = head.step(*tokens), run(layer, *tokens, state=start)
+        assert relative(head.state, state) < ROUNDING
+        lost = round_trip(start[0], bits, zero=False) - start[0]
+        q, k, v, g, beta = per_head(layer, tokens)
+        for t, h in itertools.product(range(7), range(layer.heads)):
+            ring = Ring(*(x[0, : t + 1, h] for x in (k, v, g)), None if beta is None else beta[0, : t + 1, h])
+            want[0, t, h] += lost[h] @ effective_query(q[0, t, h], ring)
+        assert relative(output, want) < ROUNDING
+
+    def test_error_does_not_grow(self, rng):
+        """The copy is made anew at every flush, of an exact state; a quantised state keeps what it has lost."""
+        layer = LAYERS["mamba2"]
+        tokens = tokens_of(rng, layer, 8, 1024, np.float64)
+        tokens.g[...] = -1e-3
+        want = run(layer, *tokens)[0]
+        growth = []
+        for head in (ss.CopyReadHead(layer, 8, "cpu", bits=6), ss.QuantisedHead(layer, 8, "cpu", bits=6)):
+            lost, size = (np.square(x).sum(axis=(0, 2, 3)) for x in (head.step(*tokens) - want, want))
+            growth.append((lost[-256:].sum() / size[-256:].sum()) / (lost[16:272].sum() / size[16:272].sum()))
+        copied, quantised = growth
+        assert copied < 1.5
+        assert quantised > 3
+
+
+class TestGhost:
+    @pytest.mark.parametrize("kind", PRUNABLE)
+    def test_score_is_controllability_times_observability(self, kind, rng):
+        """By brute force, token by token: the energy of a channel's row times the square of the query's entry.
+
+        And so the squared error of what is read when that channel is zeroed.
+        """
+        layer = LAYERS[kind]
+        tokens = tokens_of(rng, layer, 2, 12, np.float64)
+        scores = ss.ChannelScores(layer)
+        scores.update(*tokens)
+        product, lost = np.zeros((2, layer.key_heads, layer.key_dim))
+        inputs = per_head(layer, tokens)
+        state = np.zeros((2, layer.heads, layer.key_dim, layer.value_dim))
+        for t in range(12):
+            state, output = step(state, *(None if x is None else x[:, t] for x in inputs))
+            for row, h, n in np.ndindex(2, layer.heads, layer.key_dim):
+                query = inputs.q[row, t, h]
+                controllability, observability = np.sum(state[row, h, n] ** 2), query[n] ** 2
+                product[h // layer.group, n] += controllability * observability
+                without = np.delete(state[row, h], n, axis=0).T @ np.delete(query, n)
+                lost[h // layer.group, n] += np.sum((output[row, h] - without) ** 2)
+        assert relative(scores.scores, np.sqrt(product / 24)) < ROUNDING
+        assert relative(scores.scores, np.sqrt(lost / 24)) < ROUNDING
+
+    @pytest.mark.parametrize("kind", PRUNABLE)
+    def test_streams_and_adds_up(self, kind, rng):
+        layer = LAYERS[kind]
+        tokens = tokens_of(rng, layer, 3, 10, np.float64)
+        whole, first, second = (ss.ChannelScores(layer) for _ in range(3))
+        end = whole.update(*tokens)
+        state = first.update(*at(tokens, np.s_[:2, :4]))
+        first.update(*at(tokens, np.s_[:2, 4:]), state=state)
+        second.update(*at(tokens, np.s_[2:]))
+        total = first + second
+        assert relative(total.scores, whole.scores) < ROUNDING
+        assert total.tokens == whole.tokens == 30
+        assert relative(end, run(layer, *tokens)[1]) < ROUNDING
+
+    def test_key_heads_are_pooled(self):
+        """The layer's highest scores stay, wherever they are, but every key head keeps one."""
+        scores = ss.ChannelScores(ss.Layer("mamba2", 6, 4, 5, key_heads=3))
+        scores.energy = np.array([[9.0, 8, 7, 6], [5, 4, 3, 2], [0.1, 0.2, 0.3, 0.0]])
+        scores.tokens = 1
+        np.testing.assert_array_equal(
+            scores.keep(0.5), np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 1, 0]], dtype=bool)
+        )
+        assert scores.keep(0).all()
+        np.testing.assert_array_equal(scores.keep(0.99).sum(axis=-1), 1)
+
+    @pytest.mark.parametrize("kind", PRUNABLE)
+    def test_a_pruned_head_is_the_masked_recurrence(self, kind, rng):
+        layer = LAYERS[kind]
+        keep = np.array([[1, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 1]], dtype=bool)  # of unlike counts
+        tokens, start = tokens_of(rng, layer, 3, 9, np.float64, harsh=True), states_of(rng, layer, 3, np.float64)
+        head = ss.PrunedHead(layer, keep, 3, "reference")
+        head.load_state(start)
+        masked = tokens._replace(q=tokens.q * keep, k=tokens.k * keep)
+        want, state = run(layer, *masked, state=start * expanded(layer, keep)[:, None])
+        assert relative(head.step(*tokens), want) < ROUNDING
+        assert relative(head.state, state) < ROUNDING
+        whole = ss.PrunedHead(layer, np.ones_like(keep), 3, "reference")
+        assert relative(whole.step(*tokens), run(layer, *tokens)[0]) < ROUNDING
+
+    def test_refusals(self):
+        layer = LAYERS["mamba2"]
+        with pytest.raises(ValueError, match="GHOST prunes mamba2 and kda, got gdn"):
+            ss.ChannelScores(LAYERS["gdn"])
+        with pytest.raises(ValueError, match="GHOST prunes mamba2 and kda, got gdn"):
+            ss.PrunedHead(LAYERS["gdn"], np.ones((2, 6), bool), 1)
+        with pytest.raises(ValueError, match=r"^keep: expected bool of shape \(2, 6\), got int64"):
+            ss.PrunedHead(layer, np.ones((2, 6), int), 1)
+        with pytest.raises(ValueError, match=r"^keep: expected a channel in every key head, got none in 1"):
+            ss.PrunedHead(layer, np.array([[True] * 6, [False] * 6]), 1)
+        scores = ss.ChannelScores(layer)
+        with pytest.raises(ValueError, match=r"^scores: expected some tokens, got none"):
+            scores.keep(0.5)
+        with pytest.raises(ValueError, match=r"^sparsity: expected a number from 0 to below 1, got 1"):
+            scores.keep(1)
+        with pytest.raises(ValueError, match=r"^scores: expected the same layer to add"):
+            _ = scores + ss.ChannelScores(LAYERS["kda"])
+
+
+def kahan(size, sine=0.9):
+    """Kahan's matrix, scaled so that no rounding breaks ties: a pivoted QR keeps its order, and misjudges its rank."""
+    cosine = np.sqrt(1 - sine**2)
+    upper = np.eye(size) - cosine * np.triu(np.ones((size, size)), 1)
+    return sine ** np.arange(size)[:, None] * upper * (1 - 1e-6) ** np.arange(size)
+
+
+class TestStrongQR:
+    @pytest.mark.parametrize("matrix", ["random", "kahan", "graded"])
+    @pytest.mark.parametrize("count", [1, 7, 15, 16])
+    def test_volume_criterion(self, matrix, count, rng):
+        """No swap of a kept for a dropped column lets the volume grow by more than f, by brute force."""
+        m = {
+            "random": rng.standard_normal((40, 16)),
+            "kahan": kahan(16),
+            "graded": rng.standard_normal((40, 16)) * 0.5 ** np.arange(16),
+        }[matrix]
+        gram = m.T @ m
+        picked = strong_rrqr(gram, count)
+        assert sorted([*picked.kept, *picked.dropped]) == list(range(16))
+
+        def volume(columns):
+            return np.sqrt(np.linalg.det(gram[np.ix_(columns, columns)]))
+
+        base = volume(picked.kept)
+        for i, j in itertools.product(range(count), range(16 - count)):
+            swapped = picked.kept.copy()
+            swapped[i] = picked.dropped[j]
+            # determinants of Gram matrices of condition 1e8 hold half their digits
+            assert volume(swapped) <= base * GROWTH * (1 + 1e-4)
+        kept, whole = (np.linalg.svd(x, compute_uv=False) for x in (m[:, picked.kept], m))
+        bound = np.sqrt(1 + GROWTH**2 * count * (16 - count))  # Gu and Eisenstat, theorem 3.2
+        assert (kept >= whole[:count] / bound * (1 - 1e-6)).all()
+
+    def test_swaps_where_pivoting_misjudges(self):
+        assert strong_rrqr(kahan(32).T @ kahan(32), 31).swaps > 0
+
+    def test_a_rank_below_the_count(self, rng):
+        m = rng.standard_normal((40, 3)) @ rng.standard_normal((3, 8))
+        picked = strong_rrqr(m.T @ m, 5)
+        assert np.linalg.matrix_rank(m[:, picked.kept]) == 3
+
+
+class TestKeyReduction:
+    layer = LAYERS["gdn"]
+
+    def low_rank(self, rng, rank, length=12):
+        """Tokens whose keys span few directions, and whose queries any."""
+        tokens = tokens_of(rng, self.layer, 3, length, np.float64)
+        span = rng.standard_normal((2, self.layer.key_dim, rank))
+        k = np.einsum("hkn,bthn->bthk", span, rng.standard_normal((3, length, 2, rank)))
+        return tokens._replace(k=k / np.linalg.norm(k, axis=-1, keepdims=True))
+
+    @pytest.mark.parametrize("rank", [1, 2, 3])
+    def test_folding_is_exact_for_keys_of_low_rank(self, rank, rng):
+        tokens = self.low_rank(rng, rank)
+        moments = ss.KeyMoments(self.layer)
+        moments.update(*tokens)
+        head = ss.KeyReducedHead(moments.reduce(0.5), 3, "reference")
+        want, state = run(self.layer, *tokens)
+        # weights and factors divide by the kept channels' least singular value: 1e-7 of the largest at least
+        assert relative(head.step(*tokens), want) < 1e-7
+        assert relative(head.state, state) < 1e-7
+
+    def test_nothing_dropped_is_exact(self, rng):
+        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
+        moments = ss.KeyMoments(self.layer)
+        moments.update(*tokens)
+        for fold in (True, False):
+            head = ss.KeyReducedHead(moments.reduce(0), 3, "reference", fold=fold)
+            assert relative(head.step(*tokens), run(self.layer, *tokens)[0]) < ROUNDING
+
+    def test_slicing_is_the_normalised_recurrence(self, rng):
+        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
+        moments = ss.KeyMoments(self.layer)
+        moments.update(*tokens)
+        reduction = moments.reduce(0.5)
+        keep = np.zeros((2, 6))
+        for row, kept in zip(keep, reduction.kept, strict=True):
+            row[kept] = 1
+        assert (keep.sum(axis=-1) == 3).all()
+        q, k = (
+            x * keep * np.linalg.norm(x, axis=-1, keepdims=True) / np.linalg.norm(x * keep, axis=-1, keepdims=True)
+            for x in (tokens.q, tokens.k)
+        )
+        head = ss.KeyReducedHead(reduction, 3, "reference", fold=False)
+        assert relative(head.step(*tokens), run(self.layer, *tokens._replace(q=q, k=k))[0]) < ROUNDING
+
+    def test_keys_keep_their_lengths(self, rng):
+        """Folded keys, too: a longer one would erase more than there is, and states would grow without bound."""
+        tokens = tokens_of(rng, self.layer, 3, 400, np.float64)
+        moments = ss.KeyMoments(self.layer)
+        moments.update(*at(tokens, np.s_[:, :10]))
+        head = ss.KeyReducedHead(moments.reduce(0.5), 3, "reference")
+        tokens.g[...] = 0.0
+        tokens.beta[...] = 1.0
+        assert np.abs(head.step(*tokens)).max() < 10 * np.abs(tokens.v).max()
+
+    def test_streams_and_adds_up(self, rng):
+        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
+        whole, first, second = (ss.KeyMoments(self.layer) for _ in range(3))
+        whole.update(*tokens)
+        first.update(*at(tokens, np.s_[:, :5]))
+        second.update(*at(tokens, np.s_[:, 5:]))
+        total = first + second
+        for name in ("key_gram", "query_gram"):
+            assert relative(getattr(total, name), getattr(whole, name)) < ROUNDING
+        assert total.tokens == 36
+
+    def test_refusals(self):
+        for kind in PRUNABLE:
+            with pytest.raises(ValueError, match=f"DRRQR reduces the keys of gdn, got {kind}"):
+                ss.KeyMoments(LAYERS[kind])
+        moments = ss.KeyMoments(self.layer)
+        with pytest.raises(ValueError, match=r"^moments: expected some tokens, got none"):
+            moments.reduce(0.5)
+        with pytest.raises(ValueError, match=r"^sparsity: expected a number from 0 to below 1, got -0.5"):
+            moments.reduce(-0.5)
+        with pytest.raises(ValueError, match=r"^moments: expected the same layer to add"):
+            _ = moments + ss.KeyMoments(ss.Layer("gdn", 2, 6, 5))
+
+
+class TestLowRankReads:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_basis_is_optimal_for_the_mean_gram_matrix(self, kind, rng):
+        """It leaves the trailing eigenvalues' energy, and no other subspace of its dimension leaves less."""
+        layer = LAYERS[kind]
+        moments = moments_of(layer, tokens_of(rng, layer, 4, 40, np.float64), 8)
+        basis = low_rank_basis(moments)
+        gram = moments.state_gram / moments.samples[:, None, None]
+        for rank in range(1, basis.rank_max + 1):
+            e = basis.omega[:, :, :rank]
+            left = np.trace(gram, axis1=-2, axis2=-1) - np.einsum("hkr,hkl,hlr->h", e, gram, e)
+            total = basis.spectrum.sum(axis=-1)
+            np.testing.assert_allclose(
+                left, basis.spectrum[:, rank:].sum(axis=-1), rtol=0, atol=ROUNDING * total.max()
+            )
+            np.testing.assert_allclose(1 - left / total, basis.retained[:, rank - 1], rtol=0, atol=ROUNDING)
+            for _ in range(20):
+                other = np.linalg.qr(rng.standard_normal(e.shape))[0]
+                held = np.einsum("hkr,hkl,hlr->h", other, gram, other)
+                assert (total - held >= left * (1 - 1e-9)).all()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_read_projects_directly(self, kind, rng):
+        layer = LAYERS[kind]
+        plan = ss.low_rank_plan(moments_of(layer, tokens_of(rng, layer, 4, 40, np.float64), 8), 3)
+        head = ss.SketchHead(plan, 1, "reference")
+        tokens, start = tokens_of(rng, layer, 1, 1, np.float64), states_of(rng, layer, 1, np.float64)
+        head.load_state(start)
+        output, want = head.step(*tokens), run(layer, *tokens, state=start)[0]
+        q, k, v, g, beta = per_head(layer, tokens)
+        for h in range(layer.heads):
+            ring = Ring(*(x[0, :, h] for x in (k, v, g)), None if beta is None else beta[0, :, h])
+            x, e = effective_query(q[0, 0, h], ring), plan.phi[h].astype(np.float64)
+            want[0, 0, h] += start[0, h] @ e @ (e.T @ x) - start[0, h] @ x
+        assert relative(output, want) < 1e-12
+
+    def test_refusals(self, rng):
+        layer = LAYERS["gdn"]
+        empty = ss.Moments("gdn", 4, 6, 5, 2)
+        with pytest.raises(ValueError, match=r"^moments: expected samples of every head"):
+            ss.low_rank_plan(empty, 2)
+        moments = moments_of(layer, tokens_of(rng, layer, 2, 40), 8)
+        with pytest.raises(ValueError, match=r"^rank_max: expected 1 to 5, got 6"):
+            low_rank_basis(moments, 6)
+        with pytest.raises(ValueError, match=r"^ranks: expected"):
+            ss.low_rank_plan(moments, 6)
+
+
+class TestKVBuffer:
+    """Chunkwise decoding as KVBuffer describes it, from its own buffer, against buffered replay."""
+
+    def decode(self, layer, tokens, window):
+        """Outputs and the last state: a token's write is worked out once, kept, and folded in at the chunk's end."""
+        q, k, v, g, beta = (None if x is None else x[0] for x in per_head(layer, tokens))
+        length, heads = v.shape[:2]
+        state = np.zeros((heads, layer.key_dim, layer.value_dim))
+        output = np.zeros(v.shape)
+        for h, start in itertools.product(range(heads), range(0, length, window)):
+            writes = np.zeros((0, layer.value_dim))
+            for t in range(start, min(start + window, length)):
+                # decays from each buffered token, and from the chunk's start, to this one
+                since = np.exp(np.stack([g[s + 1 : t + 1, h].sum(axis=0) for s in range(start, t + 1)]))
+                from_start = np.exp(g[start : t + 1, h].sum(axis=0))
+                keys = since * k[start : t + 1, h]
+                held = (from_start * k[t, h]) @ state[h] + (keys[:-1] @ k[t, h]) @ writes
+                write = v[t, h] if beta is None else beta[t, h] * (v[t, h] - held)
+                writes = np.concatenate([writes, write[None]])
+                output[t, h] = (from_start * q[t, h]) @ state[h] + (keys @ q[t, h]) @ writes
+            state[h] = from_start[:, None] * state[h] + keys.T @ writes
+        return output, state.swapaxes(-1, -2)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_has_replay_s_outputs_and_states(self, kind, rng):
+        layer = LAYERS[kind]
+        tokens = tokens_of(rng, layer, 1, 12, np.float64)
+        output, state = self.decode(layer, tokens, 4)
+        head = ss.ReplayHead(layer, 1, "reference", window=4)
+        assert relative(head.step(*tokens)[0], output) < ROUNDING
+        assert relative(head.state[0], state) < ROUNDING
+        assert head.position[0] == 0
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_short_context_needs_no_state(self, kind, rng):
+        """Before the first flush outputs come of buffered keys and values alone, and the state stays untouched."""
+        layer = LAYERS[kind]
+        tokens = tokens_of(rng, layer, 1, 3, np.float64)
+        head = ss.ReplayHead(layer, 1, "reference", window=4)
+        assert relative(head.step(*tokens)[0], self.decode(layer, tokens, 4)[0]) < ROUNDING
+        np.testing.assert_array_equal(head.state, 0)

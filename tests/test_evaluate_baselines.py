@@ -1,0 +1,95 @@
+"""Entries of the baselines: what they are called, what they cost, and that they run on real traces."""
+
+import numpy as np
+import pytest
+from samples import at
+
+from sketchssm import traffic
+from sketchssm.baselines.quantised import RESIDUAL_BITS
+from sketchssm.evaluate import baselines
+from sketchssm.evaluate.systems import compare
+from sketchssm.recurrence import KINDS
+from sketchssm.traces import Traces
+
+LISTS = (
+    baselines.quantised_systems,
+    baselines.pruned_systems,
+    baselines.key_reduced_systems,
+    baselines.read_only_systems,
+)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def traces(request):
+    whole = Traces.shipped(request.param)
+    return Traces(whole.layer, at(whole.calib, np.s_[:2, :64]), at(whole.test, np.s_[:1, :64]))
+
+
+def listed(traces, window=8, **keywords):
+    return {make: make(traces.layer, traces.calib, window, **keywords) for make in LISTS}
+
+
+def test_kinds_that_a_method_excludes_list_nothing(traces):
+    counts = {make.__name__: len(systems) for make, systems in listed(traces).items()}
+    gdn = traces.layer.kind == "gdn"
+    assert counts == {
+        "quantised_systems": 4,
+        "pruned_systems": 0 if gdn else 4,
+        "key_reduced_systems": 4 if gdn else 0,
+        "read_only_systems": 5,
+    }
+
+
+def test_reductions_are_the_byte_model_s(traces):
+    size = (traces.layer.key_dim, traces.layer.value_dim)
+    whole = traffic.standard(*size)
+    by_name = {system.name: system.reduction for systems in listed(traces).values() for system in systems}
+    assert by_name["DSQ 8 bits"] == whole / traffic.compressed(*size, bits=8)
+    assert by_name["4-bit copy"] == whole / traffic.read_only_copy(*size, 4, 8)
+    assert by_name["low-rank read 8"] == traffic.reduction(traces.layer.kind, *size, 8, 8, "shared")
+    pruned = "DRRQR" if traces.layer.kind == "gdn" else "GHOST"
+    # K = 128 and every key head's share of it are whole numbers, so that nothing is rounded
+    assert [by_name[f"{pruned} {share:.1%}"] for share in baselines.SPARSITIES] == [1.6, 2, 1 / 0.375, 4]
+
+
+def test_feedback_pays_for_its_residuals(traces):
+    both = baselines.quantised_systems(traces.layer, traces.calib, bits=(8,), error_feedback=(False, True))
+    size = (traces.layer.key_dim, traces.layer.value_dim)
+    assert [system.name for system in both] == ["DSQ 8 bits", "DSQ 8 bits with feedback"]
+    assert both[1].reduction == traffic.standard(*size) / traffic.compressed(*size, bits=8 + RESIDUAL_BITS)
+
+
+def test_options(traces):
+    layer, calib = traces.layer, traces.calib
+    assert [s.name for s in baselines.read_only_systems(layer, calib, 8, bits=(3,), ranks=())] == ["3-bit copy"]
+    wide = baselines.read_only_systems(layer, calib, 8, bits=(), ranks=(2, 1000))
+    assert [s.name for s in wide] == ["low-rank read 2"]
+    assert wide[0].plan.window == 8
+    for systems in (
+        baselines.pruned_systems(layer, calib, sparsities=(0.25,)),
+        baselines.key_reduced_systems(layer, calib, sparsities=(0.25,), fold=(True, False)),
+    ):
+        for system in systems:
+            assert system.reduction == pytest.approx(4 / 3, rel=1e-12)
+
+
+def test_all_run_side_by_side(traces):
+    """Every entry decodes real traces; systems with exact states have them at flushes, the others are near."""
+    together = listed(traces)
+    exact = {system.name for system in together[baselines.read_only_systems]}
+    systems = [system for each in together.values() for system in each]
+    assert len({system.name for system in systems}) == len(systems)
+    for result in compare(systems, traces.layer, traces.test, window=8):
+        assert 0 < result.output_error < 1
+        assert (result.state_error < 1e-5) == (result.name in exact)
+
+
+def test_less_traffic_costs_accuracy(traces):
+    """Within one method, on real traces: each setting that moves fewer bytes errs more."""
+    for make, systems in listed(traces).items():
+        groups = [systems[:2], systems[2:]] if make is baselines.read_only_systems else [systems]
+        for group in groups:
+            results = compare(group, traces.layer, traces.test, window=8)
+            order = sorted(results, key=lambda result: result.reduction)
+            errors = [result.output_error for result in order]
+            assert errors == sorted(errors)
