@@ -89,7 +89,7 @@ def _grow(*families: str) -> Callable[[LayerResults], Verdict]:
         found = growth(layer, [s for s in layer.systems if s.family in families])
         if not found:
             return None
-        outputs, states = ([1.0 if x is None else x for x in factors] for factors in zip(*(g[2:] for g in found)))
+        outputs, states = ([getattr(g, what) or 1.0 for g in found] for what in ("output", "state"))
         return max(float(np.median(factors)) for factors in (outputs, states)) > GROWS, (
             f"output errors {min(outputs):.2f}x to {max(outputs):.2f}x, state errors {min(states):.2f}x to "
             f"{max(states):.2f}x from the first quarter of the tokens to the last, over {len(found)} settings; "
