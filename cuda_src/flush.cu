@@ -28,12 +28,13 @@ union Work {
 enum { STEP = 0, FOLD = 1, LOAD = 2 };
 
 struct Memory {
-    float4 tile[V * K / 4];
+    alignas(16) float tile[V][K];
     Work work;
     Stage stage;
     alignas(16) float query[K];
     u16 rows[MAX_ROWS];
     int counts[NWARPS];
+    Arrival staged, tiled[NWARPS];
 };
 
 // Lists the rows to flush, in order; returns how many.
@@ -67,6 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
     int count = 0;
+    if (threadIdx.x < NWARPS) m.tiled[threadIdx.x].init();
+    if (threadIdx.x == 0) m.staged.init();
     if (mode == STEP) {
         count = schedule->due;
         // nobody else looks at the cursors now: rows that are due stand at their window's last place
@@ -77,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
             }
         if (count == 0) return;
         for (int i = threadIdx.x; i < count; i += THREADS) m.rows[i] = static_cast<u16>(schedule->rows[i]);
-        __syncthreads();
     } else {
         count = list_rows(m, cursor, slots, batch, mode);
     }
+    __syncthreads();
     const int items = count * HEADS;
     // Even shares. Heads of a row follow one another: they lie side by side in memory and share keys.
     const int end = static_cast<i64>(items) * (blockIdx.x + 1) / gridDim.x;
@@ -92,9 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     auto token_of = [&](int row, int head) { return Token(q, k, v, g, beta, static_cast<i64>(row) * tokens + t, head); };
     auto home = [&](i64 slot, int head) { return state + slot * slot_stride + static_cast<i64>(head) * V * K; };
     auto prefetch = [&](int row, i64 slot, int head, int pos) {
-        m.stage.prefetch(token_of(row, head), Ring(ring_k, ring_v, ring_g, ring_beta, slot, head), pos, mode == STEP);
+        if (warp == 0)
+            m.stage.prefetch(token_of(row, head), Ring(ring_k, ring_v, ring_g, ring_beta, slot, head), pos, mode == STEP, m.staged);
         copy_async_commit();
-        Tile::prefetch(m.tile, home(slot, head));
+        Tile::prefetch(m.tile, home(slot, head), m.tiled[warp]);
         copy_async_commit();
     };
     int next_row = row_of(item), next_pos = 0;
@@ -103,12 +107,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
         next_slot = slots[next_row], next_pos = position(next_slot);
         prefetch(next_row, next_slot, item % HEADS, next_pos);
     }
-    for (; item < end; item++) {
+    for (int round = 0; item < end; item++, round++) {
         const int head = item % HEADS, row = next_row, pos = next_pos, folded = mode == STEP ? pos + 1 : pos;
         const i64 slot = next_slot, at = static_cast<i64>(row) * tokens + t;
         next_row = row_of(item + 1);
         if (next_row >= 0) next_slot = slots[next_row], next_pos = position(next_slot);
-        copy_async_wait<1>();
+        m.staged.wait<1>(round);
         __syncthreads();
         if (mode == STEP && threadIdx.x < K) m.query[threadIdx.x] = widen<ACT>(m.stage.q[threadIdx.x]);
 #if SKETCHED_HEADS
@@ -122,7 +126,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
         }
 
         Tile tile;
+        m.tiled[warp].wait<0>(round);
+        __syncwarp();
         tile.load(m.tile);
+        __syncwarp();
         if (next_row >= 0) prefetch(next_row, next_slot, (item + 1) % HEADS, next_pos);
         fold(tile, m.work.fold, values);
 #if SKETCHED_HEADS
