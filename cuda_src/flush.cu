@@ -94,18 +94,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     auto position = [&](i64 slot) { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[slot]; };
     auto token_of = [&](int row, int head) { return Token(q, k, v, g, beta, static_cast<i64>(row) * tokens + t, head); };
     auto home = [&](i64 slot, int head) { return state + slot * slot_stride + static_cast<i64>(head) * V * K; };
-    auto prefetch = [&](int row, i64 slot, int head, int pos) {
-        if (warp == 0)
+    auto prefetch_tokens = [&](int row, i64 slot, int head, int pos) {
+        if (warp == 0 && row >= 0)
             m.stage.prefetch(token_of(row, head), Ring(ring_k, ring_v, ring_g, ring_beta, slot, head), pos, mode == STEP, m.staged);
         copy_async_commit();
-        Tile::prefetch(m.tile, home(slot, head), m.tiled[warp]);
+    };
+    auto prefetch_tile = [&](int row, i64 slot, int head) {
+        if (row >= 0) Tile::prefetch(m.tile, home(slot, head), m.tiled[warp]);
         copy_async_commit();
     };
     int next_row = row_of(item), next_pos = 0;
     i64 next_slot = 0;
     if (item < end) {
         next_slot = slots[next_row], next_pos = position(next_slot);
-        prefetch(next_row, next_slot, item % HEADS, next_pos);
+        prefetch_tokens(next_row, next_slot, item % HEADS, next_pos);
+        prefetch_tile(next_row, next_slot, item % HEADS);
     }
     for (int round = 0; item < end; item++, round++) {
         const int head = item % HEADS, row = next_row, pos = next_pos, folded = mode == STEP ? pos + 1 : pos;
@@ -125,12 +128,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
             __syncthreads();
         }
 
+        prefetch_tokens(next_row, next_slot, (item + 1) % HEADS, next_pos);
         Tile tile;
-        m.tiled[warp].wait<0>(round);
+        m.tiled[warp].wait<1>(round);
         __syncwarp();
         tile.load(m.tile);
         __syncwarp();
-        if (next_row >= 0) prefetch(next_row, next_slot, (item + 1) % HEADS, next_pos);
+        prefetch_tile(next_row, next_slot, (item + 1) % HEADS);
         fold(tile, m.work.fold, values);
 #if SKETCHED_HEADS
         BasisTile first;  // on its way while the output is read
