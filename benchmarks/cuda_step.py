@@ -233,7 +233,7 @@ def main():
         device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         report = {
             "device": device,
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "commit": args.commit or git_commit(),
             "command": shlex.join(["python", *sys.argv]),
             "copy_gb_s": bandwidth / 1e9,

@@ -259,7 +259,8 @@ class SketchEngine(StandardEngine):
         kernel, shared, blocks = self._kernel(1)
         plan = (self._projection, self._basis, self._heads)
         args = (*state, *plan, *inputs, self._schedule, np.int32(mode), self._ridge)
-        kernel((min(blocks, int(inputs[-3]) * self.layer.heads),), (2 * self.layer.value_dim,), args, shared_mem=shared)
+        blocks = min(blocks, int(inputs[-3]) * self.layer.heads)
+        kernel((blocks,), (2 * self.layer.value_dim,), args, shared_mem=shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
