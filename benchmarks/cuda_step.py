@@ -10,7 +10,10 @@ tokens in float64 on the device.
 """
 
 import argparse
+import datetime
 import json
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -194,6 +197,12 @@ def time_window(engine, inputs, slots, out, stream, repeats):
     return read / len(slots) / (window - 1), flush / len(slots)
 
 
+def git_commit():
+    """The clone's commit, or an empty string."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -203,6 +212,7 @@ def main():
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json")
+    parser.add_argument("--commit", help="for the report, where this is no clone")
     args = parser.parse_args()
     args.systems = args.systems.split(",")
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -221,7 +231,15 @@ def main():
             )
     if args.json:
         device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-        report = {"device": device, "copy_gb_s": bandwidth / 1e9, "window": args.window, "results": results}
+        report = {
+            "device": device,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "commit": args.commit or git_commit(),
+            "command": shlex.join(["python", *sys.argv]),
+            "copy_gb_s": bandwidth / 1e9,
+            "window": args.window,
+            "results": results,
+        }
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -4,18 +4,17 @@
 // the sketch and its map, and writes the state back. The tile stays in registers from the read to the write; while
 // one is worked on, the next comes in behind it. A fixed number of blocks shares the (row, head) pairs evenly.
 //
-// mode STEP: rows whose cursor says that this token is their window's last; advances the cursors of all rows.
-// mode FOLD: all rows that have buffered something, without an output. mode LOAD: new states, nothing to fold.
+// mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
+// buffered something, without an output. mode LOAD: new states, nothing to fold.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
+#include "schedule.cuh"
+#include "sketch_layout.cuh"
 #include "fold.cuh"
 #include "maps.cuh"
 
 // Whether the basis sets out before the output is read: only mamba2 has the registers to hold it meanwhile.
 constexpr bool EARLY_BASIS = KIND == MAMBA2;
-
-enum { STEP = 0, FOLD = 1, LOAD = 2 };
-constexpr int MAX_ROWS = 512;
 
 // The fold's operands and the sketch's are never needed together. Sharing their memory costs a barrier, but keeps two
 // blocks on a multiprocessor.
@@ -26,13 +25,16 @@ union Work {
 #endif
 };
 
+enum { STEP = 0, FOLD = 1, LOAD = 2 };
+
 struct Memory {
-    float4 tile[V * K / 4];
+    alignas(16) float tile[V][K];
     Work work;
     Stage stage;
     alignas(16) float query[K];
     u16 rows[MAX_ROWS];
     int counts[NWARPS];
+    Arrival staged, tiled[NWARPS];
 };
 
 // Lists the rows to flush, in order; returns how many.
@@ -42,11 +44,7 @@ __device__ __forceinline__ int list_rows(Memory& m, const int* cursor, const i64
     for (int first = 0; first < batch; first += THREADS) {
         const int row = first + threadIdx.x;
         const i64 slot = row < batch ? slots[row] : -1;
-        bool due = slot >= 0;
-        if (due && mode != LOAD) {
-            const int pos = cursor[slot];
-            due = mode == STEP ? pos + 1 >= W : pos > 0;
-        }
+        const bool due = slot >= 0 && (mode == LOAD || cursor[slot] > 0);
         const u32 ballot = __ballot_sync(ALL, due);
         if (lane == 0) m.counts[warp] = __popc(ballot);
         __syncthreads();
@@ -61,62 +59,64 @@ __device__ __forceinline__ int list_rows(Memory& m, const int* cursor, const i64
     return total;
 }
 
-// The last block to finish moves the cursors: by then all blocks of both kernels have read them.
-__device__ __forceinline__ void advance(int* cursor, const i64* slots, int batch, int mode, u32* ticket) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-        if (last) *ticket = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    for (int row = threadIdx.x; row < batch; row += THREADS) {
-        const i64 slot = slots[row];
-        if (slot >= 0) cursor[slot] = mode == STEP && cursor[slot] + 1 < W ? cursor[slot] + 1 : 0;
-    }
-}
-
 #ifndef SIZES_ONLY  // set where only the last line is asked for
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
     sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
     const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out, const i64* slots,
-    int batch, int tokens, int t, int mode, float ridge, u32* ticket) {
+    int batch, int tokens, int t, Schedule* schedule, int mode, float ridge) {
     extern __shared__ uint4 shared[];
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
-    const int count = list_rows(m, cursor, slots, batch, mode);
-    const i64 items = static_cast<i64>(count) * HEADS;
+    int count = 0;
+    if (threadIdx.x < NWARPS) m.tiled[threadIdx.x].init();
+    if (threadIdx.x == 0) m.staged.init();
+    if (mode == STEP) {
+        count = schedule->due;
+        // nobody else looks at the cursors now: rows that are due stand at their window's last place
+        if (blockIdx.x == 0)
+            for (int row = threadIdx.x; row < batch; row += THREADS) {
+                const i64 slot = slots[row];
+                if (slot >= 0) cursor[slot] = cursor[slot] + 1 < W ? cursor[slot] + 1 : 0;
+            }
+        if (count == 0) return;
+        for (int i = threadIdx.x; i < count; i += THREADS) m.rows[i] = static_cast<u16>(schedule->rows[i]);
+    } else {
+        count = list_rows(m, cursor, slots, batch, mode);
+    }
+    __syncthreads();
+    const int items = count * HEADS;
     // Even shares. Heads of a row follow one another: they lie side by side in memory and share keys.
-    const i64 end = items * (blockIdx.x + 1) / gridDim.x;
-    i64 item = items * blockIdx.x / gridDim.x;
+    const int end = static_cast<i64>(items) * (blockIdx.x + 1) / gridDim.x;
+    int item = static_cast<i64>(items) * blockIdx.x / gridDim.x;
 
     // One item ahead: which row, slot and window position, then its raw tokens, then its state.
-    auto head_of = [&](i64 i) { return static_cast<int>(i % HEADS); };
-    auto row_of = [&](i64 i) { return i < end ? static_cast<int>(m.rows[i / HEADS]) : -1; };
-    auto position = [&](i64 slot) { return mode == LOAD ? 0 : cursor[slot]; };
+    auto row_of = [&](int i) { return i < end ? static_cast<int>(m.rows[i / HEADS]) : -1; };
+    auto position = [&](i64 slot) { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[slot]; };
     auto token_of = [&](int row, int head) { return Token(q, k, v, g, beta, static_cast<i64>(row) * tokens + t, head); };
     auto home = [&](i64 slot, int head) { return state + slot * slot_stride + static_cast<i64>(head) * V * K; };
-    auto prefetch = [&](int row, i64 slot, int head, int pos) {
-        m.stage.prefetch(token_of(row, head), Ring(ring_k, ring_v, ring_g, ring_beta, slot, head), pos, mode == STEP);
+    auto prefetch_tokens = [&](int row, i64 slot, int head, int pos) {
+        if (warp == 0 && row >= 0)
+            m.stage.prefetch(token_of(row, head), Ring(ring_k, ring_v, ring_g, ring_beta, slot, head), pos, mode == STEP, m.staged);
         copy_async_commit();
-        Tile::prefetch(m.tile, home(slot, head));
+    };
+    auto prefetch_tile = [&](int row, i64 slot, int head) {
+        if (row >= 0) Tile::prefetch(m.tile, home(slot, head), m.tiled[warp]);
         copy_async_commit();
     };
     int next_row = row_of(item), next_pos = 0;
     i64 next_slot = 0;
     if (item < end) {
         next_slot = slots[next_row], next_pos = position(next_slot);
-        prefetch(next_row, next_slot, head_of(item), next_pos);
+        prefetch_tokens(next_row, next_slot, item % HEADS, next_pos);
+        prefetch_tile(next_row, next_slot, item % HEADS);
     }
-    for (; item < end; item++) {
-        const int head = head_of(item), row = next_row, pos = next_pos, folded = mode == STEP ? pos + 1 : pos;
+    for (int round = 0; item < end; item++, round++) {
+        const int head = item % HEADS, row = next_row, pos = next_pos, folded = mode == STEP ? pos + 1 : pos;
         const i64 slot = next_slot, at = static_cast<i64>(row) * tokens + t;
         next_row = row_of(item + 1);
         if (next_row >= 0) next_slot = slots[next_row], next_pos = position(next_slot);
-        copy_async_wait<1>();
+        m.staged.wait<1>(round);
         __syncthreads();
         if (mode == STEP && threadIdx.x < K) m.query[threadIdx.x] = widen<ACT>(m.stage.q[threadIdx.x]);
 #if SKETCHED_HEADS
@@ -129,9 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
             __syncthreads();
         }
 
+        prefetch_tokens(next_row, next_slot, (item + 1) % HEADS, next_pos);
         Tile tile;
+        m.tiled[warp].wait<1>(round);
+        __syncwarp();
         tile.load(m.tile);
-        if (next_row >= 0) prefetch(next_row, next_slot, head_of(item + 1), next_pos);
+        __syncwarp();
+        prefetch_tile(next_row, next_slot, (item + 1) % HEADS);
         fold(tile, m.work.fold, values);
 #if SKETCHED_HEADS
         BasisTile first;  // on its way while the output is read
@@ -167,7 +171,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
         }
 #endif
     }
-    advance(cursor, slots, batch, mode, ticket);
+
+    // The block that comes last clears the schedule, and starts the rows' windows anew where others had to see them.
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&schedule->ticket, 1u) == gridDim.x - 1;
+        if (last) schedule->ticket = 0, schedule->due = 0;
+    }
+    __syncthreads();
+    if (!last || mode == STEP) return;
+    for (int i = threadIdx.x; i < count; i += THREADS) cursor[slots[m.rows[i]]] = 0;
 }
 #endif
 

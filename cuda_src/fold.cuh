@@ -115,17 +115,20 @@ __device__ __forceinline__ void prepare_decayed_keys(FoldMemory& m, const Stage&
     }
 }
 
-// Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal, for decays per channel; a warp takes a long row and a
-// short one in turn, so that all are done together.
+// Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal, for decays per channel: going back from token s, its key
+// takes up one decay after another. `stage.g` holds decays by now. A warp takes a long row and a short one in turn, so
+// that all are done together.
 __device__ __forceinline__ void decayed_gram(FoldMemory& m, const Stage& stage, int count) {
     constexpr int OWN = K / 32;
     const int lane = threadIdx.x % 32;
     for (int job = threadIdx.x / 32 * 2; job < WP; job += job % 2 ? 2 * NWARPS - 1 : 1) {
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
         if (s < count) {
-            float run[OWN], key[OWN];  // g_{j+1} + ... + g_s
+            Packed<ACT, OWN> last;
+            last.load(&stage.k[s % W][OWN * lane]);
+            float key[OWN];
 #pragma unroll
-            for (int i = 0; i < OWN; i++) run[i] = 0, key[i] = widen<ACT>(stage.k[s % W][lane + 32 * i]);
+            for (int i = 0; i < OWN; i++) key[i] = last[i];
             for (int first = (s - 1) / 8 * 8; first >= 0 && s > 0; first -= 8) {
                 float sums[8];
 #pragma unroll
@@ -133,10 +136,14 @@ __device__ __forceinline__ void decayed_gram(FoldMemory& m, const Stage& stage, 
                     const int j = first + n;
                     sums[n] = 0;
                     if (j >= s) continue;
+                    Packed<FP32, OWN> one;
+                    Packed<ACT, OWN> other;
+                    one.load(&stage.g[j + 1][OWN * lane % GATES]);
+                    other.load(&stage.k[j][OWN * lane]);
 #pragma unroll
                     for (int i = 0; i < OWN; i++) {
-                        run[i] += stage.g[j + 1][(lane + 32 * i) % GATES];
-                        sums[n] += __expf(run[i]) * key[i] * widen<ACT>(stage.k[j][lane + 32 * i]);
+                        key[i] *= one[i];
+                        sums[n] += key[i] * other[i];
                     }
                 }
                 const float sum = warp_sums(sums);
@@ -195,11 +202,18 @@ __device__ __forceinline__ void prepare_solve(FoldMemory& m) {
     }
 }
 
-// Everything that the fold needs besides the state, but for N. Ends with a barrier.
-__device__ __forceinline__ void prepare_fold(FoldMemory& m, const Stage& stage, int count) {
+// Everything that the fold needs besides the state, but for N. Leaves decays in place of log-decays per channel. Ends
+// with a barrier.
+__device__ __forceinline__ void prepare_fold(FoldMemory& m, Stage& stage, int count) {
     prepare_scalars(m, stage, count);
     if constexpr (KIND == KDA) {
         prepare_decayed_keys(m, stage, count);
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * GATES; i += THREADS) {
+            float& gate = stage.g[i / GATES][i % GATES];
+            gate = decay(gate);
+        }
+        __syncthreads();
         decayed_gram(m, stage, count);
     } else {
         prepare_keys(m, stage, count);

@@ -52,17 +52,24 @@ struct Tile {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         return (16 * warp + lane / 4) * K + 4 * (lane % 4);
     }
-    // Starts the copy of a head's state into shared memory; every thread copies what it will itself read.
-    __device__ __forceinline__ static void prefetch(float4* buffer, const float* head_state) {
-#pragma unroll
-        for (int i = 0; i < 2 * STEPS; i++)
-            copy_async_16(buffer + i * THREADS + threadIdx.x, head_state + home() + 16 * (i / 2) + 8 * K * (i % 2));
+    // Starts the copy of the warp's rows into its part of shared memory. Odd rows are turned by 64 bytes, so that the
+    // four lanes of one row and the four of the next read from different banks.
+    __device__ __forceinline__ static void prefetch(float (*buffer)[K], const float* head_state, Arrival& arrival) {
+        constexpr int ROW = K * sizeof(float), TURN = 64 / sizeof(float);
+        const int first = threadIdx.x / 32 * 16;
+        const float* const from = head_state + first * K;
+        if (threadIdx.x % 32 == 0) arrival.expect(16 * ROW);
+        __syncwarp();
+        copy_rows(buffer[first], from, 8, ROW, 2 * ROW, arrival);
+        copy_rows(buffer[first + 1] + TURN, from + K, 8, ROW - 64, 2 * ROW, arrival);
+        copy_rows(buffer[first + 1], from + 2 * K - TURN, 8, 64, 2 * ROW, arrival);
     }
-    __device__ __forceinline__ void load(const float4* buffer) {
-        copy_async_wait<0>();
+    __device__ __forceinline__ void load(const float (*buffer)[K]) {
+        const int lane = threadIdx.x % 32, r = lane / 4, row = threadIdx.x / 32 * 16 + r, turn = r % 2 * 16;
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; i++) {
-            const float4 x = buffer[i * THREADS + threadIdx.x];
+            const int column = i / 2 + 1 < STEPS ? 16 * (i / 2) + turn : (16 * (i / 2) + turn) % K;
+            const float4 x = *reinterpret_cast<const float4*>(&buffer[row + 8 * (i % 2)][column + 4 * (lane % 4)]);
             s[i / 2][i % 2][0] = x.x, s[i / 2][i % 2][1] = x.y, s[i / 2][i % 2][2] = x.z, s[i / 2][i % 2][3] = x.w;
         }
     }

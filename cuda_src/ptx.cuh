@@ -42,6 +42,55 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Copies of whole rows from global to shared memory that report to an object in shared memory. From sm_90 on one thread
+// sends for a row; before, the warp copies it in pieces of 16 bytes, which belong to the batches above.
+struct Arrival {
+    unsigned long long state;
+
+    // Once, by one thread; a barrier of the block must follow.
+    __device__ __forceinline__ void init() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(address()) : "memory");
+#endif
+    }
+    // How many bytes the next round of copies will bring; one thread, before they start.
+    __device__ __forceinline__ void expect(int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+#endif
+    }
+    // Until all of a round is there, rounds counted from 0. Before sm_90 a thread waits for its own pieces, but for
+    // those of its latest PENDING batches.
+    template <int PENDING> __device__ __forceinline__ void wait(int round) {
+        copy_async_wait<PENDING>();
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{\n\t.reg .pred done;\n"
+            "again:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(address()),
+            "r"(round % 2)
+            : "memory");
+#endif
+    }
+    __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
+};
+
+// Starts the copy of rows of `bytes` (16 a piece), which lie `stride` bytes apart on both sides; a whole warp.
+__device__ __forceinline__ void copy_rows(void* shared, const void* global, int rows, int bytes, int stride, Arrival& arrival) {
+    const int lane = threadIdx.x % 32;
+    char* const to = static_cast<char*>(shared);
+    const char* const from = static_cast<const char*>(global);
+#if __CUDA_ARCH__ >= 900
+    if (lane < rows && bytes > 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         static_cast<u32>(__cvta_generic_to_shared(to + lane * stride))),
+                     "l"(from + lane * stride), "r"(bytes), "r"(arrival.address())
+                     : "memory");
+#else
+    for (int row = 0; row < rows; row++)
+        for (int i = 16 * lane; i < bytes; i += 512) copy_async_16(to + row * stride + i, from + row * stride + i);
+#endif
+}
+
 __device__ __forceinline__ u16 float_to_bf16(float x) {
     u16 y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));

@@ -3,11 +3,12 @@
 // Appends the row's token to its ring and computes o = (state read of the effective query) + (buffer output). The
 // state read is U C x for a head with a sketch, a group of lanes per (row, head), and S^T x for a dense one, one block per
 // (row, head); buffered replay is the variant whose heads are all dense. Rows whose slot is due for a flush are left
-// to `flush.cu`, which also advances the cursors once both kernels have read them.
+// to `flush.cu`, which finds them listed, and which moves the cursors.
 //
 // -D constants besides common.cuh's: W, DENSE_HEADS, SKETCHED_HEADS, RANK_MAX, PIVOTS, MAP (0 factors, 1 dense,
 // 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32), READ_LANES (lanes of a sketched row).
 #include "window.cuh"
+#include "schedule.cuh"
 #include "sketch_layout.cuh"
 
 constexpr int READ_BLOCKS = KIND == KDA ? 5 : 4;  // blocks that registers should leave room for, measured on H200
@@ -96,6 +97,7 @@ __device__ __forceinline__ void read_sketched(const Arguments& arg, int head, i6
     const Token token(arg.q, arg.k, arg.v, arg.g, arg.beta, at, head);
     const Ring ring(arg.ring_k, arg.ring_v, arg.ring_g, arg.ring_beta, slot, head);
     fetch_ahead(ring.v, pos * V);
+    if (KIND == KDA) fetch_ahead(ring.g, pos * GATES);
     Packed<ACT, Share::WIDTH> newest[Share::COUNT];
 #pragma unroll
     for (int i = 0; i < Share::COUNT; i++) {
@@ -232,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, READ_BLOCKS) read_step(
     const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g,
     float* ring_beta, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
     const int* order, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out,
-    const i64* slots, int batch, int tokens, int t) {
+    const i64* slots, int batch, int tokens, int t, Schedule* schedule) {
     [[maybe_unused]] const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
@@ -240,14 +242,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, READ_BLOCKS) read_step(
     auto zero = [&](i64 at, int head, int first, int stride) {
         for (int i = first; i < V; i += stride) out[(at * HEADS + head) * V + i] = narrow<OUT>(0.f);
     };
-    const i64 dense_blocks = static_cast<i64>(DENSE_HEADS) * batch;
+    const int dense_blocks = DENSE_HEADS * batch, block = blockIdx.x;
+    // The first block of a row that is due lists it.
+    auto goes_on = [&](int row, int pos) {
+        if (pos + 1 < W) return true;
+        if (block < batch && threadIdx.x == 0) schedule->rows[atomicAdd(&schedule->due, 1)] = row;
+        return false;
+    };
 #if DENSE_HEADS
-    if (blockIdx.x < dense_blocks) {
-        const int head = order[blockIdx.x / batch];
-        const i64 row = blockIdx.x % batch, slot = slots[row], at = row * tokens + t;
+    if (block < dense_blocks) {
+        const int head = order[block / batch], row = block % batch;
+        const i64 slot = slots[row], at = static_cast<i64>(row) * tokens + t;
         if (slot < 0) return zero(at, head, threadIdx.x, 32 * WARPS);
         const int pos = cursor[slot];
-        if (pos + 1 < W) read_dense(arg, head, at, slot, pos, warp);
+        if (goes_on(row, pos)) read_dense(arg, head, at, slot, pos, warp);
         return;
     }
 #endif
@@ -255,9 +263,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, READ_BLOCKS) read_step(
     // A block's groups take neighbouring heads of one row, which share keys; neighbouring blocks take the next rows
     // of the same heads, so that a multiprocessor finds their projections in its cache again.
     __shared__ float scratch[WARPS * GROUPS][RANK_MAX];
-    const i64 index = blockIdx.x - dense_blocks, row = index % batch;
-    const i64 slot = slots[row], at = row * tokens + t;
-    const int group = threadIdx.x / READ_LANES, place = static_cast<int>(index / batch) * WARPS * GROUPS + group;
+    const int index = block - dense_blocks, row = index % batch;
+    const i64 slot = slots[row], at = static_cast<i64>(row) * tokens + t;
+    const int group = threadIdx.x / READ_LANES, place = index / batch * WARPS * GROUPS + group;
     const bool active = place < SKETCHED_HEADS;
     const int leader = order[DENSE_HEADS + place - group], head = active ? order[DENSE_HEADS + place] : leader;
     if (slot < 0) {
@@ -265,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, READ_BLOCKS) read_step(
         return;
     }
     const int pos = cursor[slot];
-    if (pos + 1 >= W) return;
+    if (!goes_on(row, pos)) return;
     __shared__ float scores[W];
     const bool together = !ERASES && __syncthreads_and(head / GROUP == leader / GROUP);
     read_sketched(arg, head, at, slot, pos, active, scratch[group], together ? scores : nullptr);

@@ -11,26 +11,23 @@ struct Stage {
     alignas(16) float beta[W];
     alignas(16) act_t q[K];
 
-    // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
-    __device__ __forceinline__ void prefetch(const Token& token, const Ring& ring, int buffered, bool own) {
-        rows(&k[0][0], ring.k, buffered * K);
-        rows(&v[0][0], ring.v, buffered * V);
+    // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one; one warp.
+    __device__ __forceinline__ void prefetch(const Token& token, const Ring& ring, int buffered, bool own, Arrival& arrival) {
+        constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t), GATE = GATES > 1 ? GATES * sizeof(float) : 0;
         const int s = threadIdx.x;
+        if (s == 0) arrival.expect((buffered + own) * (KEY + VALUE + GATE) + own * KEY);
+        __syncwarp();
+        copy_rows(k, ring.k, 1, buffered * KEY, 0, arrival);
+        copy_rows(v, ring.v, 1, buffered * VALUE, 0, arrival);
+        if (GATE) copy_rows(g, ring.g, 1, buffered * GATE, 0, arrival);
         if (s < buffered + own) {
-            if (GATES == 1) copy_async_4(g[s], s < buffered ? ring.g + s : token.g);
+            if (!GATE) copy_async_4(g[s], s < buffered ? ring.g + s : token.g);
             if (ERASES) copy_async_4(beta + s, s < buffered ? ring.beta + s : token.beta);
         }
-        if (GATES > 1) rows(&g[0][0], ring.g, buffered * GATES);
         if (!own) return;
-        rows(k[buffered], token.k, K);
-        rows(v[buffered], token.v, V);
-        rows(q, token.q, K);
-        if (GATES > 1) rows(g[buffered], token.g, GATES);
-    }
-
-  private:
-    template <class T> __device__ __forceinline__ static void rows(T* to, const T* from, int elements) {
-        constexpr int EACH = 16 / sizeof(T);
-        for (int i = EACH * threadIdx.x; i < elements; i += EACH * THREADS) copy_async_16(to + i, from + i);
+        copy_rows(k[buffered], token.k, 1, KEY, 0, arrival);
+        copy_rows(v[buffered], token.v, 1, VALUE, 0, arrival);
+        copy_rows(q, token.q, 1, KEY, 0, arrival);
+        if (GATE) copy_rows(g[buffered], token.g, 1, GATE, 0, arrival);
     }
 };

@@ -85,6 +85,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
         for (int c = 0; c < LK; c++) tile[i].word[c] = __float_as_uint(s[i][c]);
-        tile[i].store(home + i * K);
+        if constexpr (ERASES && LK == 4)  // past what the caches keep: faster on H200 where the batch is small
+            __stcs(reinterpret_cast<float4*>(home + i * K), make_float4(s[i][0], s[i][1], s[i][2], s[i][3]));
+        else
+            tile[i].store(home + i * K);
     }
 }

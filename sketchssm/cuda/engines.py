@@ -65,7 +65,7 @@ class StandardEngine:
         check_layer(layer)
         self.layer = layer
         self.slots = slots
-        self.value_rows = 8 if layer.erases else 16  # measured on H200
+        self.value_rows = {"mamba2": 16, "gdn": 4, "kda": 8}[layer.kind]  # measured on H200
         self.arrays = DeviceArrays(activation, output)
         shape = (slots, *layer.state_shape)
         self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
@@ -196,7 +196,7 @@ class SketchEngine(StandardEngine):
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
         self._dense = packed.dense
         self._ridge = np.float32(ridge)
-        self._ticket = cupy.zeros(1, dtype=np.uint32)
+        self._schedule = cupy.zeros(2 + MAX_ROWS, dtype=np.int32)  # from the read kernel to the flush kernel
         self._sketch_type = 0 if bf16 else 2
         self._rank_max = int(max(packed.heads[:, 0].max(), 1))
         if self.arrays.activation is not None:
@@ -291,13 +291,14 @@ class SketchEngine(StandardEngine):
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
         inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
         blocks = batch * (self._dense + -(-sketched // (128 // self.read_lanes)))
-        kernel((blocks,), (128,), (*state, self._projection, self._heads, self._order, *inputs))
+        kernel((blocks,), (128,), (*state, self._projection, self._heads, self._order, *inputs, self._schedule))
         self._flush(state, inputs, STEP)
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
         kernel, shared, blocks = self._kernel(1)
         plan = (self._projection, self._basis, self._heads)
-        args = (*state, *plan, *inputs, np.int32(mode), self._ridge, self._ticket)
+        args = (*state, *plan, *inputs, self._schedule, np.int32(mode), self._ridge)
+        blocks = min(blocks, int(inputs[-3]) * self.layer.heads)
         kernel((blocks,), (2 * self.layer.value_dim,), args, shared_mem=shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:

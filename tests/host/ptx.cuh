@@ -71,6 +71,18 @@ inline void prefetch_line(const void*) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
+// As before sm_90: every thread copies, and waits for, its own pieces.
+struct Arrival {
+    void init() {}
+    void expect(int) {}
+    template <int PENDING> void wait(int) { copy_async_wait<PENDING>(); }
+};
+inline void copy_rows(void* shared, const void* global, int rows, int bytes, int stride, Arrival&) {
+    for (int row = 0; row < rows; row++)
+        for (int i = 16 * host::lane() + row * stride; i < row * stride + bytes; i += 512)
+            copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
+}
+
 inline u16 float_to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
