@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from test_traces import SHAPES, write_traces
+from test_traces import write_traces
 
-from sketchssm import bench, traffic
+from sketchssm import traffic
 from sketchssm.baselines import StandardHead
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.evaluate import (

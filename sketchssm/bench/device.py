@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
-from sketchssm.cuda.timing import synchronize, upload
+from sketchssm.cuda.timing import captured, upload
 from sketchssm.evaluate.systems import System, relative_error
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
@@ -26,7 +27,6 @@ from sketchssm.reference.recurrence import Array
 
 __all__ = [
     "Workload",
-    "captured",
     "compile_all",
     "device_bandwidth",
     "device_name",
@@ -156,7 +156,7 @@ def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
 
     stream = cupy.cuda.Stream(non_blocking=True)
     source, target = (cupy.zeros(megabytes * 2**18, dtype=np.float32) for _ in range(2))
-    synchronize()
+    cupy.cuda.Device().synchronize()
 
     def copy() -> None:  # not a graph: its copy nodes would go through the slower copy engines
         cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, 3, stream.ptr)
@@ -217,28 +217,6 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
     taken = 1e-6 * float(launch_times(launches, stream, 1).sum())
     rounds = int(min(max(seconds / taken, LEAST), MOST))
     return np.median(launch_times(launches, stream, rounds), axis=0)
-
-
-def captured(work: Callable[[], None], stream: Any) -> Callable[[], None]:
-    """Capture work in a graph.
-
-    Parameters
-    ----------
-    work : callable
-        Launches kernels on CuPy's current stream, without waiting or allocating.
-    stream : cupy.cuda.Stream
-        Where to capture and to launch.
-
-    Returns
-    -------
-    callable
-        Launches the graph.
-    """
-    with stream:
-        stream.begin_capture()
-        work()
-        graph = stream.end_capture()
-    return lambda: graph.launch(stream)
 
 
 def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
@@ -316,8 +294,9 @@ def measure_device(
     # an output of its own for each position: what the last set leaves there is compared with float64
     outputs = [cupy.empty(x.v.shape, x.v.dtype) for x in work.steps]
     stream = cupy.cuda.Stream(non_blocking=True)
-    synchronize()
-    launches = [captured(_steps(head, *pair, slots), stream) for pair in zip(work.steps, outputs, strict=True)]
+    cupy.cuda.Device().synchronize()
+    graphs = [captured(_steps(head, *pair, slots), stream) for pair in zip(work.steps, outputs, strict=True)]
+    launches = [partial(graph.launch, stream) for graph in graphs]
 
     for launch in launches:
         launch()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ WRONG = 0.05
 """Relative errors beyond this are no rounding: bf16 leaves 4e-3."""
 
 Step = Callable[[Any], tuple[Any, Any]]
-"""From states ``(batch, heads, V, K)`` to outputs ``(batch, heads, V)`` and new states, in the same memory or not."""
+"""From states to outputs ``(batch, heads, V)`` and new states, in the same memory or not."""
 
 
 class Adapter(Protocol):
@@ -46,12 +47,15 @@ class Peer:
         Kind of layer that it decodes.
     adapter : callable
         Makes its step.
+    key_first : bool
+        Whether its states are ``(batch, heads, K, V)``.
     """
 
     name: str
     package: str
     kind: str
     adapter: Adapter
+    key_first: bool = False
 
     def missing(self) -> str:
         """Which module is not installed, or an empty string."""
@@ -98,13 +102,13 @@ def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, se
     try:
         with torch.no_grad():
             made = [peer.adapter(layer, _tensors(step, torch), torch) for step in work.steps]
-            start = torch.from_numpy(work.start).cuda()[None].repeat(batch, 1, 1, 1)
+            start = _turned(torch.from_numpy(work.start).cuda(), peer)[None].repeat(batch, 1, 1, 1)
             state, outputs = start.clone(), []
             for step, _ in made:
                 output, state = step(state)
                 outputs.append(output[0].double().cpu().numpy())
             row = Tokens(*(None if x[0] is None else _row(x) for x in zip(*(told for _, told in made), strict=True)))
-            errors = work.errors(standard, np.stack(outputs), state[0].cpu().numpy(), row)
+            errors = work.errors(standard, np.stack(outputs), _turned(state[0], peer).cpu().numpy(), row)
             if not max(errors) < WRONG:
                 raise RuntimeError(f"errors of {errors[0]:.1e} (outputs) and {errors[1]:.1e} (states)")
             del state
@@ -124,6 +128,10 @@ def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, se
     del kept, replay
     torch.cuda.empty_cache()
     return BenchResult.of((shape, peer.name, "peer"), batch, [time] * window, needed, bandwidth, errors, 0.0)
+
+
+def _turned(state: Any, peer: Peer) -> Any:
+    return state.transpose(-1, -2).contiguous() if peer.key_first else state
 
 
 def _captured(steps: list[Step], start: Any, torch: Any) -> tuple[Any, Any]:
@@ -167,7 +175,7 @@ def _fla_gdn(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
     return step, token
 
 
-def _fla_kda(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
+def _fla_kda(layer: Layer, token: Tokens, torch: Any, value_first: bool = True) -> tuple[Step, Tokens]:
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
     one = Tokens(*(x[:, None] for x in token))
@@ -177,7 +185,7 @@ def _fla_kda(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
     def step(state: Any) -> tuple[Any, Any]:
         output, state = fused_recurrent_kda_fwd(
             one.q, one.k, one.v, one.g, one.beta, initial_state=state, scale=1.0,
-            inplace_final_state=True, state_v_first=True, ssm_state_indices=slots, out=out,
+            inplace_final_state=True, state_v_first=value_first, ssm_state_indices=slots, out=out,
         )  # fmt: skip
         return output[:, 0], state
 
@@ -227,6 +235,7 @@ def _flashinfer_gdn(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Toke
 PEERS = (
     Peer("fla gated_delta_rule", "fla", "gdn", _fla_gdn),
     Peer("fla kda", "fla", "kda", _fla_kda),
+    Peer("fla kda, K first", "fla", "kda", partial(_fla_kda, value_first=False), key_first=True),
     Peer("FlashInfer ssu", "flashinfer", "mamba2", _flashinfer_ssu),
     Peer("FlashInfer gdn", "flashinfer", "gdn", _flashinfer_gdn),
 )

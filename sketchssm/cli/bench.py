@@ -190,16 +190,20 @@ def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, pee
 
 
 def _show(output: Output, results: list[BenchResult], bandwidth: float) -> None:
-    headings = ["system", "batch", "read", "of floor", "flush", "of floor", "step", "of floor", "MB", "GB/s", "speed"]
+    headings = ["system", "batch", "read", "flush", "step", "MB", "GB/s", "speed", "error", "of states"]
     for (shape, window), group in groupby(results, lambda r: (r.shape, r.window)):
         mine = list(group)
-        where = f"{mine[0].backend}, copy {bandwidth / 1e9:.1f} GB/s"
-        title = f"{shape}, W = {window}: microseconds on {where}"
-        output.table(title, [*headings, "error", "of states"], _rows(mine))
+        title = f"{shape}, W = {window}, on {mine[0].backend}: microseconds, and share of the floor"
+        output.table(title, headings, _rows(mine))
+    output.say(
+        f"Floor: the bytes that a step must move at the copy's {bandwidth / 1e9:.1f} GB/s. step: amortised over a "
+        "window, with its MB and GB/s;\nspeed: standard's step over it. Errors are relative, of one row against "
+        "the same system in float64."
+    )
 
 
 def _rows(results: list[BenchResult]) -> Iterator[list[str]]:
-    from sketchssm.cli.output import percent, scientific
+    from sketchssm.cli.output import scientific
 
     for i, (_, group) in enumerate(groupby(results, lambda r: r.batch)):
         if i:
@@ -208,14 +212,15 @@ def _rows(results: list[BenchResult]) -> Iterator[list[str]]:
         for r in mine:
             yield [
                 r.system, f"{r.batch}",
-                _microseconds(r.read_microseconds), percent(r.read_fraction, 0),
-                _microseconds(r.flush_microseconds), percent(r.flush_fraction, 0),
-                _microseconds(r.microseconds), percent(r.fraction, 0),
+                _time(r.read_microseconds, r.read_fraction),
+                _time(r.flush_microseconds, r.flush_fraction),
+                _time(r.microseconds, r.fraction),
                 f"{r.bytes / 1e6:.2f}", f"{r.gigabytes_per_second:.1f}",
                 f"{mine[0].microseconds / r.microseconds:.2f}x",
                 scientific(r.error), scientific(r.state_error),
             ]  # fmt: skip
 
 
-def _microseconds(time: float) -> str:
-    return f"{time:.1f}" if time < 1000 else f"{time:.0f}"
+def _time(microseconds: float, share: float) -> str:
+    text = f"{microseconds:.1f}" if microseconds < 1000 else f"{microseconds:.0f}"
+    return f"{text} {f'{100 * share:.0f}%':>4}"
