@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.bench.results import BenchResult
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.evaluate.energy import MapEnergy
 from sketchssm.evaluate.systems import SystemResult
 from sketchssm.recurrence import DENSE
 
-__all__ = ["error_against_traffic", "rank_heatmap", "spectrum"]
+__all__ = ["error_against_traffic", "rank_heatmap", "spectrum", "step_times"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with any colour vision."""
@@ -226,6 +227,57 @@ def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: s
         )
         axes.margins(0.06)
         axes.legend(title="sketch by mean rank\n(hollow: exact systems)", loc="upper left", markerscale=0.6)
+        return save(figure, path)
+
+
+def step_times(results: Sequence[BenchResult], path: str | os.PathLike[str]) -> Path:
+    """Draw what a step takes, amortised over a window, against the batch: one panel a shape and window.
+
+    Parameters
+    ----------
+    results : sequence of BenchResult
+        Results of a benchmark.
+    path : str or PathLike
+        Where to, a name that ends in ``.png`` or ``.svg``.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither, or there are no results.
+    """
+    if not results:
+        raise ValueError("results: expected at least one, got none")
+    pyplot = load_pyplot()
+    panels = list(dict.fromkeys((r.shape, r.window) for r in results))
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    with pyplot.rc_context(STYLE):
+        size = (4.6 * columns, 3.7 * rows)
+        figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        for axes, (shape, window) in zip(grid.flat, panels, strict=False):
+            mine = [r for r in results if (r.shape, r.window) == (shape, window)]
+            for i, system in enumerate(dict.fromkeys(r.system for r in mine)):
+                own = sorted((r for r in mine if r.system == system), key=lambda r: r.batch)
+                axes.plot(
+                    [r.batch for r in own],
+                    [r.microseconds for r in own],
+                    color=COLOURS[i % len(COLOURS)],
+                    marker=MARKERS[i % len(MARKERS)],
+                    label=system,
+                )
+            axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="step, microseconds")
+            axes.set_title(f"{shape}, W = {window}")
+            plain_ticks(axes.xaxis, sorted({r.batch for r in mine}))
+            axes.legend(fontsize=8)
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.remove()
         return save(figure, path)
 
 

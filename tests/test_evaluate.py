@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from test_traces import SHAPES, write_traces
+from test_traces import write_traces
 
-from sketchssm import bench, traffic
+from sketchssm import traffic
 from sketchssm.baselines import StandardHead
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.evaluate import (
@@ -198,42 +198,3 @@ def test_calibrated_beats_random_on_shipped_traces(kind):
     # measured: 3.5 to 6 times less energy lost, mean over heads
     assert ((1 - drawn.retained).mean(axis=0) > 2 * (1 - calibrated.retained).mean(axis=0)).all()
     assert calibrated.retained.mean(axis=0)[1] > 0.96
-
-
-def test_random_tokens_fit_their_layer():
-    for layer in SHAPES.values():
-        tokens = bench.random_tokens(layer, 2, 3)
-        assert {name for name, x in tokens._asdict().items() if x is not None} == set(layer.token_shapes())
-
-
-def test_step_bytes():
-    layer = SHAPES["gdn"]
-    standard, replay, sketch = bench.systems(layer, 16, [bench.random_plan(layer, 2, 16, "offline")])
-    inputs = 4 * (2 * 2 * 16 + 4 * 8 + 4 + 4)
-    outputs = 4 * 4 * 8
-    state = 4 * 4 * 16 * 8
-    ring = inputs - 4 * 2 * 16
-    assert bench.step_bytes(standard, layer, 3, 16) == 3 * (2 * state + inputs + outputs)
-    assert bench.step_bytes(replay, layer, 3, 16) == pytest.approx(
-        3 * (state * 17 / 16 + inputs + outputs + ring * 9.5)
-    )
-    read = 4 * 2 * 2 * 8
-    expected = 3 * ((15 * read + 2 * state) / 16 + inputs + outputs + ring * 9.5 + read / 16)
-    assert bench.step_bytes(sketch, layer, 3, 16) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_measure(kind):
-    layer = SHAPES[kind]
-    systems = bench.systems(layer, 4, [bench.random_plan(layer, 3, 4, "prior", 2)])
-    results = bench.measure("tiny", layer, systems, 2, 4, 1e9, backend="reference", seconds=0)
-    assert [result.system for result in results] == ["standard", "replay", "sketch G=3 prior"]
-    for result in results:
-        # both are the reference: outputs differ by nothing, and are rounded to float32 alike
-        assert result.error == 0
-        assert min(result.read_microseconds, result.flush_microseconds) > 0
-        assert result.fraction == pytest.approx(result.bytes / result.microseconds * 1e6 / 1e9)
-
-
-def test_copy_bandwidth():
-    assert bench.copy_bandwidth(threads=1, megabytes=4, repeats=1) > 1e6

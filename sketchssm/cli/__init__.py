@@ -18,7 +18,7 @@ COMMANDS = {
     "demo": "Calibrate, plan, decode and compare on the shipped traces.",
     "calibrate": "Make plans from traces.",
     "evaluate": "Compare the sketch with every other system on traces, or check a plan.",
-    "bench": "Time decode systems on this machine's CPU.",
+    "bench": "Time decode systems on this machine's GPU or CPU.",
     "info": "Describe this installation, or a plan file.",
 }
 

@@ -1,8 +1,12 @@
-"""``sketchssm bench``: decode systems on this machine's CPU."""
+"""``sketchssm bench``: decode systems on this machine's GPU or CPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,17 +14,39 @@ from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
 from sketchssm.plan import MAPS
 
+if TYPE_CHECKING:
+    from sketchssm.bench import BenchResult
+    from sketchssm.cli.output import Output
+    from sketchssm.plan import SketchPlan
+    from sketchssm.recurrence import Layer
+
 __all__ = ["command"]
+
+BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
+SECONDS = {"cuda": 0.05, "cpu": 0.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed together: all systems at one shape, batch and window."""
+
+    shape: str
+    layer: Layer
+    batch: int
+    window: int
+    plans: list[SketchPlan]
 
 
 @click.command("bench")
 @click.option("--shape", "shapes", multiple=True, help="A layer's shape by name; may be repeated.  [default: all]")
-@click.option("--batch", "batches", type=Numbers(), default="1,8,32", show_default=True, help="Rows of a step.")
+@click.option(
+    "--batch", "batches", type=Numbers(), help="Rows of a step.  [default: 1,8,32 and on a GPU also 128,256,512]"
+)
 @click.option(
     "--window", "windows", type=Numbers(), default="16", show_default=True, help="Tokens from one flush to the next."
 )
 @click.option(
-    "--rank", "ranks", type=Numbers(), default="8", show_default=True, help="Rank of every head of the sketch."
+    "--rank", "ranks", type=Numbers(), help="Mean rank of the sketch's heads.  [default: 5 to 7, as the model allows]"
 )
 @click.option(
     "--map",
@@ -33,19 +59,27 @@ __all__ = ["command"]
     "--pivots", type=click.IntRange(min=1), default=4, show_default=True, help="Pivot count of lowrank and prior."
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=0.5, show_default=True, help="Time for each measurement."
+    "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
+)
+@click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the steps' times into this PNG or SVG file (needs matplotlib).",
 )
 @options.backend
 @options.seed
 @options.output
 def command(
     shapes: tuple[str, ...],
-    batches: tuple[int, ...],
+    batches: tuple[int, ...] | None,
     windows: tuple[int, ...],
-    ranks: tuple[int, ...],
+    ranks: tuple[int, ...] | None,
     maps: tuple[str, ...],
     pivots: int,
-    seconds: float,
+    seconds: float | None,
+    peers: bool,
+    plot: Path | None,
     backend: str,
     seed: int,
     json_file: str | None,
@@ -55,51 +89,138 @@ def command(
     The floor is the bytes that a step must move over the copy bandwidth measured first. The error is that of the timed
     system's own outputs against the same system in float64, so it is the arithmetic's, not the sketch's.
     """
-    from sketchssm import bench
-    from sketchssm.cli.output import Output, scientific
+    from sketchssm import bench, cuda
+    from sketchssm.cli.output import Output
     from sketchssm.evaluate.settings import Settings
 
     unknown = [name for name in shapes if name not in bench.SHAPES]
     if unknown:
         raise click.BadParameter(f"expected some of {', '.join(bench.SHAPES)}, got {unknown[0]}", param_hint="--shape")
+    if backend == "auto":
+        backend = "cpu" if cuda.missing() else "cuda"
+    if peers and backend != "cuda":
+        raise click.BadParameter("other libraries are timed on a GPU only", param_hint="--peers")
+    kind = "cuda" if backend == "cuda" else "cpu"
+    chosen = maps or (Settings().map,)
+    cases = []
+    for name in shapes or bench.SHAPES:
+        layer = bench.SHAPES[name]
+        for window in windows:
+            spread = [
+                bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)
+            ]
+            plans = [bench.random_plan(layer, r, window, m, pivots, seed) for r in spread for m in chosen]
+            cases += [Case(name, layer, batch, window, plans) for batch in batches or BATCHES[kind]]
     output = Output(json_file)
-    bandwidth = bench.copy_bandwidth()
-    names = shapes or tuple(bench.SHAPES)
-    cases = [(name, batch, window) for name in names for batch in batches for window in windows]
-    sketches = [(rank, chosen) for rank in ranks for chosen in maps or (Settings().map,)]
-    results = []
-    with output.progress("timing", len(cases)) as step:
-        for name, batch, window in cases:
-            layer = bench.SHAPES[name]
-            plans = [bench.random_plan(layer, rank, window, chosen, pivots, seed) for rank, chosen in sketches]
-            step(f"{name}, batch {batch}, window {window}")
-            results += bench.measure(
-                name,
-                layer,
-                bench.systems(layer, window, plans),
-                batch,
-                window,
-                bandwidth,
-                backend=backend,
-                seconds=seconds,
-                seed=seed,
-            )
-    rows: list[list[str]] = []
-    for i, r in enumerate(results):
-        if i and (r.shape, r.batch, r.window) != (results[i - 1].shape, results[i - 1].batch, results[i - 1].window):
-            rows.append([])
-        rows.append([
-            r.shape, r.system, f"{r.batch}", f"{r.window}",
-            f"{r.read_microseconds:.0f}", f"{r.flush_microseconds:.0f}", f"{r.microseconds:.0f}",
-            f"{r.bytes / 1e6:.2f}", f"{r.gigabytes_per_second:.1f}", f"{r.fraction:.2f}",
-            scientific(r.error),
-        ])  # fmt: skip
-    title = (
-        f"One layer, microseconds per step on {results[0].backend}; measured copy bandwidth {bandwidth / 1e9:.1f} GB/s"
-    )
-    headings = ["shape", "system", "batch", "W", "read", "flush", "amortised", "MB", "GB/s", "of floor", "error"]
-    output.table(title, headings, rows, words=2)
-    compiled = sum(r.first_call_seconds for r in results)
+    time = _on_device if kind == "cuda" else _on_host(backend)
+    report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed, peers)
+    results: list[BenchResult] = report["results"]
+    _show(output, results, report["copy_bandwidth"])
+    compiled = sum(r.first_call_seconds for r in results) + report.get("compile_seconds", 0.0)
     output.say(f"First calls (compiling, or loading what was compiled) took {compiled:.1f} s more, not counted above.")
-    report: dict[str, Any] = {"copy_bandwidth": bandwidth, "results": results}
+    for message in report.get("not_timed", []):
+        output.say(message)
+    if plot is not None:
+        from sketchssm.plots import step_times
+
+        output.say(f"Drew {step_times(results, plot)}.")
     output.finish(report)
+
+
+Timing = Callable[["Output", list[Case], float, int, bool], dict[str, Any]]
+
+
+def _on_host(backend: str) -> Timing:
+    from sketchssm import bench
+
+    def time(output: Output, cases: list[Case], seconds: float, seed: int, peers: bool) -> dict[str, Any]:
+        bandwidth = bench.copy_bandwidth()
+        results = []
+        with output.progress("timing", len(cases)) as step:
+            for case in cases:
+                step(f"{case.shape}, batch {case.batch}, window {case.window}")
+                listed = bench.systems(case.layer, case.window, case.plans)
+                results += bench.measure(
+                    case.shape,
+                    case.layer,
+                    listed,
+                    case.batch,
+                    case.window,
+                    bandwidth,
+                    backend=backend,
+                    seconds=seconds,
+                    seed=seed,
+                )
+        return {"copy_bandwidth": bandwidth, "results": results}
+
+    return time
+
+
+def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, peers: bool) -> dict[str, Any]:
+    from sketchssm import bench
+
+    others = [peer for peer in bench.PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
+    lacking = {peer: lack for peer in others if (lack := peer.missing())}
+    messages = [f"{peer.name} was not timed: {lack} is not installed." for peer, lack in lacking.items()]
+    ready = [peer for peer in others if peer not in lacking]
+    results = []
+    with output.progress("compiling", len(cases) + 1) as step:
+        step("compiling")
+        listed = {id(case): bench.systems(case.layer, case.window, case.plans) for case in cases}
+        one_batch = {(case.shape, case.window): case for case in cases}
+        compiled = bench.compile_all([system for case in one_batch.values() for system in listed[id(case)]])
+        bandwidth = bench.device_bandwidth()
+        for case in cases:
+            step(f"{case.shape}, batch {case.batch}, window {case.window}")
+            work = bench.Workload(case.layer, case.batch, case.window, seed)
+            for system in listed[id(case)]:
+                results.append(bench.measure_device(case.shape, system, work, bandwidth, seconds=seconds))
+            for peer in (peer for peer in ready if peer.kind == case.layer.kind):
+                try:
+                    results.append(bench.measure_peer(case.shape, peer, work, bandwidth, seconds=seconds))
+                except RuntimeError as error:
+                    messages.append(f"{case.shape}, batch {case.batch}: {' '.join(str(error).split())}")
+    return {
+        "device": bench.device_name(),
+        "copy_bandwidth": bandwidth,
+        "compile_seconds": compiled,
+        "not_timed": messages,
+        "results": results,
+    }
+
+
+def _show(output: Output, results: list[BenchResult], bandwidth: float) -> None:
+    headings = ["system", "batch", "read", "flush", "step", "MB", "GB/s", "speed", "error", "of states"]
+    for (shape, window), group in groupby(results, lambda r: (r.shape, r.window)):
+        mine = list(group)
+        title = f"{shape}, W = {window}, on {mine[0].backend}: microseconds, and share of the floor"
+        output.table(title, headings, _rows(mine))
+    output.say(
+        f"Floor: the bytes that a step must move at the copy's {bandwidth / 1e9:.1f} GB/s. step: amortised over a "
+        "window, with its MB and GB/s;\nspeed: standard's step over it. Errors are relative, of one row against "
+        "the same system in float64."
+    )
+
+
+def _rows(results: list[BenchResult]) -> Iterator[list[str]]:
+    from sketchssm.cli.output import scientific
+
+    for i, (_, group) in enumerate(groupby(results, lambda r: r.batch)):
+        if i:
+            yield []
+        mine = list(group)
+        for r in mine:
+            yield [
+                r.system, f"{r.batch}",
+                _time(r.read_microseconds, r.read_fraction),
+                _time(r.flush_microseconds, r.flush_fraction),
+                _time(r.microseconds, r.fraction),
+                f"{r.bytes / 1e6:.2f}", f"{r.gigabytes_per_second:.1f}",
+                f"{mine[0].microseconds / r.microseconds:.2f}x",
+                scientific(r.error), scientific(r.state_error),
+            ]  # fmt: skip
+
+
+def _time(microseconds: float, share: float) -> str:
+    text = f"{microseconds:.1f}" if microseconds < 1000 else f"{microseconds:.0f}"
+    return f"{text} {f'{100 * share:.0f}%':>4}"

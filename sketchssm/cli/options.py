@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from sketchssm import cuda
 from sketchssm.backends import BACKENDS
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.moments import WEIGHTINGS
@@ -55,8 +56,21 @@ def plots(command: F) -> F:
 def backend(command: F) -> F:
     """``--backend``."""
     return click.option(
-        "--backend", type=click.Choice(["auto", *BACKENDS]), default="auto", show_default=True, help="Where to decode."
+        "--backend",
+        type=click.Choice(["auto", *BACKENDS]),
+        default="auto",
+        show_default=True,
+        callback=_check_backend,
+        help="Where to decode.",
     )(command)
+
+
+def _check_backend(context: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse a GPU that is not there before any work is done."""
+    lack = cuda.missing() if value == "cuda" else ""
+    if lack:
+        raise click.BadParameter(f"'cuda' can't run here: {lack}")
+    return value
 
 
 def seed(command: F) -> F:

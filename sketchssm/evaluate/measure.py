@@ -11,6 +11,7 @@ import numpy.typing as npt
 from sketchssm.evaluate.energy import MapSetting, retained_energy
 from sketchssm.evaluate.registry import Entry, random_basis
 from sketchssm.evaluate.study import Study
+from sketchssm.interop import to_host
 from sketchssm.plan import MAPS
 from sketchssm.recurrence import Tokens
 from sketchssm.reference.recurrence import Array
@@ -119,6 +120,8 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     """
     system = entry.build()
     head = system.build(study.traces.test.v.shape[0], backend)
+    if head.backend == "cuda":
+        head.warmup("float32")
     lost, energy, states = [], [], []
     start = 0
     for stop in study.checkpoints:
@@ -127,7 +130,8 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
         lost.append(np.square(head.step(*tokens) - right).sum(axis=(0, 3)))
         energy.append(np.square(right).sum(axis=(0, 3)))
         exact = study.state(stop - int(head.position[0]))
-        states.append([np.square(head.state - exact).sum(axis=(0, 2, 3)), np.square(exact).sum(axis=(0, 2, 3))])
+        away = to_host(head.state, "state") - exact
+        states.append([np.square(x).sum(axis=(0, 2, 3)) for x in (away, exact)])
         start = stop
     sums = np.array([[part.sum(axis=0) for part in parts] for parts in (lost, energy)])  # (2, points, heads)
     error, size = sums.sum(axis=1)

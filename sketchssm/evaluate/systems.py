@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead, StandardHead
+from sketchssm.cuda.timing import timed_steps, upload
 from sketchssm.head import DecodeHead, SketchHead
 from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan
@@ -66,7 +67,8 @@ class SystemResult:
         Relative norm of the error of the final states.
     microseconds : float
         Time of one token of one row: a step's wall time over its rows, averaged over a window with its flush; the
-        median over windows, the first left out.
+        median over windows, the first left out. On ``cuda`` it is the device's time for a window as one graph, with
+        inputs and outputs that are there.
     first_call_seconds : float
         What the first window took beyond that: compiling, or loading what was compiled earlier.
     backend : str
@@ -180,26 +182,34 @@ def compare(
         Tokens(*(None if x is None else np.ascontiguousarray(x[which, t]) for x in tokens)) for t in range(length)
     ]
     listed = list(systems)
-    heads, first = [], []
+    heads, inputs, first = [], [], []
+    on_device: list[Tokens] = []
     for system in listed:
         progress(system.name)
-        heads.append(system.build(rows, backend))
-        first.append(sum(_timed(heads[-1], steps[:window])[1]))
-        heads[-1].reset()
+        begun = time.perf_counter()
+        head = system.build(rows, backend)
+        if head.backend == "cuda":
+            head.warmup("float32")
+        built = time.perf_counter() - begun
+        if head.backend == "cuda" and not on_device:
+            on_device = [upload(step) for step in steps]
+        heads.append(head)
+        inputs.append(on_device if head.backend == "cuda" else steps)
+        first.append(built + _timed(head, inputs[-1][:window])[1])
+        head.reset()
     progress("decoding")
     outputs: list[list[npt.NDArray[Any]]] = [[] for _ in listed]
     seconds: list[list[float]] = [[] for _ in listed]
     # systems take turns, so that whatever else the machine does slows all of them alike
     for start in range(0, length, window):
         for i, head in enumerate(heads):
-            made, took = _timed(head, steps[start : start + window])
+            made, took = _timed(head, inputs[i][start : start + window])
             outputs[i] += made
-            seconds[i] += took
+            seconds[i].append(took / len(made))
     results = []
     for i, (system, head) in enumerate(zip(listed, heads, strict=True)):
         head.flush()
-        whole = np.array(seconds[i][: length // window * window]).reshape(-1, window).mean(axis=1)
-        typical = float(np.median(whole[1:]))
+        typical = float(np.median(seconds[i][1 : length // window]))  # whole windows
         have = np.stack(outputs[i], axis=1)
         flushes = slice(window - 1, None, window)
         result = SystemResult(
@@ -241,11 +251,11 @@ def relative_error(have: npt.NDArray[Any], want: Array, axis: Sequence[int] | No
     return float(np.max(ratio))
 
 
-def _timed(head: DecodeHead, steps: Sequence[Tokens]) -> tuple[list[npt.NDArray[Any]], list[float]]:
-    """Outputs ``(rows, heads, V)`` of one step after the other, and each step's seconds."""
-    outputs, seconds = [], []
-    for token in steps:
-        start = time.perf_counter()
-        outputs.append(head.step(*token))
-        seconds.append(time.perf_counter() - start)
-    return outputs, seconds
+def _timed(head: DecodeHead, steps: Sequence[Tokens]) -> tuple[list[npt.NDArray[Any]], float]:
+    """Outputs ``(rows, heads, V)`` of one step after the other, on the host, and the seconds that all took."""
+    if head.backend == "cuda":
+        made, took = timed_steps(head, steps)
+        return [to_host(output, "output") for output in made], took
+    start = time.perf_counter()
+    outputs = [head.step(*token) for token in steps]
+    return outputs, time.perf_counter() - start

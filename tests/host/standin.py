@@ -6,6 +6,7 @@ New memory holds NaN unless it was asked for as zeros.
 
 import contextlib
 import ctypes
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ class ndarray(np.ndarray):
         memory = getattr(memptr, "memory", memptr)
         return super().__new__(cls, shape, dtype, memory, strides=strides)
 
-    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
+    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data, memset_async=lambda *a: None))
     device = property(lambda self: _Device())
 
     def get(self):
@@ -77,6 +78,9 @@ class RawKernel:
         self.kernel = SimpleNamespace(ptr=0)
 
     def __call__(self, grid, block, args, *, shared_mem=0):
+        if Stream.recorded is not None:
+            Stream.recorded.append((self, grid, block, args, shared_mem))
+            return
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise ValueError(f"{shared_mem} bytes of shared memory, but {self.max_dynamic_shared_size_bytes} allowed")
         RawKernel.launches += 1
@@ -110,7 +114,11 @@ class RawModule:
 
 class _Device:
     id = 0
-    attributes = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": 227 << 10}  # noqa: RUF012
+    attributes = {  # noqa: RUF012
+        "MultiProcessorCount": MULTIPROCESSORS,
+        "MaxSharedMemoryPerBlockOptin": 227 << 10,
+        "L2CacheSize": 1 << 16,
+    }
     compute_capability = "90"
 
     def __enter__(self):
@@ -129,10 +137,29 @@ class MemoryPointer:
 
 
 class Stream(contextlib.nullcontext):
-    """Everything happens at once, in order."""
+    """Everything happens at once, in order, but what is captured happens at a graph's launch."""
 
     ptr = 0
+    recorded = None
     from_external = classmethod(lambda cls, handle: cls())
+
+    def __init__(self, non_blocking=False):
+        super().__init__()
+
+    def begin_capture(self):
+        Stream.recorded = []
+
+    def end_capture(self):
+        calls, Stream.recorded = Stream.recorded, None
+
+        def launch(stream):
+            for kernel, grid, block, args, shared in calls:
+                kernel(grid, block, args, shared_mem=shared)
+
+        return SimpleNamespace(launch=launch, upload=lambda stream: None)
+
+    def synchronize(self):
+        pass
 
 
 class Event:
@@ -141,7 +168,10 @@ class Event:
     def __init__(self, disable_timing=False):
         pass
 
-    def record(self):
+    def record(self, stream=None):
+        self.time = time.perf_counter()
+
+    def synchronize(self):
         pass
 
 
@@ -152,7 +182,13 @@ cuda = SimpleNamespace(
     Stream=Stream,
     UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, size=size),
     get_current_stream=Stream,
+    get_elapsed_time=lambda start, stop: 1e3 * (stop.time - start.time),
     is_available=lambda: True,
     driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1),
+    runtime=SimpleNamespace(
+        memGetInfo=lambda: (1 << 30, 1 << 30),
+        memcpyAsync=lambda target, source, size, kind, stream: ctypes.memmove(target, source, size),
+        getDeviceProperties=lambda device: {"name": b"host"},
+    ),
     compiler=SimpleNamespace(CompileException=CompileError),
 )

@@ -1,0 +1,37 @@
+"""Benchmarks: window-amortised step times of decode systems, held against the memory's measured bandwidth.
+
+One step's cost depends on where in its window it falls: the ring grows, and the last token flushes. So every position
+is timed, and what counts is their mean. The floor is the bytes that the operation must move over the copy bandwidth
+measured in the same run, and each time stands beside the error of the same run's outputs.
+
+`measure` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` what other libraries have there.
+"""
+
+from sketchssm.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
+from sketchssm.bench.host import available_cores, copy_bandwidth, measure
+from sketchssm.bench.peers import PEERS, Peer, measure_peer
+from sketchssm.bench.results import BenchResult, StepBytes, step_bytes
+from sketchssm.bench.workloads import MEAN_RANKS, SHAPES, random_plan, random_tokens, spread_ranks, systems
+
+__all__ = [
+    "MEAN_RANKS",
+    "PEERS",
+    "SHAPES",
+    "BenchResult",
+    "Peer",
+    "StepBytes",
+    "Workload",
+    "available_cores",
+    "compile_all",
+    "copy_bandwidth",
+    "device_bandwidth",
+    "device_name",
+    "measure",
+    "measure_device",
+    "measure_peer",
+    "random_plan",
+    "random_tokens",
+    "spread_ranks",
+    "step_bytes",
+    "systems",
+]

@@ -1,0 +1,325 @@
+"""Times of decode systems on a GPU, by replaying captured graphs.
+
+A window is W graphs, one for each position, which read and advance the cursors on the device like any other step. All
+are launched without waiting for one another, with an event between each two. Each graph goes through enough sets of
+slots that the second cache has forgotten a set's sketches and ring when its turn comes again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sketchssm.bench.results import BenchResult, step_bytes
+from sketchssm.bench.workloads import random_tokens, token_at
+from sketchssm.cuda.timing import captured, upload
+from sketchssm.evaluate.systems import System, relative_error
+from sketchssm.head import DecodeHead
+from sketchssm.interop import to_host
+from sketchssm.recurrence import Layer, Tokens
+from sketchssm.reference.recurrence import Array
+
+__all__ = [
+    "Workload",
+    "compile_all",
+    "device_bandwidth",
+    "device_name",
+    "launch_times",
+    "measure_device",
+    "slot_sets",
+    "typical_times",
+]
+
+ACTIVATION = "bfloat16"
+
+CACHES = 2
+"""Multiples of the second cache that pass by before a set of slots comes again."""
+
+MAX_SETS = 512
+
+LEAST, MOST = 5, 200
+"""Rounds that are timed."""
+
+
+class Workload:
+    """Inputs of one window, on the host and on the device, and a state to start from.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    batch, window : int
+        Rows of a step; steps.
+    seed : int
+        Seed of the draw.
+    """
+
+    def __init__(self, layer: Layer, batch: int, window: int, seed: int = 0) -> None:
+        self.layer, self.batch, self.window = layer, batch, window
+        # more rows than that repeat the first ones: drawing them on the host would take longer than all timing
+        drawn = random_tokens(layer, min(batch, 32), window, seed)
+        rows = np.arange(batch) % 32
+        self.steps = [upload(_taken(token_at(drawn, t), rows), ACTIVATION) for t in range(window)]
+        self.start = np.random.default_rng(seed).standard_normal(layer.state_shape).astype(np.float32)
+
+    def one_row(self) -> Tokens:
+        """The first row's inputs as the device has them, ``(1, window, ...)`` float32 on the host."""
+        inputs = zip(*self.steps, strict=True)  # by argument
+        rows = (None if x[0] is None else [to_host(y[:1], "input") for y in x] for x in inputs)
+        return Tokens(*(None if x is None else np.stack(x, axis=1).astype(np.float32) for x in rows))
+
+    def errors(self, system: System, outputs: Array, state: Array, row: Tokens | None = None) -> tuple[float, float]:
+        """Relative errors of the first row's outputs ``(window, heads, V)`` and state against float64.
+
+        Parameters
+        ----------
+        system : System
+            The system whose `reference` judges them.
+        outputs, state : ndarray
+            What the device computed.
+        row : Tokens, optional
+            What it computed them from; by default `one_row`.
+
+        Returns
+        -------
+        tuple of float
+            Of the outputs and of the state.
+        """
+        twin = system.build(1, "reference")
+        twin.load_state(self.start[None])
+        want = np.asarray(twin.step(*(row or self.one_row())), dtype=np.float64)[0]
+        return relative_error(outputs, want), relative_error(state, twin.state[0])
+
+
+def device_name() -> str:
+    """Name the current device.
+
+    Returns
+    -------
+    str
+        As its driver has it.
+    """
+    import cupy
+
+    name: bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"]
+    return name.decode()
+
+
+def compile_all(systems: Sequence[System]) -> float:
+    """Compile all kernels of several systems, side by side.
+
+    Parameters
+    ----------
+    systems : sequence of System
+        What `measure_device` is to time.
+
+    Returns
+    -------
+    float
+        Seconds.
+    """
+    import cupy
+
+    begun, device = time.perf_counter(), cupy.cuda.Device()
+
+    def compile_one(system: System) -> None:
+        with device:
+            system.build(1, "cuda").warmup(ACTIVATION)
+
+    with ThreadPoolExecutor(max(len(systems), 1)) as pool:
+        list(pool.map(compile_one, systems))
+    return time.perf_counter() - begun
+
+
+def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
+    """Measure how fast the current device copies its own memory.
+
+    Parameters
+    ----------
+    megabytes : int, default 2048
+        Size of the source, well beyond the caches.
+    repeats : int, default 7
+        Copies; their median counts.
+
+    Returns
+    -------
+    float
+        Bytes per second, read and written bytes both counted.
+    """
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    source, target = (cupy.zeros(megabytes * 2**18, dtype=np.float32) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+
+    def copy() -> None:  # not a graph: its copy nodes would go through the slower copy engines
+        cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, 3, stream.ptr)
+
+    times = launch_times([copy], stream, repeats)
+    return float(2e6 * source.nbytes / np.median(times))
+
+
+def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: int) -> Array:
+    """Launch work in turns, never waiting, and time it on the device.
+
+    Parameters
+    ----------
+    launches : sequence of callable
+        Each puts work onto the stream.
+    stream : cupy.cuda.Stream
+        The stream.
+    rounds : int
+        How often all of it is timed; a round more goes first.
+
+    Returns
+    -------
+    ndarray of float64, (rounds, launches)
+        Microseconds from one's end to the next one's.
+    """
+    import cupy
+
+    events = [cupy.cuda.Event() for _ in range(rounds * len(launches) + 1)]
+    for launch in launches:
+        launch()
+    events[0].record(stream)
+    for i, event in enumerate(events[1:]):
+        launches[i % len(launches)]()
+        event.record(stream)
+    events[-1].synchronize()
+    return np.array([1e3 * cupy.cuda.get_elapsed_time(*pair) for pair in pairwise(events)]).reshape(
+        rounds, len(launches)
+    )
+
+
+def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: float) -> Array:
+    """Median times of launches in turns.
+
+    Parameters
+    ----------
+    launches : sequence of callable
+        See `launch_times`.
+    stream : cupy.cuda.Stream
+        The stream.
+    seconds : float
+        Device time to spend, in whole rounds, at least five.
+
+    Returns
+    -------
+    ndarray of float64, (launches,)
+        Microseconds.
+    """
+    taken = 1e-6 * float(launch_times(launches, stream, 1).sum())
+    rounds = int(min(max(seconds / taken, LEAST), MOST))
+    return np.median(launch_times(launches, stream, rounds), axis=0)
+
+
+def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
+    """How many sets of slots take turns.
+
+    Parameters
+    ----------
+    batch : int
+        Rows of a set.
+    read_bytes : float
+        What a step between flushes reads of one set.
+    state_bytes : int
+        Memory of one slot.
+
+    Returns
+    -------
+    int
+        As many as the cache calls for, and memory allows.
+    """
+    import cupy
+
+    cache = cupy.cuda.Device().attributes["L2CacheSize"]
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    room = int(free / 2 / (batch * state_bytes))
+    return max(1, min(-(-CACHES * cache // int(read_bytes)), room, MAX_SETS))
+
+
+def measure_device(
+    shape: str,
+    system: System,
+    work: Workload,
+    bandwidth: float,
+    *,
+    seconds: float = 0.05,
+) -> BenchResult:
+    """Time a system at every position of the window.
+
+    Parameters
+    ----------
+    shape : str
+        What to call the layer's shape.
+    system : System
+        What to time, from `systems`.
+    work : Workload
+        Inputs.
+    bandwidth : float
+        Copy bandwidth in bytes per second, from `device_bandwidth`.
+    seconds : float, default 0.05
+        Device time to spend, in whole windows, at least five.
+
+    Returns
+    -------
+    BenchResult
+        Times, bytes and errors of one row of the same run. Compiling is counted apart.
+
+    Raises
+    ------
+    ValueError
+        If there are no kernels for the layer or the plan.
+    """
+    import cupy
+
+    layer, batch, window = work.layer, work.batch, work.window
+    needed = step_bytes(system, layer, batch, window, on_device=True)
+    sets = slot_sets(batch, needed.read, 4 * int(np.prod(layer.state_shape)))
+    begun = time.perf_counter()
+    head = system.build(sets * batch, "cuda")
+    head.warmup(ACTIVATION)
+    compiled = time.perf_counter() - begun
+    slots = [cupy.arange(i * batch, (i + 1) * batch, dtype=np.int64) for i in range(sets)]
+    start = cupy.asarray(work.start[None]).repeat(batch, axis=0)
+    for some in slots:
+        head.load_state(start, some)
+    del start
+    # an output of its own for each position: what the last set leaves there is compared with float64
+    outputs = [cupy.empty(x.v.shape, x.v.dtype) for x in work.steps]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    graphs = [captured(_steps(head, *pair, slots), stream) for pair in zip(work.steps, outputs, strict=True)]
+    launches = [partial(graph.launch, stream) for graph in graphs]
+
+    for launch in launches:
+        launch()
+    stream.synchronize()
+    got = np.stack([to_host(x[0], "output").astype(np.float64) for x in outputs])
+    errors = work.errors(system, got, to_host(head.state[int(slots[-1][0])], "state"))
+
+    times = typical_times(launches, stream, seconds) / sets
+    if system.name == "standard":  # has no positions
+        times[:] = np.median(times)
+    names = (shape, system.name, head.backend)
+    return BenchResult.of(names, batch, times.tolist(), needed, bandwidth, errors, compiled)
+
+
+def _steps(head: DecodeHead, step: Tokens, output: Any, slots: Sequence[Any]) -> Callable[[], None]:
+    """One token of every set of slots."""
+
+    def work() -> None:
+        for some in slots:
+            head.step(*step, slots=some, out=output)
+
+    return work
+
+
+def _taken(tokens: Tokens, rows: Any) -> Tokens:
+    return Tokens(*(None if x is None else x[rows] for x in tokens))

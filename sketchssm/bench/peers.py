@@ -1,0 +1,242 @@
+"""Standard decode by other libraries, where they are installed: checked against float64 first, then timed alike.
+
+PyTorch, which all of them stand on, is imported only when one is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from sketchssm.bench.device import Workload, slot_sets, typical_times
+from sketchssm.bench.results import BenchResult, step_bytes
+from sketchssm.evaluate.systems import exact_systems
+from sketchssm.recurrence import Layer, Tokens
+
+__all__ = ["PEERS", "Peer", "measure_peer"]
+
+WRONG = 0.05
+"""Relative errors beyond this are no rounding: bf16 leaves 4e-3."""
+
+Step = Callable[[Any], tuple[Any, Any]]
+"""From states to outputs ``(batch, heads, V)`` and new states, in the same memory or not."""
+
+
+class Adapter(Protocol):
+    """How a library takes a token: its inputs ``(batch, ...)`` as tensors, and what they come to in our terms."""
+
+    def __call__(self, layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]: ...
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One kernel of another library.
+
+    Attributes
+    ----------
+    name : str
+        What to call it in a table.
+    package : str
+        Module that must be installed.
+    kind : str
+        Kind of layer that it decodes.
+    adapter : callable
+        Makes its step.
+    key_first : bool
+        Whether its states are ``(batch, heads, K, V)``.
+    """
+
+    name: str
+    package: str
+    kind: str
+    adapter: Adapter
+    key_first: bool = False
+
+    def missing(self) -> str:
+        """Which module is not installed, or an empty string."""
+        return next((name for name in ("torch", self.package) if importlib.util.find_spec(name) is None), "")
+
+
+def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, seconds: float = 0.05) -> BenchResult:
+    """Check a peer on one window of tokens, then time it.
+
+    Parameters
+    ----------
+    shape : str
+        What to call the layer's shape.
+    peer : Peer
+        Which one; its kind must be the layer's.
+    work : Workload
+        Inputs.
+    bandwidth : float
+        Copy bandwidth in bytes per second, from `device_bandwidth`.
+    seconds : float, default 0.05
+        Device time to spend.
+
+    Returns
+    -------
+    BenchResult
+        Times, bytes and errors.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If it is not installed.
+    RuntimeError
+        If it fails, or what it computes is wrong.
+    """
+    import cupy
+
+    if lack := peer.missing():
+        raise ModuleNotFoundError(f"{peer.name}: {lack} is not installed")
+    import torch
+
+    layer, batch, window = work.layer, work.batch, work.window
+    standard = exact_systems(layer)[0]
+    needed = step_bytes(standard, layer, batch, window, on_device=True)
+    try:
+        with torch.no_grad():
+            made = [peer.adapter(layer, _tensors(step, torch), torch) for step in work.steps]
+            start = _turned(torch.from_numpy(work.start).cuda(), peer)[None].repeat(batch, 1, 1, 1)
+            state, outputs = start.clone(), []
+            for step, _ in made:
+                output, state = step(state)
+                outputs.append(output[0].double().cpu().numpy())
+            row = Tokens(*(None if x[0] is None else _row(x) for x in zip(*(told for _, told in made), strict=True)))
+            errors = work.errors(standard, np.stack(outputs), _turned(state[0], peer).cpu().numpy(), row)
+            if not max(errors) < WRONG:
+                raise RuntimeError(f"errors of {errors[0]:.1e} (outputs) and {errors[1]:.1e} (states)")
+            del state
+            sets = slot_sets(batch, needed.read, 8 * int(np.prod(layer.state_shape)))
+            graph, kept = _captured([made[i % window][0] for i in range(sets)], start, torch)
+    except Exception as error:  # of another library's many
+        raise RuntimeError(f"{peer.name}: {error}") from error
+    stream = cupy.cuda.Stream(non_blocking=True)
+    shared = torch.cuda.ExternalStream(stream.ptr)
+    torch.cuda.synchronize()
+
+    def replay() -> None:
+        with torch.cuda.stream(shared):
+            graph.replay()
+
+    time = float(typical_times([replay], stream, seconds)[0]) / sets
+    del kept, replay
+    torch.cuda.empty_cache()
+    return BenchResult.of((shape, peer.name, "peer"), batch, [time] * window, needed, bandwidth, errors, 0.0)
+
+
+def _turned(state: Any, peer: Peer) -> Any:
+    return state.transpose(-1, -2).contiguous() if peer.key_first else state
+
+
+def _captured(steps: list[Step], start: Any, torch: Any) -> tuple[Any, Any]:
+    """A graph that takes each set of states one token on; and the memory that it works in."""
+    states = [start.clone() for _ in steps]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = [step(state) for step, state in zip(steps, states, strict=True)]
+    return graph, (states, kept)
+
+
+def _tensors(step: Tokens, torch: Any) -> Tokens:
+    """A token's arrays as tensors over the same memory; bf16 goes as bits, which DLPack can carry everywhere."""
+
+    def taken(name: str, x: Any) -> Any:
+        if name in "qkv":
+            return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(x)
+
+    return Tokens(*(None if x is None else taken(name, x) for name, x in step._asdict().items()))
+
+
+def _row(tensors: Any) -> Any:
+    """The first row of one argument at all tokens, ``(1, window, ...)`` on the host."""
+    return np.stack([x[:1].double().cpu().numpy() for x in tensors], axis=1).astype(np.float32)
+
+
+def _fla_gdn(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    one = Tokens(*(x[:, None] for x in token))
+
+    def step(state: Any) -> tuple[Any, Any]:
+        output, state = fused_recurrent_gated_delta_rule(
+            one.q, one.k, one.v, g=one.g, beta=one.beta, scale=1.0,
+            initial_state=state, output_final_state=True, state_v_first=True,
+        )  # fmt: skip
+        return output[:, 0], state
+
+    return step, token
+
+
+def _fla_kda(layer: Layer, token: Tokens, torch: Any, value_first: bool = True) -> tuple[Step, Tokens]:
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    one = Tokens(*(x[:, None] for x in token))
+    slots = torch.arange(token.v.shape[0], device=token.v.device)
+    out = torch.empty_like(one.v)
+
+    def step(state: Any) -> tuple[Any, Any]:
+        output, state = fused_recurrent_kda_fwd(
+            one.q, one.k, one.v, one.g, one.beta, initial_state=state, scale=1.0,
+            inplace_final_state=True, state_v_first=value_first, ssm_state_indices=slots, out=out,
+        )  # fmt: skip
+        return output[:, 0], state
+
+    return step, token
+
+
+def _flashinfer_ssu(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
+    from flashinfer.mamba import selective_state_update
+
+    q, k, x, g, _ = token
+    batch, heads, value_dim, key_dim = x.shape[0], layer.heads, layer.value_dim, layer.key_dim
+    dt = (-g).to(torch.bfloat16)  # with A = -1: the decay is exp(-dt), and v is dt x
+    rate = torch.full((heads, 1, 1), -1.0, device=x.device).expand(heads, value_dim, key_dim)
+    skip = torch.zeros((heads, 1), dtype=torch.bfloat16, device=x.device).expand(heads, value_dim)
+    slots, out = torch.arange(batch, dtype=torch.int32, device=x.device), torch.empty_like(x)
+    wide = dt[..., None].expand(batch, heads, value_dim)
+
+    def step(state: Any) -> tuple[Any, Any]:
+        selective_state_update(state, x, wide, rate, k, q, skip, state_batch_indices=slots, out=out)
+        return out, state
+
+    return step, Tokens(q, k, dt[..., None].double() * x, -dt.float(), None)
+
+
+def _flashinfer_gdn(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+
+    narrow = torch.bfloat16
+    assert token.beta is not None
+    # the kernel forms both gates itself: g = -softplus(a) with A_log and dt_bias zero, beta = sigmoid(b)
+    a = torch.log(torch.expm1(-token.g.double()).clamp(min=1e-30)).to(narrow)
+    b = torch.logit(token.beta.double(), eps=1e-6).to(narrow)
+    none = torch.zeros(layer.heads, device=a.device)
+    q, k, v, a1, b1 = (x[:, None].contiguous() for x in (token.q, token.k, token.v, a, b))
+    out = torch.empty_like(v)
+
+    def step(state: Any) -> tuple[Any, Any]:
+        output, state = gated_delta_rule_decode_pretranspose(
+            q, k, v, state, none, a1, none, b1, scale=1.0, output=out, use_qk_l2norm=False
+        )
+        return output[:, 0], state
+
+    softplus = torch.nn.functional.softplus(a.double())
+    return step, token._replace(g=-softplus, beta=torch.sigmoid(b.double()))
+
+
+PEERS = (
+    Peer("fla gated_delta_rule", "fla", "gdn", _fla_gdn),
+    Peer("fla kda", "fla", "kda", _fla_kda),
+    Peer("fla kda, K first", "fla", "kda", partial(_fla_kda, value_first=False), key_first=True),
+    Peer("FlashInfer ssu", "flashinfer", "mamba2", _flashinfer_ssu),
+    Peer("FlashInfer gdn", "flashinfer", "gdn", _flashinfer_gdn),
+)
+"""Fused recurrent kernels of flash-linear-attention and FlashInfer."""

@@ -1,0 +1,202 @@
+"""What a benchmark finds: times of a window's positions, the bytes behind them, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm import traffic
+from sketchssm.cuda.layout import map_elements
+from sketchssm.evaluate.systems import System
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import DENSE, Layer
+
+__all__ = ["BenchResult", "StepBytes", "step_bytes"]
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that a step must move, all rows together.
+
+    Attributes
+    ----------
+    read : float
+        A step between flushes, mean over the window's positions.
+    flush : float
+        The step that flushes.
+    """
+
+    read: float
+    flush: float
+
+    def amortised(self, window: int) -> float:
+        """Mean over a window's steps."""
+        return ((window - 1) * self.read + self.flush) / window
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Times of one system at one shape, batch and window; floors are bytes over the copy bandwidth of the same run.
+
+    Attributes
+    ----------
+    shape, system, backend : str
+        What ran where.
+    batch, window : int
+        Rows of a step; tokens from one flush to the next.
+    read_microseconds : float
+        A step between flushes, averaged over the window's positions.
+    flush_microseconds : float
+        The step that flushes; for standard decoding, any step.
+    microseconds : float
+        A step, amortised over the window with its flush.
+    read_bytes, flush_bytes, bytes : float
+        What each of these must move.
+    read_fraction, flush_fraction, fraction : float
+        Share of the measured copy bandwidth that those bytes reach: 1 is the floor.
+    gigabytes_per_second : float
+        Rate of moving `bytes`.
+    error : float
+        Relative error of the outputs of one row, over a window, against the same system in float64.
+    state_error : float
+        Relative error of that row's state after the window, likewise.
+    first_call_seconds : float
+        What came before the first step or went beyond a typical one: compiling, or loading what was compiled earlier.
+    positions : list of float
+        Microseconds of a step at each position of the window; of standard decoding all the same.
+    """
+
+    shape: str
+    system: str
+    backend: str
+    batch: int
+    window: int
+    read_microseconds: float
+    flush_microseconds: float
+    microseconds: float
+    read_bytes: float
+    flush_bytes: float
+    bytes: float
+    read_fraction: float
+    flush_fraction: float
+    fraction: float
+    gigabytes_per_second: float
+    error: float
+    state_error: float
+    first_call_seconds: float
+    positions: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        names: tuple[str, str, str],
+        batch: int,
+        positions: Sequence[float],
+        needed: StepBytes,
+        bandwidth: float,
+        errors: tuple[float, float],
+        first_call_seconds: float,
+    ) -> BenchResult:
+        """Put a result together.
+
+        Parameters
+        ----------
+        names : tuple of str
+            Shape, system and backend.
+        batch : int
+            Rows of a step.
+        positions : sequence of float
+            Microseconds of a step at each position of the window.
+        needed : StepBytes
+            What the steps must move.
+        bandwidth : float
+            Copy bandwidth in bytes per second.
+        errors : tuple of float
+            Of outputs and of the state.
+        first_call_seconds : float
+            What compiling took.
+
+        Returns
+        -------
+        BenchResult
+            The result.
+        """
+        window = len(positions)
+        read, flush = float(np.mean(positions[:-1] or positions)), float(positions[-1])
+        step, bytes = float(np.mean(positions)), needed.amortised(window)
+        return cls(
+            *names,
+            batch,
+            window,
+            read_microseconds=read,
+            flush_microseconds=flush,
+            microseconds=step,
+            read_bytes=needed.read,
+            flush_bytes=needed.flush,
+            bytes=bytes,
+            read_fraction=1e6 * needed.read / read / bandwidth,
+            flush_fraction=1e6 * needed.flush / flush / bandwidth,
+            fraction=1e6 * bytes / step / bandwidth,
+            gigabytes_per_second=bytes / step / 1e3,
+            error=errors[0],
+            state_error=errors[1],
+            first_call_seconds=first_call_seconds,
+            positions=list(positions),
+        )
+
+
+def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_device: bool = False) -> StepBytes:
+    """Bytes that a step must move.
+
+    Parameters
+    ----------
+    system : System
+        Standard decoding (its name must say so), buffered replay, or a sketch with its plan.
+    layer : Layer
+        Kind and shape.
+    batch : int
+        Rows of a step.
+    window : int
+        Tokens from one flush to the next.
+    on_device : bool, default False
+        Whether q, k, v and outputs are bf16 and sketches packed as the CUDA kernels do it, instead of float32 and the
+        byte model's.
+
+    Returns
+    -------
+    StepBytes
+        States, sketches and maps as in `sketchssm.traffic`, and what that model leaves out: inputs and outputs, the
+        ring (a token is written once, before the flush, and read at each later one), and the sketch that a flush
+        writes.
+    """
+    activation = 2 if on_device else 4
+    sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
+    taken = sum((activation if name in "qkv" else 4) * size for name, size in sizes.items())
+    moved = taken + activation * layer.heads * layer.value_dim
+    whole = layer.heads * traffic.standard(layer.key_dim, layer.value_dim)
+    if system.name == "standard":
+        return StepBytes(batch * (whole + moved), batch * (whole + moved))
+    buffered = taken - activation * sizes["q"]  # queries are not kept
+    read, written = whole / 2, 0.0
+    if system.plan is not None:
+        sketches = _sketch_bytes(system.plan, on_device)
+        read, written = float(sketches.sum()), float(sketches[system.plan.ranks != DENSE].sum())
+    earlier = max(window - 2, 0) / 2  # tokens in the ring, mean over the positions before the flush
+    return StepBytes(
+        batch * (read + moved + buffered * (1 + earlier)),
+        batch * (whole + moved + buffered * (window - 1) + written),
+    )
+
+
+def _sketch_bytes(plan: SketchPlan, on_device: bool) -> npt.NDArray[np.float64]:
+    """What a read takes of each head's sketch and map, ``(heads,)``."""
+    layer = plan.layer
+    settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots)
+    modelled = traffic.sketch_read(*settings)
+    if not on_device:
+        return modelled
+    packed = [2.0 * (int(rank) * layer.value_dim + map_elements(plan, int(rank))) for rank in plan.ranks]
+    return np.where(plan.ranks == DENSE, modelled, packed)

@@ -1,0 +1,162 @@
+"""What is timed: layers of models in use, random inputs and plans, and the systems that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.evaluate.systems import System, exact_systems, sketch_system
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer, Tokens
+
+__all__ = ["MEAN_RANKS", "SHAPES", "random_plan", "random_tokens", "spread_ranks", "systems", "token_at"]
+
+SHAPES = {
+    "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
+    "nemotron-nano-9b-v2": Layer("mamba2", 128, 128, 80, 8),
+    "qwen3-next": Layer("gdn", 32, 128, 128, 16),
+    "qwen3.5-large": Layer("gdn", 64, 128, 128, 16),
+    "kimi-linear": Layer("kda", 32, 128, 128, 32),
+}
+"""Recurrent layers of models in use, whole (one layer, no tensor parallelism)."""
+
+MEAN_RANKS = {
+    "nemotron-3-super": 5,
+    "nemotron-nano-9b-v2": 6,
+    "qwen3-next": 7,
+    "qwen3.5-large": 7,
+    "kimi-linear": 7,
+}
+"""Mean ranks that a model's quality allows, by the paper's evaluation."""
+
+SPREAD = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.2)
+"""Ranks of eight heads over their mean: allocations have a long tail."""
+
+Array = npt.NDArray[Any]
+
+
+def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
+    """Ranks that differ from head to head as an allocation's do.
+
+    Parameters
+    ----------
+    heads : int
+        Number of heads.
+    mean : int
+        Mean rank, met exactly where `heads` is a multiple of 8 and nothing exceeds `limit`.
+    limit : int
+        Highest rank there can be, the layer's K.
+
+    Returns
+    -------
+    ndarray of int64, (heads,)
+        Ranks of at least 1.
+    """
+    eight = np.maximum(np.round(mean * np.array(SPREAD)), 1).astype(np.int64)
+    eight[-1] = max(8 * mean - eight[:-1].sum(), 1)
+    return np.minimum(np.resize(eight, heads), limit)
+
+
+def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0) -> Tokens:
+    """Draw inputs of a layer: unit keys and queries, mild decay.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    batch, tokens : int
+        Leading axes.
+    seed : int, default 0
+        Seed of the draw.
+
+    Returns
+    -------
+    Tokens
+        Float32 arrays ``(batch, tokens, ...)``.
+    """
+    rng = np.random.default_rng(seed)
+    drawn: dict[str, Array] = {}
+    for name, tail in layer.token_shapes().items():
+        shape = (batch, tokens, *tail)
+        if name == "g":
+            drawn[name] = -rng.random(shape, dtype=np.float32) / 10
+        elif name == "beta":
+            drawn[name] = rng.random(shape, dtype=np.float32)
+        else:
+            x = rng.standard_normal(shape, dtype=np.float32)
+            drawn[name] = x if name == "v" else x / np.linalg.norm(x, axis=-1, keepdims=True)
+    return Tokens(*(drawn.get(name) for name in Tokens._fields))
+
+
+def token_at(tokens: Tokens, t: int) -> Tokens:
+    """One token of each row, contiguous as a model's layer would hand it over.
+
+    Parameters
+    ----------
+    tokens : Tokens
+        Arrays ``(batch, tokens, ...)``.
+    t : int
+        Which token.
+
+    Returns
+    -------
+    Tokens
+        Arrays ``(batch, ...)``.
+    """
+    return Tokens(*(None if x is None else np.ascontiguousarray(x[:, t]) for x in tokens))
+
+
+def random_plan(
+    layer: Layer, rank: int | npt.NDArray[np.int64], window: int, map: str, pivots: int = 4, seed: int = 0
+) -> SketchPlan:
+    """Make a plan with random bases: times do not depend on the values.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    rank : int or ndarray of int64, (heads,)
+        Rank of every head, or one of each.
+    window : int
+        Tokens from one flush to the next.
+    map : str
+        Coefficient map.
+    pivots : int, default 4
+        Pivot count.
+    seed : int, default 0
+        Seed of the bases.
+
+    Returns
+    -------
+    SketchPlan
+        The plan.
+    """
+    ranks = np.broadcast_to(rank, layer.heads)
+    basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
+    return SketchPlan(basis, ranks, window, map, pivots)
+
+
+def systems(layer: Layer, window: int, plans: Sequence[SketchPlan]) -> list[System]:
+    """List what a benchmark compares: standard, replay, and one sketch for each plan.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    window : int
+        Tokens from one flush to the next.
+    plans : sequence of SketchPlan
+        Plans of the sketches.
+
+    Returns
+    -------
+    list of System
+        Entries for `measure` and `measure_device`.
+    """
+    return exact_systems(layer, window) + [
+        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}") for plan in plans
+    ]

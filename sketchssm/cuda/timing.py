@@ -1,0 +1,61 @@
+"""What programs that time heads on the device need: inputs that are there, and graphs, which the host can't slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sketchssm.head import DecodeHead
+from sketchssm.recurrence import Tokens
+
+__all__ = ["captured", "timed_steps", "upload"]
+
+AHEAD = 256 << 20
+"""Bytes that are cleared before a graph is timed, so that it is in the queue when its turn comes."""
+
+
+def upload(tokens: Tokens, activation: str = "float32") -> Tokens:
+    """Copy inputs to the current device: q, k and v in the activations' type, gates in float32."""
+    import cupy
+    import ml_dtypes
+
+    wide = np.dtype(np.float32)
+    narrow = np.dtype(ml_dtypes.bfloat16 if activation == "bfloat16" else activation)
+
+    def copied(name: str, x: Any) -> Any:
+        return cupy.asarray(np.ascontiguousarray(x, dtype=narrow if name in "qkv" else wide))
+
+    return Tokens(*(None if x is None else copied(name, x) for name, x in tokens._asdict().items()))
+
+
+def captured(work: Callable[[], None], stream: Any) -> Any:
+    """Graph of what launches kernels on CuPy's current stream, without waiting or allocating."""
+    with stream:
+        stream.begin_capture()
+        work()
+        return stream.end_capture()
+
+
+def timed_steps(head: DecodeHead, steps: Sequence[Tokens]) -> tuple[list[Any], float]:
+    """Decode uploaded tokens as one graph; return the outputs on the device, and the seconds that it took there."""
+    import cupy
+
+    stream, start, stop = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(), cupy.cuda.Event()
+    outputs = [cupy.empty(token.v.shape, token.v.dtype) for token in steps]
+    ahead = cupy.empty(AHEAD, np.uint8)
+    cupy.cuda.Device().synchronize()
+
+    def work() -> None:
+        for token, output in zip(steps, outputs, strict=True):
+            head.step(*token, out=output)
+
+    graph = captured(work, stream)
+    graph.upload(stream)
+    ahead.data.memset_async(0, AHEAD, stream)
+    start.record(stream)
+    graph.launch(stream)
+    stop.record(stream)
+    stop.synchronize()
+    return outputs, 1e-3 * cupy.cuda.get_elapsed_time(start, stop)

@@ -1,0 +1,88 @@
+"""Benchmarks and comparisons on a device, at tiny sizes: what they report is right, not how fast it is."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from cuda_support import LAYERS
+
+from sketchssm import bench
+from sketchssm.cli import main
+from sketchssm.evaluate import compare
+from sketchssm.evaluate.measure import measure
+from sketchssm.evaluate.registry import entries
+from sketchssm.evaluate.settings import Settings
+from sketchssm.evaluate.study import Study
+from sketchssm.traces import Traces
+
+pytestmark = pytest.mark.gpu
+
+# outputs leave in bf16, sketches are stored in it: a few roundings of 2^-9 in a row; states are float32's
+ROUNDED, EXACT = 1.2e-2, 2e-6
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_all_systems(kind):
+    layer = LAYERS[kind]
+    ranks = bench.spread_ranks(layer.heads, 5, layer.key_dim)
+    systems = bench.systems(layer, 4, [bench.random_plan(layer, ranks, 4, m) for m in ("lowrank", "ridge")])
+    assert bench.compile_all(systems) > 0
+    work = bench.Workload(layer, 3, 4)
+    for system in systems:
+        result = bench.measure_device("tiny", system, work, 1e12, seconds=0)
+        assert result.backend == "cuda"
+        assert result.error < ROUNDED
+        assert result.state_error < EXACT
+        assert len(result.positions) == 4
+        assert 0 < result.microseconds < 1e4
+        assert result.microseconds == pytest.approx(np.mean(result.positions))
+
+
+def test_bandwidth():
+    assert 1e11 < bench.device_bandwidth(256, 3) < 1e14
+    assert bench.device_name()
+
+
+@pytest.mark.parametrize("peer", bench.PEERS, ids=lambda peer: peer.name)
+def test_peers(peer):
+    if lack := peer.missing():
+        pytest.skip(f"{lack} is not installed")
+    layer = {layer.kind: layer for layer in bench.SHAPES.values()}[peer.kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        result = bench.measure_peer("tiny", peer, bench.Workload(layer, 2, 4), 1e12, seconds=0)
+    assert result.error < ROUNDED
+    assert 0 < result.microseconds < 1e4
+
+
+def test_command(tmp_path):
+    arguments = ["bench", "--shape", "qwen3-next", "--batch", "1,2", "--seconds", "0", "--peers", "--json"]
+    done = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["copy_bandwidth"] > 1e11
+    assert {r["system"] for r in report["results"]} >= {"standard", "replay"}
+    assert all(r["error"] < ROUNDED for r in report["results"])
+
+
+def test_evaluation():
+    """Inputs on the host, states on the device."""
+    study = Study(Traces.shipped("gdn"), Settings(16), ranks=(4,), mean_rank=4, every=64)
+    listed = {entry.name: entry for entry in entries(study)}
+    for name in ("exact/standard", "exact/replay", "sketch/lowrank-4"):
+        found, judge = (measure(listed[name], study, backend) for backend in ("cuda", "cpu"))
+        assert found.backend == "cuda"
+        assert found.state_error < EXACT
+        assert found.output_error == pytest.approx(judge.output_error, rel=0.05, abs=EXACT)
+
+
+def test_compare_takes_traces():
+    """Host traces, states on the device: errors are float32's."""
+    traces = Traces.shipped("gdn")
+    systems = bench.systems(traces.layer, 16, [])
+    for result in compare(systems, traces.layer, traces.test, backend="cuda", rows=3):
+        assert result.backend == "cuda"
+        assert max(result.output_error, result.state_error) < EXACT
+        assert result.microseconds > 0

@@ -1,0 +1,181 @@
+"""Benchmarks: their bytes, their tables, and on the host's stand-in for a device the same steps as on a GPU."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from host import compiler, standin
+from test_traces import SHAPES
+
+from sketchssm import bench, cuda, plots
+from sketchssm.bench import device
+from sketchssm.bench.results import BenchResult, StepBytes
+from sketchssm.cli import main
+from sketchssm.cuda import modules
+from sketchssm.evaluate import compare
+from sketchssm.recurrence import DENSE, KINDS, Layer
+
+WINDOW = 4
+LAYER = Layer("gdn", 2, 64, 80, 1)
+
+# outputs leave in bf16, sketches are stored in it: a few roundings of 2^-9 in a row; states are float32's
+ROUNDED, EXACT = 1.2e-2, 2e-6
+
+_modules = {}  # compiled once for all tests of this file
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def result(system="standard", batch=1, step=2.0, shape="tiny"):
+    times = [step] * WINDOW
+    return BenchResult.of((shape, system, "cuda"), batch, times, StepBytes(4e3, 4e3), 1e10, (1e-3, 1e-7), 0.0)
+
+
+class TestWorkloads:
+    def test_random_tokens_fit_their_layer(self):
+        for layer in SHAPES.values():
+            tokens = bench.random_tokens(layer, 2, 3)
+            assert {name for name, x in tokens._asdict().items() if x is not None} == set(layer.token_shapes())
+
+    @pytest.mark.parametrize("mean", range(1, 33))
+    def test_spread_ranks_have_their_mean(self, mean):
+        ranks = bench.spread_ranks(32, mean, 128)
+        assert ranks.min() >= 1
+        assert ranks.mean() == pytest.approx(mean, abs=0.13)  # rank 1 can't be spread downwards
+        assert len(set(ranks)) > 1
+        assert bench.spread_ranks(5, mean, 6).max() <= 6
+
+    def test_every_shape_has_a_rank(self):
+        assert set(bench.MEAN_RANKS) == set(bench.SHAPES)
+
+
+class TestBytes:
+    def test_step_bytes(self):
+        layer = SHAPES["gdn"]
+        standard, replay, sketch = bench.systems(layer, 16, [bench.random_plan(layer, 2, 16, "offline")])
+        moved = 4 * (2 * 2 * 16 + 4 * 8 + 4 + 4) + 4 * 4 * 8  # inputs and outputs
+        state = 4 * 4 * 16 * 8
+        ring = 4 * (2 * 16 + 4 * 8 + 4 + 4)
+        assert bench.step_bytes(standard, layer, 3, 16) == StepBytes(3 * (2 * state + moved), 3 * (2 * state + moved))
+        # before the flush a step reads 0 to 14 earlier tokens, 7 in the mean, and writes its own
+        found = bench.step_bytes(replay, layer, 3, 16)
+        assert found == StepBytes(3 * (state + moved + 8 * ring), 3 * (2 * state + moved + 15 * ring))
+        assert found.amortised(16) == (15 * found.read + found.flush) / 16
+        read = 4 * 2 * 2 * 8
+        assert bench.step_bytes(sketch, layer, 3, 16) == StepBytes(
+            3 * (read + moved + 8 * ring), 3 * (2 * state + moved + 15 * ring + read)
+        )
+
+    def test_on_device(self):
+        """bf16 inputs and outputs, factors as the kernels pack them; a dense head reads its state."""
+        ranks = np.array([3, DENSE])
+        sketch = bench.systems(LAYER, 8, [bench.random_plan(LAYER, ranks, 8, "lowrank", 2)])[-1]
+        gates = 4 * (2 + 2)
+        ring = 2 * (64 + 2 * 80) + gates
+        moved = ring + 2 * 64 + 2 * 2 * 80
+        state = 4 * 64 * 80
+        packed = 2 * (3 * 80 + 2 * 64 + 3 * 2 + 3)
+        assert bench.step_bytes(sketch, LAYER, 1, 8, on_device=True) == StepBytes(
+            packed + state + moved + 4 * ring, 4 * state + moved + 7 * ring + packed
+        )
+
+    def test_result(self):
+        found = BenchResult.of(
+            ("a", "b", "c"), 3, [1.0, 2.0, 6.0], StepBytes(3e3, 12e3), 1e10, (0.1, 0.2), first_call_seconds=4.0
+        )
+        assert (found.window, found.read_microseconds, found.flush_microseconds, found.microseconds) == (3, 1.5, 6, 3)
+        assert (found.read_fraction, found.flush_fraction, found.fraction) == pytest.approx((0.2, 0.2, 0.2))
+        assert found.gigabytes_per_second == pytest.approx(2)
+        assert (found.error, found.state_error, found.first_call_seconds) == (0.1, 0.2, 4)
+
+    def test_window_of_one_token(self):
+        found = BenchResult.of(("a", "b", "c"), 1, [2.0], StepBytes(1, 1), 1, (0, 0), 0)
+        assert found.read_microseconds == found.flush_microseconds == 2
+
+
+class TestHost:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_measure(self, kind):
+        layer = SHAPES[kind]
+        systems = bench.systems(layer, WINDOW, [bench.random_plan(layer, 3, WINDOW, "prior", 2)])
+        results = bench.measure("tiny", layer, systems, 2, WINDOW, 1e9, backend="reference", seconds=0)
+        assert [result.system for result in results] == ["standard", "replay", "sketch G=3 prior"]
+        for found in results:
+            # both are the reference: outputs differ by nothing, and are rounded to float32 alike
+            assert found.error == 0
+            assert min(found.positions) > 0
+            assert found.fraction == pytest.approx(found.bytes / found.microseconds * 1e6 / 1e9)
+
+    def test_copy_bandwidth(self):
+        assert bench.copy_bandwidth(threads=1, megabytes=4, repeats=1) > 1e6
+
+    def test_no_device(self, monkeypatch):
+        monkeypatch.setattr(cuda, "missing", lambda: "CuPy sees no CUDA device")
+        assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
+        assert "on a GPU only" in invoke("--peers", code=2).output
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in in CuPy's place."""
+    if missing := compiler.missing():
+        pytest.skip(missing)
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr(modules, "_modules", _modules)
+    monkeypatch.setattr(cuda, "missing", lambda: "")
+    return standin
+
+
+class TestDevice:
+    def test_command(self, cupy, monkeypatch, tmp_path):
+        """All systems, windows whose cursors advance from graph to graph, several sets of slots."""
+        monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
+        monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
+        monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
+        monkeypatch.setattr(device, "LEAST", 1)
+        file = tmp_path / "out.json"
+        options = ["--batch", 2, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, "--peers", "--json", file]
+        printed = invoke(*options).output
+        report = json.loads(file.read_text())
+        assert report["device"] == "host"
+        assert [r["system"] for r in report["results"]][:2] == ["standard", "replay"]
+        for found in report["results"]:
+            assert found["backend"] == "cuda"
+            assert found["error"] < ROUNDED
+            assert found["state_error"] < EXACT
+            assert len(found["positions"]) == WINDOW
+        assert "FlashInfer gdn" in printed
+
+    def test_slots_take_turns(self, cupy):
+        cache = standin.cuda.Device.attributes["L2CacheSize"]
+        assert device.slot_sets(2, 4 * cache, 1000) == 1
+        assert device.slot_sets(2, cache / 16, 1000) == 32
+        assert device.slot_sets(2, 1, 1000) == device.MAX_SETS
+        assert device.slot_sets(1, 1, 1 << 28) == 2  # half of the memory
+
+    def test_bandwidth(self, cupy):
+        assert bench.device_bandwidth(4, 1) > 1e6
+
+    def test_compare(self, cupy):
+        """Inputs and outputs on the host, states on the device."""
+        tokens = bench.random_tokens(LAYER, 1, 2 * WINDOW)
+        for found in compare(bench.systems(LAYER, WINDOW, []), LAYER, tokens, window=WINDOW, rows=2):
+            assert found.backend == "cuda"
+            assert max(found.output_error, found.state_error) < EXACT
+
+
+class TestPlot:
+    def test_step_times(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        results = [result(s, b, b + i, shape) for shape in "abcd" for i, s in enumerate("xy") for b in (1, 8)]
+        first, second = (plots.step_times(results, tmp_path / name) for name in ("a.svg", "b.svg"))
+        assert first.read_bytes() == second.read_bytes()
+        assert "microseconds" in first.read_text()
+        with pytest.raises(ValueError, match="results"):
+            plots.step_times([], tmp_path / "c.svg")
