@@ -38,8 +38,8 @@ __all__ = [
 
 ACTIVATION = "bfloat16"
 
-CACHES = 2
-"""Multiples of the second cache that pass by before a set of slots comes again."""
+PASSING = 1 << 30
+"""Bytes read before a set of slots comes again: no second cache holds them, and gaps between graphs hardly count."""
 
 MAX_SETS = 512
 
@@ -234,14 +234,13 @@ def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
     Returns
     -------
     int
-        As many as the cache calls for, and memory allows.
+        As many as `PASSING` calls for, and memory allows.
     """
     import cupy
 
-    cache = cupy.cuda.Device().attributes["L2CacheSize"]
     free, _ = cupy.cuda.runtime.memGetInfo()
     room = int(free / 2 / (batch * state_bytes))
-    return max(1, min(-(-CACHES * cache // int(read_bytes)), room, MAX_SETS))
+    return max(1, min(-(-PASSING // int(read_bytes)), room, MAX_SETS))
 
 
 def measure_device(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import sketchssm
 from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
 from sketchssm.plan import MAPS
@@ -124,7 +128,8 @@ def command(
         from sketchssm.plots import step_times
 
         output.say(f"Drew {step_times(results, plot)}.")
-    output.finish(report)
+    made = {"version": sketchssm.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    output.finish(made | {"command": shlex.join(["sketchssm", *sys.argv[1:]])} | report)
 
 
 Timing = Callable[["Output", list[Case], float, int, bool], dict[str, Any]]

@@ -114,11 +114,7 @@ class RawModule:
 
 class _Device:
     id = 0
-    attributes = {  # noqa: RUF012
-        "MultiProcessorCount": MULTIPROCESSORS,
-        "MaxSharedMemoryPerBlockOptin": 227 << 10,
-        "L2CacheSize": 1 << 16,
-    }
+    attributes = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": 227 << 10}  # noqa: RUF012
     compute_capability = "90"
 
     def __enter__(self):
