@@ -64,7 +64,7 @@ class StandardEngine:
         _one_of(layer.value_dim, VALUE_DIMS, "value_dim")
         self.layer = layer
         self.slots = slots
-        self.value_rows = {"mamba2": 16, "gdn": 4, "kda": 8}[layer.kind]  # measured on H200
+        self.value_rows = 8 if layer.erases else 16  # measured on H200
         self.activation = activation
         self._types = (_type(activation, "activation"), _type(output or activation, "output"))
         self.state = cupy.zeros((slots, *layer.state_shape), dtype=np.float32) if state is None else state
