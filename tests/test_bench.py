@@ -119,6 +119,7 @@ class TestHost:
         monkeypatch.setattr(cuda, "missing", lambda: "CuPy sees no CUDA device")
         assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
         assert "on a GPU only" in invoke("--peers", code=2).output
+        assert ".png or .svg" in invoke("--plot", "a.jpg", code=2).output
 
 
 @pytest.fixture
@@ -152,6 +153,24 @@ class TestDevice:
             assert found["state_error"] < EXACT
             assert len(found["positions"]) == WINDOW
         assert "FlashInfer gdn" in printed
+
+    def test_too_small_a_device(self, cupy, monkeypatch, tmp_path):
+        """What does not fit is named; the rest is timed."""
+        monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
+        monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
+        monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
+        monkeypatch.setattr(bench, "compile_all", lambda systems: 0.0)
+
+        def measured(shape, system, *rest, **settings):
+            if system.name == "replay":
+                raise MemoryError("Out of memory allocating 8 bytes")
+            return result(system.name)
+
+        monkeypatch.setattr(bench, "measure_device", measured)
+        file = tmp_path / "out.json"
+        printed = invoke("--batch", 2, "--window", WINDOW, "--json", file).output
+        assert "tiny, batch 2: replay was not timed: Out of memory" in printed
+        assert "replay" not in {r["system"] for r in json.loads(file.read_text())["results"]}
 
     def test_slots_take_turns(self, cupy):
         assert device.slot_sets(2, 2 * device.PASSING, 1000) == 1

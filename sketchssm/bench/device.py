@@ -7,6 +7,7 @@ slots that the second cache has forgotten a set's sketches and ring when its tur
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -238,6 +239,8 @@ def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
     """
     import cupy
 
+    gc.collect()  # what was timed before is gone, and its memory the driver's again
+    cupy.get_default_memory_pool().free_all_blocks()
     free, _ = cupy.cuda.runtime.memGetInfo()
     room = int(free / 2 / (batch * state_bytes))
     return max(1, min(-(-PASSING // int(read_bytes)), room, MAX_SETS))
@@ -275,6 +278,8 @@ def measure_device(
     ------
     ValueError
         If there are no kernels for the layer or the plan.
+    MemoryError
+        If the device is too small for the batch.
     """
     import cupy
 

@@ -110,12 +110,12 @@ def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, se
             row = Tokens(*(None if x[0] is None else _row(x) for x in zip(*(told for _, told in made), strict=True)))
             errors = work.errors(standard, np.stack(outputs), _turned(state[0], peer).cpu().numpy(), row)
             if not max(errors) < WRONG:
-                raise RuntimeError(f"errors of {errors[0]:.1e} (outputs) and {errors[1]:.1e} (states)")
+                raise ValueError(f"errors of {errors[0]:.1e} (outputs) and {errors[1]:.1e} (states)")
             del state
             sets = slot_sets(batch, needed.read, 8 * int(np.prod(layer.state_shape)))
             graph, kept = _captured([made[i % window][0] for i in range(sets)], start, torch)
     except Exception as error:  # of another library's many
-        raise RuntimeError(f"{peer.name}: {error}") from error
+        raise RuntimeError(str(error)) from error
     stream = cupy.cuda.Stream(non_blocking=True)
     shared = torch.cuda.ExternalStream(stream.ptr)
     torch.cuda.synchronize()

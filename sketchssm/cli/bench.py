@@ -96,6 +96,7 @@ def command(
     from sketchssm import bench, cuda
     from sketchssm.cli.output import Output
     from sketchssm.evaluate.settings import Settings
+    from sketchssm.plots import load_pyplot, step_times
 
     unknown = [name for name in shapes if name not in bench.SHAPES]
     if unknown:
@@ -104,6 +105,10 @@ def command(
         backend = "cpu" if cuda.missing() else "cuda"
     if peers and backend != "cuda":
         raise click.BadParameter("other libraries are timed on a GPU only", param_hint="--peers")
+    if plot is not None:
+        if plot.suffix not in (".png", ".svg"):
+            raise click.BadParameter(f"expected a name that ends in .png or .svg, got {plot}", param_hint="--plot")
+        load_pyplot()  # what is missing is missing before anything is timed
     kind = "cuda" if backend == "cuda" else "cpu"
     chosen = maps or (Settings().map,)
     cases = []
@@ -125,8 +130,6 @@ def command(
     for message in report.get("not_timed", []):
         output.say(message)
     if plot is not None:
-        from sketchssm.plots import step_times
-
         output.say(f"Drew {step_times(results, plot)}.")
     made = {"version": sketchssm.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     output.finish(made | {"command": shlex.join(["sketchssm", *sys.argv[1:]])} | report)
@@ -179,12 +182,15 @@ def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, pee
             step(f"{case.shape}, batch {case.batch}, window {case.window}")
             work = bench.Workload(case.layer, case.batch, case.window, seed)
             for system in listed[id(case)]:
-                results.append(bench.measure_device(case.shape, system, work, bandwidth, seconds=seconds))
+                try:
+                    results.append(bench.measure_device(case.shape, system, work, bandwidth, seconds=seconds))
+                except MemoryError as error:
+                    messages.append(_not_timed(case, system.name, error))
             for peer in (peer for peer in ready if peer.kind == case.layer.kind):
                 try:
                     results.append(bench.measure_peer(case.shape, peer, work, bandwidth, seconds=seconds))
-                except RuntimeError as error:
-                    messages.append(f"{case.shape}, batch {case.batch}: {' '.join(str(error).split())}")
+                except (MemoryError, RuntimeError) as error:
+                    messages.append(_not_timed(case, peer.name, error))
     return {
         "device": bench.device_name(),
         "copy_bandwidth": bandwidth,
@@ -192,6 +198,10 @@ def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, pee
         "not_timed": messages,
         "results": results,
     }
+
+
+def _not_timed(case: Case, name: str, error: Exception) -> str:
+    return f"{case.shape}, batch {case.batch}: {name} was not timed: {' '.join(str(error).split())}"
 
 
 def _show(output: Output, results: list[BenchResult], bandwidth: float) -> None:
@@ -214,6 +224,7 @@ def _rows(results: list[BenchResult]) -> Iterator[list[str]]:
         if i:
             yield []
         mine = list(group)
+        standard = next((r.microseconds for r in mine if r.system == "standard"), None)
         for r in mine:
             yield [
                 r.system, f"{r.batch}",
@@ -221,7 +232,7 @@ def _rows(results: list[BenchResult]) -> Iterator[list[str]]:
                 _time(r.flush_microseconds, r.flush_fraction),
                 _time(r.microseconds, r.fraction),
                 f"{r.bytes / 1e6:.2f}", f"{r.gigabytes_per_second:.1f}",
-                f"{mine[0].microseconds / r.microseconds:.2f}x",
+                "-" if standard is None else f"{standard / r.microseconds:.2f}x",
                 scientific(r.error), scientific(r.state_error),
             ]  # fmt: skip
 

@@ -59,6 +59,10 @@ def empty(shape, dtype=float):
     return fresh
 
 
+def get_default_memory_pool():
+    return SimpleNamespace(free_all_blocks=lambda: None)
+
+
 def empty_like(x):
     return empty(x.shape, x.dtype)
 
