@@ -265,7 +265,8 @@ class HostArrays:
         for name in ("g", "beta"):
             if getattr(tokens, name) is not None:
                 self.check(name, getattr(tokens, name)[live])
-        return tokens, index, np.empty(tokens.v.shape, dtype=self.dtype)
+        shape = tokens.v.shape
+        return tokens, index, out.reshape(shape) if self._fits(out, tokens) else np.empty(shape, dtype=self.dtype)
 
     def states(self, state: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """See `sketchssm.backends.Call`."""
@@ -275,6 +276,8 @@ class HostArrays:
 
     def result(self, written: npt.NDArray[Any], v: Any, out: Any) -> Any:
         """See `sketchssm.backends.Call`."""
+        if type(out) is np.ndarray and np.may_share_memory(written, out):
+            return out
         return from_host(written.reshape(v.shape), like=v, out=out)
 
     def check(self, name: str, values: npt.NDArray[Any]) -> None:
@@ -301,6 +304,15 @@ class HostArrays:
         view = state.view()
         view.flags.writeable = False
         return view
+
+    def _fits(self, out: Any, tokens: Tokens) -> bool:
+        """Whether an engine can write the caller's array itself, which no input may share memory with."""
+        return (
+            type(out) is np.ndarray
+            and out.dtype == self.dtype
+            and out.flags.carray
+            and not any(x is not None and np.may_share_memory(out, x) for x in tokens)
+        )
 
     def _take(self, array: Any, name: str) -> npt.NDArray[Any]:
         """The caller's array on the host, contiguous and in the engine's type; no copy where none is needed."""

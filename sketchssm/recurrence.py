@@ -234,13 +234,15 @@ def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
     array = array.astype(np.int64)
     if array.shape != (batch,):
         raise ValueError(f"slots: expected shape ({batch},), got {array.shape}")
-    outside = array[(array < PAD_SLOT) | (array >= capacity)]
-    if outside.size:
+    ordered = np.sort(array)  # every step comes here: a few operations for the usual case
+    if batch and (ordered[0] < PAD_SLOT or ordered[-1] >= capacity):
+        outside = array[(array < PAD_SLOT) | (array >= capacity)]
         raise ValueError(f"slots: expected -1 (padding) or 0 to {capacity - 1}, got {outside[0]}")
-    live = np.sort(array[array != PAD_SLOT])
-    twice = live[1:][live[1:] == live[:-1]]
-    if twice.size:
-        raise ValueError(f"slots: expected each slot at most once, got slot {twice[0]} twice")
+    repeated = ordered[1:] == ordered[:-1]
+    if repeated.any():
+        twice = ordered[1:][repeated & (ordered[1:] != PAD_SLOT)]
+        if twice.size:
+            raise ValueError(f"slots: expected each slot at most once, got slot {twice[0]} twice")
     return array
 
 

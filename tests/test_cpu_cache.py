@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import sketchssm as ss
 from sketchssm.cpu import decode, jit
+from sketchssm.recurrence import Layer
 
 
 def test_kernels_are_cached_under_the_whole_package() -> None:
@@ -23,3 +26,14 @@ def test_an_edit_of_any_kernel_invalidates_all(module: str, tmp_path: Path, monk
     edited = tmp_path / "package" / module
     edited.write_text(edited.read_text() + "\n")
     assert jit.digest.__wrapped__() != before
+
+
+def test_read_only_inputs_need_no_other_kernel() -> None:
+    head = ss.ReplayHead(Layer("mamba2", 2, 6, 5), 1, "cpu", window=4)
+    head.warmup()
+    compiled = len(decode.step.signatures)
+    tokens = [np.zeros(shape, np.float32) for shape in ((1, 2, 6), (1, 2, 6), (1, 2, 5), (1, 2))]
+    for array in tokens:
+        array.flags.writeable = False
+    head.step(*tokens)
+    assert len(decode.step.signatures) == compiled

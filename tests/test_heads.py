@@ -409,6 +409,38 @@ class TestArrays:
         np.testing.assert_array_equal(out, twin.step(*tokens._replace(v=tokens.v.astype(np.float64))).astype(dtype))
         same(head, twin)
 
+    @pytest.mark.parametrize("several", [False, True])
+    def test_a_fitting_out_is_written_itself(self, make, backend, layer, several, rng):
+        """Contiguous and of the engine's type; also a view of a larger array, whose other rows stay."""
+        tokens = at(tokens_of(rng, layer, 2, WINDOW + 1), np.s_[:, :] if several else np.s_[:, 0])
+        head, twin = make(), make()
+        whole = np.full((4, *tokens.v.shape[1:]), 7.0, np.float64 if backend == "reference" else np.float32)
+        assert np.may_share_memory(head.step(*tokens, out=whole[1:3]), whole)
+        np.testing.assert_array_equal(whole[1:3], twin.step(*tokens._replace(v=tokens.v.astype(np.float64))))
+        np.testing.assert_array_equal(whole[[0, 3]], 7)
+        same(head, twin)
+
+    def test_out_may_overlap_an_input(self, make, layer, rng):
+        """Rows of the output lie where later rows of v do."""
+        tokens = tokens_of(rng, layer, 3, WINDOW + 1)
+        memory = np.zeros((4, *tokens.v.shape[1:]), np.float32)
+        memory[:3] = tokens.v
+        head, twin = make(), make()
+        want = twin.step(*tokens)
+        np.testing.assert_array_equal(head.step(*tokens._replace(v=memory[:3]), out=memory[1:]), want)
+        same(head, twin)
+
+    def test_inputs_may_be_overwritten_after_a_step(self, make, layer, rng):
+        tokens = tokens_of(rng, layer, 2, 2 * WINDOW, np.float64)
+        head, twin = make(), make()
+        given = Tokens(*(None if x is None else np.empty_like(x[:, 0]) for x in tokens))
+        for t in range(tokens.v.shape[1]):
+            for target, source in zip(given, at(tokens, np.s_[:, t]), strict=True):
+                if target is not None:
+                    target[...] = source
+            np.testing.assert_array_equal(head.step(*given), twin.step(*at(tokens, np.s_[:, t])))
+        same(head, twin)
+
     def test_out_may_be_v(self, make, layer, rng):
         tokens = tokens_of(rng, layer, 2, WINDOW + 1)
         head, twin = make(), make()

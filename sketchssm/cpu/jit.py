@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -51,5 +52,7 @@ def parallel(function: Callable[..., Any]) -> Any:
 
 
 def _cached(dispatcher: Any) -> Any:
-    dispatcher._cache = PackageCache(dispatcher.py_func)
+    # no folder to write to, or a Numba that keeps its cache otherwise: every process compiles for itself
+    with suppress(RuntimeError, AttributeError):
+        dispatcher._cache = PackageCache(dispatcher.py_func)
     return dispatcher

@@ -226,7 +226,9 @@ def blank(m: Record, place: int, heads: int) -> None:
 def pass_call(tokens: Tokens, slots: Array, out: Array) -> tuple[Array, ...]:
     """A kernel's arguments for one call: flat, and an empty beta where there is none, so that all kinds share code."""
     beta = NO_BETA if tokens.beta is None else tokens.beta
-    return (*(x.reshape(-1) for x in (*tokens[:4], beta)), slots, out)
+    # Numba would compile anew, for 20 s, for arrays that are read-only (as JAX's are) or unaligned
+    plain = (x if x.flags.carray else x.copy() for x in (*tokens[:4], beta))
+    return (*(x.reshape(-1) for x in plain), slots, out)
 
 
 NO_BETA = np.empty(0, dtype=np.float32)

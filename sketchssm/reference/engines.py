@@ -74,7 +74,7 @@ class ReplayEngine(StandardEngine):
         self._ring: list[list[Tokens]] = [[] for _ in range(slots)]
 
     def _token(self, slot: int, token: Tokens) -> Array:
-        self._ring[slot].append(token)
+        self._ring[slot].append(Tokens(*(x if x is None else x.copy() for x in token)))  # not the caller's memory
         self.position[slot] += 1
         if self.position[slot] == self.window:
             self.flush(np.array([slot]))
