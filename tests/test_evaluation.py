@@ -14,6 +14,7 @@ from sketchssm.evaluate.measure import measure, rounded
 from sketchssm.evaluate.registry import FAMILIES, FULL, entries, select, series
 from sketchssm.evaluate.settings import Settings
 from sketchssm.evaluate.study import Study
+from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import KINDS
 from sketchssm.reference.recurrence import run
@@ -219,12 +220,38 @@ def test_other_settings_are_measured_anew(tmp_path, monkeypatch, change):
         evaluated(study_of(tmp_path, **change), tmp_path / "out", ("exact",))
 
 
-def test_other_versions_are_measured_anew(tmp_path, monkeypatch):
+def test_other_sources_are_measured_anew(tmp_path, monkeypatch):
+    """An edit of the library may change numbers without a new version."""
     evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
     forbid(monkeypatch)
-    monkeypatch.setattr("sketchssm.__version__", "9.9")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "edited.py").write_text("pass")
+    monkeypatch.setattr("sketchssm.files.PACKAGE", tmp_path / "package")
+    source_digest.cache_clear()
     with pytest.raises(AssertionError, match="measured again"):
         evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
+    source_digest.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": ()}, "ranks: expected different positive"),
+        ({"ranks": (2, 2)}, "ranks: expected different positive"),
+        ({"ranks": (9,), "method": "uniform"}, "ranks: expected at most 8 for uniform ranks, got 9"),
+        ({"mean_rank": 9}, "mean_rank: expected 1 to 8"),
+        ({"method": "best"}, "method: expected one of gradient"),
+        ({"method": "gradient", "grads": 0}, "method: 'gradient' needs gradients, and a has none"),
+        ({"every": 0}, "every: expected an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_are_checked_before_anything_is_measured(tmp_path, settings, message):
+    good = study_of(tmp_path, grads=settings.get("grads", 1))
+    chosen = {"mean_rank": 3} | {name: value for name, value in settings.items() if name != "grads"}
+    with pytest.raises(ValueError, match=message):
+        Study(good.traces, good.settings, **chosen)
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"key": 1}', "[]", "flip"])
@@ -272,6 +299,8 @@ def test_layers_need_names_of_their_own(tmp_path):
     study = study_of(tmp_path)
     with pytest.raises(ValueError, match="different names, got a twice"):
         evaluate([study, study], [[], []])
+    with pytest.raises(ValueError, match="at least one layer, got 0 of 1"):
+        evaluate([study], [])
 
 
 def test_plans_join_in(tmp_path):
