@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from test_traces import write_traces
+from test_traces import trace_entries, write_traces
 
 from sketchssm.evaluate import collect_windows, plan_energy
 from sketchssm.evaluate.evaluation import evaluate
@@ -61,6 +61,18 @@ def test_ablations_of_the_paper(tmp_path):
     assert {f"ablation/lowrank-ridge-{r}" for r in ("0", "0.01", "0.1", "1")} <= names
     # 40 test tokens hold two windows of 16 tokens, and not of 32
     assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8, 16)}
+
+
+def test_windows_need_calibration(tmp_path):
+    """A window that ranks can't be scored at is left out, and refused as the one in use."""
+    arrays = trace_entries("gdn", test=2)
+    arrays["calib_grad"] = arrays["calib_grad"][:, :20]
+    np.savez(tmp_path / "short.npz", **arrays)
+    traces = Traces.load(tmp_path / "short.npz")
+    names = names_of(Study(traces, Settings(WINDOW), mean_rank=3))
+    assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8)}
+    with pytest.raises(ValueError, match=r"short: expected .* at least two windows \(32 tokens\), got 40 and 20"):
+        Study(traces, Settings(16), mean_rank=3)
 
 
 def test_without_gradients_there_is_less_to_ablate(tmp_path):

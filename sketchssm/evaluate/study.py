@@ -70,10 +70,11 @@ class Study:
             raise ValueError(f"plan: expected one for {self.traces.layer}, got one for {self.plan.layer}")
         check_window(self.settings.window)
         self._check_settings()
-        if self.length < 2 * self.settings.window:
+        if min(self.length, self.calibration_length) < 2 * self.settings.window:
             raise ValueError(
-                f"{self.traces.name}: expected test sequences of at least two windows "
-                f"({2 * self.settings.window} tokens), got {self.length}"
+                f"{self.traces.name}: expected test and calibration sequences, of the latter those with gradients "
+                f"too, of at least two windows ({2 * self.settings.window} tokens), got {self.length} and "
+                f"{self.calibration_length}"
             )
         self._calibrated: dict[int, Calibrated] = {}
         self._energies: dict[int, Array] = {}
@@ -101,6 +102,11 @@ class Study:
     def length(self) -> int:
         """Tokens of a test sequence."""
         return int(self.traces.test.v.shape[1])
+
+    @property
+    def calibration_length(self) -> int:
+        """Tokens of a calibration sequence, or of the shorter ones that ranks are scored on."""
+        return min(int(part.v.shape[1]) for part in (self.traces.calib, self.traces.score_part()[0]))
 
     @property
     def checkpoints(self) -> list[int]:
