@@ -10,6 +10,9 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,9 +20,11 @@ import numpy.typing as npt
 
 from sketchssm.recurrence import Layer
 
-__all__ = ["FileFormat", "FileFormatError", "layer_fields", "load_file", "save_file", "write_whole"]
+__all__ = ["FileFormat", "FileFormatError", "layer_fields", "load_file", "save_file", "source_digest", "write_whole"]
 
 T = TypeVar("T")
+
+PACKAGE = Path(__file__).parent
 
 
 class FileFormatError(ValueError):
@@ -93,6 +98,27 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         if os.path.exists(scratch):
             os.unlink(scratch)
         raise
+
+
+@cache
+def source_digest(*patterns: str) -> str:
+    """Digest of the package's own sources, which what is kept on disk depends on; read once in a process.
+
+    Parameters
+    ----------
+    *patterns : str
+        Glob patterns relative to the package.
+
+    Returns
+    -------
+    str
+        SHA-256 of the files' names and contents, in hexadecimal.
+    """
+    text = sha256()
+    for path in sorted({path for pattern in patterns for path in PACKAGE.glob(pattern)}):
+        content = path.read_bytes()
+        text.update(f"{path.name} {len(content)}\n".encode() + content)
+    return text.hexdigest()
 
 
 def load_file(

@@ -65,9 +65,14 @@ def replay(key_dim: int, value_dim: int, window: int = 16) -> float:
     -------
     float
         ``D + D / W``.
+
+    Raises
+    ------
+    ValueError
+        If the window is shorter than a token.
     """
     state = 4.0 * key_dim * value_dim
-    return state + state / window
+    return state + state / _checked(window)
 
 
 def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, sparsity: float | None = None) -> float:
@@ -119,8 +124,13 @@ def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) 
     -------
     float
         ``((W - 1) D / C_rate + 2 D) / W``: the ablation of appendix *Preserving Full-State Updates*.
+
+    Raises
+    ------
+    ValueError
+        If the bits are not positive or the window is shorter than a token.
     """
-    return ((window - 1) * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / window
+    return ((window - 1) * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / _checked(window)
 
 
 def sketch_read(
@@ -214,10 +224,10 @@ def sketch(
     Raises
     ------
     ValueError
-        If the kind, the storage or a rank is not one there is.
+        If the kind, the storage, the window or a rank is not one there is.
     """
     read = sketch_read(kind, key_dim, value_dim, rank, window, storage, pivots)
-    return ((window - 1) * read + standard(key_dim, value_dim)) / window
+    return ((window - 1) * read + standard(key_dim, value_dim)) / _checked(window)
 
 
 def reduction(
@@ -254,7 +264,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the storage or a rank is not one there is.
+        If the kind, the storage, the window or a rank is not one there is.
 
     Examples
     --------
@@ -290,3 +300,10 @@ def _quantised(key_dim: int, value_dim: int, bits: float) -> float:
     if not bits > 0:
         raise ValueError(f"bits: expected a positive number, got {bits!r}")
     return (bits * key_dim * value_dim + 16 * (key_dim + value_dim)) / 8
+
+
+def _checked(window: int) -> int:
+    """A window of at least one token."""
+    if not window >= 1:
+        raise ValueError(f"window: expected a positive integer, got {window!r}")
+    return window

@@ -257,6 +257,8 @@ def errors(tmp_path):
             "plan: expected one for",
         ),
         "one plan, two layers": (["evaluate", traces, other, "--plan", plan], "one trace file"),
+        "rows of what is not timed": (["evaluate", traces, "--rows", 4], "--plan alone"),
+        "too high a rank for all systems": (["evaluate", traces, "--mean-rank", 500], "mean_rank: expected 1 to"),
         "pictures nowhere": (["evaluate", traces, "--plots"], "--out FOLDER"),
         "no such system": (
             ["evaluate", traces, "--systems", "exact,ghosts"],

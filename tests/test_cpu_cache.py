@@ -9,23 +9,26 @@ import numpy as np
 import pytest
 
 import sketchssm as ss
+from sketchssm import files
 from sketchssm.cpu import decode, jit
+from sketchssm.files import source_digest
 from sketchssm.recurrence import Layer
 
 
 def test_kernels_are_cached_under_the_whole_package() -> None:
-    assert decode.step._cache._cache_file._source_stamp == jit.digest()
+    assert decode.step._cache._cache_file._source_stamp == source_digest(*jit.SOURCES)
 
 
 @pytest.mark.parametrize("module", ["cpu/tiles.py", "reference/maps.py"])
 def test_an_edit_of_any_kernel_invalidates_all(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(jit.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__", "data", "*.so"))
-    monkeypatch.setattr(jit, "PACKAGE", tmp_path / "package")
-    before = jit.digest.__wrapped__()
-    assert before == jit.digest()
+    shutil.copytree(files.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__", "data", "*.so"))
+    fresh = source_digest.__wrapped__
+    before = source_digest(*jit.SOURCES)
+    monkeypatch.setattr(files, "PACKAGE", tmp_path / "package")
+    assert fresh(*jit.SOURCES) == before
     edited = tmp_path / "package" / module
     edited.write_text(edited.read_text() + "\n")
-    assert jit.digest.__wrapped__() != before
+    assert fresh(*jit.SOURCES) != before
 
 
 def test_read_only_inputs_need_no_other_kernel() -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from test_traces import write_traces
+from test_traces import trace_entries, write_traces
 
 from sketchssm.evaluate import collect_windows, plan_energy
 from sketchssm.evaluate.evaluation import evaluate
@@ -14,6 +14,7 @@ from sketchssm.evaluate.measure import measure, rounded
 from sketchssm.evaluate.registry import FAMILIES, FULL, entries, select, series
 from sketchssm.evaluate.settings import Settings
 from sketchssm.evaluate.study import Study
+from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import KINDS
 from sketchssm.reference.recurrence import run
@@ -60,6 +61,18 @@ def test_ablations_of_the_paper(tmp_path):
     assert {f"ablation/lowrank-ridge-{r}" for r in ("0", "0.01", "0.1", "1")} <= names
     # 40 test tokens hold two windows of 16 tokens, and not of 32
     assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8, 16)}
+
+
+def test_windows_need_calibration(tmp_path):
+    """A window that ranks can't be scored at is left out, and refused as the one in use."""
+    arrays = trace_entries("gdn", test=2)
+    arrays["calib_grad"] = arrays["calib_grad"][:, :20]
+    np.savez(tmp_path / "short.npz", **arrays)
+    traces = Traces.load(tmp_path / "short.npz")
+    names = names_of(Study(traces, Settings(WINDOW), mean_rank=3))
+    assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8)}
+    with pytest.raises(ValueError, match=r"short: expected .* at least two windows \(32 tokens\), got 40 and 20"):
+        Study(traces, Settings(16), mean_rank=3)
 
 
 def test_without_gradients_there_is_less_to_ablate(tmp_path):
@@ -219,12 +232,38 @@ def test_other_settings_are_measured_anew(tmp_path, monkeypatch, change):
         evaluated(study_of(tmp_path, **change), tmp_path / "out", ("exact",))
 
 
-def test_other_versions_are_measured_anew(tmp_path, monkeypatch):
+def test_other_sources_are_measured_anew(tmp_path, monkeypatch):
+    """An edit of the library may change numbers without a new version."""
     evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
     forbid(monkeypatch)
-    monkeypatch.setattr("sketchssm.__version__", "9.9")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "edited.py").write_text("pass")
+    monkeypatch.setattr("sketchssm.files.PACKAGE", tmp_path / "package")
+    source_digest.cache_clear()
     with pytest.raises(AssertionError, match="measured again"):
         evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
+    source_digest.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": ()}, "ranks: expected different positive"),
+        ({"ranks": (2, 2)}, "ranks: expected different positive"),
+        ({"ranks": (9,), "method": "uniform"}, "ranks: expected at most 8 for uniform ranks, got 9"),
+        ({"mean_rank": 9}, "mean_rank: expected 1 to 8"),
+        ({"method": "best"}, "method: expected one of gradient"),
+        ({"method": "gradient", "grads": 0}, "method: 'gradient' needs gradients, and a has none"),
+        ({"every": 0}, "every: expected an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_are_checked_before_anything_is_measured(tmp_path, settings, message):
+    good = study_of(tmp_path, grads=settings.get("grads", 1))
+    chosen = {"mean_rank": 3} | {name: value for name, value in settings.items() if name != "grads"}
+    with pytest.raises(ValueError, match=message):
+        Study(good.traces, good.settings, **chosen)
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"key": 1}', "[]", "flip"])
@@ -272,6 +311,8 @@ def test_layers_need_names_of_their_own(tmp_path):
     study = study_of(tmp_path)
     with pytest.raises(ValueError, match="different names, got a twice"):
         evaluate([study, study], [[], []])
+    with pytest.raises(ValueError, match="at least one layer, got 0 of 1"):
+        evaluate([study], [])
 
 
 def test_plans_join_in(tmp_path):

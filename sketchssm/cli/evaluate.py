@@ -105,6 +105,8 @@ def command(
         raise click.UsageError("--plots: expected --out FOLDER to draw into")
     if plan_file is not None and len(traces) > 1:
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
+    if rows is not None and (plan_file is None or systems or report is not None):
+        raise click.UsageError("--rows: expected with --plan alone, without --systems and --report")
     from sketchssm.cli.output import Output
     from sketchssm.evaluate.settings import Settings
     from sketchssm.evaluate.study import Study

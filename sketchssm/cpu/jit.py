@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache
 
-__all__ = ["njit", "parallel"]
+from sketchssm.files import source_digest
 
-PACKAGE = Path(__file__).parents[1]
+__all__ = ["njit", "parallel"]
 
 SOURCES = ("cpu/*.py", "recurrence.py", "plan.py", "reference/maps.py")
 """All that a kernel's machine code comes from: modules with kernels, and those whose constants they take."""
@@ -28,17 +25,7 @@ class PackageCache(FunctionCache):  # type: ignore[misc]  # the base is untyped
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file._source_stamp = digest()
-
-
-@cache
-def digest() -> str:
-    """Digest of the package's kernels."""
-    text = sha256()
-    for pattern in SOURCES:
-        for path in sorted(PACKAGE.glob(pattern)):
-            text.update(path.read_bytes())
-    return text.hexdigest()
+        self._cache_file._source_stamp = source_digest(*SOURCES)
 
 
 def njit(function: Callable[..., Any]) -> Any:

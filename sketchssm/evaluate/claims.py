@@ -147,7 +147,7 @@ def _gradient_pays(rival: str) -> Callable[[LayerResults], Verdict]:
 
 
 def _copies_beat_states(layer: LayerResults) -> Verdict:
-    """Whether a read-only copy errs less than any quantised state of at most its reduction."""
+    """Whether a read-only copy errs less than the quantised state that comes nearest to its reduction from below."""
     copies = [s for s in layer.systems if s.family == "read-only" and "bit" in s.setting]
     pairs = []
     for copy in copies:

@@ -133,8 +133,12 @@ def evaluate(
     Raises
     ------
     ValueError
-        If two layers have one name.
+        If there are no layers, two have one name, or `chosen` has not one entry for each.
     """
+    if not studies or len(chosen) != len(studies):
+        raise ValueError(
+            f"chosen: expected systems of each of at least one layer, got {len(chosen)} of {len(studies)}"
+        )
     names = [study.traces.name for study in studies]
     twice = {name for name in names if names.count(name) > 1}
     if twice:

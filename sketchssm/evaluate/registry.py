@@ -103,7 +103,8 @@ def _ablations(study: Study) -> list[Entry]:
     found += [make(f"allocation-{method}", method=method) for method in methods]
     found += [make(f"{name}-pivots-{p}", map=name, pivots=p) for name in ("lowrank", "prior") for p in PIVOTS]
     found += [make(f"{name}-ridge-{r:g}", map=name, ridge=float(r)) for name in ("lowrank", "ridge") for r in RIDGES]
-    found += [make(f"window-{w}", window=w) for w in WINDOWS if 2 * w <= study.length]
+    tokens = min(study.length, study.calibration_length)
+    found += [make(f"window-{w}", window=w) for w in WINDOWS if 2 * w <= tokens]
     return found
 
 

@@ -8,20 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import sketchssm
-from sketchssm.files import write_whole
+from sketchssm.files import source_digest, write_whole
 
 __all__ = ["Store"]
 
 FORMAT = 1
 """Version of what a part holds; part of its key."""
 
+SOURCES = ("**/*.py", "cuda_src/*.cu*", "../cuda_src/*.cu*")
+"""All that a result may come from, CUDA sources of an installed package and of a checkout included."""
+
 
 class Store:
     """Parts of an evaluation, one file each, or none where no folder is given.
 
     A part is named by the layer and by what was measured, and carries a key: a digest of the traces' contents, of
-    the settings and of the library's version. One with another key, or one that is broken, counts as missing and is
+    the settings and of the library's sources. One with another key, or one that is broken, counts as missing and is
     measured anew. Files are written whole or not at all.
 
     Parameters
@@ -52,7 +54,7 @@ class Store:
         object
             The part.
         """
-        key = hashlib.sha256(f"{FORMAT} {sketchssm.__version__} {digest} {name}".encode()).hexdigest()
+        key = hashlib.sha256(f"{FORMAT} {source_digest(*SOURCES)} {digest} {name}".encode()).hexdigest()
         if self._folder is None:
             return make()
         path = self._folder / layer / f"{name.replace('/', '--')}.json"

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.calibrate.allocation import METHODS
+from sketchssm.calibrate.moments import check_window
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
 from sketchssm.evaluate.calibrated import Calibrated
 from sketchssm.evaluate.settings import Settings
@@ -47,6 +49,11 @@ class Study:
         A ready plan to measure beside the others.
     every : int
         Tokens from one point of the drift curves to the next.
+
+    Raises
+    ------
+    ValueError
+        If a setting is out of range, needs gradients that the traces lack, or does not fit the plan or the text.
     """
 
     traces: Traces
@@ -61,19 +68,45 @@ class Study:
     def __post_init__(self) -> None:
         if self.plan is not None and self.plan.layer != self.traces.layer:
             raise ValueError(f"plan: expected one for {self.traces.layer}, got one for {self.plan.layer}")
-        if self.length < 2 * self.settings.window:
+        check_window(self.settings.window)
+        self._check_settings()
+        if min(self.length, self.calibration_length) < 2 * self.settings.window:
             raise ValueError(
-                f"{self.traces.name}: expected test sequences of at least two windows "
-                f"({2 * self.settings.window} tokens), got {self.length}"
+                f"{self.traces.name}: expected test and calibration sequences, of the latter those with gradients "
+                f"too, of at least two windows ({2 * self.settings.window} tokens), got {self.length} and "
+                f"{self.calibration_length}"
             )
         self._calibrated: dict[int, Calibrated] = {}
         self._energies: dict[int, Array] = {}
         self._states: dict[int, Array] = {}
 
+    def _check_settings(self) -> None:
+        """Refuse what would only fail at some system, when results of others are written."""
+        limit = min(self.traces.layer.key_dim, self.traces.layer.value_dim)
+        whole = [isinstance(rank, int | np.integer) and rank >= 1 for rank in self.ranks]
+        if not whole or not all(whole) or len(set(self.ranks)) < len(whole):
+            raise ValueError(f"ranks: expected different positive integers, got {self.ranks!r}")
+        if self.method == "uniform" and max(self.ranks) > limit:
+            raise ValueError(f"ranks: expected at most {limit} for uniform ranks, got {max(self.ranks)}")
+        if not 1 <= self.mean_rank <= limit:
+            raise ValueError(f"mean_rank: expected 1 to {limit} (K and V bound it), got {self.mean_rank!r}")
+        if self.method is not None and self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.method in ("gradient", "sensitivity") and self.traces.score_part()[1] is None:
+            raise ValueError(f"method: {self.method!r} needs gradients, and {self.traces.name} has none to score by")
+        for name, value, least in (("every", self.every, 1), ("seed", self.seed, 0)):
+            if value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
     @property
     def length(self) -> int:
         """Tokens of a test sequence."""
         return int(self.traces.test.v.shape[1])
+
+    @property
+    def calibration_length(self) -> int:
+        """Tokens of a calibration sequence, or of the shorter ones that ranks are scored on."""
+        return min(int(part.v.shape[1]) for part in (self.traces.calib, self.traces.score_part()[0]))
 
     @property
     def checkpoints(self) -> list[int]:
