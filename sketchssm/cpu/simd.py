@@ -111,6 +111,8 @@ def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
         bits = builder.bitcast(value, wide)
         odd = builder.and_(builder.lshr(bits, every(16)), every(1))
         rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+        # rounding up would carry a NaN's digits into its sign
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0), rounded)
         value = builder.trunc(rounded, ir.VectorType(ir.IntType(16), lanes))
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
         return

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cuda_support import make_plan
 
+from sketchssm.cuda.engines import MAX_ROWS
 from sketchssm.cuda.layout import basis_fragments, pack_plan
 from sketchssm.cuda.modules import Variant, source_text
 from sketchssm.recurrence import DENSE, Layer
@@ -62,3 +63,7 @@ def test_variants_are_told_apart_by_their_constants():
     assert hash(one) == hash(same)
     assert one != other
     assert "-DK=64" in one.options
+
+
+def test_rows_of_a_launch_fit_the_schedule_that_kernels_pass_on():
+    assert re.search(r"constexpr int MAX_ROWS = (\d+);", source_text("flush"))[1] == str(MAX_ROWS)
