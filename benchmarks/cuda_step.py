@@ -3,7 +3,8 @@
     python benchmarks/cuda_step.py --batches 32,256 --json benchmarks/results/cuda-step.json
 
 For comparing commits: what is timed, and how, is `sketchssm bench --backend cuda` (see docs/cuda.md); this puts its
-numbers, with one map, under the names that earlier reports have.
+numbers, with one map, under the names that earlier reports have. `--systems standard,peers` leaves buffered ones out
+and times the other libraries that are installed.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from sketchssm.plan import MAPS
 
 def flat(name, result):
     """A result's numbers under a system's name."""
-    if name == "standard":
+    buffered = name in ("replay", "sketch")
+    if not buffered:
         times = {"": (result.microseconds, result.fraction)}
     else:
         times = {
@@ -32,7 +34,7 @@ def flat(name, result):
     row = {}
     for part, (microseconds, share) in times.items():
         row |= {f"{name}_{part}us": round(microseconds, 2), f"{name}_{part}floor": round(share, 3)}
-    if name != "standard":
+    if buffered:
         row[f"{name}_window_us"] = round(result.microseconds, 2)
     return row | {f"{name}_output_error": result.error, f"{name}_state_error": result.state_error}
 
@@ -47,6 +49,13 @@ def measure(shape, batch, bandwidth, args):
     for name, system in systems:
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, seconds=args.seconds))
+    for peer in bench.PEERS if "peers" in args.systems else ():
+        if peer.kind != layer.kind or peer.missing():
+            continue
+        try:
+            row |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, seconds=args.seconds))
+        except RuntimeError as error:
+            print(f"{shape}, batch {batch}: {peer.name} was not timed: {error}", flush=True)
     return row
 
 

@@ -10,12 +10,14 @@ from host import compiler, standin
 from test_traces import SHAPES
 
 from sketchssm import bench, cuda, plots
-from sketchssm.bench import device
+from sketchssm.bench import device, peers
 from sketchssm.bench.results import BenchResult, StepBytes
+from sketchssm.bench.workloads import token_at
 from sketchssm.cli import main
 from sketchssm.cuda import modules
 from sketchssm.evaluate import compare
-from sketchssm.recurrence import DENSE, KINDS, Layer
+from sketchssm.evaluate.systems import exact_systems, relative_error
+from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
 
 WINDOW = 4
 LAYER = Layer("gdn", 2, 64, 80, 1)
@@ -152,7 +154,7 @@ class TestDevice:
             assert found["error"] < ROUNDED
             assert found["state_error"] < EXACT
             assert len(found["positions"]) == WINDOW
-        assert "FlashInfer gdn" in printed
+        assert "FlashInfer gdn was not timed: " in printed
 
     def test_too_small_a_device(self, cupy, monkeypatch, tmp_path):
         """What does not fit is named; the rest is timed."""
@@ -187,6 +189,62 @@ class TestDevice:
         for found in compare(bench.systems(LAYER, WINDOW, []), LAYER, tokens, window=WINDOW, rows=2):
             assert found.backend == "cuda"
             assert max(found.output_error, found.state_error) < EXACT
+
+
+UPDATE = """
+import torch
+
+def selective_state_update(state, x, dt, A, B, C, D, dt_bias=None, state_batch_indices=None, out=None):
+    heads = state.shape[1]
+    B, C = (y.double().repeat_interleave(heads // y.shape[1], 1)[:, :, None] for y in (B, C))
+    dt = (dt if dt_bias is None else dt + dt_bias).double()[..., None]
+    state.copy_(torch.exp(dt * A) * state + dt * B * x[..., None])
+    found = (state * C).sum(-1) + D * x
+    return found if out is None else out.copy_(found)
+"""
+
+
+class TestPeers:
+    @pytest.fixture
+    def packages(self, tmp_path, monkeypatch):
+        """Packages that stand for others' with a selective state update as those describe theirs."""
+        for path in ("mamba_ssm/ops/triton/selective_state_update.py", "flashinfer/mamba.py"):
+            file = tmp_path / path
+            file.parent.mkdir(parents=True)
+            file.write_text(UPDATE)
+        (tmp_path / "flashinfer/__init__.py").touch()
+        (tmp_path / "mamba_ssm/__init__.py").write_text("import an_extension_that_was_not_compiled")
+        monkeypatch.syspath_prepend(tmp_path)
+        peers._inner.cache_clear()
+        yield
+        peers._inner.cache_clear()
+        for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+            del sys.modules[name]
+
+    @pytest.mark.parametrize("adapter", [peers._mamba_ssm, peers._flashinfer_ssu])
+    def test_selective_state_updates(self, torch, packages, adapter):
+        """Names and broadcasts; what a kernel does with them only a device can tell."""
+        layer = Layer("mamba2", 4, 16, 8, 2)
+        tokens = bench.random_tokens(layer, 2, WINDOW)
+        twin = exact_systems(layer)[0].build(2, "reference")
+        state = torch.zeros((2, *layer.state_shape))
+        for t in range(WINDOW):
+            token = token_at(tokens, t)
+            given = [None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in token]
+            given[:3] = (x.to(torch.bfloat16) for x in given[:3])
+            step, told = adapter(layer, Tokens(*given), torch)
+            output, state = step(state)
+            want = twin.step(*(None if x is None else x.float().numpy() for x in told))
+            # the stand-in's state is float32, and its output bf16 where the adapter hands it memory for one
+            assert relative_error(output.double().numpy(), want) < ROUNDED
+            assert relative_error(state.numpy(), twin.state[:2]) < EXACT
+        assert "mamba_ssm" not in sys.modules
+
+    def test_missing(self, monkeypatch):
+        listed = {peer.name: peer for peer in bench.PEERS}
+        monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name == "cutlass" else object())
+        assert listed["FlashInfer gdn"].missing() == "cutlass"
+        assert listed["FlashInfer ssu"].missing() == ""
 
 
 class TestPlot:

@@ -5,10 +5,13 @@ PyTorch, which all of them stand on, is imported only when one is asked for.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,8 +44,8 @@ class Peer:
     ----------
     name : str
         What to call it in a table.
-    package : str
-        Module that must be installed.
+    modules : tuple of str
+        Modules that must be installed.
     kind : str
         Kind of layer that it decodes.
     adapter : callable
@@ -52,14 +55,14 @@ class Peer:
     """
 
     name: str
-    package: str
+    modules: tuple[str, ...]
     kind: str
     adapter: Adapter
     key_first: bool = False
 
     def missing(self) -> str:
         """Which module is not installed, or an empty string."""
-        return next((name for name in ("torch", self.package) if importlib.util.find_spec(name) is None), "")
+        return next((name for name in ("torch", *self.modules) if importlib.util.find_spec(name) is None), "")
 
 
 def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, seconds: float = 0.05) -> BenchResult:
@@ -192,22 +195,59 @@ def _fla_kda(layer: Layer, token: Tokens, torch: Any, value_first: bool = True) 
     return step, token
 
 
-def _flashinfer_ssu(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
-    from flashinfer.mamba import selective_state_update
-
+def _ssm_inputs(layer: Layer, token: Tokens, torch: Any) -> tuple[tuple[Any, ...], Tokens]:
+    """What a selective state update takes after the state, x to D, and what that comes to in our terms."""
     q, k, x, g, _ = token
     batch, heads, value_dim, key_dim = x.shape[0], layer.heads, layer.value_dim, layer.key_dim
     dt = (-g).to(torch.bfloat16)  # with A = -1: the decay is exp(-dt), and v is dt x
     rate = torch.full((heads, 1, 1), -1.0, device=x.device).expand(heads, value_dim, key_dim)
-    skip = torch.zeros((heads, 1), dtype=torch.bfloat16, device=x.device).expand(heads, value_dim)
-    slots, out = torch.arange(batch, dtype=torch.int32, device=x.device), torch.empty_like(x)
     wide = dt[..., None].expand(batch, heads, value_dim)
+    return (x, wide, rate, k, q, _zeros(layer, x, torch)), Tokens(q, k, dt[..., None].double() * x, -dt.float(), None)
+
+
+def _zeros(layer: Layer, x: Any, torch: Any) -> Any:
+    """Skip weights or biases of nothing; kernels want one number a head, broadcast."""
+    return torch.zeros((layer.heads, 1), dtype=x.dtype, device=x.device).expand(layer.heads, layer.value_dim)
+
+
+def _mamba_ssm(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
+    update = _inner("mamba_ssm", "ops.triton.selective_state_update").selective_state_update
+    arguments, told = _ssm_inputs(layer, token, torch)
+    bias = _zeros(layer, token.v, torch)  # it does not do without
 
     def step(state: Any) -> tuple[Any, Any]:
-        selective_state_update(state, x, wide, rate, k, q, skip, state_batch_indices=slots, out=out)
+        return update(state, *arguments, dt_bias=bias), state
+
+    return step, told
+
+
+@cache
+def _inner(package: str, module: str) -> ModuleType:
+    """One module of a package; the package's own code, which may want compiled extensions, does not run for it."""
+    name = f"{package}.{module}"
+    spec = importlib.util.find_spec(package)
+    if package in sys.modules or spec is None:
+        return importlib.import_module(name)
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    try:
+        return importlib.import_module(name)
+    finally:  # who imports the package later gets all of it
+        for loaded in [x for x in sys.modules if x.split(".")[0] == package]:
+            del sys.modules[loaded]
+
+
+def _flashinfer_ssu(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
+    from flashinfer.mamba import selective_state_update
+
+    arguments, told = _ssm_inputs(layer, token, torch)
+    slots = torch.arange(token.v.shape[0], dtype=torch.int32, device=token.v.device)
+    out = torch.empty_like(token.v)
+
+    def step(state: Any) -> tuple[Any, Any]:
+        selective_state_update(state, *arguments, state_batch_indices=slots, out=out)
         return out, state
 
-    return step, Tokens(q, k, dt[..., None].double() * x, -dt.float(), None)
+    return step, told
 
 
 def _flashinfer_gdn(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
@@ -233,10 +273,11 @@ def _flashinfer_gdn(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Toke
 
 
 PEERS = (
-    Peer("fla gated_delta_rule", "fla", "gdn", _fla_gdn),
-    Peer("fla kda", "fla", "kda", _fla_kda),
-    Peer("fla kda, K first", "fla", "kda", partial(_fla_kda, value_first=False), key_first=True),
-    Peer("FlashInfer ssu", "flashinfer", "mamba2", _flashinfer_ssu),
-    Peer("FlashInfer gdn", "flashinfer", "gdn", _flashinfer_gdn),
+    Peer("fla gated_delta_rule", ("fla",), "gdn", _fla_gdn),
+    Peer("fla kda", ("fla",), "kda", _fla_kda),
+    Peer("fla kda, K first", ("fla",), "kda", partial(_fla_kda, value_first=False), key_first=True),
+    Peer("mamba-ssm ssu", ("mamba_ssm",), "mamba2", _mamba_ssm),
+    Peer("FlashInfer ssu", ("flashinfer",), "mamba2", _flashinfer_ssu),
+    Peer("FlashInfer gdn", ("flashinfer", "cutlass"), "gdn", _flashinfer_gdn),
 )
-"""Fused recurrent kernels of flash-linear-attention and FlashInfer."""
+"""Decode kernels of flash-linear-attention, mamba-ssm and FlashInfer, whose GDN kernel wants nvidia-cutlass-dsl."""
