@@ -33,7 +33,7 @@ LAYERS = {
     "kda-64": Layer("kda", 2, 64, 64, 1),
 }
 RANKS = {"mamba2": [5, 1, 17, DENSE, 40, 8], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
-RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.01, "exact": 0.0, "offline": 0.0}
+RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
 
 _modules = {}  # compiled once for all tests of this file
 
