@@ -663,7 +663,7 @@ class TestMaps:
 
     @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2.0**-8), ("float32", 1e-5)])
     def test_no_ridge_and_a_sketch_of_rank_one(self, dtype, tolerance, rng):
-        """All of the state in one direction of the basis: what float32 rounds in the Gram matrix is below the floor."""
+        """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
         layer = Layer("kda", 8, 128, 64, 8)
         plan = plan_of(rng, layer, 32, window=8, map="ridge", ridge=0.0)
         keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 8, 32)), plan.phi)
