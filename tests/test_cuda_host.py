@@ -135,6 +135,22 @@ def test_sketch(name, kind, stored, rng, cupy):
     assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < tolerance
 
 
+@pytest.mark.parametrize("kind", ["ridge", "exact"])
+def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
+    """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
+    layer = LAYERS["mamba2"]
+    plan = make_plan(layer, [32] * layer.heads, rng, map=kind, ridge=0.0)
+    device, oracle = SketchEngine(plan, 4, "float32", output="float32"), reference.SketchEngine(plan, 4)
+    keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.phi)
+    start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
+    device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
+    oracle.load_state(start, np.arange(4))
+    tokens = make_tokens(layer, 4, 2, "bfloat16", rng, hard_gates=False)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (2, 1)), "bfloat16")
+    # what two slices leave out, over a sketch that is as good as zero in all directions but one
+    assert error(got, want) < 1e-3
+
+
 @pytest.mark.parametrize("gate", [0.0, -50.0, -np.inf])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
