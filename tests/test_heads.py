@@ -660,3 +660,17 @@ class TestMaps:
             head.load_state(start)
         want, got = (head.step(*tokens) for head in heads)
         assert relative(got, want) < tolerance
+
+    @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2.0**-8), ("float32", 1e-5)])
+    def test_no_ridge_and_a_sketch_of_rank_one(self, dtype, tolerance, rng):
+        """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
+        layer = Layer("kda", 8, 128, 64, 8)
+        plan = plan_of(rng, layer, 32, window=8, map="ridge", ridge=0.0)
+        keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 8, 32)), plan.phi)
+        start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, 8, 64)), keys)
+        tokens = tokens_of(rng, layer, 4, 7, np.float64)
+        heads = [ss.SketchHead(plan, 4, backend, sketch_dtype=dtype) for backend in ("reference", "cpu")]
+        for head in heads:
+            head.load_state(start)
+        want, got = (head.step(*tokens) for head in heads)
+        assert relative(got, want) < tolerance  # as above; `relative` refuses NaN

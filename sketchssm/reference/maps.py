@@ -47,9 +47,10 @@ __all__ = [
     "state_scale",
 ]
 
-RIDGE_FLOOR = 1e-6
-"""Smallest ridge in use: below it float32 can't hold the solve, so a ridge of 0 is evaluated at this value, on
-every backend alike (the metric's mean diagonal is 1, so the limit of a vanishing ridge is reached well before)."""
+RIDGE_FLOOR = 1e-4
+"""Smallest ridge in use; one of 0 is evaluated at this value, on every backend alike. The metric's mean diagonal is 1
+but its largest eigenvalue may be K, and float32 rounds the Gram matrix of a sketch to about K 2^-24: at 2e-5 nearly
+singular ones (K = 128) lost their Cholesky factor."""
 
 PIVOT_TOLERANCE = 1e-5
 """A pivot column that lies this close to the ones before it (relative to its norm) carries rounding noise alone."""

@@ -89,7 +89,7 @@ def test_sketch(name, kind, stored, rng, cupy):
 
     layer = LAYERS[name]
     ranks = np.resize(RANKS[layer.kind], layer.heads)
-    ridge = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.01}.get(kind, 0.0)
+    ridge = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001}.get(kind, 0.0)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=ridge)
     activation = "bfloat16"
     device = SketchEngine(plan, 6, stored, activation=activation, output="float32")
