@@ -33,7 +33,7 @@ struct Memory {
     KeyStage keys[KEYS];
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
-    Gate used[SETS], solved[SOLVES], met, ready;  // operands have been used, or are prepared; the team has met, or is ready
+    Gate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
 #if SKETCHED_HEADS
     SketchMemory sketch;
     SketchGates sketched;
@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         count = list_rows(schedule->rows, cursor, slots, batch, mode);
     }
     if (threadIdx.x == 0) {
-        m.met.init(TEAM / 32), m.ready.init(TEAM / 32);
+        m.met.init(TEAM / 32);
+        for (Gate& gate : m.ready) gate.init(TEAM / 32);
         for (Gate& gate : m.used) gate.init(NWARPS);
         for (Gate& gate : m.solved) gate.init(1);
         for (KeyStage& stage : m.keys) stage.delivery.init();
@@ -137,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         auto used = [&](int n) {  // operands of item n
             if (n >= 0) m.used[n % SETS].wait(n / SETS);
         };
-        auto solve = [&](int n, const KeyRows* keys, float gate, float erased) {
-            if (ERASES) prepare_solve(m.solve[n % SOLVES], keys, gate, erased);
+        auto solve = [&](int n, float gate, float erased) {
+            if (ERASES) prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
             if (lane == 0) m.solved[n % SOLVES].arrive();
         };
         auto solve_raw = [&](const Item& item, int n) {
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             KeyStage& stage = m.keys[n % KEYS];
             stage.delivery.wait(n / KEYS);
             used(n - 2);  // whose solve lay where this one will
-            solve(n, reinterpret_cast<const KeyRows*>(&stage.k), gate, erased);
+            solve(n, gate, erased);
         };
         int meeting = 0;
         auto meet = [&] {
@@ -168,17 +169,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             }
             if (!RAW && warp == NWARPS) {
                 const float gate = gate_of(now), erased = ERASES ? beta_of(now) : 0.f;
-                m.ready.wait(n);
-                fetch(next, n + 1);
-                solve(n, reinterpret_cast<const KeyRows*>(m.prepared[n % PREPARED].ends), gate, erased);
+                m.ready[n % KEYS].wait(n / KEYS);
+                fetch(KEYS > 1 ? after : next, n + KEYS);
+                solve(n, gate, erased);
             }
             if (!RAW && warp > FINISHER) {
-                m.keys[0].delivery.wait(n);
+                m.keys[n % KEYS].delivery.wait(n / KEYS);
                 used(n - PREPARED);
-                prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[0], mode == STEP ? W : buffered(now),
+                prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], mode == STEP ? W : buffered(now),
                         threadIdx.x - 32 * (FINISHER + 1), meet);
                 __syncwarp();
-                if (lane == 0) m.ready.arrive();
+                if (lane == 0) m.ready[n % KEYS].arrive();
             }
 #if SKETCHED_HEADS
             if (warp == FINISHER) {
@@ -212,21 +213,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             Rows& rows = m.rows[n % PLACES][warp];
             KeyStage& stage = m.keys[n % KEYS];
             PreparedKeys& prepared = m.prepared[n % PREPARED];
-            const KeyRows *starts, *ends;
             if (!RAW || ERASES) m.solved[n % SOLVES].wait(n / SOLVES);
-            if constexpr (RAW) {
-                starts = ends = reinterpret_cast<const KeyRows*>(&stage.k);
-                stage.delivery.wait(n / KEYS);
-            } else {
-                ends = reinterpret_cast<const KeyRows*>(prepared.ends);
-                starts = KIND == KDA ? reinterpret_cast<const KeyRows*>(prepared.starts) : ends;
-            }
+            if (RAW) stage.delivery.wait(n / KEYS);
             const Decays decays(gate);
             rows.delivery.wait(n / PLACES);
             Tile tile;
             tile.load(&rows.state[0][0]);
             __syncwarp();
-            if (folded > 0) fold(tile, rows, folded, starts, ends, m.solve[n % SOLVES], decays, prepared.whole);
+            if (folded > 0) fold(tile, rows, folded, stage, prepared, m.solve[n % SOLVES], decays);
             tile.store(&rows.state[0][0]);
             send(home(now) + 16 * warp * K, rows.state, 16 * K * sizeof(float));
 

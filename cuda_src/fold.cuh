@@ -10,13 +10,13 @@
 constexpr bool RAW = ACT == BF16 && KIND != KDA;     // keys are operands as they come
 constexpr int TERMS = RAW ? 1 : 3;                   // slices of a key
 constexpr int TEAM = 192;                            // threads that prepare keys
-constexpr int KEYS = !RAW ? 1 : ERASES ? 3 : 2;      // items whose keys are in shared memory at a time
-typedef u16 KeyRows[WP][ROW];                        // one slice of the window's keys
+constexpr int KEYS = !RAW ? W > 16 ? 1 : 2 : ERASES ? 3 : 2;  // items whose keys are in shared memory at a time
 
-// Keys that are no operands as they come, in slices: D_{s+1:n} k_s, and for decays per channel also D_{1:s} k_s.
+// Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies row by row in float32, and D_{s+1:n} k_s
+// (k_s) in bf16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
 struct PreparedKeys {
-    alignas(16) u16 ends[TERMS][RAW ? 1 : WP][ROW];
-    alignas(16) u16 starts[TERMS][KIND == KDA ? WP : 1][ROW];
+    alignas(16) u16 ends[TERMS][RAW ? 1 : BLOCKS][RAW ? 1 : K][16];
+    alignas(16) float starts[RAW ? 1 : WP][ROW];
     alignas(16) float whole[KIND == KDA ? K : 4];  // D_{1:n}
     alignas(16) float query[RAW ? 4 : K];
 };
@@ -56,31 +56,51 @@ template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N
     for (int i = 0; i < N; i++) to[i] = static_cast<u16>(__float_as_uint(x) >> 16), x = rest(x);
 }
 
-// Gram matrix of the keys in 16 x 8 pieces down to the diagonal; one warp.
-__device__ __forceinline__ void gram_of_keys(Solve& table, const KeyRows* keys) {
+// Products of 4 neighbouring channels of 16 of a, rows r and r + 8, with those of b, row r: to about 2^-22, as sum + rest.
+__device__ __forceinline__ void mma_float4(float (&sum)[4], float (&rest)[4], const float (&upper)[4], const float (&lower)[4], const float (&b)[4], bool b_exact) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        mma_tf32(sum, upper[i], lower[i], upper[i + 1], lower[i + 1], b[i], b[i + 1]);
+        mma_tf32(rest, below_tf32(upper[i]), below_tf32(lower[i]), below_tf32(upper[i + 1]), below_tf32(lower[i + 1]), b[i], b[i + 1]);
+        if (!b_exact) mma_tf32(rest, upper[i], lower[i], upper[i + 1], lower[i + 1], below_tf32(b[i]), below_tf32(b[i + 1]));
+    }
+}
+
+// Channels 4c to 4c + 3 of 16 of a token: of raw keys, or of prepared ones.
+__device__ __forceinline__ void load_key(float (&key)[4], const KeyStage& stage, const PreparedKeys& m, int token, int first) {
+    const int at = first + 4 * (threadIdx.x % 4);
+    if constexpr (RAW) {
+        const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[token][at]);
+        key[0] = __uint_as_float(x.x << 16), key[1] = __uint_as_float(x.x & 0xffff0000u);
+        key[2] = __uint_as_float(x.y << 16), key[3] = __uint_as_float(x.y & 0xffff0000u);
+    } else {
+        const float4 x = *reinterpret_cast<const float4*>(&m.starts[RAW ? 0 : token][at]);
+        key[0] = x.x, key[1] = x.y, key[2] = x.z, key[3] = x.w;
+    }
+}
+
+// Gram matrix of keys under scalar decays in 16 x 8 pieces down to the diagonal; one warp.
+__device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage, const PreparedKeys& m) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll 1
     for (int piece = 0; piece < BLOCKS * (BLOCKS + 1); piece++) {
         const int rows = piece < 2 ? 0 : 16, columns = 8 * (piece < 2 ? piece : piece - 2);
-        float sum[4] = {};
+        float sum[4] = {}, rest[4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            u32 a[TERMS][4];
-            uint2 b[TERMS];
+            float upper[4], lower[4], other[4];
+            load_key(upper, stage, m, rows + r, 16 * step);
+            load_key(lower, stage, m, rows + 8 + r, 16 * step);
+            load_key(other, stage, m, columns + r, 16 * step);
+            if constexpr (RAW) {
 #pragma unroll
-            for (int i = 0; i < TERMS; i++) {
-                const uint2 x = *reinterpret_cast<const uint2*>(&keys[i][rows + r][16 * step + 4 * c]);
-                const uint2 y = *reinterpret_cast<const uint2*>(&keys[i][rows + 8 + r][16 * step + 4 * c]);
-                a[i][0] = x.x, a[i][1] = y.x, a[i][2] = x.y, a[i][3] = y.y;
-                b[i] = *reinterpret_cast<const uint2*>(&keys[i][columns + r][16 * step + 4 * c]);
+                for (int i = 0; i < 4; i += 2) mma_tf32(i ? rest : sum, upper[i], lower[i], upper[i + 1], lower[i + 1], other[i], other[i + 1]);
+            } else {
+                mma_float4(sum, rest, upper, lower, other, false);
             }
-#pragma unroll
-            for (int i = 0; i < TERMS; i++)
-#pragma unroll
-                for (int j = 0; i + j < TERMS; j++) mma_bf16(sum, a[i], b[j].x, b[j].y);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) table.n[ERASES ? rows + r + 8 * (i / 2) : 0][columns + 2 * c + i % 2] = sum[i];
+        for (int i = 0; i < 4; i++) table.n[ERASES ? rows + r + 8 * (i / 2) : 0][columns + 2 * c + i % 2] = sum[i] + rest[i];
     }
     __syncwarp();
 }
@@ -116,17 +136,25 @@ __device__ __forceinline__ void substitute(Solve& table, float beta) {
     __syncwarp();
 }
 
-// Slices of keys, for scalar decays. A team prepares keys, whose members are numbered from 0.
-__device__ __forceinline__ void slice_keys(KeyRows* to, const KeyStage& stage, int member) {
-    for (int i = member; i < WP * K; i += TEAM) {
-        u16 parts[TERMS];
-        slice_into(widen<ACT>(stage.k[i / K][i % K]), parts);
+// Keeps a key's decayed channel as an operand of the update.
+__device__ __forceinline__ void store_end(PreparedKeys& m, int s, int channel, float x) {
+    const int place = channel / 16 * 16 + place_of(channel % 16), token = 4 * (s % 8 / 2) + 2 * (s % 16 / 8) + s % 2;
+    u16 parts[TERMS];
+    slice_into(x, parts);
 #pragma unroll
-        for (int t = 0; t < TERMS; t++) to[t][i / K][i % K] = parts[t];
+    for (int i = 0; i < TERMS; i++) m.ends[i][RAW ? 0 : s / 16][RAW ? 0 : place][token] = parts[i];
+}
+
+// Scalar decays: keys as they are. A team prepares keys, whose members are numbered from 0.
+__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int member) {
+    for (int i = member; i < WP * K; i += TEAM) {
+        const float x = widen<ACT>(stage.k[i / K][i % K]);
+        m.starts[RAW ? 0 : i / K][i % K] = x;
+        store_end(m, i / K, i % K, x);
     }
 }
 
-// Keys as operands, for decays per channel: decayed from the window's start, and to its end.
+// Decays per channel: decayed from the window's start, and to its end.
 __device__ __forceinline__ void decay_keys(PreparedKeys& m, const KeyStage& stage, int count, int member) {
     auto key = [&](int s, int channel) { return s < count ? widen<ACT>(stage.k[s % W][channel]) : 0.f; };
     auto gate = [&](int s, int channel) { return s < count ? stage.g[s % GATE_ROWS][channel % GATES] : 0.f; };
@@ -134,21 +162,31 @@ __device__ __forceinline__ void decay_keys(PreparedKeys& m, const KeyStage& stag
         const int channel = task % K;
         float log_decay = 0;
         if (task < K) {
+#pragma unroll 8
             for (int s = 0; s < WP; s++) {
                 log_decay += gate(s, channel);
-                u16 parts[TERMS];
-                slice_into(decay(log_decay) * key(s, channel), parts);
-#pragma unroll
-                for (int i = 0; i < TERMS; i++) m.starts[i][KIND == KDA ? s : 0][channel] = parts[i];
+                m.starts[RAW ? 0 : s][channel] = decay(log_decay) * key(s, channel);
             }
             m.whole[KIND == KDA ? channel : 0] = decay(log_decay);
         } else {
-            for (int s = WP - 1; s >= 0; s--) {
-                u16 parts[TERMS];
-                slice_into(decay(log_decay) * key(s, channel), parts);
+            const int place = channel / 16 * 16 + place_of(channel % 16);
+#pragma unroll 1
+            for (int block = BLOCKS - 1; block >= 0; block--) {
+                u32 packed[TERMS][8];
 #pragma unroll
-                for (int i = 0; i < TERMS; i++) m.ends[i][RAW ? 0 : s][channel] = parts[i];
-                log_decay += gate(s, channel);
+                for (int s = 14; s >= 0; s -= 2) {
+                    const float odd = decay(log_decay) * key(16 * block + s + 1, channel);
+                    log_decay += gate(16 * block + s + 1, channel);
+                    const float even = decay(log_decay) * key(16 * block + s, channel);
+                    log_decay += gate(16 * block + s, channel);
+                    slices<TERMS>(even, odd, &packed[0][2 * (s % 8 / 2) + s / 8], 8);
+                }
+#pragma unroll
+                for (int i = 0; i < TERMS; i++) {
+                    uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
+                    to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
+                    to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
+                }
             }
         }
     }
@@ -210,67 +248,37 @@ __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage&
         meet();
         decayed_gram(table, stage, count, member);
     } else {
-        slice_keys(reinterpret_cast<KeyRows*>(m.ends), stage, member);
+        copy_keys(m, stage, member);
     }
 }
 
 // N, from keys for scalar decays, else from their decayed Gram matrix. Lane s gives token s's log-decay and beta. One warp.
-__device__ __forceinline__ void prepare_solve(Solve& solve, const KeyRows* keys, float gate, float beta) {
+__device__ __forceinline__ void prepare_solve(Solve& solve, const KeyStage& stage, const PreparedKeys& m, float gate, float beta) {
     if (KIND != KDA) {
-        gram_of_keys(solve, keys);
+        gram_of_keys(solve, stage, m);
         decay_gram(solve, gate);
     }
     substitute(solve, beta);
 }
 
-// `starts` and `ends` hold TERMS slices each, `whole` D_{1:n} where decays are per channel, `decays` the scalar ones.
-__device__ __forceinline__ void fold(Tile& tile, const Rows& rows, int count, const KeyRows* starts, const KeyRows* ends, const Solve& solve,
-                                     const Decays& decays, const float* whole) {
+// Keys come from `stage` where they are operands as they are, else from `keys`.
+__device__ __forceinline__ void fold(Tile& tile, const Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys,
+                                     const Solve& solve, const Decays& decays) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     Values values;
     if constexpr (ERASES) {
         float predicted[BLOCKS][2][4] = {}, second[BLOCKS][2][4] = {};  // two chains of products
-        if constexpr (RAW) {  // keys are exact in tf32, states in two pieces of it
 #pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                __syncwarp();  // keeps the loads of later steps from being moved up here, where registers are short
-                uint2 key[BLOCKS][2];
+        for (int step = 0; step < STEPS; step++) {
+            __syncwarp();  // keeps the loads of later steps from being moved up here, where registers are short
 #pragma unroll
-                for (int b = 0; b < BLOCKS; b++)
+            for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-                    for (int t = 0; t < 2; t++) key[b][t] = *reinterpret_cast<const uint2*>(&starts[0][16 * b + 8 * t + r][16 * step + 4 * c]);
-#pragma unroll
-                for (int i = 0; i < 4; i += 2) {
-                    const float(&x)[2][4] = tile.s[step];
-                    float rest[2][2];
-#pragma unroll
-                    for (int n = 0; n < 4; n++) rest[n / 2][n % 2] = below_tf32(x[n / 2][i + n % 2]);
-#pragma unroll
-                    for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-                        for (int t = 0; t < 2; t++) {
-                            const u32 pair = i ? key[b][t].y : key[b][t].x;
-                            const float k0 = __uint_as_float(pair << 16), k1 = __uint_as_float(pair & 0xffff0000u);
-                            mma_tf32(predicted[b][t], x[0][i], x[1][i], x[0][i + 1], x[1][i + 1], k0, k1);
-                            mma_tf32(second[b][t], rest[0][0], rest[1][0], rest[0][1], rest[1][1], k0, k1);
-                        }
+                for (int t = 0; t < 2; t++) {
+                    float key[4];
+                    load_key(key, stage, keys, 16 * b + 8 * t + r, 16 * step);
+                    mma_float4(predicted[b][t], second[b][t], tile.s[step][0], tile.s[step][1], key, RAW);
                 }
-            }
-        } else {
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                const Operand<3> a(tile.s[step][0], tile.s[step][1]);
-#pragma unroll
-                for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-                    for (int t = 0; t < 2; t++)
-#pragma unroll
-                        for (int j = 0; j < TERMS; j++) {
-                            const uint2 key = *reinterpret_cast<const uint2*>(&starts[j][16 * b + 8 * t + r][16 * step + 4 * c]);
-#pragma unroll
-                            for (int i = 0; i + j < 3; i++) mma_bf16((i + j) % 2 ? second[b][t] : predicted[b][t], a.a[i], key.x, key.y);
-                        }
-            }
         }
         values.load(rows, count);
         float write[BLOCKS][2][4] = {};
@@ -325,21 +333,26 @@ __device__ __forceinline__ void fold(Tile& tile, const Rows& rows, int count, co
     for (int step = 0; step < STEPS; step++) {
         float kept[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) kept[e] = KIND == KDA ? whole[16 * step + 4 * c + e] : all;
+        for (int e = 0; e < 4; e++) kept[e] = KIND == KDA ? keys.whole[16 * step + 4 * c + e] : all;
         // Summed apart from the state: the tensor cores round toward zero, which would shrink it at every flush.
         float sum[2][4] = {};
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
             for (int j = 0; j < TERMS; j++) {
-                // tokens are rows in memory and columns of the operand
-                const uint2 x = *reinterpret_cast<const uint2*>(&ends[j][16 * b + r][16 * step + 4 * c]);
-                const uint2 y = *reinterpret_cast<const uint2*>(&ends[j][16 * b + 8 + r][16 * step + 4 * c]);
-                const u32 key[2][2] = {{transpose_8x8(x.x), transpose_8x8(y.x)}, {transpose_8x8(x.y), transpose_8x8(y.y)}};
+                uint2 key[2];
+                if constexpr (RAW) {  // tokens are rows in memory and columns of the operand
+                    const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[16 * b + r][16 * step + 4 * c]);
+                    const uint2 y = *reinterpret_cast<const uint2*>(&stage.k[16 * b + 8 + r][16 * step + 4 * c]);
+                    key[0] = make_uint2(transpose_8x8(x.x), transpose_8x8(y.x)), key[1] = make_uint2(transpose_8x8(x.y), transpose_8x8(y.y));
+                } else {
+#pragma unroll
+                    for (int t = 0; t < 2; t++) key[t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : 16 * step + 8 * t + r][4 * c]);
+                }
 #pragma unroll
                 for (int i = 0; i + j < 3; i++)
 #pragma unroll
-                    for (int t = 0; t < 2; t++) mma_bf16(sum[t], a[b][i], key[t][0], key[t][1]);
+                    for (int t = 0; t < 2; t++) mma_bf16(sum[t], a[b][i], key[t].x, key[t].y);
             }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
