@@ -1,8 +1,13 @@
 // Flush: one pass over the state of every (row, head) whose window is full.
 //
 // Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds
-// the sketch and its map, and writes the state back. The tile stays in registers from the read to the write; while
-// one is worked on, the next comes in behind it. A fixed number of blocks shares the (row, head) pairs evenly.
+// the sketch and its map, and writes the state back. A fixed number of blocks takes the (row, head) items in turn, so
+// that all of them work on one stretch of memory at a time.
+//
+// Warps hardly wait for each other. Each of NWARPS owns 16 value rows: it brings them to shared memory, holds them in
+// registers from the fold to the sketch, and sends them back from where they came, while the next item's come in behind.
+// SERVERS more serve them: they fetch keys, prepare operands and the delta rule's solve ahead, and finish sketches.
+// Gates in shared memory say when something is there and when it has been used.
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
 // buffered something, without an output. mode LOAD: new states, nothing to fold.
@@ -13,54 +18,61 @@
 #include "fold.cuh"
 #include "maps.cuh"
 
-// Whether the basis sets out before the output is read: only mamba2 has the registers to hold it meanwhile.
-constexpr bool EARLY_BASIS = KIND == MAMBA2;
+enum { STEP = 0, FOLD = 1, LOAD = 2 };
+constexpr int SERVERS = !RAW ? 2 + TEAM / 32 : ERASES ? 2 : 1;  // keys and solves, sketches, the team that prepares keys
+constexpr int FINISHER = NWARPS + (SERVERS > 1);  // the server that finishes sketches
+constexpr int BLOCK_THREADS = THREADS + 32 * SERVERS;
+constexpr int SETS = RAW ? KEYS : PREPARED;       // of operands that warps which fold read
+// Where registers let only one block onto a multiprocessor, states have two places in shared memory, and a warp knows what
+// comes next an item earlier.
+constexpr bool ALONE = ERASES || !RAW;
+constexpr int PLACES = RAW && ERASES && MAP != OWN && W <= 16 ? 2 : 1;
 
-// The fold's operands and the sketch's are never needed together. Sharing their memory costs a barrier, but keeps two
-// blocks on a multiprocessor.
-union Work {
-    FoldMemory fold;
+struct Memory {
+    Rows rows[PLACES][NWARPS];
+    KeyStage keys[KEYS];
+    PreparedKeys prepared[PREPARED];
+    Solve solve[SOLVES];
+    Gate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
 #if SKETCHED_HEADS
     SketchMemory sketch;
+    SketchGates sketched;
 #endif
 };
 
-enum { STEP = 0, FOLD = 1, LOAD = 2 };
-
-struct Memory {
-    alignas(16) float tile[V][K];
-    Work work;
-    Stage stage;
-    alignas(16) float query[K];
-    u16 rows[MAX_ROWS];
-    int counts[NWARPS];
-    Arrival staged, tiled[NWARPS];
-};
-
-// Lists the rows to flush, in order; returns how many.
-__device__ __forceinline__ int list_rows(Memory& m, const int* cursor, const i64* slots, int batch, int mode) {
+// Lists the rows to flush, in order; returns how many. All blocks find, and write, the same.
+__device__ __forceinline__ int list_rows(int* rows, const int* cursor, const i64* slots, int batch, int mode) {
+    __shared__ int counts[NWARPS + SERVERS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
-    for (int first = 0; first < batch; first += THREADS) {
+    for (int first = 0; first < batch; first += BLOCK_THREADS) {
         const int row = first + threadIdx.x;
         const i64 slot = row < batch ? slots[row] : -1;
         const bool due = slot >= 0 && (mode == LOAD || cursor[slot] > 0);
         const u32 ballot = __ballot_sync(ALL, due);
-        if (lane == 0) m.counts[warp] = __popc(ballot);
+        if (lane == 0) counts[warp] = __popc(ballot);
         __syncthreads();
         int before = total;
-        for (int i = 0; i < NWARPS; i++) {
-            if (i < warp) before += m.counts[i];
-            total += m.counts[i];
+        for (int i = 0; i < NWARPS + SERVERS; i++) {
+            if (i < warp) before += counts[i];
+            total += counts[i];
         }
-        if (due) m.rows[before + __popc(ballot & ((1u << lane) - 1))] = static_cast<u16>(row);
+        if (due) rows[before + __popc(ballot & ((1u << lane) - 1))] = row;
         __syncthreads();
     }
     return total;
 }
 
+// One item: a slot, and a row and one of its heads. Small, as three of them stay in registers.
+struct Item {
+    int slot, place;
+    __device__ __forceinline__ bool exists() const { return slot >= 0; }
+    __device__ __forceinline__ int row() const { return place / HEADS; }
+    __device__ __forceinline__ int head() const { return place % HEADS; }
+};
+
 #ifndef SIZES_ONLY  // set where only the last line is asked for
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_step(
     float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
     sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
     const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out, const i64* slots,
@@ -69,107 +81,197 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
     int count = 0;
-    if (threadIdx.x < NWARPS) m.tiled[threadIdx.x].init();
-    if (threadIdx.x == 0) m.staged.init();
     if (mode == STEP) {
         count = schedule->due;
         // nobody else looks at the cursors now: rows that are due stand at their window's last place
         if (blockIdx.x == 0)
-            for (int row = threadIdx.x; row < batch; row += THREADS) {
+            for (int row = threadIdx.x; row < batch; row += BLOCK_THREADS) {
                 const i64 slot = slots[row];
                 if (slot >= 0) cursor[slot] = cursor[slot] + 1 < W ? cursor[slot] + 1 : 0;
             }
         if (count == 0) return;
-        for (int i = threadIdx.x; i < count; i += THREADS) m.rows[i] = static_cast<u16>(schedule->rows[i]);
     } else {
-        count = list_rows(m, cursor, slots, batch, mode);
+        count = list_rows(schedule->rows, cursor, slots, batch, mode);
     }
+    if (threadIdx.x == 0) {
+        m.met.init(TEAM / 32);
+        for (Gate& gate : m.ready) gate.init(TEAM / 32);
+        for (Gate& gate : m.used) gate.init(NWARPS);
+        for (Gate& gate : m.solved) gate.init(1);
+        for (KeyStage& stage : m.keys) stage.delivery.init();
+        for (auto& place : m.rows)
+            for (Rows& rows : place) rows.delivery.init();
+#if SKETCHED_HEADS
+        m.sketched.full.init(NWARPS), m.sketched.free.init(1);
+#endif
+    }
+    if (W < WP && warp == NWARPS)
+        for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
     __syncthreads();
-    const int items = count * HEADS;
-    // Even shares. Heads of a row follow one another: they lie side by side in memory and share keys.
-    const int end = static_cast<i64>(items) * (blockIdx.x + 1) / gridDim.x;
-    int item = static_cast<i64>(items) * blockIdx.x / gridDim.x;
 
-    // One item ahead: which row, slot and window position, then its raw tokens, then its state.
-    auto row_of = [&](int i) { return i < end ? static_cast<int>(m.rows[i / HEADS]) : -1; };
-    auto position = [&](i64 slot) { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[slot]; };
-    auto token_of = [&](int row, int head) { return Token(q, k, v, g, beta, static_cast<i64>(row) * tokens + t, head); };
-    auto home = [&](i64 slot, int head) { return state + slot * slot_stride + static_cast<i64>(head) * V * K; };
-    auto prefetch_tokens = [&](int row, i64 slot, int head, int pos) {
-        if (warp == 0 && row >= 0)
-            m.stage.prefetch(token_of(row, head), Ring(ring_k, ring_v, ring_g, ring_beta, slot, head), pos, mode == STEP, m.staged);
-        copy_async_commit();
+    const int end = count * HEADS, stride = gridDim.x;
+    auto item_at = [&](int i) {
+        if (i >= end) return Item{-1, 0};
+        const int row = schedule->rows[i / HEADS];
+        return Item{static_cast<int>(slots[row]), row * HEADS + i % HEADS};
     };
-    auto prefetch_tile = [&](int row, i64 slot, int head) {
-        if (row >= 0) Tile::prefetch(m.tile, home(slot, head), m.tiled[warp]);
-        copy_async_commit();
+    auto buffered = [&](const Item& item) { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[item.slot]; };
+    auto token_of_item = [&](const Item& item) { return Token(q, k, v, g, beta, static_cast<i64>(item.row()) * tokens + t, item.head()); };
+    auto ring_of = [&](const Item& item) { return Ring(ring_k, ring_v, ring_g, ring_beta, item.slot, item.head()); };
+    auto home = [&](const Item& item) { return state + item.slot * slot_stride + static_cast<i64>(item.head()) * V * K; };
+    // Lane s: token s's entry in a ring of scalars.
+    auto scalar = [&](const Item& item, const float* ring, const float* own) {
+        const int last = buffered(item);
+        return lane < last ? ring[lane] : mode == STEP && lane == last ? *own : 0.f;
     };
-    int next_row = row_of(item), next_pos = 0;
-    i64 next_slot = 0;
-    if (item < end) {
-        next_slot = slots[next_row], next_pos = position(next_slot);
-        prefetch_tokens(next_row, next_slot, item % HEADS, next_pos);
-        prefetch_tile(next_row, next_slot, item % HEADS);
-    }
-    for (int round = 0; item < end; item++, round++) {
-        const int head = item % HEADS, row = next_row, pos = next_pos, folded = mode == STEP ? pos + 1 : pos;
-        const i64 slot = next_slot, at = static_cast<i64>(row) * tokens + t;
-        next_row = row_of(item + 1);
-        if (next_row >= 0) next_slot = slots[next_row], next_pos = position(next_slot);
-        m.staged.wait<1>(round);
-        __syncthreads();
-        if (mode == STEP && threadIdx.x < K) m.query[threadIdx.x] = widen<ACT>(m.stage.q[threadIdx.x]);
-#if SKETCHED_HEADS
-        const int4 info = heads[head];
-#endif
-        Values values(m.stage, folded);
-        prepare_fold(m.work.fold, m.stage, folded);
-        if (ERASES) {
-            if (warp == 0) prepare_solve(m.work.fold);
-            __syncthreads();
-        }
+    auto beta_of = [&](const Item& item) { return scalar(item, ring_of(item).beta, token_of_item(item).beta); };
+    auto gate_of = [&](const Item& item) { return KIND == KDA || !item.exists() ? 0.f : scalar(item, ring_of(item).g, token_of_item(item).g); };
+    Item now = item_at(blockIdx.x), next = item_at(blockIdx.x + stride);
+    [[maybe_unused]] int turn = 0;
 
-        prefetch_tokens(next_row, next_slot, (item + 1) % HEADS, next_pos);
-        Tile tile;
-        m.tiled[warp].wait<1>(round);
-        __syncwarp();
-        tile.load(m.tile);
-        __syncwarp();
-        prefetch_tile(next_row, next_slot, (item + 1) % HEADS);
-        fold(tile, m.work.fold, values);
+    if (warp >= NWARPS) {
+        auto fetch = [&](const Item& item, int n) {
+            if (!item.exists()) return;
+            if (mode != STEP) m.keys[n % KEYS].clear(buffered(item));
+            m.keys[n % KEYS].fetch(token_of_item(item), ring_of(item), buffered(item), mode == STEP);
+        };
+        auto used = [&](int n) {  // operands of item n
+            if (n >= 0) m.used[n % SETS].wait(n / SETS);
+        };
+        auto solve = [&](int n, float gate, float erased) {
+            if (ERASES) prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
+            if (lane == 0) m.solved[n % SOLVES].arrive();
+        };
+        auto solve_raw = [&](const Item& item, int n) {
+            if (!item.exists()) return;
+            const float gate = gate_of(item), erased = beta_of(item);
+            KeyStage& stage = m.keys[n % KEYS];
+            stage.delivery.wait(n / KEYS);
+            used(n - 2);  // whose solve lay where this one will
+            solve(n, gate, erased);
+        };
+        int meeting = 0;
+        auto meet = [&] {
+            __syncwarp();
+            if (lane == 0) m.met.arrive();
+            m.met.wait(meeting++);
+        };
+        if (warp == NWARPS) {
+            fetch(now, 0);
+            if (KEYS > 1) fetch(next, 1);
+            if (RAW && ERASES) solve_raw(now, 0);
+        }
+        for (int n = 0; now.exists(); n++) {
+            const Item after = item_at(blockIdx.x + (n + 2) * stride);
+            if (RAW && warp == NWARPS) {
+                if (KEYS > 2 && after.exists()) used(n - 1), fetch(after, n + 2);
+                if (ERASES) solve_raw(next, n + 1);
+            }
+            if (!RAW && warp == NWARPS) {
+                const float gate = gate_of(now), erased = ERASES ? beta_of(now) : 0.f;
+                m.ready[n % KEYS].wait(n / KEYS);
+                fetch(KEYS > 1 ? after : next, n + KEYS);
+                solve(n, gate, erased);
+            }
+            if (!RAW && warp > FINISHER) {
+                m.keys[n % KEYS].delivery.wait(n / KEYS);
+                used(n - PREPARED);
+                prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], mode == STEP ? W : buffered(now),
+                        threadIdx.x - 32 * (FINISHER + 1), meet);
+                __syncwarp();
+                if (lane == 0) m.ready[n % KEYS].arrive();
+            }
 #if SKETCHED_HEADS
-        BasisTile first;  // on its way while the output is read
-        if (EARLY_BASIS && info.x > 0) first.load(basis + info.w, 0, 0);
+            if (warp == FINISHER) {
+                const int4 info = heads[now.head()];
+                if (info.x > 0)
+                    finish_sketch(m.sketch, m.sketched, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y,
+                                  projection + info.z, info.x, ridge, turn);
+            }
 #endif
-        tile.store(home(slot, head));
+            if (RAW && KEYS == 2 && warp == NWARPS && after.exists()) used(n), fetch(after, n + 2);
+            now = next, next = after;
+        }
+    } else {
+        auto fetch = [&](const Item& item, int n) {
+            if (item.exists())
+                m.rows[n % PLACES][warp].fetch(home(item), token_of_item(item), ring_of(item), buffered(item), mode == STEP);
+        };
+        fetch(now, 0);
+        float gate = gate_of(now);
+        for (int n = 0; now.exists(); n++) {
+            Item after{-1, 0};
+            if (ALONE) after = item_at(blockIdx.x + (n + 2) * stride);
+            else next = item_at(blockIdx.x + (n + 1) * stride);
+            if (PLACES > 1) wait_sent(), fetch(next, n + 1);
+            const int folded = mode == STEP ? W : buffered(now);
+            const float next_gate = gate_of(next);
+#if SKETCHED_HEADS
+            int4 info;
+            if (ALONE) info = heads[now.head()];
+#endif
+            Rows& rows = m.rows[n % PLACES][warp];
+            KeyStage& stage = m.keys[n % KEYS];
+            PreparedKeys& prepared = m.prepared[n % PREPARED];
+            if (!RAW || ERASES) m.solved[n % SOLVES].wait(n / SOLVES);
+            if (RAW) stage.delivery.wait(n / KEYS);
+            const Decays decays(gate);
+            rows.delivery.wait(n / PLACES);
+            Tile tile;
+            tile.load(&rows.state[0][0]);
+            __syncwarp();
+            if (folded > 0) fold(tile, rows, folded, stage, prepared, m.solve[n % SOLVES], decays);
+            tile.store(&rows.state[0][0]);
+            send(home(now) + 16 * warp * K, rows.state, 16 * K * sizeof(float));
 
-        float squares = 0, read[2] = {0, 0};
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const float4 x = *reinterpret_cast<const float4*>(&m.query[16 * step + 4 * c]);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float* s = tile.s[step][half];
-                read[half] += s[0] * x.x + s[1] * x.y + s[2] * x.z + s[3] * x.w;
-                squares += s[0] * s[0] + s[1] * s[1] + s[2] * s[2] + s[3] * s[3];
-            }
-        }
-        if (mode == STEP) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                read[half] += __shfl_xor_sync(ALL, read[half], 1);
-                read[half] += __shfl_xor_sync(ALL, read[half], 2);
-                if (c == 0) out[(at * HEADS + head) * V + 16 * warp + r + 8 * half] = narrow<OUT>(read[half]);
-            }
-        }
-        __syncthreads();
 #if SKETCHED_HEADS
-        if (info.x > 0) {
-            if (!EARLY_BASIS) first.load(basis + info.w, 0, 0);
-            store_sketch(m.work.sketch, tile, squares, first, sketch + slot * sketch_stride + info.y, projection + info.z,
-                         basis + info.w, info.x, ridge);
-        }
+            if (!ALONE) info = heads[now.head()];
+            BasisTile first;  // on its way while the output is read
+            if (info.x > 0) first.load(basis + info.w, 0);
 #endif
+            float squares = 0, read[2] = {0, 0};
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                float x[4];
+                if constexpr (RAW) {
+                    Packed<ACT, 4> packed;
+                    packed.load(&stage.q[16 * step + 4 * c]);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) x[e] = packed[e];
+                } else {
+                    Packed<FP32, 4> packed;
+                    packed.load(&prepared.query[16 * step + 4 * c]);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) x[e] = packed[e];
+                }
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        read[half] += tile.s[step][half][e] * x[e];
+                        squares += tile.s[step][half][e] * tile.s[step][half][e];
+                    }
+            }
+            __syncwarp();
+            if (lane == 0) m.used[n % SETS].arrive();
+            if (PLACES == 1) wait_sent(), fetch(next, n + 1);
+            if (mode == STEP) {
+                const i64 at = static_cast<i64>(now.row()) * tokens + t;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    read[half] += __shfl_xor_sync(ALL, read[half], 1);
+                    read[half] += __shfl_xor_sync(ALL, read[half], 2);
+                    if (c == 0) out[(at * HEADS + now.head()) * V + 16 * warp + r + 8 * half] = narrow<OUT>(read[half]);
+                }
+            }
+#if SKETCHED_HEADS
+            if (info.x > 0)
+                share_sketch(m.sketch, m.sketched, tile, squares, first, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y,
+                             basis + info.w, info.x, turn);
+#endif
+            now = next, gate = next_gate;
+            if (ALONE) next = after;
+        }
     }
 
     // The block that comes last clears the schedule, and starts the rows' windows anew where others had to see them.
@@ -182,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flush_step(
     }
     __syncthreads();
     if (!last || mode == STEP) return;
-    for (int i = threadIdx.x; i < count; i += THREADS) cursor[slots[m.rows[i]]] = 0;
+    for (int i = threadIdx.x; i < count; i += BLOCK_THREADS) cursor[slots[schedule->rows[i]]] = 0;
 }
 #endif
 

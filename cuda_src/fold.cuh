@@ -2,38 +2,39 @@
 //
 // mamba2 writes w_s = v_s. For the delta rule w = N (v - (D_{1:s} k_s)^T S), with N the inverse of the unit lower
 // triangle of beta_s <D_{j+1:s} k_j, k_s> times Diag(beta). With scalar decays every factor exp(.) moves from the keys
-// to w, so that the keys in the products are the raw activations: exact in one bf16 slice.
+// to w, so that the keys in the products are the activations: raw bf16 needs no preparation at all.
 // Places past the last token hold zeros and do nothing. Decay is exp of sums over stretches of tokens, all <= 0.
 #pragma once
-#include "fragments.cuh"
 #include "stage.cuh"
 
-constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
-constexpr int TERMS = ACT == BF16 && KIND != KDA ? 1 : 3;  // slices of a key
-constexpr int ROW = K + 16;                                // padded, so that 8-byte reads of 4 rows hit all banks
+constexpr bool RAW = ACT == BF16 && KIND != KDA;     // keys are operands as they come
+constexpr int TERMS = RAW ? 1 : 3;                   // slices of a key
+constexpr int TEAM = 192;                            // threads that prepare keys
+constexpr int KEYS = !RAW ? W > 16 ? 1 : 2 : ERASES ? 3 : 2;  // items whose keys are in shared memory at a time
 
-struct FoldMemory {
-    alignas(16) u16 ends[TERMS][BLOCKS][K][16];           // l_s (scalar decays: k_s): [place of channel][s]
-    alignas(16) u16 starts[ERASES ? TERMS : 1][ERASES ? WP : 1][ROW];  // D_{1:s} k_s (scalar: k_s): [place of s][channel]
-    alignas(16) float table[ERASES ? WP : 1][WP];         // decays, then decayed Gram matrix
-    alignas(16) float solve[ERASES ? WP : 1][WP];         // N
-    alignas(16) float whole[GATES == 1 ? 4 : K];          // D_{1:n}
-    float from_start[WP], to_end[WP], gate[WP], beta[WP];
+// Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies row by row in float32, and D_{s+1:n} k_s
+// (k_s) in bf16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
+struct PreparedKeys {
+    alignas(16) u16 ends[TERMS][RAW ? 1 : BLOCKS][RAW ? 1 : K][16];
+    alignas(16) float starts[RAW ? 1 : WP][ROW];
+    alignas(16) float whole[KIND == KDA ? K : 4];  // D_{1:n}
+    alignas(16) float query[RAW ? 4 : K];
+};
+constexpr int PREPARED = RAW || W > 16 ? 1 : 2;  // items whose prepared keys are in shared memory at a time
+constexpr int SOLVES = RAW ? 2 : PREPARED;
+
+// The triangular solve of the delta rule: the Gram matrix, then the decayed one, then N.
+struct Solve {
+    alignas(16) float n[ERASES ? WP : 1][WP + 8];  // padded, so that 8-byte reads of 4 rows hit all banks
 };
 
-template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) to[i] = static_cast<u16>(__float_as_uint(x) >> 16), x = rest(x);
-}
+// A window's scalar decays: lane s keeps token s's. Fetched when they are needed, as registers are short.
+struct Decays {
+    float upto, after;
 
-// Scalars of the window: decays from its start and to its end, and between tokens for the delta rule.
-__device__ __forceinline__ void prepare_scalars(FoldMemory& m, const Stage& stage, int count) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (warp == 0 && lane < WP) m.beta[lane] = ERASES && lane < count ? stage.beta[lane] : 0.f;
-    if (KIND == KDA || warp > 1) return;
-    const float gate = lane < count ? stage.g[lane][0] : 0.f;
-    if (warp == 0) {
-        float upto = gate, after = __shfl_down_sync(ALL, gate, 1);
+    // Lane s gives token s's log-decay, 0 past the last.
+    __device__ __forceinline__ explicit Decays(float gate) : upto(gate), after(__shfl_down_sync(ALL, gate, 1)) {
+        const int lane = threadIdx.x % 32;
         if (lane == 31) after = 0;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
@@ -41,58 +42,134 @@ __device__ __forceinline__ void prepare_scalars(FoldMemory& m, const Stage& stag
             if (lane >= d) upto += x;
             if (lane + d < 32) after += y;
         }
-        if (lane < WP) m.from_start[lane] = decay(upto), m.to_end[lane] = decay(after);
-        if (lane == 31) m.whole[0] = decay(upto);
-    } else if (ERASES) {
-        float between = 0;  // g_{lane+1} + ... + g_s
+        upto = decay(upto), after = decay(after);
+    }
+    __device__ __forceinline__ float from_start(int token) const { return __shfl_sync(ALL, upto, token); }
+    __device__ __forceinline__ float to_end(int token) const { return __shfl_sync(ALL, after, token); }
+    __device__ __forceinline__ float whole() const { return __shfl_sync(ALL, upto, 31); }
+};
+
+constexpr int GATE_ROWS = KIND == KDA ? W : 1;
+
+template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
 #pragma unroll
-        for (int s = 1; s < WP; s++) {
-            const float x = __shfl_sync(ALL, gate, s);
-            between += s > lane ? x : 0.f;
-            if (lane < s) m.table[s][lane] = decay(between);
-        }
+    for (int i = 0; i < N; i++) to[i] = static_cast<u16>(__float_as_uint(x) >> 16), x = rest(x);
+}
+
+// Products of 4 neighbouring channels of 16 of a, rows r and r + 8, with those of b, row r: to about 2^-22, as sum + rest.
+__device__ __forceinline__ void mma_float4(float (&sum)[4], float (&rest)[4], const float (&upper)[4], const float (&lower)[4], const float (&b)[4], bool b_exact) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        mma_tf32(sum, upper[i], lower[i], upper[i + 1], lower[i + 1], b[i], b[i + 1]);
+        mma_tf32(rest, below_tf32(upper[i]), below_tf32(lower[i]), below_tf32(upper[i + 1]), below_tf32(lower[i + 1]), b[i], b[i + 1]);
+        if (!b_exact) mma_tf32(rest, upper[i], lower[i], upper[i + 1], lower[i + 1], below_tf32(b[i]), below_tf32(b[i + 1]));
     }
 }
 
-// Keys as operands, for scalar decays: raw.
-__device__ __forceinline__ void prepare_keys(FoldMemory& m, const Stage& stage, int count) {
+// Channels 4c to 4c + 3 of 16 of a token: of raw keys, or of prepared ones.
+__device__ __forceinline__ void load_key(float (&key)[4], const KeyStage& stage, const PreparedKeys& m, int token, int first) {
+    const int at = first + 4 * (threadIdx.x % 4);
+    if constexpr (RAW) {
+        const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[token][at]);
+        key[0] = __uint_as_float(x.x << 16), key[1] = __uint_as_float(x.x & 0xffff0000u);
+        key[2] = __uint_as_float(x.y << 16), key[3] = __uint_as_float(x.y & 0xffff0000u);
+    } else {
+        const float4 x = *reinterpret_cast<const float4*>(&m.starts[RAW ? 0 : token][at]);
+        key[0] = x.x, key[1] = x.y, key[2] = x.z, key[3] = x.w;
+    }
+}
+
+// Gram matrix of keys under scalar decays in 16 x 8 pieces down to the diagonal; one warp.
+__device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage, const PreparedKeys& m) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+#pragma unroll 1
+    for (int piece = 0; piece < BLOCKS * (BLOCKS + 1); piece++) {
+        const int rows = piece < 2 ? 0 : 16, columns = 8 * (piece < 2 ? piece : piece - 2);
+        float sum[4] = {}, rest[4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            float upper[4], lower[4], other[4];
+            load_key(upper, stage, m, rows + r, 16 * step);
+            load_key(lower, stage, m, rows + 8 + r, 16 * step);
+            load_key(other, stage, m, columns + r, 16 * step);
+            if constexpr (RAW) {
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) mma_tf32(i ? rest : sum, upper[i], lower[i], upper[i + 1], lower[i + 1], other[i], other[i + 1]);
+            } else {
+                mma_float4(sum, rest, upper, lower, other, false);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) table.n[ERASES ? rows + r + 8 * (i / 2) : 0][columns + 2 * c + i % 2] = sum[i] + rest[i];
+    }
+    __syncwarp();
+}
+
+// Times exp(g_{j+1} + ... + g_s); lane s gives token s's log-decay. One warp, a column a lane.
+__device__ __forceinline__ void decay_gram(Solve& table, float gate) {
     const int lane = threadIdx.x % 32;
-    for (int block = threadIdx.x / 32; block < WP / 8 * STEPS; block += NWARPS) {
-        const int s = block / STEPS * 8 + lane / 4, step = block % STEPS, c = lane % 4;
-        Packed<ACT, 4> key;
-        key.clear();
-        if (s < count) key.load(&stage.k[s][16 * step + 4 * c]);
-        u16 parts[4][TERMS];
+    float between = 0;
 #pragma unroll
-        for (int e = 0; e < 4; e++) slice_into(key[e], parts[e]);
+    for (int s = 1; s < WP; s++) {
+        const float x = __shfl_sync(ALL, gate, s);
+        between += s > lane ? x : 0.f;
+        if (lane < s) table.n[ERASES ? s : 0][lane] *= decay(between);
+    }
+    __syncwarp();
+}
+
+// N from the decayed Gram matrix by forward substitution, a column a lane; lane s gives token s's beta. One warp.
+__device__ __forceinline__ void substitute(Solve& table, float beta) {
+    const int lane = threadIdx.x % 32;
+    float n[WP];
 #pragma unroll
-        for (int i = 0; i < TERMS; i++) {
+    for (int s = 0; s < WP; s++) {
+        float sum[2] = {s == lane ? 1.f : 0.f, 0};
 #pragma unroll
-            for (int e = 0; e < 4; e++) m.ends[i][s / 16][16 * step + place_of(4 * c + e)][s % 16] = parts[e][i];
-            if (ERASES)
-                *reinterpret_cast<uint2*>(&m.starts[i][s / 16 * 16 + place_of(s % 16)][16 * step + 4 * c]) =
-                    make_uint2(parts[0][i] | parts[1][i] << 16, parts[2][i] | parts[3][i] << 16);
-        }
+        for (int i = 0; i < s; i++) sum[i % 2] -= table.n[ERASES ? s : 0][i] * n[i];
+        n[s] = __shfl_sync(ALL, beta, s) * (sum[0] + sum[1]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < WP; s++)
+        if (lane < WP) table.n[ERASES ? s : 0][lane] = n[s];
+    __syncwarp();
+}
+
+// Keeps a key's decayed channel as an operand of the update.
+__device__ __forceinline__ void store_end(PreparedKeys& m, int s, int channel, float x) {
+    const int place = channel / 16 * 16 + place_of(channel % 16), token = 4 * (s % 8 / 2) + 2 * (s % 16 / 8) + s % 2;
+    u16 parts[TERMS];
+    slice_into(x, parts);
+#pragma unroll
+    for (int i = 0; i < TERMS; i++) m.ends[i][RAW ? 0 : s / 16][RAW ? 0 : place][token] = parts[i];
+}
+
+// Scalar decays: keys as they are. A team prepares keys, whose members are numbered from 0.
+__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int member) {
+    for (int i = member; i < WP * K; i += TEAM) {
+        const float x = widen<ACT>(stage.k[i / K][i % K]);
+        m.starts[RAW ? 0 : i / K][i % K] = x;
+        store_end(m, i / K, i % K, x);
     }
 }
 
-// Keys as operands, for decays per channel: decayed from the window's start, and to its end.
-__device__ __forceinline__ void prepare_decayed_keys(FoldMemory& m, const Stage& stage, int count) {
+// Decays per channel: decayed from the window's start, and to its end.
+__device__ __forceinline__ void decay_keys(PreparedKeys& m, const KeyStage& stage, int count, int member) {
     auto key = [&](int s, int channel) { return s < count ? widen<ACT>(stage.k[s % W][channel]) : 0.f; };
-    auto gate = [&](int s, int channel) { return s < count ? stage.g[s % W][channel % GATES] : 0.f; };
-    for (int task = threadIdx.x; task < 2 * K; task += THREADS) {
-        const int channel = task % K, place = channel / 16 * 16 + place_of(channel % 16);
+    auto gate = [&](int s, int channel) { return s < count ? stage.g[s % GATE_ROWS][channel % GATES] : 0.f; };
+    for (int task = member; task < 2 * K; task += TEAM) {
+        const int channel = task % K;
         float log_decay = 0;
         if (task < K) {
+#pragma unroll 8
             for (int s = 0; s < WP; s++) {
                 log_decay += gate(s, channel);
-                u16 parts[TERMS];
-                slice_into(decay(log_decay) * key(s, channel), parts);
-#pragma unroll
-                for (int i = 0; i < TERMS; i++) m.starts[i][s / 16 * 16 + place_of(s % 16)][channel] = parts[i];
+                m.starts[RAW ? 0 : s][channel] = decay(log_decay) * key(s, channel);
             }
-            m.whole[channel % (GATES == 1 ? 4 : K)] = decay(log_decay);
+            m.whole[KIND == KDA ? channel : 0] = decay(log_decay);
         } else {
+            const int place = channel / 16 * 16 + place_of(channel % 16);
 #pragma unroll 1
             for (int block = BLOCKS - 1; block >= 0; block--) {
                 u32 packed[TERMS][8];
@@ -102,11 +179,11 @@ __device__ __forceinline__ void prepare_decayed_keys(FoldMemory& m, const Stage&
                     log_decay += gate(16 * block + s + 1, channel);
                     const float even = decay(log_decay) * key(16 * block + s, channel);
                     log_decay += gate(16 * block + s, channel);
-                    slices<TERMS>(even, odd, &packed[0][s / 2], 8);
+                    slices<TERMS>(even, odd, &packed[0][2 * (s % 8 / 2) + s / 8], 8);
                 }
 #pragma unroll
                 for (int i = 0; i < TERMS; i++) {
-                    uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][block][place][0]);
+                    uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
                     to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
                     to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
                 }
@@ -118,10 +195,10 @@ __device__ __forceinline__ void prepare_decayed_keys(FoldMemory& m, const Stage&
 // Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal, for decays per channel: going back from token s, its key
 // takes up one decay after another. `stage.g` holds decays by now. A warp takes a long row and a short one in turn, so
 // that all are done together.
-__device__ __forceinline__ void decayed_gram(FoldMemory& m, const Stage& stage, int count) {
+__device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage, int count, int member) {
     constexpr int OWN = K / 32;
     const int lane = threadIdx.x % 32;
-    for (int job = threadIdx.x / 32 * 2; job < WP; job += job % 2 ? 2 * NWARPS - 1 : 1) {
+    for (int job = member / 32 * 2; job < WP; job += job % 2 ? 2 * (TEAM / 32) - 1 : 1) {
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
         if (s < count) {
             Packed<ACT, OWN> last;
@@ -138,7 +215,7 @@ __device__ __forceinline__ void decayed_gram(FoldMemory& m, const Stage& stage, 
                     if (j >= s) continue;
                     Packed<FP32, OWN> one;
                     Packed<ACT, OWN> other;
-                    one.load(&stage.g[j + 1][OWN * lane % GATES]);
+                    one.load(&stage.g[(j + 1) % GATE_ROWS][OWN * lane % GATES]);
                     other.load(&stage.k[j][OWN * lane]);
 #pragma unroll
                     for (int i = 0; i < OWN; i++) {
@@ -148,124 +225,68 @@ __device__ __forceinline__ void decayed_gram(FoldMemory& m, const Stage& stage, 
                 }
                 const float sum = warp_sums(sums);
                 const int j = first + lane / 4;
-                if (lane % 4 == 0 && j < s) m.table[s][j] = sum;
+                if (lane % 4 == 0 && j < s) table.n[ERASES ? s : 0][j] = sum;
             }
         } else if (lane < s) {
-            m.table[s][lane] = 0;  // past the last token
+            table.n[ERASES ? s : 0][lane] = 0;  // past the last token
         }
     }
 }
 
-// The same for scalar decays, whose factors `table` already holds: times the raw Gram matrix.
-__device__ __forceinline__ void scale_by_gram(FoldMemory& m) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    for (int job = threadIdx.x / 32; job < BLOCKS * BLOCKS * 2; job += NWARPS) {
-        const int rows = job / (2 * BLOCKS) * 16, columns = job % (2 * BLOCKS) * 8;
-        float sum[4] = {};
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            u32 a[TERMS][4];
-            uint2 b[TERMS];
-#pragma unroll
-            for (int i = 0; i < TERMS; i++) {
-                const uint2 x = *reinterpret_cast<const uint2*>(&m.starts[i][rows + r][16 * step + 4 * c]);
-                const uint2 y = *reinterpret_cast<const uint2*>(&m.starts[i][rows + 8 + r][16 * step + 4 * c]);
-                a[i][0] = x.x, a[i][1] = y.x, a[i][2] = x.y, a[i][3] = y.y;
-                b[i] = *reinterpret_cast<const uint2*>(&m.starts[i][columns + r][16 * step + 4 * c]);
-            }
-#pragma unroll
-            for (int i = 0; i < TERMS; i++)
-#pragma unroll
-                for (int j = 0; i + j < TERMS; j++) mma_bf16(sum, a[i], b[j].x, b[j].y);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = r + 8 * (i / 2), col = columns % 16 + 2 * c + i % 2;
-            const int s = rows + column_at(row), j = columns / 16 * 16 + column_at(col);
-            if (j < s) m.table[s][j] *= sum[i];
-        }
-    }
-}
-
-// N from the Gram matrix by forward substitution, a column a lane; one warp.
-__device__ __forceinline__ void prepare_solve(FoldMemory& m) {
-    const int lane = threadIdx.x % 32;
-    if (lane >= WP) return;
-    float n[WP];
-#pragma unroll
-    for (int s = 0; s < WP; s++) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < s; i++) sum += m.table[s][i] * n[i];
-        n[s] = m.beta[s] * ((s == lane ? 1.f : 0.f) - sum);
-        m.solve[s][lane] = n[s];
-    }
-}
-
-// Everything that the fold needs besides the state, but for N. Leaves decays in place of log-decays per channel. Ends
-// with a barrier.
-__device__ __forceinline__ void prepare_fold(FoldMemory& m, Stage& stage, int count) {
-    prepare_scalars(m, stage, count);
+// All of it where keys are no operands as they come, but for N. Leaves decays in place of log-decays per channel. `meet` brings
+// the team together; at the end it has yet to meet.
+template <class Meet>
+__device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage& stage, int count, int member, Meet meet) {
+    for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
     if constexpr (KIND == KDA) {
-        prepare_decayed_keys(m, stage, count);
-        __syncthreads();
-        for (int i = threadIdx.x; i < count * GATES; i += THREADS) {
-            float& gate = stage.g[i / GATES][i % GATES];
-            gate = decay(gate);
+        decay_keys(m, stage, count, member);
+        meet();
+        for (int i = member; i < count * GATES; i += TEAM) {
+            float& x = stage.g[i / GATES][i % GATES];
+            x = decay(x);
         }
-        __syncthreads();
-        decayed_gram(m, stage, count);
+        meet();
+        decayed_gram(table, stage, count, member);
     } else {
-        prepare_keys(m, stage, count);
-        if constexpr (ERASES) {
-            __syncthreads();
-            scale_by_gram(m);
-        }
+        copy_keys(m, stage, member);
     }
-    __syncthreads();
 }
 
-// This thread's values: rows r and r + 8 of the warp, tokens 16 block + 4c to 4c + 3.
-struct Values {
-    float v[BLOCKS][2][4];
-    __device__ __forceinline__ Values(const Stage& stage, int count) {
-        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int s = 16 * b + 4 * (lane % 4) + e;
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    v[b][half][e] = s < count ? widen<ACT>(stage.v[s % W][row + 8 * half]) : 0.f;
-            }
+// N, from keys for scalar decays, else from their decayed Gram matrix. Lane s gives token s's log-decay and beta. One warp.
+__device__ __forceinline__ void prepare_solve(Solve& solve, const KeyStage& stage, const PreparedKeys& m, float gate, float beta) {
+    if (KIND != KDA) {
+        gram_of_keys(solve, stage, m);
+        decay_gram(solve, gate);
     }
-};
+    substitute(solve, beta);
+}
 
-__device__ __forceinline__ void fold(Tile& tile, const FoldMemory& m, Values& values) {
+// Keys come from `stage` where they are operands as they are, else from `keys`.
+__device__ __forceinline__ void fold(Tile& tile, const Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys,
+                                     const Solve& solve, const Decays& decays) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    Values values;
     if constexpr (ERASES) {
         float predicted[BLOCKS][2][4] = {}, second[BLOCKS][2][4] = {};  // two chains of products
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            const Operand<3> a(tile.s[step][0], tile.s[step][1]);
+            __syncwarp();  // keeps the loads of later steps from being moved up here, where registers are short
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-                for (int t = 0; t < 2; t++)
-#pragma unroll
-                    for (int j = 0; j < TERMS; j++) {
-                        const uint2 key = *reinterpret_cast<const uint2*>(&m.starts[j][16 * b + 8 * t + r][16 * step + 4 * c]);
-#pragma unroll
-                        for (int i = 0; i + j < 3; i++) mma_bf16((i + j) % 2 ? second[b][t] : predicted[b][t], a.a[i], key.x, key.y);
-                    }
+                for (int t = 0; t < 2; t++) {
+                    float key[4];
+                    load_key(key, stage, keys, 16 * b + 8 * t + r, 16 * step);
+                    mma_float4(predicted[b][t], second[b][t], tile.s[step][0], tile.s[step][1], key, RAW);
+                }
         }
+        values.load(rows, count);
         float write[BLOCKS][2][4] = {};
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float scale = KIND == KDA ? 1.f : m.from_start[16 * b + 4 * c + e];
+                const float scale = KIND == KDA ? 1.f : decays.from_start(token_of(b, e));
 #pragma unroll
                 for (int half = 0; half < 2; half++) values.v[b][half][e] -= scale * (predicted[b][e / 2][2 * half + e % 2] + second[b][e / 2][2 * half + e % 2]);
             }
@@ -274,10 +295,11 @@ __device__ __forceinline__ void fold(Tile& tile, const FoldMemory& m, Values& va
             for (int to = b; to < BLOCKS; to++)
 #pragma unroll
                 for (int t = 0; t < 2; t++) {
-                    const float4 n = *reinterpret_cast<const float4*>(&m.solve[16 * to + column_at(8 * t + r)][16 * b + 4 * c]);
+                    const float* const n = &solve.n[16 * to + 8 * t + r][16 * b + 2 * c];
+                    const float2 lower = *reinterpret_cast<const float2*>(n), upper = *reinterpret_cast<const float2*>(n + 8);
                     u32 x[3][2];
-                    slices<3>(n.x, n.y, &x[0][0], 2);
-                    slices<3>(n.z, n.w, &x[0][1], 2);
+                    slices<3>(lower.x, lower.y, &x[0][0], 2);
+                    slices<3>(upper.x, upper.y, &x[0][1], 2);
 #pragma unroll
                     for (int i = 0; i < 3; i++)
 #pragma unroll
@@ -291,13 +313,14 @@ __device__ __forceinline__ void fold(Tile& tile, const FoldMemory& m, Values& va
 #pragma unroll
                 for (int e = 0; e < 4; e++) values.v[b][half][e] = write[b][e / 2][2 * half + e % 2];
     }
+    if (!ERASES) values.load(rows, count);
     u32 a[BLOCKS][3][4];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
         if constexpr (KIND != KDA) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float scale = m.to_end[16 * b + 4 * c + e];
+                const float scale = decays.to_end(token_of(b, e));
                 values.v[b][0][e] *= scale, values.v[b][1][e] *= scale;
             }
         }
@@ -305,11 +328,12 @@ __device__ __forceinline__ void fold(Tile& tile, const FoldMemory& m, Values& va
 #pragma unroll
         for (int i = 0; i < 12; i++) a[b][i / 4][i % 4] = w.a[i / 4][i % 4];
     }
+    const float all = KIND == KDA ? 0.f : decays.whole();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        float whole[4];
+        float kept[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) whole[e] = KIND == KDA ? m.whole[(16 * step + 4 * c + e) % (GATES == 1 ? 4 : K)] : m.whole[0];
+        for (int e = 0; e < 4; e++) kept[e] = KIND == KDA ? keys.whole[16 * step + 4 * c + e] : all;
         // Summed apart from the state: the tensor cores round toward zero, which would shrink it at every flush.
         float sum[2][4] = {};
 #pragma unroll
@@ -317,8 +341,14 @@ __device__ __forceinline__ void fold(Tile& tile, const FoldMemory& m, Values& va
 #pragma unroll
             for (int j = 0; j < TERMS; j++) {
                 uint2 key[2];
+                if constexpr (RAW) {  // tokens are rows in memory and columns of the operand
+                    const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[16 * b + r][16 * step + 4 * c]);
+                    const uint2 y = *reinterpret_cast<const uint2*>(&stage.k[16 * b + 8 + r][16 * step + 4 * c]);
+                    key[0] = make_uint2(transpose_8x8(x.x), transpose_8x8(y.x)), key[1] = make_uint2(transpose_8x8(x.y), transpose_8x8(y.y));
+                } else {
 #pragma unroll
-                for (int t = 0; t < 2; t++) key[t] = *reinterpret_cast<const uint2*>(&m.ends[j][b][16 * step + 8 * t + r][4 * c]);
+                    for (int t = 0; t < 2; t++) key[t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : 16 * step + 8 * t + r][4 * c]);
+                }
 #pragma unroll
                 for (int i = 0; i + j < 3; i++)
 #pragma unroll
@@ -328,7 +358,7 @@ __device__ __forceinline__ void fold(Tile& tile, const FoldMemory& m, Values& va
         for (int i = 0; i < 8; i++) {
             const int t = i / 4, half = i % 4 / 2, e = i % 2;
             float& s = tile.s[step][half][2 * t + e];
-            s = whole[2 * t + e] * s + sum[t][2 * half + e];
+            s = kept[2 * t + e] * s + sum[t][2 * half + e];
         }
     }
 }

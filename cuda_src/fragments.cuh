@@ -23,6 +23,9 @@ __device__ __forceinline__ u32 upper_halves(float x, float y) {
 }
 __device__ __forceinline__ float rest(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
+// What tf32 leaves of a float: 13 more bits.
+__device__ __forceinline__ float below_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
 // TERMS bf16 slices of a pair.
 template <int TERMS> __device__ __forceinline__ void slices(float x, float y, u32* to, int stride) {
 #pragma unroll
@@ -47,38 +50,23 @@ template <int TERMS> struct Operand {
 struct Tile {
     float s[STEPS][2][4];
 
-    // Offset of a thread's first element in a head's state.
-    __device__ __forceinline__ static int home() {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        return (16 * warp + lane / 4) * K + 4 * (lane % 4);
+    // The warp's rows lie in shared memory as they do in the state: 16 rows of K, one after the other.
+    __device__ __forceinline__ static float* at(float* rows, int i) {
+        const int lane = threadIdx.x % 32;
+        return rows + (lane / 4 + 8 * (i % 2)) * K + 16 * (i / 2) + 4 * (lane % 4);
     }
-    // Starts the copy of the warp's rows into its part of shared memory. Odd rows are turned by 64 bytes, so that the
-    // four lanes of one row and the four of the next read from different banks.
-    __device__ __forceinline__ static void prefetch(float (*buffer)[K], const float* head_state, Arrival& arrival) {
-        constexpr int ROW = K * sizeof(float), TURN = 64 / sizeof(float);
-        const int first = threadIdx.x / 32 * 16;
-        const float* const from = head_state + first * K;
-        if (threadIdx.x % 32 == 0) arrival.expect(16 * ROW);
-        __syncwarp();
-        copy_rows(buffer[first], from, 8, ROW, 2 * ROW, arrival);
-        copy_rows(buffer[first + 1] + TURN, from + K, 8, ROW - 64, 2 * ROW, arrival);
-        copy_rows(buffer[first + 1], from + 2 * K - TURN, 8, 64, 2 * ROW, arrival);
-    }
-    __device__ __forceinline__ void load(const float (*buffer)[K]) {
-        const int lane = threadIdx.x % 32, r = lane / 4, row = threadIdx.x / 32 * 16 + r, turn = r % 2 * 16;
+    __device__ __forceinline__ void load(float* rows) {
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; i++) {
-            const int column = i / 2 + 1 < STEPS ? 16 * (i / 2) + turn : (16 * (i / 2) + turn) % K;
-            const float4 x = *reinterpret_cast<const float4*>(&buffer[row + 8 * (i % 2)][column + 4 * (lane % 4)]);
+            const float4 x = *reinterpret_cast<const float4*>(at(rows, i));
             s[i / 2][i % 2][0] = x.x, s[i / 2][i % 2][1] = x.y, s[i / 2][i % 2][2] = x.z, s[i / 2][i % 2][3] = x.w;
         }
     }
-    __device__ __forceinline__ void store(float* head_state) const {
+    __device__ __forceinline__ void store(float* rows) const {
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; i++) {
             const float* x = s[i / 2][i % 2];
-            // written once and not read again soon
-            __stcs(reinterpret_cast<float4*>(head_state + home() + 16 * (i / 2) + 8 * K * (i % 2)), make_float4(x[0], x[1], x[2], x[3]));
+            *reinterpret_cast<float4*>(at(rows, i)) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 };

@@ -1,110 +1,198 @@
-// The coefficient map of one head from its pivots and sketch: factors of the low-rank-plus-diagonal metric (lowrank,
-// prior), or a dense map from exact blocks (ridge, exact). See sketchssm/reference/maps.py for each in four lines.
+// The end of a sketch: what is stored, from U and the warps' shares of S U, by one warp that has nothing else in its registers.
+//
+// factors (lowrank, prior): the pivots are Q = U_p R^-1, with R the Cholesky factor of their Gram matrix, so that
+// B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a dense
+// map from exact blocks. See sketchssm/reference/maps.py for each in four lines.
 #pragma once
 #include "sketch.cuh"
 
-// Sums the warps' parts into rows of b, times `scale`; returns this thread's share of the squares.
-__device__ __forceinline__ float sum_parts(SketchMemory& m, int first, int count, float scale) {
-    float squares = 0;
-    for (int i = threadIdx.x; i < count * K; i += THREADS) {
-        float sum = 0;
+constexpr int VALUES = (V + 31) / 32;  // value rows of a lane: lane, lane + 32, ...
+constexpr int MINE = K / 32;           // channels of a lane: neighbours
+// A pivot that lies this close to the ones before it, in squares, is left out: PIVOT_TOLERANCE squared.
+constexpr float INDEPENDENT = 9e-6f;
+
+// This lane's channels of row i of S U, summed over warps.
+__device__ __forceinline__ void sum_parts(const SketchMemory& m, int i, float (&x)[MINE]) {
 #pragma unroll
-        for (int warp = 0; warp < NWARPS; warp++) sum += m.parts[warp][i / K][i % K];
-        sum *= scale;
-        m.b[first + i / K][i % K] = sum;
-        squares += sum * sum;
+    for (int n = 0; n < MINE; n++) x[n] = 0;
+#pragma unroll
+    for (int warp = 0; warp < NWARPS; warp++) {
+        Packed<FP32, MINE> part;
+        part.load(&m.parts[warp][i][MINE * (threadIdx.x % 32)]);
+#pragma unroll
+        for (int n = 0; n < MINE; n++) x[n] += part[n];
     }
-    return squares;
 }
 
-// Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy.
-__device__ __forceinline__ void store_factors(SketchMemory& m, sketch_t* packed, const sketch_t* projection, int rank,
+#if MAP == 0
+// dots[g] = products of column g of U with the pivots, and with itself.
+__device__ __forceinline__ void dots_of_columns(SketchMemory& m, int rank, int p) {
+    constexpr int TOGETHER = 32 / DOTS;
+    const int lane = threadIdx.x % 32;
+    float q[PIVOTS][VALUES];
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++)
+#pragma unroll
+        for (int n = 0; n < VALUES; n++) q[i][n] = i < p && lane + 32 * n < V ? m.u[i][lane + 32 * n] : 0.f;
+    for (int first = 0; first < rank; first += TOGETHER) {
+        float sums[32];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) {
+#pragma unroll
+            for (int i = 0; i < DOTS; i++) sums[DOTS * j + i] = 0;
+#pragma unroll
+            for (int n = 0; n < VALUES; n++) {
+                const float x = first + j < rank && lane + 32 * n < V ? m.u[first + j][lane + 32 * n] : 0.f;
+#pragma unroll
+                for (int i = 0; i < PIVOTS; i++) sums[DOTS * j + i] += q[i][n] * x;
+                sums[DOTS * j + PIVOTS] += x * x;
+            }
+        }
+        const float sum = warp_sums(sums);
+        if (first + lane / DOTS < rank) m.dots[first + lane / DOTS][lane % DOTS] = sum;
+    }
+    __syncwarp();
+}
+
+// Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. Shared
+// memory is read first, and then left to the next item: `free` opens in the middle.
+__device__ __forceinline__ void store_factors(SketchMemory& m, Gate& free, sketch_t* packed, const sketch_t* projection, int rank,
                                               float mu, float ridge) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, p = pivots_of(rank);
+    const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
     const float scale = rsqrtf(mu);
-    // The first rows of the projection come in while the small factors are computed.
-    constexpr int AHEAD = 8;
-    constexpr int PAIRS = K / 2, USED = THREADS / PAIRS * PAIRS;  // threads that keep their channels from pivot to pivot
-    const int channel = 2 * (threadIdx.x % PAIRS);
-    Packed<SKETCH, 2> rows[AHEAD];
+    constexpr int AHEAD = 8;  // rows of the projection that come in while the small factors are computed
+    Packed<SKETCH, MINE> rows[AHEAD];
 #pragma unroll
     for (int g = 0; g < AHEAD; g++) {
         rows[g].clear();
-        if (g < rank) rows[g].load(projection + g * K + channel);
+        if (g < rank) rows[g].load(projection + g * K + MINE * lane);
     }
-    const float squares = warp_sum(sum_parts(m, 0, p, scale));
-    if (lane == 0) m.missed[warp] = squares;
-    for (int g = warp; g < rank; g += NWARPS) {  // L = U^T Q / sqrt(mu)
-        float sums[PIVOTS_2] = {};
-        for (int v = lane; v < V; v += 32)
+    dots_of_columns(m, rank, p);
+
+    constexpr int EACH = (RANK_MAX + 31) / 32;  // columns of U of a lane
+    float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the diagonal's inverse
+    float image[PIVOTS][MINE];                  // S U_p, then B
+    float low[EACH][PIVOTS], residual[EACH];    // U^T U_p, then L; the diagonal
 #pragma unroll
-            for (int i = 0; i < PIVOTS; i++)
-                if (i < p) sums[i] += m.u[g][v] * m.q[i][v];
-        const float sum = warp_sums(sums);
-        const int i = lane / (32 / PIVOTS_2);
-        if (lane % (32 / PIVOTS_2) == 0 && i < PIVOTS) m.low[g][i] = scale * sum;
+    for (int i = 0; i < PIVOTS; i++) {
+#pragma unroll
+        for (int n = 0; n < MINE; n++) image[i][n] = 0;
+        if (i < p) sum_parts(m, i, image[i]);
+#pragma unroll
+        for (int j = 0; j <= i; j++) r[j][i] = i < p ? m.dots[i][j] : 0.f;
     }
-    __syncthreads();
-    for (int g = threadIdx.x; g < rank; g += THREADS) {
-        float residual = 0;
-#if PRIOR
 #pragma unroll
-        for (int i = 0; i < NWARPS; i++) residual += m.missed[i];
-        residual = 1.f - residual / K;
-#else
+    for (int e = 0; e < EACH; e++) {
+        const int g = lane + 32 * e;
 #pragma unroll
-        for (int i = 0; i < PIVOTS; i++) residual += m.low[g][i] * m.low[g][i];
-        residual = m.energy[g] / mu - residual;
-#endif
-        residual = fmaxf(residual, 0.f);
-        const float inverse = 1.f / (residual + ridge);
-        w[g] = narrow<SKETCH>(residual * inverse);
+        for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? m.dots[g][i] : 0.f;
+        residual[e] = g < rank ? m.dots[g][PIVOTS] / mu : 0.f;
+    }
+    __syncwarp();
+    if (lane == 0) free.arrive();
+
+#pragma unroll
+    for (int j = 0; j < PIVOTS; j++)
+#pragma unroll
+        for (int i = 0; i <= j; i++) {
+            const float whole = r[i][j];
+#pragma unroll
+            for (int n = 0; n < i; n++) r[i][j] -= r[n][i] * r[n][j];
+            if (i < j) r[i][j] *= inverse[i];
+            else inverse[j] = r[i][j] > INDEPENDENT * whole ? rsqrtf(r[i][j]) : 0.f;
+        }
+    // x <- x R^-1
+    auto substitute = [&](auto&& x) {
 #pragma unroll
         for (int i = 0; i < PIVOTS; i++) {
-            m.scaled[g][i] = m.low[g][i] * inverse;
-            m.seen[g][i] = residual * m.scaled[g][i];
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x < PIVOTS * PIVOTS) {
-        const int i = threadIdx.x / PIVOTS, j = threadIdx.x % PIVOTS;
-        float sum = i == j;
-        for (int g = 0; g < rank; g++) sum += m.low[g][i] * m.scaled[g][j];
-        m.system[i][j] = sum;
-    }
-    for (int i = threadIdx.x; threadIdx.x < USED && i < p * PAIRS; i += USED) {  // B - Pi Diag(w) L, two channels each
-        const int pivot = i / PAIRS;
-        float x = m.b[pivot][channel], y = m.b[pivot][channel + 1];
-        auto take = [&](int g, const Packed<SKETCH, 2>& row) {
-            x -= row[0] * m.seen[g][pivot];
-            y -= row[1] * m.seen[g][pivot];
-        };
 #pragma unroll
-        for (int g = 0; g < AHEAD; g++)
-            if (g < rank) take(g, rows[g]);
-#pragma unroll 4
-        for (int g = AHEAD; g < rank; g++) {
-            Packed<SKETCH, 2> row;
-            row.load(projection + g * K + channel);
-            take(g, row);
+            for (int n = 0; n < i; n++) x(i) -= r[n][i] * x(n);
+            x(i) *= inverse[i];
         }
-        b[pivot * K + channel] = narrow<SKETCH>(x);
-        b[pivot * K + channel + 1] = narrow<SKETCH>(y);
-    }
-    __syncthreads();
-    for (int g = threadIdx.x; g < rank; g += THREADS) {  // F = D^-1 L (I + L^T D^-1 L)^-1, by Cholesky
-        float l[PIVOTS][PIVOTS], x[PIVOTS];
+    };
+    float squares = 0;
+#pragma unroll
+    for (int n = 0; n < MINE; n++) {
+        substitute([&](int i) -> float& { return image[i][n]; });
 #pragma unroll
         for (int i = 0; i < PIVOTS; i++) {
-            x[i] = m.scaled[g][i];
+            image[i][n] *= scale;
+            squares += image[i][n] * image[i][n];
+        }
+    }
+    const float missed = PRIOR ? fmaxf(1.f - warp_sum(squares) / K, 0.f) : 0.f;
+
+    constexpr int TRIANGLE = PIVOTS * (PIVOTS + 1) / 2, CHUNKS = (TRIANGLE + 15) / 16;
+    float sums[CHUNKS][16] = {};  // L^T D^-1 L, its lower triangle by rows
+    float scaled[EACH][PIVOTS];   // D^-1 L
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const int g = lane + 32 * e;
+        substitute([&](int i) -> float& { return low[e][i]; });
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+            low[e][i] *= scale;
+            residual[e] -= low[e][i] * low[e][i];
+        }
+        residual[e] = PRIOR ? missed : fmaxf(residual[e], 0.f);
+        const float over = 1.f / (residual[e] + ridge);
+        if (g < rank) w[g] = narrow<SKETCH>(residual[e] * over);
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+            scaled[e][i] = low[e][i] * over;
 #pragma unroll
             for (int j = 0; j <= i; j++) {
-                float sum = m.system[i][j];
-#pragma unroll
-                for (int n = 0; n < j; n++) sum -= l[i][n] * l[j][n];
-                l[i][j] = i == j ? rsqrtf(sum) : sum * l[j][j];  // the diagonal holds its inverse
+                const int at = i * (i + 1) / 2 + j;
+                sums[at / 16][at % 16] += low[e][i] * scaled[e][j];
             }
+        }
+    }
+    float total[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) total[i] = warp_sums(sums[i]);
+
+    auto take = [&](int e, int g, const Packed<SKETCH, MINE>& row) {  // B - Pi Diag(w) L
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+            const float seen = __shfl_sync(ALL, residual[e] * scaled[e][i], g % 32);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) image[i][n] -= row[n] * seen;
+        }
+    };
+#pragma unroll
+    for (int g = 0; g < AHEAD; g++)
+        if (g < rank) take(0, g, rows[g]);
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        for (int g = e ? 32 * e : AHEAD; g < min(rank, 32 * e + 32); g++) {
+            Packed<SKETCH, MINE> row;
+            row.load(projection + g * K + MINE * lane);
+            take(e, g, row);
+        }
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+        Packed<SKETCH, MINE> rounded;
+        rounded.set(image[i]);
+        if (i < p) rounded.store(b + i * K + MINE * lane);
+    }
+
+    float l[PIVOTS][PIVOTS];  // Cholesky factor of I + L^T D^-1 L; the diagonal holds its inverse
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++)
+#pragma unroll
+        for (int j = 0; j <= i; j++) {
+            const int at = i * (i + 1) / 2 + j;
+            float x = __shfl_sync(ALL, total[at / 16], 2 * (at % 16)) + (i == j ? 1.f : 0.f);
+#pragma unroll
+            for (int n = 0; n < j; n++) x -= l[i][n] * l[j][n];
+            l[i][j] = i == j ? rsqrtf(x) : x * l[j][j];
+        }
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {  // F = D^-1 L (I + L^T D^-1 L)^-1
+        float(&x)[PIVOTS] = scaled[e];
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
 #pragma unroll
             for (int j = 0; j < i; j++) x[i] -= l[i][j] * x[j];
             x[i] *= l[i][i];
@@ -117,78 +205,170 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, sketch_t* packed,
         }
 #pragma unroll
         for (int i = 0; i < PIVOTS; i++)
-            if (i < p) f[g * p + i] = narrow<SKETCH>(x[i]);
+            if (i < p && lane + 32 * e < rank) f[(lane + 32 * e) * p + i] = narrow<SKETCH>(x[i]);
     }
+}
+#elif MAP == 1
+// Rows [first, first + count) of S U, over all warps.
+__device__ __forceinline__ void gather(SketchMemory& m, int first, int count, float mu) {
+    for (int i = 0; i < count; i++) {
+        float x[MINE];
+        sum_parts(m, i, x);
+        Packed<FP32, MINE> row;
+#pragma unroll
+        for (int n = 0; n < MINE; n++) x[n] /= mu;
+        row.set(x);
+        row.store(&m.b[first + i][MINE * (threadIdx.x % 32)]);
+    }
+}
+
+// Lower triangle of U^T U / mu + ridge I, in pieces of 4 x 8.
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
+    const int lane = threadIdx.x % 32;
+    auto column = [&](int g, int n) { return g < rank && lane + 32 * n < V ? m.u[g][lane + 32 * n] : 0.f; };
+    for (int i = 0; i < rank; i += 4)
+        for (int j = 0; j < i + 4; j += 8) {
+            float sums[32] = {};
+#pragma unroll
+            for (int n = 0; n < VALUES; n++) {
+                float x[4];
+#pragma unroll
+                for (int a = 0; a < 4; a++) x[a] = column(i + a, n);
+#pragma unroll
+                for (int b = 0; b < 8; b++) {
+                    const float y = column(j + b, n);
+#pragma unroll
+                    for (int a = 0; a < 4; a++) sums[8 * a + b] += x[a] * y;
+                }
+            }
+            const float sum = warp_sums(sums) / mu;
+            const int a = i + lane / 8, b = j + lane % 8;
+            if (a < rank && b <= a) m.gram[a][b] = a == b ? sum + ridge : sum;
+        }
+    __syncwarp();
 }
 
 // Dense map (Phi^T H Phi + ridge I)^-1 Phi^T H from exact blocks, by Cholesky; `exact` is its limit of a small ridge.
-__device__ __forceinline__ void store_dense(SketchMemory& m, const Tile& tile, sketch_t* packed, int rank, float mu, float ridge) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int first = 0; first < rank; first += LEFT) {
-        const int count = rank - first < LEFT ? rank - first : LEFT;
-        left_products(m, tile, m.u + first, count);
-        __syncthreads();
-        sum_parts(m, first, count, 1.f / mu);
-        __syncthreads();
+__device__ __forceinline__ void store_dense(SketchMemory& m, sketch_t* packed, int rank, float mu, float ridge) {
+    const int lane = threadIdx.x % 32;
+    gram_of_columns(m, rank, mu, ridge);
+    for (int j = 0; j < rank; j++) {  // right-looking Cholesky; the diagonal holds its inverse
+        const float inverse = rsqrtf(fmaxf(m.gram[j][j], 1e-20f));
+        __syncwarp();
+        for (int i = j + lane; i < rank; i += 32) m.gram[i][j] = i == j ? inverse : m.gram[i][j] * inverse;
+        __syncwarp();
+        for (int i = j + 1 + lane; i < rank; i += 32)
+            for (int n = j + 1; n <= i; n++) m.gram[i][n] -= m.gram[i][j] * m.gram[n][j];
+        __syncwarp();
     }
-    for (int i = warp; i < rank; i += NWARPS)
-        for (int j = 0; j <= i; j++) {
-            float sum = 0;
-            for (int v = lane; v < V; v += 32) sum += m.u[i][v] * m.u[j][v];
-            sum = warp_sum(sum) / mu;
-            if (lane == 0) m.gram[i][j] = i == j ? sum + ridge : sum;
+    // Substitution forward and back, 8 rows of this lane's channels in registers at a time.
+    constexpr int BLOCK = 8;
+    float x[BLOCK][MINE];
+    auto row = [&](int i) { return &m.b[i][MINE * lane]; };
+    auto take = [&](float (&from)[MINE], float factor, int i) {
+        Packed<FP32, MINE> other;
+        other.load(row(i));
+#pragma unroll
+        for (int n = 0; n < MINE; n++) from[n] -= factor * other[n];
+    };
+    auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) {
+            Packed<FP32, MINE> other;
+            other.clear();
+            if (first + i < rank) other.load(row(first + i));
+#pragma unroll
+            for (int n = 0; n < MINE; n++) x[i][n] = other[n];
         }
-    __syncthreads();
-    if (warp == 0) {  // right-looking Cholesky; the diagonal holds its inverse
-        for (int j = 0; j < rank; j++) {
-            const float inverse = rsqrtf(fmaxf(m.gram[j][j], 1e-20f));
-            __syncwarp();
-            for (int i = j + lane; i < rank; i += 32) m.gram[i][j] = i == j ? inverse : m.gram[i][j] * inverse;
-            __syncwarp();
-            for (int i = j + 1 + lane; i < rank; i += 32)
-                for (int n = j + 1; n <= i; n++) m.gram[i][n] -= m.gram[i][j] * m.gram[n][j];
-            __syncwarp();
+    };
+    auto factor = [&](int i, int j) { return i < rank && j < rank ? m.gram[i][j] : 0.f; };
+    for (int first = 0; first < rank; first += BLOCK) {
+        load(first);
+        for (int j = 0; j < first; j++)
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) take(x[i], factor(first + i, j), j);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) {
+#pragma unroll
+            for (int j = 0; j <= i; j++) {
+                const float l = factor(first + i, first + j);
+#pragma unroll
+                for (int n = 0; n < MINE; n++) x[i][n] = i == j ? x[i][n] * l : x[i][n] - l * x[j][n];
+            }
+            Packed<FP32, MINE> solved;
+            solved.set(x[i]);
+            if (first + i < rank) solved.store(row(first + i));
         }
     }
-    __syncthreads();
-    for (int k = threadIdx.x; k < K; k += THREADS) {
-        for (int i = 0; i < rank; i++) {
-            float x = m.b[i][k];
-            for (int j = 0; j < i; j++) x -= m.gram[i][j] * m.b[j][k];
-            m.b[i][k] = x * m.gram[i][i];
-        }
-        for (int i = rank - 1; i >= 0; i--) {
-            float x = m.b[i][k];
-            for (int j = i + 1; j < rank; j++) x -= m.gram[j][i] * m.b[j][k];
-            x *= m.gram[i][i];
-            m.b[i][k] = x;
-            packed[rank * V + i * K + k] = narrow<SKETCH>(x);
+    for (int first = (rank - 1) / BLOCK * BLOCK; first >= 0; first -= BLOCK) {
+        load(first);
+        for (int j = first + BLOCK; j < rank; j++)
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) take(x[i], factor(j, first + i), j);
+#pragma unroll
+        for (int i = BLOCK - 1; i >= 0; i--) {
+#pragma unroll
+            for (int j = BLOCK - 1; j >= i; j--) {
+                const float l = factor(first + j, first + i);
+#pragma unroll
+                for (int n = 0; n < MINE; n++) x[i][n] = i == j ? x[i][n] * l : x[i][n] - l * x[j][n];
+            }
+            Packed<FP32, MINE> solved;
+            solved.set(x[i]);
+            Packed<SKETCH, MINE> rounded;
+            rounded.set(x[i]);
+            if (first + i < rank) {
+                solved.store(row(first + i));
+                rounded.store(packed + rank * V + (first + i) * K + MINE * lane);
+            }
         }
     }
 }
+#endif
 
-// Rebuilds one head's packed sketch from its tile. `squares` is this thread's share of |S|^2. Starts with a barrier
-// of its own where memory is shared with the fold; the caller keeps the next user of that memory away.
-__device__ __forceinline__ void store_sketch(SketchMemory& m, const Tile& tile, float squares, BasisTile& first,
-                                             sketch_t* packed, const sketch_t* projection, const uint2* basis, int rank, float ridge) {
+// Rounds of products that a sketch takes: dense maps take LEFT columns of U a round.
+__device__ __forceinline__ int rounds_of(int rank) { return MAP == OWN ? (rank + LEFT - 1) / LEFT : 1; }
+
+// A warp's part of one head's sketch. `squares` is this thread's share of |S|^2; `turn` counts the block's rounds.
+__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, const Tile& tile, float squares, BasisTile& first,
+                                             sketch_t* packed, const uint2* basis, int rank, int& turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     squares = warp_sum(squares);
+    if (turn > 0) gates.free.wait(turn - 1);
     if (lane == 0) m.squares[warp] = squares;
     sketch_columns(m, tile, first, basis, rank);
-    __syncthreads();
-    float mu = 0;
+    __syncwarp();
+    store_columns(m, packed, rank);
+    for (int round = 0; round < rounds_of(rank); round++, turn++) {
+        if (round > 0) gates.free.wait(turn - 1);
+        if (LEFT > 0) left_products(m, tile, round * LEFT, MAP == FACTORS ? pivots_of(rank) : min(rank - round * LEFT, LEFT));
+        __syncwarp();
+        if (lane == 0) gates.full.arrive();
+    }
+}
+
+// The rest of it, by one other warp.
+__device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchGates& gates, [[maybe_unused]] sketch_t* packed,
+                                              [[maybe_unused]] const sketch_t* projection, int rank,
+                                              [[maybe_unused]] float ridge, int& turn) {
+    for (int round = 0; round < rounds_of(rank); round++, turn++) {
+        gates.full.wait(turn);
+#if MAP == 2
+        if (threadIdx.x % 32 == 0) gates.free.arrive();
+#else
+        float mu = 0;
 #pragma unroll
-    for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
-    mu = mu > 0.f ? mu / K : 1.f;
-    if constexpr (MAP == FACTORS) {
-        if (warp == 0) pivot_basis(m, pivots_of(rank));
-        else store_columns(m, packed, rank, 1);
-        __syncthreads();
-        left_products(m, tile, m.q, pivots_of(rank));
-        __syncthreads();
-        store_factors(m, packed, projection, rank, mu, ridge);
-    } else {
-        store_columns(m, packed, rank, 0);
-        if constexpr (MAP == OWN) store_dense(m, tile, packed, rank, mu, ridge);
+        for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
+        mu = mu > 0.f ? mu / K : 1.f;
+#if MAP == 0
+        store_factors(m, gates.free, packed, projection, rank, mu, ridge);
+#else
+        gather(m, round * LEFT, min(rank - round * LEFT, LEFT), mu);
+        __syncwarp();
+        if (round + 1 == rounds_of(rank)) store_dense(m, packed, rank, mu, ridge);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) gates.free.arrive();
+#endif
+#endif
     }
 }

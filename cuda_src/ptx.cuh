@@ -13,6 +13,15 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d (16 x 8, float32) += a (16 x 8) b (8 x 8), float32 operands of which the upper 19 bits count (tf32: 11 bits of
+// mantissa). A thread holds a[r][c], a[r+8][c], a[r][c+4], a[r+8][c+4]; b[c][r], b[c+4][r]; d as above.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // Transposes an 8 x 8 matrix of 16-bit elements: a thread gives [r][2c, 2c+1] and gets [2c, 2c+1][r].
 __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     u32 y;
@@ -42,53 +51,94 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Copies of whole rows from global to shared memory that report to an object in shared memory. From sm_90 on one thread
-// sends for a row; before, the warp copies it in pieces of 16 bytes, which belong to the batches above.
-struct Arrival {
+// An object in shared memory that opens when `count` arrivals have come, once a round; rounds are counted from 0. What
+// a thread wrote before it arrived is seen by those that waited.
+struct Gate {
     unsigned long long state;
 
     // Once, by one thread; a barrier of the block must follow.
-    __device__ __forceinline__ void init() {
+    __device__ __forceinline__ void init(int count) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
 #if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(address()) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    // How many bytes the next round of copies will bring; one thread, before they start.
-    __device__ __forceinline__ void expect(int bytes) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
-#endif
+    __device__ __forceinline__ void arrive() {
+        asm volatile("{\n\t.reg .b64 token;\n\tmbarrier.arrive.shared.b64 token, [%0];\n\t}" ::"r"(address()) : "memory");
     }
-    // Until all of a round is there, rounds counted from 0. Before sm_90 a thread waits for its own pieces, but for
-    // those of its latest PENDING batches.
-    template <int PENDING> __device__ __forceinline__ void wait(int round) {
-        copy_async_wait<PENDING>();
+    // Until a round is over. No thread may be more than a round late.
+    __device__ __forceinline__ void wait(int round) {
 #if __CUDA_ARCH__ >= 900
-        asm volatile(
-            "{\n\t.reg .pred done;\n"
-            "again:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(address()),
-            "r"(round % 2)
-            : "memory");
+#define TRY "mbarrier.try_wait.parity.shared.b64"
+#else
+#define TRY "mbarrier.test_wait.parity.shared.b64"
 #endif
+        asm volatile("{\n\t.reg .pred done;\nagain:\n\t" TRY " done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(address()), "r"(round % 2)
+                     : "memory");
+#undef TRY
     }
     __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
 };
 
-// Starts the copy of rows of `bytes` (16 a piece), which lie `stride` bytes apart on both sides; a whole warp.
-__device__ __forceinline__ void copy_rows(void* shared, const void* global, int rows, int bytes, int stride, Arrival& arrival) {
-    const int lane = threadIdx.x % 32;
-    char* const to = static_cast<char*>(shared);
-    const char* const from = static_cast<const char*>(global);
+// A gate that opens when copies from global to shared memory have landed. One warp sends for all: it begins, copies,
+// ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings a block in one.
+struct Delivery {
+    Gate gate;
+
+    __device__ __forceinline__ void init() { gate.init(32); }
+    // Up to 32 rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory.
+    __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        char* const to = static_cast<char*>(shared);
+        const char* const from = static_cast<const char*>(global);
+        const int pieces = bytes / 16;
+#pragma unroll 4
+        for (int i = threadIdx.x % 32; i < count * pieces; i += 32) {
+            const int row = i / pieces, at = i % pieces * 16;
+            copy_async_16(to + row * shared_stride + at, from + row * global_stride + at);
+        }
+    }
+    __device__ __forceinline__ void block(void* shared, const void* global, int bytes) {
 #if __CUDA_ARCH__ >= 900
-    if (lane < rows && bytes > 0)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         static_cast<u32>(__cvta_generic_to_shared(to + lane * stride))),
-                     "l"(from + lane * stride), "r"(bytes), "r"(arrival.address())
-                     : "memory");
+        if (threadIdx.x % 32 == 0 && bytes > 0) {
+            asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(gate.address()), "r"(bytes) : "memory");
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                             static_cast<u32>(__cvta_generic_to_shared(shared))),
+                         "l"(global), "r"(bytes), "r"(gate.address())
+                         : "memory");
+        }
 #else
-    for (int row = 0; row < rows; row++)
-        for (int i = 16 * lane; i < bytes; i += 512) copy_async_16(to + row * stride + i, from + row * stride + i);
+        rows(shared, 0, global, 0, 1, bytes);
 #endif
+    }
+    __device__ __forceinline__ void end() {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(gate.address()) : "memory");
+    }
+    __device__ __forceinline__ void wait(int round) { gate.wait(round); }
+};
+
+// Copies `bytes` (a multiple of 512) that a warp has just written to shared memory to global memory; whole warps. The
+// shared memory may be written again after the wait.
+__device__ __forceinline__ void send(void* global, const void* shared, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                     "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "r"(bytes)
+                     : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+#else
+    __syncwarp();
+    for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512)
+        *reinterpret_cast<uint4*>(static_cast<char*>(global) + i) = *reinterpret_cast<const uint4*>(static_cast<const char*>(shared) + i);
+#endif
+}
+__device__ __forceinline__ void wait_sent() {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+    __syncwarp();
 }
 
 __device__ __forceinline__ u16 float_to_bf16(float x) {

@@ -3,31 +3,64 @@
 #include "fragments.cuh"
 #include "window.cuh"
 
-// The window's raw tokens of one head, fetched while the head before it is worked on. A row is valid below `count`.
-struct Stage {
-    alignas(16) act_t k[W][K];
-    alignas(16) act_t v[W][V];
-    alignas(16) float g[W][GATES];
-    alignas(16) float beta[W];
-    alignas(16) act_t q[K];
+constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
+constexpr int ROW = K + 16;  // a row of keys, padded: operands read 8 bytes from each of 4 rows, which lie in different banks
 
-    // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one; one warp.
-    __device__ __forceinline__ void prefetch(const Token& token, const Ring& ring, int buffered, bool own, Arrival& arrival) {
-        constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t), GATE = GATES > 1 ? GATES * sizeof(float) : 0;
-        const int s = threadIdx.x;
-        if (s == 0) arrival.expect((buffered + own) * (KEY + VALUE + GATE) + own * KEY);
-        __syncwarp();
-        copy_rows(k, ring.k, 1, buffered * KEY, 0, arrival);
-        copy_rows(v, ring.v, 1, buffered * VALUE, 0, arrival);
-        if (GATE) copy_rows(g, ring.g, 1, buffered * GATE, 0, arrival);
-        if (s < buffered + own) {
-            if (!GATE) copy_async_4(g[s], s < buffered ? ring.g + s : token.g);
-            if (ERASES) copy_async_4(beta + s, s < buffered ? ring.beta + s : token.beta);
+// Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them.
+struct KeyStage {
+    alignas(16) act_t k[WP][ROW];
+    alignas(16) float g[KIND == KDA ? W : 1][KIND == KDA ? K : 4];
+    alignas(16) act_t q[K];
+    Delivery delivery;
+
+    // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
+    __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
+        constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(float) : 0;
+        delivery.rows(k, ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
+        if (GATE) delivery.block(g, ring.g, buffered * GATE);
+        if (own) {
+            delivery.rows(k[buffered], 0, token.k, 0, 1, KEY);
+            delivery.rows(q, 0, token.q, 0, 1, KEY);
+            if (GATE) delivery.rows(g[buffered % (KIND == KDA ? W : 1)], 0, token.g, 0, 1, GATE);
         }
-        if (!own) return;
-        copy_rows(k[buffered], token.k, 1, KEY, 0, arrival);
-        copy_rows(v[buffered], token.v, 1, VALUE, 0, arrival);
-        copy_rows(q, token.q, 1, KEY, 0, arrival);
-        if (GATE) copy_rows(g[buffered], token.g, 1, GATE, 0, arrival);
+        delivery.end();
+    }
+    // Zeros in places of tokens that are not there: operands read all of WP rows. One warp.
+    __device__ __forceinline__ void clear(int count) {
+        for (int i = count * ROW + threadIdx.x % 32; i < WP * ROW; i += 32) (&k[0][0])[i] = 0;
+    }
+};
+
+// A warp's 16 value rows: of the state, and of the window's values.
+struct Rows {
+    alignas(128) float state[16][K];
+    alignas(16) act_t v[W][16];
+    Delivery delivery;
+
+    __device__ __forceinline__ void fetch(const float* head_state, const Token& token, const Ring& ring, int buffered, bool own) {
+        constexpr int VALUES = 16 * sizeof(act_t), STATE = 16 * K * sizeof(float);
+        const int first = threadIdx.x / 32 * 16;
+        delivery.block(state, head_state + first * K, STATE);
+        delivery.rows(v, VALUES, ring.v + first, V * sizeof(act_t), buffered, VALUES);
+        if (own) delivery.rows(v[buffered], 0, token.v + first, 0, 1, VALUES);
+        delivery.end();
+    }
+};
+
+// This thread's values: rows r and r + 8 of the warp, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}, the order of operands.
+__device__ __forceinline__ int token_of(int block, int e) { return 16 * block + 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2; }
+struct Values {
+    float v[BLOCKS][2][4];
+    __device__ __forceinline__ void load(const Rows& rows, int count) {
+        const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int s = token_of(b, e);
+                    v[b][half][e] = s < count ? widen<ACT>(rows.v[s % W][row + 8 * half]) : 0.f;
+                }
     }
 };

@@ -25,6 +25,10 @@ KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 MAX_ROWS = 512
 STEP, FOLD, LOAD = 0, 1, 2
 
+FLUSH_BLOCKS = {("mamba2", 64): 3, ("mamba2", 80): 2, ("mamba2", 96): 2, ("gdn", 64): 2}
+"""Blocks of the flush that registers leave room for on a multiprocessor, by kind and value_dim; else one. Measured on H200:
+what spills costs more than what waits."""
+
 
 @cache
 def _type(dtype: Any, name: str) -> int:
@@ -172,7 +176,7 @@ class SketchEngine(StandardEngine):
         ridge = max(plan.ridge, RIDGE_FLOOR) if plan.map != "exact" else RIDGE_FLOOR
         super().__init__(plan.layer, slots, **memory)
         self.plan = plan
-        self._setup(plan.window, pack_plan(plan), ridge, sketch_dtype)
+        self._setup(plan.window, pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2), ridge, sketch_dtype)
 
     def _setup(self, window: int, packed: PackedPlan, ridge: float, sketch_dtype: str) -> None:
         import cupy
@@ -229,9 +233,10 @@ class SketchEngine(StandardEngine):
             "MAP": storage,
             "SKETCH": self._sketch_type,
         }
+        raw = self._types[0] == 0 and self.layer.kind != "kda"
         flush = constants | {
             "PRIOR": int(plan is not None and plan.map == "prior"),
-            "MIN_BLOCKS": 65536 // (128 * 2 * self.layer.value_dim),
+            "MIN_BLOCKS": FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if raw else 1,
         }
         return [Variant("read", constants | {"READ_LANES": self.read_lanes}), Variant("flush", flush)]
 
@@ -247,11 +252,17 @@ class SketchEngine(StandardEngine):
                 shared = shared_bytes(module)
                 kernel.max_dynamic_shared_size_bytes = shared
                 resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
-                    kernel.kernel.ptr, 2 * self.layer.value_dim, shared
+                    kernel.kernel.ptr, self._flush_threads, shared
                 )
                 blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
+
+    @property
+    def _flush_threads(self) -> int:
+        """A warp for 16 value rows, and those that serve them (SERVERS in flush.cu)."""
+        raw = self._types[0] == 0 and self.layer.kind != "kda"
+        return 2 * self.layer.value_dim + 32 * (8 if not raw else 2 if self.layer.erases else 1)
 
     def fit(self) -> None:
         """Refuse what the device is too small for."""
@@ -299,7 +310,7 @@ class SketchEngine(StandardEngine):
         plan = (self._projection, self._basis, self._heads)
         args = (*state, *plan, *inputs, self._schedule, np.int32(mode), self._ridge)
         blocks = min(blocks, int(inputs[-3]) * self.layer.heads)
-        kernel((blocks,), (2 * self.layer.value_dim,), args, shared_mem=shared)
+        kernel((blocks,), (self._flush_threads,), args, shared_mem=shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))

@@ -34,7 +34,7 @@ class PackedPlan:
     projection : ndarray of float32
         Rows ``Pi^T (G, K)`` of all sketched heads, one after the other.
     basis : ndarray of uint16
-        Bases as matrix operands, in two bf16 slices.
+        Bases as matrix operands, in bf16 slices.
     """
 
     heads: npt.NDArray[np.int32]
@@ -51,12 +51,19 @@ def map_elements(plan: SketchPlan, rank: int) -> int:
     return {"factors": pivots * key_dim + rank * pivots + rank, "dense": rank * key_dim, "shared": 0}[plan.storage]
 
 
-def basis_fragments(phi: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+def basis_fragments(phi: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:
     """A basis ``(K, G)`` in the order in which the flush multiplies with it.
+
+    Parameters
+    ----------
+    phi : ndarray, (K, G)
+        The basis.
+    slices : int
+        How many bf16 numbers add up to one of it: 1 or 2.
 
     Returns
     -------
-    ndarray of uint16, (tiles of 8 columns, K / 16, 2 slices, 32 lanes, 4)
+    ndarray of uint16, (tiles of 8 columns, K / 16, slices, 32 lanes, 4)
         bf16 bits: lane ``4 r + c`` holds channels ``4c`` to ``4c + 3`` of 16 of the tile's column r.
     """
     import ml_dtypes
@@ -65,15 +72,17 @@ def basis_fragments(phi: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
     tiles = -(-rank // 8)
     padded = np.zeros((tiles * 8, key_dim), dtype=np.float32)
     padded[:rank] = phi.T
-    high = padded.astype(ml_dtypes.bfloat16)
-    low = (padded - high.astype(np.float32)).astype(ml_dtypes.bfloat16)
-    slices = np.stack([high.view(np.uint16), low.view(np.uint16)])
-    grid = slices.reshape(2, tiles, 8, key_dim // 16, 4, 4).transpose(1, 3, 0, 2, 4, 5)
-    return np.ascontiguousarray(grid.reshape(tiles, key_dim // 16, 2, 32, 4))
+    parts = []
+    for _ in range(slices):
+        parts.append(padded.astype(ml_dtypes.bfloat16))
+        padded = padded - parts[-1].astype(np.float32)
+    bits = np.stack([part.view(np.uint16) for part in parts])
+    grid = bits.reshape(slices, tiles, 8, key_dim // 16, 4, 4).transpose(1, 3, 0, 2, 4, 5)
+    return np.ascontiguousarray(grid.reshape(tiles, key_dim // 16, slices, 32, 4))
 
 
-def pack_plan(plan: SketchPlan) -> PackedPlan:
-    """Lay a plan out for the kernels."""
+def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
+    """Lay a plan out for the kernels, its bases in bf16 slices: 1 for sketches in bf16, 2 for float32."""
     layer = plan.layer
     heads = np.zeros((layer.heads, 4), dtype=np.int32)
     projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
@@ -86,7 +95,7 @@ def pack_plan(plan: SketchPlan) -> PackedPlan:
         elements = rank * layer.value_dim + map_elements(plan, rank)
         offset += -(-elements // ALIGN) * ALIGN
         projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
-        bases.append(basis_fragments(plan.phi[head, :, :rank]).reshape(-1))
+        bases.append(basis_fragments(plan.phi[head, :, :rank], slices).reshape(-1))
         rows += projections[-1].size
         fragments += bases[-1].size // 4
     dense = np.flatnonzero(plan.ranks == DENSE)

@@ -18,12 +18,13 @@ def bf16(bits):
 
 @pytest.mark.parametrize("rank", [1, 8, 13])
 @pytest.mark.parametrize("key_dim", [64, 128])
-def test_fragments_hold_the_basis(rank, key_dim, rng):
+@pytest.mark.parametrize("slices", [1, 2])
+def test_fragments_hold_the_basis(rank, key_dim, slices, rng):
     phi = rng.standard_normal((key_dim, rank)).astype(np.float32)
-    parts = bf16(basis_fragments(phi)).sum(axis=2)  # tiles, steps, lanes, 4
+    parts = bf16(basis_fragments(phi, slices)).sum(axis=2)  # tiles, steps, lanes, 4
     tiles, steps = parts.shape[:2]
     columns = parts.reshape(tiles, steps, 8, 4, 4).transpose(0, 2, 1, 3, 4).reshape(tiles * 8, key_dim)
-    assert np.allclose(columns[:rank].T, phi, rtol=2**-15, atol=0)  # two slices of 8 bits
+    assert np.allclose(columns[:rank].T, phi, rtol=2.0 ** (1 - 8 * slices), atol=0)  # slices of 8 bits
     assert not columns[rank:].any()
 
 
@@ -35,7 +36,7 @@ def test_packed_heads_do_not_overlap(kind, per_map, rng):
     layer = Layer("gdn", 5, 64, 80)
     ranks = np.array([3, DENSE, 17, 1, 8])
     plan = make_plan(layer, ranks, rng, map=kind)
-    packed = pack_plan(plan)
+    packed = pack_plan(plan, 2)
     assert packed.order.tolist() == [1, 0, 2, 3, 4]
     assert packed.dense == 1
     end = 0

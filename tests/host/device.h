@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <source_location>
 #include <string>
 #include <type_traits>
@@ -75,7 +76,7 @@ struct Post {
     void (*finish)(Post** lanes, unsigned mask);
 };
 
-enum State { READY, AT_WARP, AT_BLOCK, RETURNED };
+enum State { READY, AT_WARP, AT_BLOCK, AT_GATE, RETURNED };
 
 struct Fiber {
     uint3 index;
@@ -84,6 +85,7 @@ struct Fiber {
     Place where;
     unsigned mask;
     Post* post;
+    const void* gate;  // that it waits at
     struct Copy { void* to; const void* from; std::size_t bytes, batch; };
     std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
     std::size_t batch;         // of the next copy
@@ -109,6 +111,8 @@ static std::uint64_t chance;  // state of the random order; 0: warp after warp
 static bool fair;             // every thread that can run has the same chance; else one warp goes as far as it can
 static std::string failure;
 static char* dynamic_shared;
+// Copies that a whole warp sends and any thread can wait for, by the object that they report to.
+static std::map<const void*, std::vector<Fiber::Copy>> deliveries;
 static void (*call)(void** arguments);
 static void** arguments;
 
@@ -180,7 +184,7 @@ inline std::string describe_deadlock() {
         std::snprintf(mask, sizeof mask, "a warp operation of lanes %08x", f.mask);
         text += "\n  thread " + std::to_string(first) + (last > first ? " to " + std::to_string(last) : "") + ": " +
                 (f.state == RETURNED ? "returned"
-                                     : (f.state == AT_BLOCK ? "__syncthreads" : mask) + (" at " + describe(f.where)));
+                                     : (f.state == AT_BLOCK ? "__syncthreads" : f.state == AT_GATE ? "a gate" : mask) + (" at " + describe(f.where)));
     }
     return text;
 }
@@ -265,6 +269,20 @@ inline void meet_warp(unsigned mask, Post& post, const Place& where) {
     run_another();
 }
 
+// Waits until somebody opens a gate.
+inline void wait_at(const void* gate, const Place& where) {
+    current->state = AT_GATE, current->where = where, current->mask = 0, current->gate = gate;
+    run_another();
+}
+inline void open(const void* gate) {
+    for (unsigned first = 0; first < threads; first += WARP) {
+        unsigned mask = 0;
+        for (unsigned i = first; i < std::min(threads, first + WARP); i++)
+            if (fibers[i].state == AT_GATE && fibers[i].gate == gate) mask |= 1u << (i - first);
+        wake(fibers + first, mask);
+    }
+}
+
 // First function of every fiber.
 inline void enter() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -321,7 +339,7 @@ inline void run_block(std::size_t shared_bytes) {
     std::memset(dynamic_shared, POISON, shared_bytes);
     returned = at_block = votes = 0;
     std::memset(waiting, 0, sizeof waiting);
-    ready.clear();
+    ready.clear(), deliveries.clear();
     for (unsigned i = 0; i < threads; i++) prepare(fibers[i], i);
     wake_block();
     run_another();
@@ -445,6 +463,16 @@ inline void land_copies(std::size_t pending) {  // all but those of the latest b
     auto copy = copies.begin();
     for (; copy != copies.end() && copy->batch + pending < current->batch; copy++) std::memcpy(copy->to, copy->from, copy->bytes);
     copies.erase(copies.begin(), copy);
+}
+
+inline void deliver(const void* to_whom, void* to, const void* from, std::size_t bytes) {
+    if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) % 16) fail("a bulk copy is not aligned to 16 bytes");
+    deliveries[to_whom].push_back({to, from, bytes, 0});
+    std::memset(to, POISON, bytes);
+}
+inline void land(const void* to_whom) {
+    for (const Fiber::Copy& copy : deliveries[to_whom]) std::memcpy(copy.to, copy.from, copy.bytes);
+    deliveries[to_whom].clear();
 }
 
 }  // namespace host

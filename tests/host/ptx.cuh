@@ -10,6 +10,11 @@ namespace host {
 
 inline float bf16_at(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); }
 
+inline float toward_zero(double x) {
+    const float y = static_cast<float>(x);
+    return std::isfinite(y) && std::fabs(static_cast<double>(y)) > std::fabs(x) ? std::nextafter(y, 0.f) : y;
+}
+
 // Matrix fragments as ptx.cuh describes them. The sum is exact to double precision and then rounded toward zero:
 // tensor cores drop low bits too, though not the same ones.
 struct Mma : Post {
@@ -32,8 +37,29 @@ struct Mma : Post {
                 float& d = static_cast<Mma*>(lanes[lane])->d[i];
                 double sum = d;
                 for (int n = 0; n < 16; n++) sum += static_cast<double>(a[row][n]) * b[n][column];
-                d = static_cast<float>(sum);
-                if (std::isfinite(d) && std::fabs(static_cast<double>(d)) > std::fabs(sum)) d = std::nextafter(d, 0.f);
+                d = toward_zero(sum);
+            }
+    }
+};
+
+struct MmaTf32 : Post {
+    float *d, a[4], b[2];
+    MmaTf32(float* d_, float a0, float a1, float a2, float a3, float b0, float b1) : Post{answer}, d(d_), a{a0, a1, a2, a3}, b{b0, b1} {}
+    static float upper(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+    static void answer(Post** lanes, unsigned) {
+        float a[16][8], b[8][8];
+        for (int lane = 0; lane < WARP; lane++) {
+            const auto* const mine = static_cast<const MmaTf32*>(lanes[lane]);
+            for (int n = 0; n < 4; n++) a[lane / 4 + 8 * (n % 2)][lane % 4 + 4 * (n / 2)] = upper(mine->a[n]);
+            for (int n = 0; n < 2; n++) b[lane % 4 + 4 * n][lane / 4] = upper(mine->b[n]);
+        }
+        for (int lane = 0; lane < WARP; lane++)
+            for (int i = 0; i < 4; i++) {
+                const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+                float& d = static_cast<MmaTf32*>(lanes[lane])->d[i];
+                double sum = d;
+                for (int n = 0; n < 8; n++) sum += static_cast<double>(a[row][n]) * b[n][column];
+                d = toward_zero(sum);
             }
     }
 };
@@ -59,6 +85,11 @@ inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLAC
     host::meet_warp(~0u, post, where);
 }
 
+inline void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1, HOST_PLACE) {
+    host::MmaTf32 post(d, a0, a1, a2, a3, b0, b1);
+    host::meet_warp(~0u, post, where);
+}
+
 inline u32 transpose_8x8(u32 x, HOST_PLACE) {
     host::Transpose post(x);
     host::meet_warp(~0u, post, where);
@@ -71,17 +102,46 @@ inline void prefetch_line(const void*) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
-// As before sm_90: every thread copies, and waits for, its own pieces.
-struct Arrival {
-    void init() {}
-    void expect(int) {}
-    template <int PENDING> void wait(int) { copy_async_wait<PENDING>(); }
+// Gates as ptx.cuh describes them.
+struct Gate {
+    u16 count, arrived;
+    u32 rounds;  // that are over
+
+    void init(int n) { count = n, arrived = 0, rounds = 0; }
+    void arrive() {
+        if (++arrived < count) return;
+        arrived = 0, rounds++;
+        host::open(this);
+    }
+    void wait(int round, HOST_PLACE) {
+        while (static_cast<int>(rounds) <= round) host::wait_at(this, where);
+        if (static_cast<int>(rounds) > round + 1) host::fail("a gate has gone two rounds on, at " + host::describe(where));
+    }
 };
-inline void copy_rows(void* shared, const void* global, int rows, int bytes, int stride, Arrival&) {
-    for (int row = 0; row < rows; row++)
-        for (int i = 16 * host::lane() + row * stride; i < row * stride + bytes; i += 512)
-            copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
+
+// Copies land at the first wait; until then their target holds NaN.
+struct Delivery {
+    Gate gate;
+
+    void init() { gate.init(host::WARP); }
+    void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        if (bytes % 16) host::fail("a row of a copy is no multiple of 16 bytes");
+        for (int i = host::lane(); i < count; i += host::WARP)
+            host::deliver(this, static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * global_stride, bytes);
+    }
+    void block(void* shared, const void* global, int bytes) { rows(shared, 0, global, 0, host::lane() == 0, bytes); }
+    void end() { gate.arrive(); }
+    void wait(int round, HOST_PLACE) {
+        gate.wait(round, where);
+        host::land(this);
+    }
+};
+
+inline void send(void* global, const void* shared, int bytes, HOST_PLACE) {
+    __syncwarp(~0u, where);
+    if (host::lane() == 0) std::memcpy(global, shared, bytes);
 }
+inline void wait_sent(HOST_PLACE) { __syncwarp(~0u, where); }
 
 inline u16 float_to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
