@@ -9,7 +9,7 @@ import numpy as np
 
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.layout import PackedPlan, pack_plan
-from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_bytes
+from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_limit, size_of
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.plan import SketchPlan
@@ -23,6 +23,9 @@ TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
 
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 MAX_ROWS = 512
+MOST_READ_WARPS = 16
+"""Warps of the read kernel on a multiprocessor: registers of 128 words for each."""
+
 STEP, FOLD, LOAD = 0, 1, 2
 
 
@@ -184,8 +187,6 @@ class SketchEngine(StandardEngine):
         if plan is not None:
             check_plan(plan)
         self.window = window
-        # a row's gates and keys must fit a lane's registers, and a lane keeps one token's scalars
-        self.read_lanes = 16 if window <= 16 and layer.kind != "kda" else 32
         self.ring: tuple[Any, ...] = ()
         self._unsketched = False
         bf16 = sketch_dtype == "bfloat16"
@@ -233,29 +234,48 @@ class SketchEngine(StandardEngine):
             "PRIOR": int(plan is not None and plan.map == "prior"),
             "MIN_BLOCKS": 65536 // (128 * 2 * self.layer.value_dim),
         }
-        return [Variant("read", constants | {"READ_LANES": self.read_lanes}), Variant("flush", flush)]
+        return [Variant("read", constants), Variant("flush", flush)]
 
     def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
-        """A kernel with its dynamic shared memory and, for the flush, the blocks that fill the device."""
+        """A kernel with its shared memory and, for the flush, the blocks that fill the device.
+
+        The read kernel's shared memory is that of a warp.
+        """
         import cupy
 
         name = ("read_step", "flush_step")[index]
         if name not in self._launches:
             module = load(self.variants()[index], late=late)
-            kernel, shared, blocks = module.get_function(name), 0, 0
+            kernel, blocks = module.get_function(name), 0
             if name == "flush_step":
-                shared = shared_bytes(module)
+                shared = size_of(module, "flush_shared_bytes")
                 kernel.max_dynamic_shared_size_bytes = shared
                 resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, 2 * self.layer.value_dim, shared
                 )
                 blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
+            else:
+                shared = self._share_read(kernel, module)
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
 
+    def _share_read(self, kernel: Any, module: Any) -> int:
+        """Settle how many warps of the read kernel share a multiprocessor; returns the memory of one."""
+        import cupy
+
+        if self._dense == self.layer.heads:  # no shared memory: as many blocks as there is work
+            self._read_warps, self._read_blocks = 4, 0
+            return 0
+        limit = shared_limit()
+        self._read_warps = min(limit // size_of(module, "read_shared_bytes"), MOST_READ_WARPS)
+        self._read_blocks = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+        self._read_parts = size_of(module, "read_parts")
+        kernel.max_dynamic_shared_size_bytes = limit
+        return limit // self._read_warps // 128 * 128
+
     def fit(self) -> None:
         """Refuse what the device is too small for."""
-        check_shared(self.variants()[1])
+        check_shared(*self.variants())
 
     def _prepare(self) -> None:
         """Get ready to launch, once the activations' type is settled: a ring, and sketches of what was loaded."""
@@ -286,12 +306,17 @@ class SketchEngine(StandardEngine):
 
     def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
         batch, length = out.shape[:2]
-        kernel, _, _ = self._kernel(0)
-        sketched = self.layer.heads - self._dense
+        kernel, shared, _ = self._kernel(0)
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
         inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
-        blocks = batch * (self._dense + -(-sketched // (128 // self.read_lanes)))
-        kernel((blocks,), (128,), (*state, self._projection, self._heads, self._order, *inputs, self._schedule))
+        if self._read_blocks:
+            items = batch * self._read_parts
+            blocks = min(items, self._read_blocks)
+            warps = min(-(-items // blocks), self._read_warps)
+        else:
+            blocks, warps = batch * self._dense, self._read_warps
+        args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
+        kernel((blocks,), (32 * warps,), args, shared_mem=warps * shared)
         self._flush(state, inputs, STEP)
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:

@@ -83,6 +83,10 @@ inline void copy_rows(void* shared, const void* global, int rows, int bytes, int
             copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
 }
 
+inline void copy_pieces(char* shared, const void* global, int bytes, Arrival&) {
+    for (int i = 0; i < bytes; i += 16) copy_async_16(shared + i, static_cast<const char*>(global) + i);
+}
+
 inline u16 float_to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
