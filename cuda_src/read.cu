@@ -11,112 +11,146 @@
 #include "read_dense.cuh"
 #include "read_sketch.cuh"
 
-// A warp's shared memory: this, then room for at least one item.
+// A block's shared memory: this, a row's slot and position for each row, then a part for each of its warps.
+struct BlockMemory {
+    int most_tokens, most_elements;  // of any item
+    Heads heads[PARTS];
+    alignas(16) int2 rows[1];
+};
+constexpr int LARGEST = Item::bytes(W - 2, TOGETHER * sketch_elements(RANK_MAX)), MAX_WARPS = 16;
+
+// A warp's part: this, then room for at least one item.
 struct WarpMemory {
     Scratch scratch;
     Arrival arrival[2];
     alignas(128) char items[1];
 };
-constexpr int LARGEST = Item::bytes(W - 2, TOGETHER * sketch_elements(RANK_MAX));
 constexpr int ITEMS_AT = (sizeof(WarpMemory) - 1) / 128 * 128;
+__device__ __forceinline__ constexpr int rounded(int bytes) { return (bytes + 127) / 128 * 128; }
 
 #ifndef SIZES_ONLY  // set where only the last lines are asked for
-constexpr int MOST_WARPS = SKETCHED_HEADS ? 16 : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
+constexpr int MOST_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
+#ifdef NOTHING
+#define EARLY_OUT return;
+#else
+#define EARLY_OUT
+#endif
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read_step(
     const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g,
     float* ring_beta, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
     const int* order, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out,
-    const i64* slots, int batch, int tokens, int t, Schedule* schedule, int memory_bytes) {
-    const int lane = threadIdx.x % 32, warps = gridDim.x * (blockDim.x / 32);
-    const int self = threadIdx.x / 32 * gridDim.x + blockIdx.x;  // neighbours are in other blocks
+    const i64* slots, int batch, int tokens, int t, Schedule* schedule, int shared_bytes) {
+    EARLY_OUT
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};
     auto at = [&](int row) { return static_cast<i64>(row) * tokens + t; };
-    auto zero = [&](int row, int first, int count) {
+    [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) out[at(row) * HEADS * V + first + i] = narrow<OUT>(0.f);
     };
     auto goes_on = [&](i64 slot, int pos) { return slot >= 0 && pos + 1 < W; };
-    auto list = [&](int row) {
-        if (lane == 0) schedule->rows[atomicAdd(&schedule->due, 1)] = row;
-    };
+    auto list = [&](int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = row; };
 #if DENSE_HEADS
-    for (int i = self; i < DENSE_HEADS * QUARTERS * batch; i += warps) {
+    for (int i = blockIdx.x * (blockDim.x / 32) + warp; i < DENSE_HEADS * QUARTERS * batch; i += gridDim.x * (blockDim.x / 32)) {
         const int part = i % QUARTERS, row = i / QUARTERS % batch, place = i / QUARTERS / batch, head = order[place];
         const i64 slot = slots[row];
         const int pos = slot < 0 ? 0 : cursor[slot];
         if (goes_on(slot, pos)) read_dense(arg, head, at(row), slot, pos, part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && part + place == 0) list(row);
+        else if (!SKETCHED_HEADS && part + place + lane == 0) list(row);
     }
 #endif
 #if SKETCHED_HEADS
     extern __shared__ uint4 shared[];
-    WarpMemory& memory = *reinterpret_cast<WarpMemory*>(reinterpret_cast<char*>(shared) + threadIdx.x / 32 * memory_bytes);
-    char *const lower = reinterpret_cast<char*>(&memory) + ITEMS_AT, *const upper = reinterpret_cast<char*>(&memory) + memory_bytes;
+    BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
+    // An even share, all heads of a row one after the other.
+    const int items = PARTS * batch;
+    const int begin = static_cast<int>(static_cast<i64>(items) * blockIdx.x / gridDim.x);
+    const int end = static_cast<int>(static_cast<i64>(items) * (blockIdx.x + 1) / gridDim.x);
+    const int first_row = begin / PARTS, rows = (end - 1) / PARTS - first_row + 1;
+    if (threadIdx.x == 0) block.most_tokens = 0, block.most_elements = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+        const int row = first_row + i, slot = static_cast<int>(slots[row]), pos = slot < 0 ? 0 : cursor[slot];
+        block.rows[i] = make_int2(slot, pos);
+        if (goes_on(slot, pos)) atomicMax(&block.most_tokens, pos);
+        else if (slot >= 0 && row * PARTS >= begin) list(row);  // in the block that has the row's first item
+    }
+    for (int part = blockDim.x - 1 - threadIdx.x; part < PARTS; part += blockDim.x) {
+        block.heads[part].load(heads, part);
+        atomicMax(&block.most_elements, block.heads[part].elements);
+    }
+    __syncthreads();
+
+    // As many warps as have room for an item, but no more than share the rounds evenly.
+    const int rows_end = static_cast<int>(sizeof(BlockMemory)) + rows * static_cast<int>(sizeof(int2));
+    const int pool = shared_bytes - rounded(rows_end), largest = Item::bytes(block.most_tokens, block.most_elements);
+    const int most_warps = min(static_cast<int>(blockDim.x) / 32, pool / (ITEMS_AT + rounded(largest)));
+    const int rounds = (end - begin + most_warps - 1) / most_warps, warps = (end - begin + rounds - 1) / rounds;
+    if (warp >= warps) return;
+    const int part_bytes = pool / warps / 128 * 128;
+    char* const lower = reinterpret_cast<char*>(shared) + rounded(rows_end) + warp * part_bytes + ITEMS_AT;
+    char* const upper = lower - ITEMS_AT + part_bytes;
+    WarpMemory& memory = *reinterpret_cast<WarpMemory*>(lower - ITEMS_AT);
     if (lane < 2) memory.arrival[lane].init();
     __syncwarp();
-    // An even share, row after row of the same heads.
-    const int items = PARTS * batch;
-    int item = static_cast<int>(static_cast<i64>(items) * self / warps);
-    const int end = static_cast<int>(static_cast<i64>(items) * (self + 1) / warps);
 
-    auto slot_at = [&](int i) -> i64 { return i < end ? slots[i % batch] : -1; };
-    auto position = [&](i64 slot) { return slot < 0 ? W - 1 : cursor[slot]; };
-    i64 slot = slot_at(item), next_slot = slot_at(item + 1), third_slot = slot_at(item + 2);
-    int row = item % batch, part = item / batch;
-    Heads own{}, next_own;
-    Gates gates, next_gates;
-    Item now{lower, position(slot)}, next{nullptr, position(next_slot)};
-    if (item < end) own.load(heads, part);
-    next_own = own;
-    int sent = 0, read = 0;  // items, by their copies
-    auto send = [&](Item& to, const Heads& of, Gates& with, int n_part, int n_row, i64 n_slot) {
-        to.at = sent % 2 ? upper - Item::bytes(to.pos, of.elements) : lower;
-        to.fetch(arg, of, n_part * TOGETHER, at(n_row), n_slot, memory.arrival[sent++ % 2]);
-        with.load(arg, n_part * TOGETHER, at(n_row), n_slot, to.pos);
+    const Piece piece(arg);
+    auto heads_of = [&](const Work& work) -> const Heads& { return block.heads[work.part]; };
+    auto find = [&](int row, int part) {
+        while (part >= PARTS) part -= PARTS, row++;
+        Work work{row, part, -1, 0, false};
+        if (row * PARTS + part >= end) return work;
+        const int2 entry = block.rows[row - first_row];
+        work.slot = entry.x, work.pos = entry.y;
+        work.reads = goes_on(entry.x, entry.y) && heads_of(work).elements > 0;
+        return work;
     };
-    if (item < end && goes_on(slot, now.pos) && own.elements > 0) send(now, own, gates, part, row, slot);
+    int sent = 0, read = 0;  // items, by their copies
+    auto send = [&](Item& to, Gates& gates, const Work& work) {
+        const Heads& own = heads_of(work);
+        to.pos = work.pos, to.at = sent % 2 ? upper - Item::bytes(work.pos, own.elements) : lower;
+        piece.fetch(arg, to, own, work, at(work.row), memory.arrival[sent++ % 2]);
+        gates.load(arg, work, at(work.row));
+    };
+    Item item{}, next_item{};
+    Gates gates, next_gates;
+    Work work = find(first_row, begin - first_row * PARTS + warp);
+    if (work.reads) send(item, gates, work);
     copy_async_commit();
-    for (; item < end; item++) {
-        const int third_pos = position(third_slot);
-        const i64 fourth_slot = slot_at(item + 3);
-        const bool works = goes_on(slot, now.pos) && own.elements > 0;
-        int next_row = row + 1, next_part = part;
-        if (next_row == batch) {
-            next_row = 0, next_part++;
-            if (item + 1 < end) next_own.load(heads, next_part);
-        }
-        const bool coming = goes_on(next_slot, next.pos) && next_own.elements > 0;
-        const int taken = works ? Item::bytes(now.pos, own.elements) : 0;
-        const bool early = coming && taken + Item::bytes(next.pos, next_own.elements) <= upper - lower;
-        if (early) send(next, next_own, next_gates, next_part, next_row, next_slot);
+    for (int i = begin + warp; i < end; i += warps) {
+        const Work next = find(work.row, work.part + warps);
+        const Heads& own = heads_of(work);
+        const int taken = work.reads ? Item::bytes(work.pos, own.elements) : 0;
+        const bool early = next.reads && taken + Item::bytes(next.pos, heads_of(next).elements) <= upper - lower;
+        if (early) send(next_item, next_gates, next);
         copy_async_commit();
-        if (works) {
+        const i64 output = (at(work.row) * HEADS + work.part * TOGETHER) * V;
+        if (work.reads) {
+            Row first_rows;  // of a shared projection, on its way while the item is
+            if (MATRIX && MAP != OWN) first_rows = load_map(arg, item, own, 0, 0);
             memory.arrival[read % 2].wait<1>(read / 2);
             read++;
             __syncwarp();
-            gates.append(arg, part * TOGETHER, slot, now.pos);
-            now.append(arg, part * TOGETHER, slot);
-            read_sketched(arg, now, own, gates, part * TOGETHER, at(row), memory.scratch);
+            if (MATRIX && MAP == OWN) first_rows = load_map(arg, item, own, 0, 0);
+            gates.append(arg, work);
+            item.append(arg, work);
+            read_sketched(arg, item, own, gates, first_rows, output, memory.scratch);
             __syncwarp();
-        } else if (slot < 0) {
-#pragma unroll
-            for (int h = 0; h < TOGETHER; h++)
-                if (own.rank[h] > 0) zero(row, (part * TOGETHER + h) * V, V);
-        } else if (part == 0 && now.pos + 1 == W) {
-            list(row);
+        } else if (work.slot < 0) {
+            for (int j = lane; j < TOGETHER * V; j += 32)
+                if (own.rank[j / V] > 0) out[output + j] = narrow<OUT>(0.f);
         }
-        if (coming && !early) send(next, next_own, next_gates, next_part, next_row, next_slot);
+        if (next.reads && !early) send(next_item, next_gates, next);
         copy_async_commit();
-        slot = next_slot, next_slot = third_slot, third_slot = fourth_slot;
-        row = next_row, part = next_part, own = next_own, gates = next_gates;
-        now = next, next.pos = third_pos;
+        work = next, item = next_item, gates = next_gates;
     }
 #endif
 }
 #endif
 
-// What the host must ask for at the launch: shared memory of a warp at least, and items of a row.
-extern "C" __device__ int read_shared_bytes = SKETCHED_HEADS ? ITEMS_AT + (LARGEST + 127) / 128 * 128 : 0;
+// What the host must know: the least shared memory of a block, with one warp, and the items of a row.
+extern "C" __device__ int read_shared_bytes = 
+    SKETCHED_HEADS ? rounded(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2)) + ITEMS_AT + rounded(LARGEST) : 0;
 extern "C" __device__ int read_parts = PARTS;

@@ -1,7 +1,7 @@
 // A warp's items of a read step: one row and TOGETHER neighbouring heads that share keys.
 //
-// All bytes of an item come into the warp's part of shared memory by a few bulk copies, one lane each. Two items
-// have room at once unless both are large: one lies at the lower end of that memory, the next at the upper end.
+// All bytes of an item come into the warp's part of shared memory by a few bulk copies, one lane each. Where two items
+// have room at once, one lies at the lower end of that memory and the next at the upper end.
 #pragma once
 #include "sketch_layout.cuh"
 #include "window.cuh"
@@ -39,115 +39,160 @@ struct Arguments {
 // Heads of an item as the plan has them.
 struct Heads {
     int rank[TOGETHER], projection[TOGETHER];  // rank 0: a dense head
-    int from, elements;                        // where their sketches lie in a slot's, one after the other
+    int at[TOGETHER];                          // where their sketches begin in the item's
+    int from, elements;                        // where all of them lie in a slot's, one after the other
 
     __device__ __forceinline__ void load(const int4* heads, int part) {
-        elements = 0, from = 0;
+        from = elements = 0;
 #pragma unroll
         for (int h = 0; h < TOGETHER; h++) {
             const int4 info = heads[part * TOGETHER + h];
             rank[h] = info.x, projection[h] = info.z;
             if (elements == 0) from = info.y;
+            at[h] = elements;
             elements += sketch_elements(info.x);
         }
     }
+};
+
+// What a warp works on; nothing where no row goes on.
+struct Work {
+    int row, part, slot, pos;
+    bool reads;
 };
 
 // Gates and betas of the tokens of an item; 0 after the newest.
 struct Gates {
     float g[TURNS], beta[TURNS];
 
-    __device__ __forceinline__ void load(const Arguments& arg, int first, i64 at, i64 slot, int pos) {
+    __device__ __forceinline__ void load(const Arguments& arg, const Work& work, i64 at) {
         const int lane = threadIdx.x % 32, s = lane % SPAN;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
-            const int head = first + lane / SPAN + i * HEADS_AT_ONCE;
-            const Token token = arg.token(at, head);
-            const Ring ring = arg.ring(slot, head);
+            const int h = lane / SPAN + i * HEADS_AT_ONCE, head = work.part * TOGETHER + h;
             g[i] = beta[i] = 0;
-            if (s > pos || head >= first + TOGETHER) continue;
-            if (KIND != KDA) g[i] = s < pos ? ring.g[s] : *token.g;
-            if (ERASES) beta[i] = s < pos ? ring.beta[s] : *token.beta;
+            if (s > work.pos || h >= TOGETHER) continue;
+            const i64 own = at * HEADS + head, ring = (static_cast<i64>(work.slot) * HEADS + head) * W + s;
+            if (KIND != KDA) g[i] = s < work.pos ? arg.ring_g[ring] : arg.g[own];
+            if (ERASES) beta[i] = s < work.pos ? arg.ring_beta[ring] : arg.beta[own];
         }
     }
-    __device__ __forceinline__ void append(const Arguments& arg, int first, i64 slot, int pos) const {
+    __device__ __forceinline__ void append(const Arguments& arg, const Work& work) const {
         const int lane = threadIdx.x % 32;
-        if (lane % SPAN != pos) return;
+        if (lane % SPAN != work.pos) return;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
-            const int head = first + lane / SPAN + i * HEADS_AT_ONCE;
-            if (head >= first + TOGETHER) continue;
-            const Ring ring = arg.ring(slot, head);
-            if (KIND != KDA) ring.g[pos] = g[i];
-            if (ERASES) ring.beta[pos] = beta[i];
+            const int h = lane / SPAN + i * HEADS_AT_ONCE;
+            if (h >= TOGETHER) continue;
+            const i64 ring = (static_cast<i64>(work.slot) * HEADS + work.part * TOGETHER + h) * W + work.pos;
+            if (KIND != KDA) arg.ring_g[ring] = g[i];
+            if (ERASES) arg.ring_beta[ring] = beta[i];
         }
     }
 };
 
-// An item in shared memory, without a gap: keys of tokens 0 to pos, then the query | values of each head | gates
-// (kda) | sketches of all heads.
+// An item in shared memory, without a gap: keys of tokens 0 to pos, then the query | values of each head but for the
+// newest | newest values | gates (kda) | sketches of all heads.
 struct Item {
     static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(float) : 0;
     char* at;
     int pos;
 
     __device__ __forceinline__ const act_t* key(int s) const { return reinterpret_cast<const act_t*>(at + s * KEY); }
-    __device__ __forceinline__ const act_t* values(int h) const { return reinterpret_cast<const act_t*>(at + values_at(pos) + h * (pos + 1) * VALUE); }
+    __device__ __forceinline__ const act_t* values(int h) const {
+        return reinterpret_cast<const act_t*>(at + values_at(pos) + h * pos * VALUE);
+    }
+    __device__ __forceinline__ const act_t* newest(int h) const {
+        return reinterpret_cast<const act_t*>(at + newest_at(pos) + h * VALUE);
+    }
     __device__ __forceinline__ const float* gates() const { return reinterpret_cast<const float*>(at + gates_at(pos)); }
-    __device__ __forceinline__ const sketch_t* sketches() const { return reinterpret_cast<const sketch_t*>(at + sketches_at(pos)); }
+    __device__ __forceinline__ const sketch_t* sketches() const {
+        return reinterpret_cast<const sketch_t*>(at + sketches_at(pos));
+    }
 
     static constexpr __device__ __forceinline__ int values_at(int pos) { return (pos + 2) * KEY; }
-    static constexpr __device__ __forceinline__ int gates_at(int pos) { return values_at(pos) + TOGETHER * (pos + 1) * VALUE; }
+    static constexpr __device__ __forceinline__ int newest_at(int pos) { return values_at(pos) + TOGETHER * pos * VALUE; }
+    static constexpr __device__ __forceinline__ int gates_at(int pos) { return newest_at(pos) + TOGETHER * VALUE; }
     static constexpr __device__ __forceinline__ int sketches_at(int pos) { return gates_at(pos) + (pos + 1) * GATE; }
     static constexpr __device__ __forceinline__ int bytes(int pos, int elements) {
         return sketches_at(pos) + elements * static_cast<int>(sizeof(sketch_t));
     }
 
-    // Starts the copies of a row's heads from `first` on.
-    __device__ __forceinline__ void fetch(const Arguments& arg, const Heads& heads, int first, i64 row, i64 slot, Arrival& arrival) const {
-        const int lane = threadIdx.x % 32, h = lane % 8;
-        const Ring ring = arg.ring(slot, first);
-        const Token token = arg.token(row, first);
-        const void* from = ring.k;
-        int to = 0, size = pos * KEY;
-        if (lane == 1) from = token.k, to = pos * KEY, size = KEY;
-        if (lane == 2) from = token.q, to = (pos + 1) * KEY, size = KEY;
-        if (lane == 3) {
-            from = arg.sketch + slot * arg.sketch_stride + heads.from;
-            to = sketches_at(pos), size = heads.elements * sizeof(sketch_t);
-        }
-        if (lane == 4) from = ring.g, to = gates_at(pos), size = pos * GATE;
-        if (lane == 5) from = token.g, to = gates_at(pos) + pos * GATE, size = GATE;
-        if (lane >= 6) size = 0;
-        if (lane / 8 == 1 && h < TOGETHER) from = ring.v + h * W * V, to = values_at(pos) + h * (pos + 1) * VALUE, size = pos * VALUE;
-        if (lane / 8 == 2 && h < TOGETHER) from = token.v + h * V, to = values_at(pos) + (h * (pos + 1) + pos) * VALUE, size = VALUE;
-        if (lane == 0) arrival.expect(bytes(pos, heads.elements));
-        __syncwarp();
-        copy_pieces(at + to, from, size, arrival);
-    }
-
     // Puts the newest token into the ring.
-    __device__ __forceinline__ void append(const Arguments& arg, int first, i64 slot) const {
-        const int lane = threadIdx.x % 32;
-        const Ring ring = arg.ring(slot, first);
+    __device__ __forceinline__ void append(const Arguments& arg, const Work& work) const {
+        const int lane = threadIdx.x % 32, first = work.part * TOGETHER;
+        const i64 slot = work.slot;
         typedef ValueShare<LANES> Share;
         if (first % GROUP == 0) {
             Packed<ACT, LK> own;
             own.load(key(pos) + lane * LK);
-            own.store(ring.k + pos * K + lane * LK);
+            own.store(arg.ring_k + ((slot * KEY_HEADS + first / GROUP) * W + pos) * K + lane * LK);
         }
 #pragma unroll
         for (int i = 0; i < Share::COUNT; i++) {
-            const int h = lane / LANES;
             if (Share::at(i) >= V) continue;
             Packed<ACT, Share::WIDTH> own;
-            own.load(values(h) + pos * V + Share::at(i));
-            own.store(ring.v + (h * W + pos) * V + Share::at(i));
+            own.load(newest(lane / LANES) + Share::at(i));
+            own.store(arg.ring_v + ((slot * HEADS + first + lane / LANES) * W + pos) * V + Share::at(i));
         }
         if (KIND == KDA) {
             Packed<FP32, LK> own;
             own.load(gates() + pos * K + lane * LK);
-            own.store(ring.g + pos * K + lane * LK);
+            own.store(arg.ring_g + ((slot * HEADS + first) * W + pos) * K + lane * LK);
         }
+    }
+};
+
+// A lane's piece of every item, which comes from a slot or from the step's inputs. Its place and size are linear in
+// the position.
+struct Piece {
+    const char* base;
+    int stride, part_stride;  // bytes from slot to slot or row to row, and from part to part or key head to key head
+    int to, to_step, size, size_step;
+    bool input, of_key, of_sketch;
+
+    __device__ __forceinline__ Piece(const Arguments& arg) {
+        constexpr int KEY = Item::KEY, VALUE = Item::VALUE, GATE = Item::GATE;
+        const int lane = threadIdx.x % 32, h = lane - 8;
+        input = lane == 1 || lane == 2 || lane == 5 || lane == 6, of_key = lane < 3, of_sketch = lane == 3;
+        base = nullptr, stride = part_stride = to = to_step = size = size_step = 0;
+        auto put = [&](const void* from, int bytes, int next, int next_part) {
+            base = static_cast<const char*>(from), size = bytes, stride = next, part_stride = next_part;
+        };
+        if (lane == 0) put(arg.ring_k, 0, KEY_HEADS * W * KEY, W * KEY), size_step = KEY;
+        if (lane == 1) put(arg.k, KEY, KEY_HEADS * KEY, KEY), to_step = KEY;
+        if (lane == 2) put(arg.q, KEY, KEY_HEADS * KEY, KEY), to = to_step = KEY;
+        if (lane == 3) put(arg.sketch, 0, 0, 0), to = Item::sketches_at(0), to_step = Item::sketches_at(1) - to;
+        if (KIND == KDA && lane == 4) {
+            put(arg.ring_g, 0, HEADS * W * GATE, W * GATE);
+            to = Item::gates_at(0), to_step = Item::gates_at(1) - to, size_step = GATE;
+        }
+        if (KIND == KDA && lane == 5) {
+            put(arg.g, GATE, HEADS * GATE, GATE);
+            to = Item::gates_at(0), to_step = Item::gates_at(1) - to + GATE;
+        }
+        if (lane == 6) {
+            put(arg.v, TOGETHER * VALUE, HEADS * VALUE, TOGETHER * VALUE);
+            to = Item::newest_at(0), to_step = Item::newest_at(1) - to;
+        }
+        if (h >= 0 && h < TOGETHER) {
+            put(reinterpret_cast<const char*>(arg.ring_v) + h * W * VALUE, 0, HEADS * W * VALUE, TOGETHER * W * VALUE);
+            to = Item::values_at(0), to_step = KEY + h * VALUE, size_step = VALUE;
+        }
+    }
+
+    // Starts the copies of an item.
+    __device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, const Heads& heads, const Work& work, i64 at,
+                                          Arrival& arrival) const {
+        const int pos = work.pos, part = of_key ? work.part * TOGETHER / GROUP : work.part;
+        const char* from = base + (input ? at : work.slot) * stride + static_cast<i64>(part) * part_stride;
+        int bytes = size + pos * size_step;
+        if (of_sketch) {
+            from = base + (work.slot * arg.sketch_stride + heads.from) * static_cast<int>(sizeof(sketch_t));
+            bytes = heads.elements * static_cast<int>(sizeof(sketch_t));
+        }
+        if (threadIdx.x % 32 == 0) arrival.expect(Item::bytes(pos, heads.elements));
+        __syncwarp();
+        copy_pieces(item.at + to + pos * to_step, from, bytes, arrival);
     }
 };

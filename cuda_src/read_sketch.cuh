@@ -7,18 +7,17 @@ constexpr int RANKS = (RANK_MAX + 7) / 8 * 8;
 
 // Small results that the lanes of a warp exchange.
 struct Scratch {
-    alignas(16) float product[MATRIX ? 16 : 1][20];  // of tokens and the query (row 15), padded against bank conflicts
+    union {
+        alignas(16) float product[ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
+        struct {
+            alignas(16) float c[TOGETHER][RANKS];     // rows of the map times x, then the coefficients
+            float y[TOGETHER * PIVOT_SLOTS + 8];      // B^T x
+        };
+    };
     float weight[TOGETHER][W];                       // c_s
     float part[TOGETHER][16];                        // gdn: the query that is left is -sum_s part_s k_s, times decay
-    float c[TOGETHER][RANKS];                        // rows of the map times x, then the coefficients
-    float y[TOGETHER * PIVOT_SLOTS + 8];             // B^T x
     float whole[TOGETHER];                           // decay of the whole window
 };
-
-// Rows of the map against x: the projection of the whole head, or this state's own map.
-__device__ __forceinline__ const sketch_t* map_rows(const Arguments& arg, const sketch_t* sketch, int rank, int projection) {
-    return MAP == OWN ? sketch + rank * V : arg.projection + projection;
-}
 
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
 // the same in all operands.
@@ -33,18 +32,26 @@ struct Row {
     }
 };
 
-// d[m][n] = <row m of `low` and `high`, row n of `other`>.
-__device__ __forceinline__ void multiply(float (&d)[4], const Row& low, const Row& high, const Row& other) {
-    float even[4] = {}, odd[4] = {};
+// Two rows of a lane as the other operand, in 16 rows.
+struct Rows {
+    u32 a[K / 16][4];
+    __device__ __forceinline__ Rows(const Row& low, const Row& high) {
 #pragma unroll
-    for (int i = 0; i < K / 32; i++) {
-        const u32 first[4] = {low.x[i][0], high.x[i][0], low.x[i][1], high.x[i][1]};
-        const u32 second[4] = {low.x[i][2], high.x[i][2], low.x[i][3], high.x[i][3]};
-        mma_bf16(even, first, other.x[i][0], other.x[i][1]);
-        mma_bf16(odd, second, other.x[i][2], other.x[i][3]);
+        for (int i = 0; i < K / 16; i++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) a[i][n] = (n % 2 ? high : low).x[i / 2][i % 2 * 2 + n / 2];
     }
+};
+
+// d[m][n] = <row m, other row n>.
+__device__ __forceinline__ void multiply(float (&d)[4], const Rows& rows, const Row& other) {
+    float odd[4] = {};
 #pragma unroll
-    for (int n = 0; n < 4; n++) d[n] = even[n] + odd[n];
+    for (int n = 0; n < 4; n++) d[n] = 0;
+#pragma unroll
+    for (int i = 0; i < K / 16; i++) mma_bf16(i % 2 ? odd : d, rows.a[i], other.x[i / 2][i % 2 * 2], other.x[i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < 4; n++) d[n] += odd[n];
 }
 
 // Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
@@ -52,24 +59,26 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Row& low, const Ro
 __device__ __forceinline__ void solve(Scratch& scratch, const Gates& gates, int pos) {
     const int lane = threadIdx.x % 32, s = lane % SPAN;
     float e[TURNS], row[16];
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) e[i] = s <= pos ? scratch.product[ERASES ? 15 : 0][s % 16] : 0.f;
     if (ERASES) {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const float4 x = *reinterpret_cast<const float4*>(&scratch.product[s % 16][4 * n]);
             row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
         }
-    }
 #pragma unroll
-    for (int i = 0; i < TURNS; i++) {
-        e[i] = s <= pos ? scratch.product[15][s % 16] : 0.f;
-        if (!ERASES) continue;
-        e[i] *= gates.beta[i];
-        float other[W - 1];
+        for (int j = 1; j < 16; j++) row[j] = s < j && j <= pos ? row[j] : 0.f;
 #pragma unroll
-        for (int j = 1; j < W - 1; j++) other[j] = s < j ? gates.beta[i] * row[j] : 0.f;
+        for (int i = 0; i < TURNS; i++) e[i] *= gates.beta[i];
 #pragma unroll
-        for (int j = W - 2; j > 0; j--)
-            if (j <= pos) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * other[j];
+        for (int half = 1; half >= 0; half--) {
+            if (8 * half > pos) continue;
+#pragma unroll
+            for (int j = 8 * half + 7 - half; j >= 8 * half && j > 0; j--)
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * (gates.beta[i] * row[j]);
+        }
     }
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
@@ -88,32 +97,39 @@ __device__ __forceinline__ void solve(Scratch& scratch, const Gates& gates, int 
     }
 }
 
+// Eight rows of a head's map; a dense head has none, and gets some other ones.
+__device__ __forceinline__ Row load_map(const Arguments& arg, const Item& item, const Heads& heads, int h, int first) {
+    const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
+    Row rows;
+    if (MAP == OWN) rows.load(rank ? item.sketches() + heads.at[h] + rank * V + row * K : item.sketches());
+    else rows.load(arg.projection + heads.projection[h] + row * K);
+    return rows;
+}
+
 // All products along K by tensor cores. Rows are those of tokens 0 to pos and, in all other places, the query.
-__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, Scratch& scratch) {
+__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, const Row& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
-    Row low, high;
-    auto load = [&](Row& row, int s) { row.load(item.key(s <= pos ? s : pos + 1)); };
+    auto row_of = [&](int s) {
+        Row row;
+        row.load(item.key(s <= pos ? s : pos + 1));
+        return row;
+    };
+    const Rows tokens = ERASES ? Rows(row_of(r), row_of(r + 8)) : Rows(row_of(15), row_of(15));
     float d[4];
-    if (ERASES) {
-        load(low, r), load(high, r + 8);
-    } else {
-        load(low, 15), high = low;
-    }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         if (8 * n > pos) break;
-        Row keys;
-        if (!ERASES) load(keys, r + 8 * n);
-        multiply(d, low, high, ERASES ? n ? high : low : keys);
-        if (ERASES) *reinterpret_cast<float2*>(&scratch.product[r][8 * n + 2 * c]) = make_float2(d[0], d[1]);
-        if (ERASES || r == 0) *reinterpret_cast<float2*>(&scratch.product[ERASES ? r + 8 : 15][8 * n + 2 * c]) = make_float2(d[2], d[3]);
+        multiply(d, tokens, row_of(r + 8 * n));
+        float* const to = &scratch.product[0][8 * n + 2 * c];
+        if (ERASES || r == 0) *reinterpret_cast<float2*>(to + 20 * (ERASES ? r : 0)) = make_float2(d[0], d[1]);
+        if (ERASES) *reinterpret_cast<float2*>(to + 20 * (r + 8)) = make_float2(d[2], d[3]);
     }
     __syncwarp();
     solve(scratch, gates, pos);
     __syncwarp();
     // Of 8 rows of a map, columns 2c and 2c + 1 of d: what they make of the effective query, but for its decay.
     auto against = [&](const Row& rows, int h, float* to) {
-        multiply(d, low, high, rows);
+        multiply(d, tokens, rows);
         float x = d[0], y = d[1];
         if (ERASES) {
             const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
@@ -123,30 +139,25 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
         }
         if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x, y);
     };
-    const sketch_t* sketch = item.sketches();
-#pragma unroll
-    for (int h = 0; h < TOGETHER; h++) {
-        const int rank = heads.rank[h];
-        for (int first = 0; first < rank; first += 8) {
-            Row rows;
-            rows.load(map_rows(arg, sketch, rank, heads.projection[h]) + min(first + r, rank - 1) * K);
-            against(rows, h, &scratch.c[h][first]);
-        }
-        sketch += sketch_elements(rank);
+    Row now = first_rows;
+#pragma unroll 1
+    for (int h = 0, first = 0; h < TOGETHER;) {
+        const bool ends = first + 8 >= heads.rank[h];
+        const int next_h = ends ? h + 1 : h, next = ends ? 0 : first + 8;
+        Row coming;
+        if (next_h < TOGETHER) coming = load_map(arg, item, heads, next_h, next);
+        against(now, h, &scratch.c[h][first]);
+        now = coming, h = next_h, first = next;
     }
     if (MAP != FACTORS) return;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < TOGETHER * PIVOT_SLOTS; first += 8) {
         // rows that a head or an item does not have are some other row, and their products nobody's
-        const int place = min(first + r, TOGETHER * PIVOT_SLOTS - 1), h = place / PIVOT_SLOTS;
-        const sketch_t* own = item.sketches();
-        int rank = heads.rank[0];
-#pragma unroll
-        for (int n = 1; n < TOGETHER; n++)
-            if (n <= h) own += sketch_elements(rank), rank = heads.rank[n];
+        const int h = min((first + r) / PIVOT_SLOTS, TOGETHER - 1), rank = heads.rank[h];
+        const sketch_t* const pivots = item.sketches() + heads.at[h] + rank * V;
+        const void* const from = pivots + min((first + r) % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
         Row rows;
-        if (rank > 0) rows.load(own + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K);
-        else rows = low;
+        rows.load(rank ? from : item.key(0));
         against(rows, min((first + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[first]);
     }
 }
@@ -173,25 +184,20 @@ __device__ __forceinline__ void project(const Arguments& arg, const Item& item, 
             if (lane % 4 == 0) to[first + lane / 4] = sum;
         }
     };
-    against(map_rows(arg, item.sketches(), rank, heads.projection[0]), rank, scratch.c[0]);
+    // the projection of the whole head, or this state's own map
+    against(MAP == OWN ? item.sketches() + rank * V : arg.projection + heads.projection[0], rank, scratch.c[0]);
     if (MAP == FACTORS) against(item.sketches() + rank * V, p, scratch.y);
 }
 
 // One item, whose bytes are there.
-__device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, int first,
-                                              i64 row, Scratch& scratch) {
-    if constexpr (MATRIX) project_matrix(arg, item, heads, gates, scratch);
+__device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
+                                              const Row& first_rows, i64 first_output, Scratch& scratch) {
+    if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
     else project(arg, item, heads, gates, scratch);
     __syncwarp();
 
-    const int h = threadIdx.x % 32 / LANES, pos = item.pos;
-    const sketch_t* u = item.sketches();
-    int rank = heads.rank[0];
-#pragma unroll
-    for (int n = 1; n < TOGETHER; n++)
-        if (n <= h) u += sketch_elements(rank), rank = heads.rank[n];
-    const int p = pivots_of(rank);
-    const sketch_t *const f = u + rank * V + p * K, *const w = f + rank * p;
+    const int h = threadIdx.x % 32 / LANES, pos = item.pos, rank = heads.rank[h], p = pivots_of(rank);
+    const sketch_t *const u = item.sketches() + heads.at[h], *const f = u + rank * V + p * K, *const w = f + rank * p;
     for (int j = threadIdx.x % LANES; j < rank; j += LANES) {  // c = w z + F (B^T x)
         float own = scratch.c[h][j];
         if (MAP == FACTORS) {
@@ -206,37 +212,39 @@ __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& 
 
     typedef ValueShare<LANES> Share;
     float o[Share::COUNT][Share::WIDTH] = {};
+    auto add = [&](const auto& x, float weight, int i) {
+#pragma unroll
+        for (int n = 0; n < Share::WIDTH; n++) o[i][n] += weight * x[n];
+    };
 #pragma unroll 4
     for (int j = 0; j < rank; j++) {
-        const float weight = scratch.c[h][j];
 #pragma unroll
         for (int i = 0; i < Share::COUNT; i++) {
             if (Share::at(i) >= V) continue;
             Packed<SKETCH, Share::WIDTH> x;
             x.load(u + j * V + Share::at(i));
-#pragma unroll
-            for (int n = 0; n < Share::WIDTH; n++) o[i][n] += weight * x[n];
+            add(x, scratch.c[h][j], i);
         }
     }
     const act_t* const values = item.values(h);
 #pragma unroll 4
-    for (int s = 0; s <= pos; s++) {
-        const float weight = scratch.weight[h][s];
+    for (int s = 0; s < pos; s++) {
 #pragma unroll
         for (int i = 0; i < Share::COUNT; i++) {
             if (Share::at(i) >= V) continue;
             Packed<ACT, Share::WIDTH> x;
             x.load(values + s * V + Share::at(i));
-#pragma unroll
-            for (int n = 0; n < Share::WIDTH; n++) o[i][n] += weight * x[n];
+            add(x, scratch.weight[h][s], i);
         }
     }
-    if (rank == 0) return;
 #pragma unroll
     for (int i = 0; i < Share::COUNT; i++) {
-        if (Share::at(i) >= V) continue;
+        if (Share::at(i) >= V || rank == 0) continue;
+        Packed<ACT, Share::WIDTH> x;
+        x.load(item.newest(h) + Share::at(i));
+        add(x, scratch.weight[h][pos], i);
         Packed<OUT, Share::WIDTH> rounded;
         rounded.set(o[i]);
-        rounded.store(arg.out + (row * HEADS + first + h) * V + Share::at(i));
+        rounded.store(arg.out + first_output + h * V + Share::at(i));
     }
 }

@@ -237,10 +237,7 @@ class SketchEngine(StandardEngine):
         return [Variant("read", constants), Variant("flush", flush)]
 
     def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
-        """A kernel with its shared memory and, for the flush, the blocks that fill the device.
-
-        The read kernel's shared memory is that of a warp.
-        """
+        """A kernel with its dynamic shared memory and the blocks that fill the device, where work is shared out."""
         import cupy
 
         name = ("read_step", "flush_step")[index]
@@ -254,24 +251,15 @@ class SketchEngine(StandardEngine):
                     kernel.kernel.ptr, 2 * self.layer.value_dim, shared
                 )
                 blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
-            else:
-                shared = self._share_read(kernel, module)
+            elif self._dense < self.layer.heads:
+                shared = shared_limit()  # all there is: a block shares it out to its warps
+                kernel.max_dynamic_shared_size_bytes = shared
+                blocks = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+                self._read_parts = size_of(module, "read_parts")
+            else:  # as many blocks as there is work
+                shared = 0
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
-
-    def _share_read(self, kernel: Any, module: Any) -> int:
-        """Settle how many warps of the read kernel share a multiprocessor; returns the memory of one."""
-        import cupy
-
-        if self._dense == self.layer.heads:  # no shared memory: as many blocks as there is work
-            self._read_warps, self._read_blocks = 4, 0
-            return 0
-        limit = shared_limit()
-        self._read_warps = min(limit // size_of(module, "read_shared_bytes"), MOST_READ_WARPS)
-        self._read_blocks = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-        self._read_parts = size_of(module, "read_parts")
-        kernel.max_dynamic_shared_size_bytes = limit
-        return limit // self._read_warps // 128 * 128
 
     def fit(self) -> None:
         """Refuse what the device is too small for."""
@@ -306,17 +294,16 @@ class SketchEngine(StandardEngine):
 
     def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
         batch, length = out.shape[:2]
-        kernel, shared, _ = self._kernel(0)
+        kernel, shared, most = self._kernel(0)
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
         inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
-        if self._read_blocks:
+        blocks, warps = batch * self._dense, 4
+        if most:
             items = batch * self._read_parts
-            blocks = min(items, self._read_blocks)
-            warps = min(-(-items // blocks), self._read_warps)
-        else:
-            blocks, warps = batch * self._dense, self._read_warps
+            blocks = min(items, most)
+            warps = min(-(-items // blocks), MOST_READ_WARPS)
         args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
-        kernel((blocks,), (32 * warps,), args, shared_mem=warps * shared)
+        kernel((blocks,), (32 * warps,), args, shared_mem=shared)
         self._flush(state, inputs, STEP)
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
