@@ -15,9 +15,14 @@
 struct BlockMemory {
     int most_tokens, most_elements;  // of any item
     Heads heads[PARTS];
+    Piece pieces[PIECES];
     alignas(16) int2 rows[1];
 };
-constexpr int LARGEST = Item::bytes(W - 2, TOGETHER * sketch_elements(RANK_MAX)), MAX_WARPS = 16;
+constexpr int LARGEST = Item::bytes(W - 2, TOGETHER * sketch_elements(RANK_MAX));
+#ifndef MAXW
+#define MAXW 16
+#endif
+constexpr int MAX_WARPS = MAXW;
 
 // A warp's part: this, then room for at least one item.
 struct WarpMemory {
@@ -77,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         if (goes_on(slot, pos)) atomicMax(&block.most_tokens, pos);
         else if (slot >= 0 && row * PARTS >= begin) list(row);  // in the block that has the row's first item
     }
+    if (threadIdx.x < PIECES) block.pieces[threadIdx.x].set(arg, threadIdx.x);
     for (int part = blockDim.x - 1 - threadIdx.x; part < PARTS; part += blockDim.x) {
         block.heads[part].load(heads, part);
         atomicMax(&block.most_elements, block.heads[part].elements);
@@ -96,7 +102,6 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     if (lane < 2) memory.arrival[lane].init();
     __syncwarp();
 
-    const Piece piece(arg);
     auto heads_of = [&](const Work& work) -> const Heads& { return block.heads[work.part]; };
     auto find = [&](int row, int part) {
         while (part >= PARTS) part -= PARTS, row++;
@@ -111,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     auto send = [&](Item& to, Gates& gates, const Work& work) {
         const Heads& own = heads_of(work);
         to.pos = work.pos, to.at = sent % 2 ? upper - Item::bytes(work.pos, own.elements) : lower;
-        piece.fetch(arg, to, own, work, at(work.row), memory.arrival[sent++ % 2]);
+        fetch(arg, block.pieces, to, own, work, at(work.row), memory.arrival[sent++ % 2]);
         gates.load(arg, work, at(work.row));
     };
     Item item{}, next_item{};

@@ -6,12 +6,17 @@
 #include "sketch_layout.cuh"
 #include "window.cuh"
 
+#ifdef M_T2
+constexpr bool defined_t2 = true;
+#else
+constexpr bool defined_t2 = false;
+#endif
 #ifndef GDN_TOGETHER
 #define GDN_TOGETHER 1
 #endif
 // Whether products along K go to the tensor cores: operands as they lie in memory, decays that are no part of them.
 constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH == BF16 && W <= 16;
-constexpr int TOGETHER = !MATRIX || GROUP % 2 ? 1 : KIND == MAMBA2 && GROUP % 4 == 0 ? 4 : KIND == MAMBA2 ? 2 : GDN_TOGETHER;
+constexpr int TOGETHER = !MATRIX || GROUP % 2 ? 1 : KIND == MAMBA2 && GROUP % 4 == 0 && !defined_t2 ? 4 : KIND == MAMBA2 ? 2 : GDN_TOGETHER;
 constexpr int PARTS = HEADS / TOGETHER;  // items of a row
 constexpr int LANES = 32 / TOGETHER;     // lanes of a head, where heads are worked on side by side
 
@@ -118,81 +123,79 @@ struct Item {
         return sketches_at(pos) + elements * static_cast<int>(sizeof(sketch_t));
     }
 
-    // Puts the newest token into the ring.
+    // Puts the newest token into the ring, 16 bytes a lane.
     __device__ __forceinline__ void append(const Arguments& arg, const Work& work) const {
-        const int lane = threadIdx.x % 32, first = work.part * TOGETHER;
-        const i64 slot = work.slot;
-        typedef ValueShare<LANES> Share;
-        if (first % GROUP == 0) {
-            Packed<ACT, LK> own;
-            own.load(key(pos) + lane * LK);
-            own.store(arg.ring_k + ((slot * KEY_HEADS + first / GROUP) * W + pos) * K + lane * LK);
-        }
-#pragma unroll
-        for (int i = 0; i < Share::COUNT; i++) {
-            if (Share::at(i) >= V) continue;
-            Packed<ACT, Share::WIDTH> own;
-            own.load(newest(lane / LANES) + Share::at(i));
-            own.store(arg.ring_v + ((slot * HEADS + first + lane / LANES) * W + pos) * V + Share::at(i));
-        }
-        if (KIND == KDA) {
-            Packed<FP32, LK> own;
-            own.load(gates() + pos * K + lane * LK);
-            own.store(arg.ring_g + ((slot * HEADS + first) * W + pos) * K + lane * LK);
-        }
+        const int first = work.part * TOGETHER;
+        auto put = [&](void* ring, int heads, int head, int from, int bytes, int count) {  // rows of `count` heads
+            char* const to = static_cast<char*>(ring) + static_cast<i64>(work.slot) * (heads * W * bytes) + (head * W + pos) * bytes;
+            for (int i = threadIdx.x % 32 * 16; i < count * bytes; i += 512)
+                *reinterpret_cast<uint4*>(to + i + i / bytes * ((W - 1) * bytes)) = *reinterpret_cast<const uint4*>(at + from + i);
+        };
+        if (first % GROUP == 0) put(arg.ring_k, KEY_HEADS, first / GROUP, pos * KEY, KEY, 1);
+        put(arg.ring_v, HEADS, first, newest_at(pos), VALUE, TOGETHER);
+        if (KIND == KDA) put(arg.ring_g, HEADS, first, gates_at(pos) + pos * GATE, GATE, 1);
     }
 };
 
-// A lane's piece of every item, which comes from a slot or from the step's inputs. Its place and size are linear in
-// the position.
-struct Piece {
+// A piece of every item, which one lane fetches, from a slot or from the step's inputs. Its place and size are linear
+// in the position.
+constexpr int PIECES = 8 + TOGETHER;
+
+struct alignas(16) Piece {
     const char* base;
     int stride, part_stride;  // bytes from slot to slot or row to row, and from part to part or key head to key head
     int to, to_step, size, size_step;
-    bool input, of_key, of_sketch;
+    int input, of_key;
 
-    __device__ __forceinline__ Piece(const Arguments& arg) {
+    __device__ __forceinline__ void set(const Arguments& arg, int which) {
         constexpr int KEY = Item::KEY, VALUE = Item::VALUE, GATE = Item::GATE;
-        const int lane = threadIdx.x % 32, h = lane - 8;
-        input = lane == 1 || lane == 2 || lane == 5 || lane == 6, of_key = lane < 3, of_sketch = lane == 3;
+        const int h = which - 8;
+        input = which == 1 || which == 2 || which == 5 || which == 6, of_key = which < 3;
         base = nullptr, stride = part_stride = to = to_step = size = size_step = 0;
-        auto put = [&](const void* from, int bytes, int next, int next_part) {
-            base = static_cast<const char*>(from), size = bytes, stride = next, part_stride = next_part;
+        auto from = [&](const void* base_, int stride_, int part_stride_) {
+            base = static_cast<const char*>(base_), stride = stride_, part_stride = part_stride_;
         };
-        if (lane == 0) put(arg.ring_k, 0, KEY_HEADS * W * KEY, W * KEY), size_step = KEY;
-        if (lane == 1) put(arg.k, KEY, KEY_HEADS * KEY, KEY), to_step = KEY;
-        if (lane == 2) put(arg.q, KEY, KEY_HEADS * KEY, KEY), to = to_step = KEY;
-        if (lane == 3) put(arg.sketch, 0, 0, 0), to = Item::sketches_at(0), to_step = Item::sketches_at(1) - to;
-        if (KIND == KDA && lane == 4) {
-            put(arg.ring_g, 0, HEADS * W * GATE, W * GATE);
-            to = Item::gates_at(0), to_step = Item::gates_at(1) - to, size_step = GATE;
+        if (which == 0) from(arg.ring_k, KEY_HEADS * W * KEY, W * KEY), size_step = KEY;
+        if (which == 1) from(arg.k, KEY_HEADS * KEY, KEY), size = to_step = KEY;
+        if (which == 2) from(arg.q, KEY_HEADS * KEY, KEY), size = to = to_step = KEY;
+        if (which == 3) to = Item::sketches_at(0), to_step = Item::sketches_at(1) - to;
+        if (KIND == KDA && which == 4) {
+            from(arg.ring_g, HEADS * W * GATE, W * GATE), size_step = GATE;
+            to = Item::gates_at(0), to_step = Item::gates_at(1) - to;
         }
-        if (KIND == KDA && lane == 5) {
-            put(arg.g, GATE, HEADS * GATE, GATE);
+        if (KIND == KDA && which == 5) {
+            from(arg.g, HEADS * GATE, GATE), size = GATE;
             to = Item::gates_at(0), to_step = Item::gates_at(1) - to + GATE;
         }
-        if (lane == 6) {
-            put(arg.v, TOGETHER * VALUE, HEADS * VALUE, TOGETHER * VALUE);
+        if (which == 6) {
+            from(arg.v, HEADS * VALUE, TOGETHER * VALUE), size = TOGETHER * VALUE;
             to = Item::newest_at(0), to_step = Item::newest_at(1) - to;
         }
-        if (h >= 0 && h < TOGETHER) {
-            put(reinterpret_cast<const char*>(arg.ring_v) + h * W * VALUE, 0, HEADS * W * VALUE, TOGETHER * W * VALUE);
+        if (h >= 0) {
+            from(reinterpret_cast<const char*>(arg.ring_v) + h * W * VALUE, HEADS * W * VALUE, TOGETHER * W * VALUE);
             to = Item::values_at(0), to_step = KEY + h * VALUE, size_step = VALUE;
         }
     }
-
-    // Starts the copies of an item.
-    __device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, const Heads& heads, const Work& work, i64 at,
-                                          Arrival& arrival) const {
-        const int pos = work.pos, part = of_key ? work.part * TOGETHER / GROUP : work.part;
-        const char* from = base + (input ? at : work.slot) * stride + static_cast<i64>(part) * part_stride;
-        int bytes = size + pos * size_step;
-        if (of_sketch) {
-            from = base + (work.slot * arg.sketch_stride + heads.from) * static_cast<int>(sizeof(sketch_t));
-            bytes = heads.elements * static_cast<int>(sizeof(sketch_t));
-        }
-        if (threadIdx.x % 32 == 0) arrival.expect(Item::bytes(pos, heads.elements));
-        __syncwarp();
-        copy_pieces(item.at + to + pos * to_step, from, bytes, arrival);
-    }
 };
+
+// Starts the copies of an item.
+__device__ __forceinline__ void fetch(const Arguments& arg, const Piece* pieces, const Item& item, const Heads& heads, const Work& work,
+                                      i64 at, Arrival& arrival) {
+    const int lane = threadIdx.x % 32, elements = heads.elements;
+    const char* from = nullptr;
+    char* to = nullptr;
+    int bytes = 0;
+    if (lane < PIECES) {
+        const Piece piece = pieces[lane];
+        const int part = piece.of_key ? work.part * TOGETHER / GROUP : work.part;
+        from = piece.base + (piece.input ? at : work.slot) * piece.stride + part * piece.part_stride;
+        to = item.at + piece.to + work.pos * piece.to_step, bytes = piece.size + work.pos * piece.size_step;
+        if (lane == 3) {
+            from = reinterpret_cast<const char*>(arg.sketch + work.slot * arg.sketch_stride + heads.from);
+            bytes = elements * static_cast<int>(sizeof(sketch_t));
+        }
+    }
+    if (lane == 0) arrival.expect(Item::bytes(work.pos, elements));
+    __syncwarp();
+    copy_pieces(to, from, bytes, arrival);
+}

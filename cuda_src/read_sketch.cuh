@@ -39,7 +39,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < K / 16; i++)
 #pragma unroll
-            for (int n = 0; n < 4; n++) a[i][n] = (n % 2 ? high : low).x[i / 2][i % 2 * 2 + n / 2];
+            for (int n = 0; n < 4; n++) hold(a[i][n] = (n % 2 ? high : low).x[i / 2][i % 2 * 2 + n / 2]);
     }
 };
 
@@ -68,16 +68,16 @@ __device__ __forceinline__ void solve(Scratch& scratch, const Gates& gates, int 
             row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
         }
 #pragma unroll
-        for (int j = 1; j < 16; j++) row[j] = s < j && j <= pos ? row[j] : 0.f;
-#pragma unroll
         for (int i = 0; i < TURNS; i++) e[i] *= gates.beta[i];
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             if (8 * half > pos) continue;
 #pragma unroll
-            for (int j = 8 * half + 7 - half; j >= 8 * half && j > 0; j--)
+            for (int j = 8 * half + 7 - half; j >= 8 * half && j > 0; j--) {
+                const float other = s < j && j <= pos ? row[j] : 0.f;
 #pragma unroll
-                for (int i = 0; i < TURNS; i++) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * (gates.beta[i] * row[j]);
+                for (int i = 0; i < TURNS; i++) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * (gates.beta[i] * other);
+            }
         }
     }
 #pragma unroll

@@ -89,7 +89,7 @@ __device__ __forceinline__ WindowRead read_window(const Tokens& tokens, int pos,
             int n = BLOCK;
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
-                const float k = key[i][c], a = KIND == KDA ? decay(gates[i][c]) : one[i];
+                const float k = key[i][c], a = KIND == KDA ? __expf(gates[i][c]) : one[i];
                 dots[i] += k * window.x[c];
                 window.x[c] *= a;
                 if constexpr (ERASES) {
