@@ -13,9 +13,6 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Keeps the compiler from making x anew where it is used.
-__device__ __forceinline__ void hold(u32& x) { asm volatile("" : "+r"(x)); }
-
 // Transposes an 8 x 8 matrix of 16-bit elements: a thread gives [r][2c, 2c+1] and gets [2c, 2c+1][r].
 __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     u32 y;

@@ -19,10 +19,7 @@ struct BlockMemory {
     alignas(16) int2 rows[1];
 };
 constexpr int LARGEST = Item::bytes(W - 2, TOGETHER * sketch_elements(RANK_MAX));
-#ifndef MAXW
-#define MAXW 16
-#endif
-constexpr int MAX_WARPS = MAXW;
+constexpr int MAX_WARPS = 16;
 
 // A warp's part: this, then room for at least one item.
 struct WarpMemory {
@@ -34,19 +31,13 @@ constexpr int ITEMS_AT = (sizeof(WarpMemory) - 1) / 128 * 128;
 __device__ __forceinline__ constexpr int rounded(int bytes) { return (bytes + 127) / 128 * 128; }
 
 #ifndef SIZES_ONLY  // set where only the last lines are asked for
-constexpr int MOST_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
+constexpr int MOST_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : 4;
 
-#ifdef NOTHING
-#define EARLY_OUT return;
-#else
-#define EARLY_OUT
-#endif
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read_step(
     const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g,
     float* ring_beta, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
     const int* order, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out,
     const i64* slots, int batch, int tokens, int t, Schedule* schedule, int shared_bytes) {
-    EARLY_OUT
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};
@@ -133,12 +124,12 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         copy_async_commit();
         const i64 output = (at(work.row) * HEADS + work.part * TOGETHER) * V;
         if (work.reads) {
-            Row first_rows;  // of a shared projection, on its way while the item is
-            if (MATRIX && MAP != OWN) first_rows = load_map(arg, item, own, 0, 0);
+            FirstRows first_rows;  // of a shared projection they are on their way while the item is
+            if (MATRIX && MAP != OWN) first_rows.load(arg, item, own);
             memory.arrival[read % 2].wait<1>(read / 2);
             read++;
             __syncwarp();
-            if (MATRIX && MAP == OWN) first_rows = load_map(arg, item, own, 0, 0);
+            if (MATRIX && MAP == OWN) first_rows.load(arg, item, own);
             gates.append(arg, work);
             item.append(arg, work);
             read_sketched(arg, item, own, gates, first_rows, output, memory.scratch);

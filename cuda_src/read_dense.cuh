@@ -43,7 +43,7 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
     float gate = 0, beta = 0;  // of token `lane`
     if (KIND != KDA && lane <= pos) gate = lane < pos ? ring.g[lane] : *token.g;
     if (ERASES && lane <= pos) beta = lane < pos ? ring.beta[lane] : *token.beta;
-    const WindowRead window = read_window({token.q, ring.k, token.k, ring.g, token.g}, pos, gate, beta);
+    const WindowRead window = read_window<KIND != KDA && W <= 16 && ACT != FP32>({token.q, ring.k, token.k, ring.g, token.g}, pos, gate, beta);
     if (part == 0) append_token(token, ring, pos, head);
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {
         float sums[DENSE_ROWS];

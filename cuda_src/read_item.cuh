@@ -4,19 +4,11 @@
 // have room at once, one lies at the lower end of that memory and the next at the upper end.
 #pragma once
 #include "sketch_layout.cuh"
-#include "window.cuh"
+#include "read_window.cuh"
 
-#ifdef M_T2
-constexpr bool defined_t2 = true;
-#else
-constexpr bool defined_t2 = false;
-#endif
-#ifndef GDN_TOGETHER
-#define GDN_TOGETHER 1
-#endif
 // Whether products along K go to the tensor cores: operands as they lie in memory, decays that are no part of them.
 constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH == BF16 && W <= 16;
-constexpr int TOGETHER = !MATRIX || GROUP % 2 ? 1 : KIND == MAMBA2 && GROUP % 4 == 0 && !defined_t2 ? 4 : KIND == MAMBA2 ? 2 : GDN_TOGETHER;
+constexpr int TOGETHER = MATRIX && GROUP % 2 == 0 ? 2 : 1;
 constexpr int PARTS = HEADS / TOGETHER;  // items of a row
 constexpr int LANES = 32 / TOGETHER;     // lanes of a head, where heads are worked on side by side
 

@@ -21,37 +21,21 @@ struct Scratch {
 
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
 // the same in all operands.
+constexpr int CHUNKS = K / 32;
+__device__ __forceinline__ uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4]; }
 struct Row {
-    u32 x[K / 32][4];
+    uint4 x[CHUNKS];
     __device__ __forceinline__ void load(const void* row) {
 #pragma unroll
-        for (int i = 0; i < K / 32; i++) {
-            const uint4 y = static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
-            x[i][0] = y.x, x[i][1] = y.y, x[i][2] = y.z, x[i][3] = y.w;
-        }
+        for (int i = 0; i < CHUNKS; i++) x[i] = chunk(row, i);
     }
 };
 
-// Two rows of a lane as the other operand, in 16 rows.
-struct Rows {
-    u32 a[K / 16][4];
-    __device__ __forceinline__ Rows(const Row& low, const Row& high) {
-#pragma unroll
-        for (int i = 0; i < K / 16; i++)
-#pragma unroll
-            for (int n = 0; n < 4; n++) hold(a[i][n] = (n % 2 ? high : low).x[i / 2][i % 2 * 2 + n / 2]);
-    }
-};
-
-// d[m][n] = <row m, other row n>.
-__device__ __forceinline__ void multiply(float (&d)[4], const Rows& rows, const Row& other) {
-    float odd[4] = {};
-#pragma unroll
-    for (int n = 0; n < 4; n++) d[n] = 0;
-#pragma unroll
-    for (int i = 0; i < K / 16; i++) mma_bf16(i % 2 ? odd : d, rows.a[i], other.x[i / 2][i % 2 * 2], other.x[i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-    for (int n = 0; n < 4; n++) d[n] += odd[n];
+// d[m][n] += <row m, row n> over a chunk; a lane has rows r and r + 8 of one operand and row r of the other.
+__device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const uint4& high, const uint4& other) {
+    const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+    mma_bf16(d, first, other.x, other.y);
+    mma_bf16(d, second, other.z, other.w);
 }
 
 // Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
@@ -74,7 +58,7 @@ __device__ __forceinline__ void solve(Scratch& scratch, const Gates& gates, int 
             if (8 * half > pos) continue;
 #pragma unroll
             for (int j = 8 * half + 7 - half; j >= 8 * half && j > 0; j--) {
-                const float other = s < j && j <= pos ? row[j] : 0.f;
+                const float other = s < j ? row[j] : 0.f;
 #pragma unroll
                 for (int i = 0; i < TURNS; i++) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * (gates.beta[i] * other);
             }
@@ -105,31 +89,52 @@ __device__ __forceinline__ Row load_map(const Arguments& arg, const Item& item, 
     else rows.load(arg.projection + heads.projection[h] + row * K);
     return rows;
 }
+struct FirstRows {
+    Row of[TOGETHER];
+    __device__ __forceinline__ void load(const Arguments& arg, const Item& item, const Heads& heads) {
+#pragma unroll
+        for (int h = 0; h < TOGETHER; h++) of[h] = load_map(arg, item, heads, h, 0);
+    }
+};
 
-// All products along K by tensor cores. Rows are those of tokens 0 to pos and, in all other places, the query.
-__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, const Row& first_rows, Scratch& scratch) {
+// All products along K by tensor cores. Rows of the left operand are tokens 0 to pos and, in all other places, the query;
+// without erasure the query alone.
+__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
-    auto row_of = [&](int s) {
-        Row row;
-        row.load(item.key(s <= pos ? s : pos + 1));
-        return row;
-    };
-    const Rows tokens = ERASES ? Rows(row_of(r), row_of(r + 8)) : Rows(row_of(15), row_of(15));
-    float d[4];
+    const act_t *const query = item.key(pos + 1), *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
+    constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
+    const void* pivots[PIVOT_TILES + 1];
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++) {
+        // rows that a head or an item does not have are some other row, and their products nobody's
+        const int place = 8 * n + r, h = min(place / PIVOT_SLOTS, TOGETHER - 1), rank = heads.rank[h];
+        const sketch_t* const first = item.sketches() + heads.at[h] + rank * V;
+        pivots[n] = query;
+        if (rank) pivots[n] = first + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
+    }
+    float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+        const uint4 first = chunk(lower, i), second = chunk(upper, i), own = chunk(query, i);
+        const uint4 &low = ERASES ? first : own, &high = ERASES ? second : own;
+        multiply(scores[0], low, high, first);
+        multiply(scores[1], low, high, second);
+#pragma unroll
+        for (int h = 0; h < TOGETHER; h++) multiply(z[h], low, high, first_rows.of[h].x[i]);
+#pragma unroll
+        for (int n = 0; n < PIVOT_TILES; n++) multiply(y[n], low, high, chunk(pivots[n], i));
+    }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        if (8 * n > pos) break;
-        multiply(d, tokens, row_of(r + 8 * n));
         float* const to = &scratch.product[0][8 * n + 2 * c];
-        if (ERASES || r == 0) *reinterpret_cast<float2*>(to + 20 * (ERASES ? r : 0)) = make_float2(d[0], d[1]);
-        if (ERASES) *reinterpret_cast<float2*>(to + 20 * (r + 8)) = make_float2(d[2], d[3]);
+        if (ERASES || r == 0) *reinterpret_cast<float2*>(to + 20 * (ERASES ? r : 0)) = make_float2(scores[n][0], scores[n][1]);
+        if (ERASES) *reinterpret_cast<float2*>(to + 20 * (r + 8)) = make_float2(scores[n][2], scores[n][3]);
     }
     __syncwarp();
     solve(scratch, gates, pos);
     __syncwarp();
-    // Of 8 rows of a map, columns 2c and 2c + 1 of d: what they make of the effective query, but for its decay.
-    auto against = [&](const Row& rows, int h, float* to) {
-        multiply(d, tokens, rows);
+    // Columns 2c and 2c + 1 of 8 rows' products: what the effective query makes of them, but for its decay.
+    auto put = [&](const float (&d)[4], int h, float* to) {
         float x = d[0], y = d[1];
         if (ERASES) {
             const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
@@ -139,26 +144,21 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
         }
         if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x, y);
     };
-    Row now = first_rows;
+#pragma unroll
+    for (int h = 0; h < TOGETHER; h++) put(z[h], h, scratch.c[h]);
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++) put(y[n], min((8 * n + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[8 * n]);
 #pragma unroll 1
-    for (int h = 0, first = 0; h < TOGETHER;) {
-        const bool ends = first + 8 >= heads.rank[h];
-        const int next_h = ends ? h + 1 : h, next = ends ? 0 : first + 8;
-        Row coming;
-        if (next_h < TOGETHER) coming = load_map(arg, item, heads, next_h, next);
-        against(now, h, &scratch.c[h][first]);
-        now = coming, h = next_h, first = next;
-    }
-    if (MAP != FACTORS) return;
+    for (int h = 0; h < TOGETHER; h++) {
 #pragma unroll 1
-    for (int first = 0; first < TOGETHER * PIVOT_SLOTS; first += 8) {
-        // rows that a head or an item does not have are some other row, and their products nobody's
-        const int h = min((first + r) / PIVOT_SLOTS, TOGETHER - 1), rank = heads.rank[h];
-        const sketch_t* const pivots = item.sketches() + heads.at[h] + rank * V;
-        const void* const from = pivots + min((first + r) % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
-        Row rows;
-        rows.load(rank ? from : item.key(0));
-        against(rows, min((first + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[first]);
+        for (int first = 8; first < heads.rank[h]; first += 8) {
+            const Row rows = load_map(arg, item, heads, h, first);
+            float d[4] = {};
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++)
+                multiply(d, chunk(ERASES ? lower : query, i), chunk(ERASES ? upper : query, i), rows.x[i]);
+            put(d, h, &scratch.c[h][first]);
+        }
     }
 }
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 __device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, Scratch& scratch) {
     const int lane = threadIdx.x % 32, pos = item.pos, rank = heads.rank[0], p = pivots_of(rank);
     const Tokens tokens{item.key(pos + 1), item.key(0), item.key(pos), item.gates(), item.gates() + pos * K};
-    const WindowRead window = read_window(tokens, pos, gates.g[0], gates.beta[0]);
+    const WindowRead window = read_window<false>(tokens, pos, gates.g[0], gates.beta[0]);
     if (lane < W) scratch.weight[0][lane] = window.weight;
     if (lane == 0) scratch.whole[0] = 1;
     auto against = [&](const sketch_t* rows, int count, float* to) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void project(const Arguments& arg, const Item& item, 
 
 // One item, whose bytes are there.
 __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
-                                              const Row& first_rows, i64 first_output, Scratch& scratch) {
+                                              const FirstRows& first_rows, i64 first_output, Scratch& scratch) {
     if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
     else project(arg, item, heads, gates, scratch);
     __syncwarp();

@@ -59,8 +59,6 @@ inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLAC
     host::meet_warp(~0u, post, where);
 }
 
-inline void hold(u32&) {}
-
 inline u32 transpose_8x8(u32 x, HOST_PLACE) {
     host::Transpose post(x);
     host::meet_warp(~0u, post, where);
