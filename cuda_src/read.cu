@@ -14,7 +14,7 @@
 // A block's shared memory: this, a row's slot and position for each row, then a part for each of its warps.
 struct BlockMemory {
     int most_tokens, most_elements;  // of any item
-    Heads heads[PARTS];
+    Heads heads[PARTS];  // of the block's own parts
     Piece pieces[PIECES];
     alignas(16) int2 rows[1];
 };
@@ -48,13 +48,15 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     auto goes_on = [&](i64 slot, int pos) { return slot >= 0 && pos + 1 < W; };
     auto list = [&](int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = row; };
 #if DENSE_HEADS
-    for (int i = blockIdx.x * (blockDim.x / 32) + warp; i < DENSE_HEADS * QUARTERS * batch; i += gridDim.x * (blockDim.x / 32)) {
+    const int warps = gridDim.x * (blockDim.x / 32), tasks = DENSE_HEADS * QUARTERS * batch;
+    for (int i = blockIdx.x * (blockDim.x / 32) + warp; i < tasks; i += warps) {
         const int part = i % QUARTERS, row = i / QUARTERS % batch, place = i / QUARTERS / batch, head = order[place];
         const i64 slot = slots[row];
         const int pos = slot < 0 ? 0 : cursor[slot];
         if (goes_on(slot, pos)) read_dense(arg, head, at(row), slot, pos, part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
         else if (!SKETCHED_HEADS && part + place + lane == 0) list(row);
+        if (!SKETCHED_HEADS) break;  // a warp for each
     }
 #endif
 #if SKETCHED_HEADS
@@ -62,8 +64,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
     // An even share, all heads of a row one after the other.
     const int items = PARTS * batch;
-    const int begin = static_cast<int>(static_cast<i64>(items) * blockIdx.x / gridDim.x);
-    const int end = static_cast<int>(static_cast<i64>(items) * (blockIdx.x + 1) / gridDim.x);
+    const int begin = static_cast<u32>(items) * blockIdx.x / gridDim.x, end = static_cast<u32>(items) * (blockIdx.x + 1) / gridDim.x;
     const int first_row = begin / PARTS, rows = (end - 1) / PARTS - first_row + 1;
     if (threadIdx.x == 0) block.most_tokens = 0, block.most_elements = 0;
     __syncthreads();
@@ -73,8 +74,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         if (goes_on(slot, pos)) atomicMax(&block.most_tokens, pos);
         else if (slot >= 0 && row * PARTS >= begin) list(row);  // in the block that has the row's first item
     }
-    if (threadIdx.x < PIECES) block.pieces[threadIdx.x].set(arg, threadIdx.x);
-    for (int part = blockDim.x - 1 - threadIdx.x; part < PARTS; part += blockDim.x) {
+    if (warp == static_cast<int>(blockDim.x) / 64 && lane < PIECES) block.pieces[lane].set(arg, lane);
+    for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + PARTS); i += blockDim.x) {
+        const int part = i % PARTS;
         block.heads[part].load(heads, part);
         atomicMax(&block.most_elements, block.heads[part].elements);
     }
@@ -84,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const int rows_end = static_cast<int>(sizeof(BlockMemory)) + rows * static_cast<int>(sizeof(int2));
     const int pool = shared_bytes - rounded(rows_end), largest = Item::bytes(block.most_tokens, block.most_elements);
     const int most_warps = min(static_cast<int>(blockDim.x) / 32, pool / (ITEMS_AT + rounded(largest)));
-    const int rounds = (end - begin + most_warps - 1) / most_warps, warps = (end - begin + rounds - 1) / rounds;
-    if (warp >= warps) return;
-    const int part_bytes = pool / warps / 128 * 128;
+    const int rounds = (end - begin + most_warps - 1) / most_warps, sharing = (end - begin + rounds - 1) / rounds;
+    if (warp >= sharing) return;
+    const int part_bytes = pool / sharing / 128 * 128;
     char* const lower = reinterpret_cast<char*>(shared) + rounded(rows_end) + warp * part_bytes + ITEMS_AT;
     char* const upper = lower - ITEMS_AT + part_bytes;
     WarpMemory& memory = *reinterpret_cast<WarpMemory*>(lower - ITEMS_AT);
@@ -115,21 +117,24 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     Work work = find(first_row, begin - first_row * PARTS + warp);
     if (work.reads) send(item, gates, work);
     copy_async_commit();
-    for (int i = begin + warp; i < end; i += warps) {
-        const Work next = find(work.row, work.part + warps);
+    for (int i = begin + warp; i < end; i += sharing) {
+        const Work next = find(work.row, work.part + sharing);
         const Heads& own = heads_of(work);
         const int taken = work.reads ? Item::bytes(work.pos, own.elements) : 0;
         const bool early = next.reads && taken + Item::bytes(next.pos, heads_of(next).elements) <= upper - lower;
+        FirstRows first_rows;  // of a shared projection they are on their way while the item is
+        if (work.reads) {
+            if (MATRIX && MAP != OWN) first_rows.load(arg, item, own);
+            memory.arrival[read % 2].wait<0>(read / 2);
+            read++;
+            __syncwarp();
+            if (MATRIX && MAP == OWN) first_rows.load(arg, item, own);
+        }
+        // not sooner: all of the device's warps begin at once, and would wait for twice the bytes
         if (early) send(next_item, next_gates, next);
         copy_async_commit();
         const i64 output = (at(work.row) * HEADS + work.part * TOGETHER) * V;
         if (work.reads) {
-            FirstRows first_rows;  // of a shared projection they are on their way while the item is
-            if (MATRIX && MAP != OWN) first_rows.load(arg, item, own);
-            memory.arrival[read % 2].wait<1>(read / 2);
-            read++;
-            __syncwarp();
-            if (MATRIX && MAP == OWN) first_rows.load(arg, item, own);
             gates.append(arg, work);
             item.append(arg, work);
             read_sketched(arg, item, own, gates, first_rows, output, memory.scratch);
@@ -147,6 +152,6 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
 #endif
 
 // What the host must know: the least shared memory of a block, with one warp, and the items of a row.
-extern "C" __device__ int read_shared_bytes = 
+extern "C" __device__ int read_shared_bytes =
     SKETCHED_HEADS ? rounded(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2)) + ITEMS_AT + rounded(LARGEST) : 0;
 extern "C" __device__ int read_parts = PARTS;

@@ -21,13 +21,13 @@ struct Scratch {
 
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
 // the same in all operands.
-constexpr int CHUNKS = K / 32;
+constexpr int KEY_CHUNKS = K / 32;
 __device__ __forceinline__ uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4]; }
 struct Row {
-    uint4 x[CHUNKS];
+    uint4 x[KEY_CHUNKS];
     __device__ __forceinline__ void load(const void* row) {
 #pragma unroll
-        for (int i = 0; i < CHUNKS; i++) x[i] = chunk(row, i);
+        for (int i = 0; i < KEY_CHUNKS; i++) x[i] = chunk(row, i);
     }
 };
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
     }
     float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
 #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
+    for (int i = 0; i < KEY_CHUNKS; i++) {
         const uint4 first = chunk(lower, i), second = chunk(upper, i), own = chunk(query, i);
         const uint4 &low = ERASES ? first : own, &high = ERASES ? second : own;
         multiply(scores[0], low, high, first);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
             const Row rows = load_map(arg, item, heads, h, first);
             float d[4] = {};
 #pragma unroll
-            for (int i = 0; i < CHUNKS; i++)
+            for (int i = 0; i < KEY_CHUNKS; i++)
                 multiply(d, chunk(ERASES ? lower : query, i), chunk(ERASES ? upper : query, i), rows.x[i]);
             put(d, h, &scratch.c[h][first]);
         }
@@ -165,8 +165,7 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 // The same by each lane's share of the effective query, for one head.
 __device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, Scratch& scratch) {
     const int lane = threadIdx.x % 32, pos = item.pos, rank = heads.rank[0], p = pivots_of(rank);
-    const Tokens tokens{item.key(pos + 1), item.key(0), item.key(pos), item.gates(), item.gates() + pos * K};
-    const WindowRead window = read_window<false>(tokens, pos, gates.g[0], gates.beta[0]);
+    const WindowRead window = read_window({item.key(pos + 1), item.key(0), item.gates()}, pos, gates.g[0], gates.beta[0]);
     if (lane < W) scratch.weight[0][lane] = window.weight;
     if (lane == 0) scratch.whole[0] = 1;
     auto against = [&](const sketch_t* rows, int count, float* to) {

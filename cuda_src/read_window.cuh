@@ -13,61 +13,47 @@ template <int LANES> struct ValueShare {
     __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % LANES + LANES * i); }
 };
 
-// What going back needs of each token, in shared or global memory: the newest one may lie apart from the ring.
-struct Tokens {
-    const act_t *q, *ring_k, *newest_k;
-    const float *ring_g, *newest_g;  // kda
-};
-
 struct WindowRead {
     float x[LK];   // this lane's channels of the effective query
     float weight;  // lane s: weight of token s (0 after the newest)
 };
 
+// What going back needs of each token, in shared memory, one after the other.
+struct Tokens {
+    const act_t *q, *k;
+    const float* g;  // kda
+};
+
 // Goes back over tokens 0 to pos, four at a time: three reductions' latency less than one by one. `gate` and `beta`
 // are token `lane`'s (0 after the newest). Within four, with x and k_m carried on by the decays in between,
-// c_i = beta_i (<k_i, x> - sum over m < i of c_m <k_i, k_m>), i and m counting back. AHEAD: all keys set out first, which
-// are far away; else a block of four before they are needed.
-constexpr int BLOCK = 4, BLOCKS = W / BLOCK;
+// c_i = beta_i (<k_i, x> - sum over m < i of c_m <k_i, k_m>), i and m counting back.
+constexpr int BLOCK = 4;
 
-template <bool AHEAD>
 __device__ __forceinline__ WindowRead read_window(const Tokens& tokens, int pos, float gate, float beta) {
     const int lane = threadIdx.x % 32;
     WindowRead window;
-    Packed<ACT, LK> query, key[BLOCK], coming[AHEAD ? BLOCKS : 1][BLOCK];
+    Packed<ACT, LK> query, key[BLOCK], coming[BLOCK];
     Packed<FP32, LK> gates[BLOCK], coming_gates[BLOCK];
-    auto fetch_keys = [&](int first, Packed<ACT, LK>(&into)[BLOCK]) {
+    auto fetch = [&](int first) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
             const int s = first - i;
-            into[i].clear();
-            if (s >= 0) into[i].load((s < pos ? tokens.ring_k + s * K : tokens.newest_k) + lane * LK);
-        }
-    };
-    auto fetch_gates = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            const int s = first - i;
-            coming_gates[i].clear();
-            if (KIND == KDA && s >= 0) coming_gates[i].load((s < pos ? tokens.ring_g + s * K : tokens.newest_g) + lane * LK);
+            coming[i].clear(), coming_gates[i].clear();
+            if (s >= 0) coming[i].load(tokens.k + s * K + lane * LK);
+            if (KIND == KDA && s >= 0) coming_gates[i].load(tokens.g + s * K + lane * LK);
         }
     };
     query.load(tokens.q + lane * LK);
-#pragma unroll
-    for (int n = 0; n < (AHEAD ? BLOCKS : 1); n++) fetch_keys(pos - n * BLOCK, coming[n]);
-    fetch_gates(pos);
+    fetch(pos);
 #pragma unroll
     for (int c = 0; c < LK; c++) window.x[c] = query[c];
     window.weight = 0;
     const float same = KIND == KDA ? 1.f : decay(gate);
-#pragma unroll(AHEAD ? BLOCKS : 1)
-    for (int n = 0; n < BLOCKS; n++) {
-        const int first = pos - n * BLOCK;
-        if (first < 0) break;
+#pragma unroll 1
+    for (int first = pos; first >= 0; first -= BLOCK) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) key[i] = coming[AHEAD ? n : 0][i], gates[i] = coming_gates[i];
-        if (!AHEAD) fetch_keys(first - BLOCK, coming[0]);
-        fetch_gates(first - BLOCK);
+        for (int i = 0; i < BLOCK; i++) key[i] = coming[i], gates[i] = coming_gates[i];
+        fetch(first - BLOCK);
         constexpr int DOTS = ERASES ? 16 : BLOCK;
         float dots[DOTS] = {}, carried[BLOCK][LK], one[BLOCK], write[BLOCK];
 #pragma unroll

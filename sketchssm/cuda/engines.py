@@ -301,7 +301,7 @@ class SketchEngine(StandardEngine):
         if most:
             items = batch * self._read_parts
             blocks = min(items, most)
-            warps = min(-(-items // blocks), MOST_READ_WARPS)
+            warps = min(max(-(-items // blocks), 4), MOST_READ_WARPS)  # a few at least, for what comes before
         args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
         kernel((blocks,), (32 * warps,), args, shared_mem=shared)
         self._flush(state, inputs, STEP)
