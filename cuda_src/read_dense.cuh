@@ -5,22 +5,21 @@
 constexpr int QUARTERS = 4;
 constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp holds in flight
 
-__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, int pos, int head) {
+typedef ValueShare<32> Whole;
+typedef Packed<ACT, Whole::WIDTH> WholeValue[Whole::COUNT];
+
+// Puts the newest token into the ring; its values have been fetched.
+__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const WholeValue& values, int pos, int head) {
     const int lane = threadIdx.x % 32;
-    typedef ValueShare<32> Share;
     if (head % GROUP == 0) {
         Packed<ACT, LK> key;
         key.load(token.k + lane * LK);
         key.store(ring.k + pos * K + lane * LK);
     }
 #pragma unroll
-    for (int i = 0; i < Share::COUNT; i++) {
-        if (Share::at(i) >= V) continue;
-        Packed<ACT, Share::WIDTH> value;
-        value.load(token.v + Share::at(i));
-        value.store(ring.v + pos * V + Share::at(i));
-    }
-    if (KIND == KDA) {
+    for (int i = 0; i < Whole::COUNT; i++)
+        if (Whole::at(i) < V) values[i].store(ring.v + pos * V + Whole::at(i));
+    if constexpr (KIND == KDA) {
         Packed<FP32, LK> gate;
         gate.load(token.g + lane * LK);
         gate.store(ring.g + pos * K + lane * LK);
@@ -144,8 +143,14 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
     Packed<FP32, LK> rows[DENSE_ROWS];
 #pragma unroll
     for (int i = 0; i < DENSE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
+    WholeValue newest;
+#pragma unroll
+    for (int i = 0; i < Whole::COUNT; i++) {
+        newest[i].clear();
+        if (part == 0 && Whole::at(i) < V) newest[i].load(token.v + Whole::at(i));
+    }
     const WindowRead window = read_ring(token, ring, pos);
-    if (part == 0) append_token(token, ring, pos, head);
+    if (part == 0) append_token(token, ring, newest, pos, head);
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {
         float sums[DENSE_ROWS];
 #pragma unroll
