@@ -105,7 +105,8 @@ __device__ __forceinline__ void copy_pieces(char* shared, const void* global, in
         if (size == 0) continue;
         const i64 to = __shfl_sync(0xffffffffu, reinterpret_cast<i64>(shared), piece);
         const i64 from = __shfl_sync(0xffffffffu, reinterpret_cast<i64>(global), piece);
-        for (int i = threadIdx.x % 32 * 16; i < size; i += 512) copy_async_16(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(from + i));
+        for (int i = threadIdx.x % 32 * 16; i < size; i += 512)
+            copy_async_16(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(from + i));
     }
 #endif
 }

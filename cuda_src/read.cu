@@ -2,8 +2,8 @@
 //
 // Appends the row's token to its ring and computes o = (state read of the effective query) + (buffer output). The
 // state read is U C x for a head with a sketch and S^T x for a dense one; buffered replay is the variant whose heads
-// are all dense. Rows whose slot is due for a flush are left to `flush.cu`, which finds them listed, and which moves the
-// cursors. Warps work alone: each goes through its share of items while the next one's bytes come in.
+// are all dense. Rows whose slot is due for a flush are left to `flush.cu`, which finds them listed, and which moves
+// the cursors. Warps work alone: each goes through its share of items while the next one's bytes come in.
 //
 // -D constants besides common.cuh's: W, DENSE_HEADS, SKETCHED_HEADS, RANK_MAX, PIVOTS, MAP (0 factors, 1 dense,
 // 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32).
@@ -64,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
     // An even share, all heads of a row one after the other.
     const int items = PARTS * batch;
-    const int begin = static_cast<u32>(items) * blockIdx.x / gridDim.x, end = static_cast<u32>(items) * (blockIdx.x + 1) / gridDim.x;
+    const int begin = static_cast<u32>(items) * blockIdx.x / gridDim.x;
+    const int end = static_cast<u32>(items) * (blockIdx.x + 1) / gridDim.x;
     const int first_row = begin / PARTS, rows = (end - 1) / PARTS - first_row + 1;
     if (threadIdx.x == 0) block.most_tokens = 0, block.most_elements = 0;
     __syncthreads();
@@ -86,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const int rows_end = static_cast<int>(sizeof(BlockMemory)) + rows * static_cast<int>(sizeof(int2));
     const int pool = shared_bytes - rounded(rows_end), largest = Item::bytes(block.most_tokens, block.most_elements);
     const int most_warps = min(static_cast<int>(blockDim.x) / 32, pool / (ITEMS_AT + rounded(largest)));
-    const int rounds = (end - begin + most_warps - 1) / most_warps, sharing = (end - begin + rounds - 1) / rounds;
+    const int rounds = (end - begin + most_warps - 1) / most_warps;
+    const int sharing = (end - begin + rounds - 1) / rounds;
     if (warp >= sharing) return;
     const int part_bytes = pool / sharing / 128 * 128;
     char* const lower = reinterpret_cast<char*>(shared) + rounded(rows_end) + warp * part_bytes + ITEMS_AT;

@@ -9,7 +9,8 @@ typedef ValueShare<32> Whole;
 typedef Packed<ACT, Whole::WIDTH> WholeValue[Whole::COUNT];
 
 // Puts the newest token into the ring; its values have been fetched.
-__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const WholeValue& values, int pos, int head) {
+__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const WholeValue& values, int pos,
+                                             int head) {
     const int lane = threadIdx.x % 32;
     if (head % GROUP == 0) {
         Packed<ACT, LK> key;

@@ -29,7 +29,9 @@ struct Arguments {
     const float *g, *beta;
     out_t* out;
 
-    __device__ __forceinline__ Ring ring(i64 slot, int head) const { return Ring(ring_k, ring_v, ring_g, ring_beta, slot, head); }
+    __device__ __forceinline__ Ring ring(i64 slot, int head) const {
+        return Ring(ring_k, ring_v, ring_g, ring_beta, slot, head);
+    }
     __device__ __forceinline__ Token token(i64 at, int head) const { return Token(q, k, v, g, beta, at, head); }
 };
 
@@ -91,7 +93,8 @@ struct Gates {
 // An item in shared memory, without a gap: keys of tokens 0 to pos, then the query | values of each head but for the
 // newest | newest values | gates (kda) | sketches of all heads.
 struct Item {
-    static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(float) : 0;
+    static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t);
+    static constexpr int GATE = KIND == KDA ? K * sizeof(float) : 0;
     char* at;
     int pos;
 
@@ -102,13 +105,17 @@ struct Item {
     __device__ __forceinline__ const act_t* newest(int h) const {
         return reinterpret_cast<const act_t*>(at + newest_at(pos) + h * VALUE);
     }
-    __device__ __forceinline__ const float* gates() const { return reinterpret_cast<const float*>(at + gates_at(pos)); }
+    __device__ __forceinline__ const float* gates() const {
+        return reinterpret_cast<const float*>(at + gates_at(pos));
+    }
     __device__ __forceinline__ const sketch_t* sketches() const {
         return reinterpret_cast<const sketch_t*>(at + sketches_at(pos));
     }
 
     static constexpr __device__ __forceinline__ int values_at(int pos) { return (pos + 2) * KEY; }
-    static constexpr __device__ __forceinline__ int newest_at(int pos) { return values_at(pos) + TOGETHER * pos * VALUE; }
+    static constexpr __device__ __forceinline__ int newest_at(int pos) {
+        return values_at(pos) + TOGETHER * pos * VALUE;
+    }
     static constexpr __device__ __forceinline__ int gates_at(int pos) { return newest_at(pos) + TOGETHER * VALUE; }
     static constexpr __device__ __forceinline__ int sketches_at(int pos) { return gates_at(pos) + (pos + 1) * GATE; }
     static constexpr __device__ __forceinline__ int bytes(int pos, int elements) {
@@ -119,9 +126,12 @@ struct Item {
     __device__ __forceinline__ void append(const Arguments& arg, const Work& work) const {
         const int first = work.part * TOGETHER;
         auto put = [&](void* ring, int heads, int head, int from, int bytes, int count) {  // rows of `count` heads
-            char* const to = static_cast<char*>(ring) + static_cast<i64>(work.slot) * (heads * W * bytes) + (head * W + pos) * bytes;
-            for (int i = threadIdx.x % 32 * 16; i < count * bytes; i += 512)
-                *reinterpret_cast<uint4*>(to + i + i / bytes * ((W - 1) * bytes)) = *reinterpret_cast<const uint4*>(at + from + i);
+            const i64 row = (work.slot * static_cast<i64>(heads) + head) * W + pos;
+            char* const to = static_cast<char*>(ring) + row * bytes;
+            for (int i = threadIdx.x % 32 * 16; i < count * bytes; i += 512) {
+                const uint4 x = *reinterpret_cast<const uint4*>(at + from + i);
+                *reinterpret_cast<uint4*>(to + i + i / bytes * ((W - 1) * bytes)) = x;
+            }
         };
         if (first % GROUP == 0) put(arg.ring_k, KEY_HEADS, first / GROUP, pos * KEY, KEY, 1);
         put(arg.ring_v, HEADS, first, newest_at(pos), VALUE, TOGETHER);
@@ -171,8 +181,8 @@ struct alignas(16) Piece {
 };
 
 // Starts the copies of an item.
-__device__ __forceinline__ void fetch(const Arguments& arg, const Piece* pieces, const Item& item, const Heads& heads, const Work& work,
-                                      i64 at, Arrival& arrival) {
+__device__ __forceinline__ void fetch(const Arguments& arg, const Piece* pieces, const Item& item, const Heads& heads,
+                                      const Work& work, i64 at, Arrival& arrival) {
     const int lane = threadIdx.x % 32, elements = heads.elements;
     const char* from = nullptr;
     char* to = nullptr;

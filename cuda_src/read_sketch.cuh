@@ -22,7 +22,9 @@ struct Scratch {
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
 // the same in all operands.
 constexpr int KEY_CHUNKS = K / 32;
-__device__ __forceinline__ uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4]; }
+__device__ __forceinline__ uint4 chunk(const void* row, int i) {
+    return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
+}
 struct Row {
     uint4 x[KEY_CHUNKS];
     __device__ __forceinline__ void load(const void* row) {
@@ -97,11 +99,14 @@ struct FirstRows {
     }
 };
 
-// All products along K by tensor cores. Rows of the left operand are tokens 0 to pos and, in all other places, the query;
-// without erasure the query alone.
-__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
+// All products along K by tensor cores, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all
+// other places, the query; without erasure the query alone. The right ones are tokens, maps and pivots. The effective
+// query is never formed: what a map makes of it is a sum of what it makes of keys and query.
+__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
+                                               const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
-    const act_t *const query = item.key(pos + 1), *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
+    const act_t* const query = item.key(pos + 1);
+    const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
     constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
@@ -126,9 +131,12 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        float* const to = &scratch.product[0][8 * n + 2 * c];
-        if (ERASES || r == 0) *reinterpret_cast<float2*>(to + 20 * (ERASES ? r : 0)) = make_float2(scores[n][0], scores[n][1]);
-        if (ERASES) *reinterpret_cast<float2*>(to + 20 * (r + 8)) = make_float2(scores[n][2], scores[n][3]);
+        const float(&d)[4] = scores[n];
+        auto put = [&](int row, float x, float y) {
+            *reinterpret_cast<float2*>(&scratch.product[row][8 * n + 2 * c]) = make_float2(x, y);
+        };
+        if (ERASES) put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
+        else if (r == 0) put(0, d[0], d[1]);
     }
     __syncwarp();
     solve(scratch, gates, pos);
@@ -140,14 +148,18 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
             const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
             x = upper * d[0] + lower * d[2], y = upper * d[1] + lower * d[3];
 #pragma unroll
-            for (int bit = 4; bit < 32; bit *= 2) x += __shfl_xor_sync(ALL, x, bit), y += __shfl_xor_sync(ALL, y, bit);
+            for (int bit = 4; bit < 32; bit *= 2) {
+                x += __shfl_xor_sync(ALL, x, bit);
+                y += __shfl_xor_sync(ALL, y, bit);
+            }
         }
         if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x, y);
     };
 #pragma unroll
     for (int h = 0; h < TOGETHER; h++) put(z[h], h, scratch.c[h]);
 #pragma unroll
-    for (int n = 0; n < PIVOT_TILES; n++) put(y[n], min((8 * n + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[8 * n]);
+    for (int n = 0; n < PIVOT_TILES; n++)
+        put(y[n], min((8 * n + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[8 * n]);
 #pragma unroll 1
     for (int h = 0; h < TOGETHER; h++) {
 #pragma unroll 1
@@ -163,9 +175,11 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 }
 
 // The same by each lane's share of the effective query, for one head.
-__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates, Scratch& scratch) {
+__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
+                                        Scratch& scratch) {
     const int lane = threadIdx.x % 32, pos = item.pos, rank = heads.rank[0], p = pivots_of(rank);
-    const WindowRead window = read_window({item.key(pos + 1), item.key(0), item.gates()}, pos, gates.g[0], gates.beta[0]);
+    const Tokens tokens{item.key(pos + 1), item.key(0), item.gates()};
+    const WindowRead window = read_window(tokens, pos, gates.g[0], gates.beta[0]);
     if (lane < W) scratch.weight[0][lane] = window.weight;
     if (lane == 0) scratch.whole[0] = 1;
     auto against = [&](const sketch_t* rows, int count, float* to) {
@@ -189,8 +203,9 @@ __device__ __forceinline__ void project(const Arguments& arg, const Item& item, 
 }
 
 // One item, whose bytes are there.
-__device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
-                                              const FirstRows& first_rows, i64 first_output, Scratch& scratch) {
+__device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads,
+                                              const Gates& gates, const FirstRows& first_rows, i64 first_output,
+                                              Scratch& scratch) {
     if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
     else project(arg, item, heads, gates, scratch);
     __syncwarp();

@@ -68,7 +68,7 @@ __device__ __forceinline__ WindowRead read_window(const Tokens& tokens, int pos,
             int place = BLOCK;
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
-                const float k = key[i][c], a = KIND == KDA ? __expf(gates[i][c]) : one[i];
+                const float k = key[i][c], a = KIND == KDA ? __expf(gates[i][c]) : one[i];  // as exact as a sketch
                 dots[i] += k * window.x[c];
                 window.x[c] *= a;
                 if constexpr (ERASES) {

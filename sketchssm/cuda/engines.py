@@ -9,8 +9,8 @@ import numpy as np
 
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.layout import PackedPlan, pack_plan
-from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_limit, size_of
-from sketchssm.cuda.modules import Variant, load, warmup
+from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_limit
+from sketchssm.cuda.modules import Variant, load, size_of, warmup
 from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -181,7 +181,7 @@ class SketchEngine(StandardEngine):
         import cupy
         import ml_dtypes
 
-        layer, slots = self.layer, self.slots
+        slots = self.slots
         check_window(window)
         plan: SketchPlan | None = getattr(self, "plan", None)
         if plan is not None:
@@ -243,21 +243,16 @@ class SketchEngine(StandardEngine):
         name = ("read_step", "flush_step")[index]
         if name not in self._launches:
             module = load(self.variants()[index], late=late)
-            kernel, blocks = module.get_function(name), 0
+            kernel, shared, blocks = module.get_function(name), 0, 0
             if name == "flush_step":
-                shared = size_of(module, "flush_shared_bytes")
-                kernel.max_dynamic_shared_size_bytes = shared
-                resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                shared = kernel.max_dynamic_shared_size_bytes = size_of(module, "flush_shared_bytes")
+                blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, 2 * self.layer.value_dim, shared
                 )
-                blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
-            elif self._dense < self.layer.heads:
-                shared = shared_limit()  # all there is: a block shares it out to its warps
-                kernel.max_dynamic_shared_size_bytes = shared
-                blocks = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-                self._read_parts = size_of(module, "read_parts")
-            else:  # as many blocks as there is work
-                shared = 0
+            elif self._dense < self.layer.heads:  # one block shares all there is out to its warps
+                shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
+                self._read_parts, blocks = size_of(module, "read_parts"), 1
+            blocks *= int(cupy.cuda.Device().attributes["MultiProcessorCount"])
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
 

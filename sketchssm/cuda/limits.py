@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from sketchssm.backends import UnsupportedError
-from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_layer", "check_plan", "check_pool", "check_shared", "check_window", "shared_limit", "size_of"]
+__all__ = ["check_layer", "check_plan", "check_pool", "check_shared", "check_window", "shared_limit"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
@@ -91,13 +91,6 @@ def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
     if pool.device.id != cupy.cuda.Device().id:
         raise ValueError(f"state: expected memory of CUDA device {cupy.cuda.Device().id}, got {pool.device.id}")
     return pool
-
-
-def size_of(module: Any, name: str) -> int:
-    """A number that a module has for the host."""
-    import cupy
-
-    return int(cupy.ndarray((1,), np.int32, module.get_global(name)).get()[0])
 
 
 def shared_limit() -> int:
