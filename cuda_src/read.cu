@@ -31,7 +31,7 @@ constexpr int ITEMS_AT = (sizeof(WarpMemory) - 1) / 128 * 128;
 __device__ __forceinline__ constexpr int rounded(int bytes) { return (bytes + 127) / 128 * 128; }
 
 #ifndef SIZES_ONLY  // set where only the last lines are asked for
-constexpr int MOST_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : 4;
+constexpr int MOST_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read_step(
     const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g,
@@ -48,15 +48,16 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     auto goes_on = [&](i64 slot, int pos) { return slot >= 0 && pos + 1 < W; };
     auto list = [&](int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = row; };
 #if DENSE_HEADS
-    const int warps = gridDim.x * (blockDim.x / 32), tasks = DENSE_HEADS * QUARTERS * batch;
-    for (int i = blockIdx.x * (blockDim.x / 32) + warp; i < tasks; i += warps) {
-        const int part = i % QUARTERS, row = i / QUARTERS % batch, place = i / QUARTERS / batch, head = order[place];
+    // Four warps for a head of a row: those of a block where there are no others, known to the compiler as one path.
+    const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
+    for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
+        const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
         const i64 slot = slots[row];
         const int pos = slot < 0 ? 0 : cursor[slot];
         if (goes_on(slot, pos)) read_dense(arg, head, at(row), slot, pos, part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && part + place + lane == 0) list(row);
-        if (!SKETCHED_HEADS) break;  // a warp for each
+        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(row);
+        if (!SKETCHED_HEADS) break;  // a block for each
     }
 #endif
 #if SKETCHED_HEADS
