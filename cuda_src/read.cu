@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     auto goes_on = [&](i64 slot, int pos) { return slot >= 0 && pos + 1 < W; };
     auto list = [&](int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = row; };
 #if DENSE_HEADS
-    // Four warps for a head of a row: those of a block where there are no others, known to the compiler as one path.
+    // Four warps for a head of a row: the block itself where there is no other work, which keeps the path uniform.
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
         const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
