@@ -141,6 +141,50 @@ __device__ __forceinline__ void wait_sent() {
     __syncwarp();
 }
 
+// Copies from global to shared memory that only the warp waits for which sent them. From sm_90 on one lane says how many
+// bytes a round will bring; before, every lane waits for its own pieces.
+struct Arrival {
+    Gate gate;
+
+    // Once, by one thread; the warp must meet after it.
+    __device__ __forceinline__ void init() {
+#if __CUDA_ARCH__ >= 900
+        gate.init(1);
+#endif
+    }
+    __device__ __forceinline__ void expect(int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(gate.address()), "r"(bytes) : "memory");
+#endif
+    }
+    __device__ __forceinline__ void wait(int round) {
+        copy_async_wait<0>();
+#if __CUDA_ARCH__ >= 900
+        gate.wait(round);
+#endif
+    }
+};
+
+// Starts one copy a lane of `bytes` (a multiple of 16, none for 0); a whole warp.
+__device__ __forceinline__ void copy_pieces(char* shared, const void* global, int bytes, Arrival& arrival) {
+#if __CUDA_ARCH__ >= 900
+    if (bytes > 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         static_cast<u32>(__cvta_generic_to_shared(shared))),
+                     "l"(global), "r"(bytes), "r"(arrival.gate.address())
+                     : "memory");
+#else
+    for (int piece = 0; piece < 32; piece++) {
+        const int size = __shfl_sync(0xffffffffu, bytes, piece);
+        if (size == 0) continue;
+        const i64 to = __shfl_sync(0xffffffffu, reinterpret_cast<i64>(shared), piece);
+        const i64 from = __shfl_sync(0xffffffffu, reinterpret_cast<i64>(global), piece);
+        for (int i = threadIdx.x % 32 * 16; i < size; i += 512)
+            copy_async_16(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(from + i));
+    }
+#endif
+}
+
 __device__ __forceinline__ u16 float_to_bf16(float x) {
     u16 y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));

@@ -17,3 +17,9 @@ typedef Element<SKETCH>::type sketch_t;
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
 __device__ __forceinline__ int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
+
+// Elements of a head's sketch with its map, padded; none for a dense head.
+__device__ __forceinline__ constexpr int sketch_elements(int rank) {
+    const int p = rank < PIVOTS ? rank : PIVOTS;
+    return (rank * V + (MAP == FACTORS ? p * K + rank * p + rank : MAP == OWN ? rank * K : 0) + 7) / 8 * 8;
+}

@@ -7,7 +7,7 @@ import pytest
 from gpu.cuda_support import error, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
 from host import compiler, standin
 
-from sketchssm.cuda import modules
+from sketchssm.cuda import engines, modules
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import engines as reference
@@ -206,6 +206,26 @@ def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
         alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16"), cupy.asarray([2]), single)
         assert np.array_equal(out[4, t], single[0, 0])
     assert np.array_equal(at_once.state[4], alone.state[2])
+
+
+@pytest.mark.parametrize("room", [1, 2, 4])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_shares_of_a_read_step_do_not_matter(name, room, rng, cupy, monkeypatch):
+    """Bitwise equal results where few warps do everything, one after the other in room for one item, or ahead."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
+    tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng), "bfloat16")
+    outs = []
+    for shares in (False, True):
+        engine = poisoned(SketchEngine(plan, 5, output="float32"))
+        engine.reset(cupy.arange(5))
+        if shares:
+            least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
+            engine._launches["read_step"] = engine._launches["read_step"][0], room * least, 1
+            monkeypatch.setattr(engines, "MOST_READ_WARPS", 4)
+        outs.append(cupy.empty((5, 18, layer.heads, layer.value_dim), np.float32))
+        engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), outs[-1])
+    assert np.array_equal(*outs)
 
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])

@@ -389,9 +389,8 @@ class TestBackends:
         rng = np.random.default_rng(1)
         wide = make_plan(LAYER, [40, 7], rng, map="ridge", ridge=0.01, window=32)
         constants = ss.SketchHead(wide, 1, "cuda")._engine.variants()[1]
-        limit = limits.shared_bytes(
-            modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 20}))
-        )
+        module = modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 20}))
+        limit = modules.size_of(module, "flush_shared_bytes")
         monkeypatch.setitem(standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit)
         with pytest.raises(backends.UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
             ss.SketchHead(wide, 1, "cuda")

@@ -9,8 +9,8 @@ import numpy as np
 
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.layout import PackedPlan, pack_plan
-from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_bytes
-from sketchssm.cuda.modules import Variant, load, warmup
+from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_limit
+from sketchssm.cuda.modules import Variant, load, size_of, warmup
 from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -23,6 +23,9 @@ TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
 
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 MAX_ROWS = 512
+MOST_READ_WARPS = 16
+"""Warps of the read kernel on a multiprocessor: registers of 128 words for each."""
+
 STEP, FOLD, LOAD = 0, 1, 2
 
 FLUSH_BLOCKS = {("mamba2", 64): 3, ("mamba2", 80): 2, ("mamba2", 96): 2, ("gdn", 64): 2}
@@ -182,14 +185,12 @@ class SketchEngine(StandardEngine):
         import cupy
         import ml_dtypes
 
-        layer, slots = self.layer, self.slots
+        slots = self.slots
         check_window(window)
         plan: SketchPlan | None = getattr(self, "plan", None)
         if plan is not None:
             check_plan(plan)
         self.window = window
-        # a row's gates and keys must fit a lane's registers, and a lane keeps one token's scalars
-        self.read_lanes = 16 if window <= 16 and layer.kind != "kda" else 32
         self.ring: tuple[Any, ...] = ()
         self._unsketched = False
         bf16 = sketch_dtype == "bfloat16"
@@ -238,10 +239,10 @@ class SketchEngine(StandardEngine):
             "PRIOR": int(plan is not None and plan.map == "prior"),
             "MIN_BLOCKS": FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if raw else 1,
         }
-        return [Variant("read", constants | {"READ_LANES": self.read_lanes}), Variant("flush", flush)]
+        return [Variant("read", constants), Variant("flush", flush)]
 
     def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
-        """A kernel with its dynamic shared memory and, for the flush, the blocks that fill the device."""
+        """A kernel with its dynamic shared memory and the blocks that fill the device, where work is shared out."""
         import cupy
 
         name = ("read_step", "flush_step")[index]
@@ -249,12 +250,14 @@ class SketchEngine(StandardEngine):
             module = load(self.variants()[index], late=late)
             kernel, shared, blocks = module.get_function(name), 0, 0
             if name == "flush_step":
-                shared = shared_bytes(module)
-                kernel.max_dynamic_shared_size_bytes = shared
-                resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                shared = kernel.max_dynamic_shared_size_bytes = size_of(module, "flush_shared_bytes")
+                blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, self._flush_threads, shared
                 )
-                blocks = resident * cupy.cuda.Device().attributes["MultiProcessorCount"]
+            elif self._dense < self.layer.heads:  # one block shares all there is out to its warps
+                shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
+                self._read_parts, blocks = size_of(module, "read_parts"), 1
+            blocks *= int(cupy.cuda.Device().attributes["MultiProcessorCount"])
             self._launches[name] = kernel, shared, blocks
         return self._launches[name]
 
@@ -266,7 +269,7 @@ class SketchEngine(StandardEngine):
 
     def fit(self) -> None:
         """Refuse what the device is too small for."""
-        check_shared(self.variants()[1])
+        check_shared(*self.variants())
 
     def _prepare(self) -> None:
         """Get ready to launch, once the activations' type is settled: a ring, and sketches of what was loaded."""
@@ -297,12 +300,16 @@ class SketchEngine(StandardEngine):
 
     def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
         batch, length = out.shape[:2]
-        kernel, _, _ = self._kernel(0)
-        sketched = self.layer.heads - self._dense
+        kernel, shared, most = self._kernel(0)
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
         inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
-        blocks = batch * (self._dense + -(-sketched // (128 // self.read_lanes)))
-        kernel((blocks,), (128,), (*state, self._projection, self._heads, self._order, *inputs, self._schedule))
+        blocks, warps = batch * self._dense, 4
+        if most:
+            items = batch * self._read_parts
+            blocks = min(items, most)
+            warps = min(max(-(-items // blocks), 4), MOST_READ_WARPS)  # a few at least, for what comes before
+        args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
+        kernel((blocks,), (32 * warps,), args, shared_mem=shared)
         self._flush(state, inputs, STEP)
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:

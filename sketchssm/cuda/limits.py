@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from sketchssm.backends import UnsupportedError
-from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_layer", "check_plan", "check_pool", "check_shared", "check_window", "shared_bytes"]
+__all__ = ["check_layer", "check_plan", "check_pool", "check_shared", "check_window", "shared_limit"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
@@ -93,30 +93,35 @@ def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
     return pool
 
 
-def shared_bytes(module: Any) -> int:
-    """Dynamic shared memory that a block of a flush module needs."""
+def shared_limit() -> int:
+    """Most dynamic shared memory that a block can have on the current device."""
     import cupy
 
-    return int(cupy.ndarray((1,), np.int32, module.get_global("flush_shared_bytes")).get()[0])
+    return int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
 
 
-def check_shared(flush: Variant) -> None:
-    """Refuse a flush whose blocks need more shared memory than the device has, and say what it has room for.
+def check_shared(*variants: Variant) -> None:
+    """Refuse kernels that need more shared memory than the device has, and say what it has room for.
 
-    The compiler is asked, without compiling the kernel.
+    Parameters
+    ----------
+    *variants : Variant
+        Reads and flushes of one plan. The compiler is asked, without compiling the kernels.
     """
     import cupy
 
-    device = cupy.cuda.Device()
-    limit = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+    device, limit = cupy.cuda.Device(), shared_limit()
 
     def need(**changes: int) -> int:
-        constants = dict(flush.constants) | {"SIZES_ONLY": 1} | changes
-        return shared_bytes(load(Variant(flush.operation, constants)))
+        sizes = []
+        for variant in variants:
+            constants = dict(variant.constants) | {"SIZES_ONLY": 1} | changes
+            sizes.append(size_of(load(Variant(variant.operation, constants)), f"{variant.operation}_shared_bytes"))
+        return max(sizes)
 
     if need() <= limit:
         return
-    window, rank = (dict(flush.constants)[name] for name in ("W", "RANK_MAX"))
+    window, rank = (dict(variants[0].constants)[name] for name in ("W", "RANK_MAX"))
     rooms = []
     fitting = [w for w in WINDOWS if w < window and need(W=w) <= limit]
     if fitting:

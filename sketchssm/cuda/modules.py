@@ -12,7 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KernelCompileError", "Variant", "load", "source_text", "warmup"]
+import numpy as np
+
+__all__ = ["KernelCompileError", "Variant", "load", "size_of", "source_text", "warmup"]
 
 STANDARD = "-std=c++17"
 
@@ -124,6 +126,13 @@ def load(variant: Variant, *, late: bool = False) -> Any:
         ) from error
     with _lock:
         return _modules.setdefault(key, module)
+
+
+def size_of(module: Any, name: str) -> int:
+    """A number that a module has for the host."""
+    import cupy
+
+    return int(cupy.ndarray((1,), np.int32, module.get_global(name)).get()[0])
 
 
 def warmup(variants: list[Variant]) -> None:

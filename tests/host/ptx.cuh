@@ -143,6 +143,16 @@ inline void send(void* global, const void* shared, int bytes, HOST_PLACE) {
 }
 inline void wait_sent(HOST_PLACE) { __syncwarp(~0u, where); }
 
+// As before sm_90: every lane copies, and waits for, its own pieces.
+struct Arrival {
+    void init() {}
+    void expect(int) {}
+    void wait(int) { copy_async_wait<0>(); }
+};
+inline void copy_pieces(char* shared, const void* global, int bytes, Arrival&) {
+    for (int i = 0; i < bytes; i += 16) copy_async_16(shared + i, static_cast<const char*>(global) + i);
+}
+
 inline u16 float_to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);

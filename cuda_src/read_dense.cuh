@@ -1,0 +1,180 @@
+// State read of heads without a sketch: o = S^T x + (buffer output), a quarter of the value rows a warp.
+#pragma once
+#include "read_item.cuh"
+
+constexpr int QUARTERS = 4;
+constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp holds in flight
+
+typedef ValueShare<32> Whole;
+typedef Packed<ACT, Whole::WIDTH> WholeValue[Whole::COUNT];
+
+// Puts the newest token into the ring; its values have been fetched.
+__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const WholeValue& values, int pos,
+                                             int head) {
+    const int lane = threadIdx.x % 32;
+    if (head % GROUP == 0) {
+        Packed<ACT, LK> key;
+        key.load(token.k + lane * LK);
+        key.store(ring.k + pos * K + lane * LK);
+    }
+#pragma unroll
+    for (int i = 0; i < Whole::COUNT; i++)
+        if (Whole::at(i) < V) values[i].store(ring.v + pos * V + Whole::at(i));
+    if constexpr (KIND == KDA) {
+        Packed<FP32, LK> gate;
+        gate.load(token.g + lane * LK);
+        gate.store(ring.g + pos * K + lane * LK);
+    } else if (lane == 0) {
+        ring.g[pos] = *token.g;
+    }
+    if (ERASES && lane == 0) ring.beta[pos] = *token.beta;
+}
+
+// The window of a dense head, from global memory: all keys set out at once, tokens follow one by one.
+constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // ring tokens that go through a reduction, or a fetch of gates, together
+constexpr int CHUNKS = (W - 1 + CHUNK - 1) / CHUNK;
+
+__device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, int pos) {
+    static_assert(W <= 32, "lane s keeps the scalars of token s");
+    const int lane = threadIdx.x % 32;
+    WindowRead window;
+    constexpr int HELD = ERASES ? CHUNKS : 1;  // the delta rule needs keys twice, far apart: all stay in registers
+    Packed<ACT, LK> query, newest, keys[HELD][CHUNK];
+    auto fetch = [&](int n, Packed<ACT, LK>(&into)[CHUNK]) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            into[i].clear();
+            if (n * CHUNK + i < pos) into[i].load(ring.k + (n * CHUNK + i) * K + lane * LK);
+        }
+    };
+    query.load(token.q + lane * LK);
+    newest.load(token.k + lane * LK);
+#pragma unroll
+    for (int n = 0; n < HELD; n++) fetch(n, keys[n]);
+    float gate = 0, beta = 0;  // of token `lane`
+    if (KIND != KDA) gate = lane < pos ? ring.g[lane] : lane == pos ? *token.g : 0.f;
+    if (ERASES) beta = lane < pos ? ring.beta[lane] : lane == pos ? *token.beta : 0.f;
+#pragma unroll
+    for (int c = 0; c < LK; c++) window.x[c] = query[c];
+    window.weight = 0;
+
+    if constexpr (!ERASES) {
+        // c_s = exp(g_{s+1} + ... + g_t) <k_s, q>: all tokens at once
+        float after = __shfl_down_sync(ALL, gate, 1);
+        if (lane == 31) after = 0;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const float y = __shfl_down_sync(ALL, after, d);
+            if (lane + d < 32) after += y;
+        }
+        float dot = 0;
+#pragma unroll 1
+        for (int n = 0; n * CHUNK < pos; n++) {
+            if (n) fetch(n, keys[0]);
+            float sums[CHUNK];
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                sums[i] = 0;
+#pragma unroll
+                for (int c = 0; c < LK; c++) sums[i] += keys[0][i][c] * window.x[c];
+            }
+            const float sum = warp_sums(sums);
+            const float y = __shfl_sync(ALL, sum, lane % CHUNK * (32 / CHUNK));
+            if (lane / CHUNK == n) dot = y;
+        }
+        float own = 0;
+#pragma unroll
+        for (int c = 0; c < LK; c++) own += newest[c] * window.x[c];
+        own = warp_sum(own);
+        if (lane == pos) dot = own;
+        window.weight = lane <= pos ? decay(after) * dot : 0.f;
+        const float whole = decay(__shfl_sync(ALL, after + gate, 0));
+#pragma unroll
+        for (int c = 0; c < LK; c++) window.x[c] *= whole;
+    } else {
+        const float same = KIND == KDA ? 1.f : decay(gate);  // of token `lane`
+        auto back = [&](int s, const Packed<ACT, LK>& key, const float* gates) {
+            float product = 0;
+#pragma unroll
+            for (int c = 0; c < LK; c++) product += key[c] * window.x[c];
+            const float weight = __shfl_sync(ALL, beta, s) * warp_sum(product);
+            const float one = __shfl_sync(ALL, same, s);
+            if (lane == s) window.weight = weight;
+#pragma unroll
+            for (int c = 0; c < LK; c++)
+                window.x[c] = (KIND == KDA ? decay(gates[c]) : one) * (window.x[c] - weight * key[c]);
+        };
+        constexpr int FETCH = KIND == KDA ? CHUNK : 1;
+        float gates[FETCH][LK];
+        if constexpr (KIND == KDA) {
+            Packed<FP32, LK> packed;
+            packed.load(token.g + lane * LK);
+#pragma unroll
+            for (int c = 0; c < LK; c++) gates[0][c] = packed[c];
+        }
+        back(pos, newest, gates[0]);
+#pragma unroll
+        for (int n = CHUNKS - 1; n >= 0; n--) {
+            if (n * CHUNK >= pos) continue;
+            if constexpr (KIND == KDA) {
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) {
+                    Packed<FP32, LK> packed;
+                    packed.clear();
+                    if (n * CHUNK + i < pos) packed.load(ring.g + (n * CHUNK + i) * K + lane * LK);
+#pragma unroll
+                    for (int c = 0; c < LK; c++) gates[i % FETCH][c] = packed[c];
+                }
+            }
+#pragma unroll
+            for (int i = CHUNK - 1; i >= 0; i--)
+                if (n * CHUNK + i < pos) back(n * CHUNK + i, keys[n][i], gates[i % FETCH]);
+        }
+    }
+    return window;
+}
+
+// One quarter of a (row, head).
+__device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 at, i64 slot, int pos, int part) {
+    const int lane = threadIdx.x % 32;
+    constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
+    const Token token = arg.token(at, head);
+    const Ring ring = arg.ring(slot, head);
+    const float* const home = arg.state + slot * arg.slot_stride + static_cast<i64>(head) * V * K + lane * LK;
+    Packed<FP32, LK> rows[DENSE_ROWS];
+#pragma unroll
+    for (int i = 0; i < DENSE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
+    WholeValue newest;
+#pragma unroll
+    for (int i = 0; i < Whole::COUNT; i++) {
+        newest[i].clear();
+        if (part == 0 && Whole::at(i) < V) newest[i].load(token.v + Whole::at(i));
+    }
+    const WindowRead window = read_ring(token, ring, pos);
+    if (part == 0) append_token(token, ring, newest, pos, head);
+    for (int first = 0; first < SHARE; first += DENSE_ROWS) {
+        float sums[DENSE_ROWS];
+#pragma unroll
+        for (int i = 0; i < DENSE_ROWS; i++) {
+            sums[i] = 0;
+#pragma unroll
+            for (int c = 0; c < LK; c++) sums[i] += rows[i][c] * window.x[c];
+        }
+#pragma unroll
+        for (int i = 0; i < DENSE_ROWS; i++)
+            if (first + DENSE_ROWS + i < SHARE) rows[i].load(home + (part * SHARE + first + DENSE_ROWS + i) * K);
+        // four lanes share a value row: they add a quarter of the buffer each
+        float o = warp_sums(sums), buffer = 0;
+        const int row = first + lane / 4, value = part * SHARE + row;
+#pragma unroll
+        for (int s = 0; s < W; s += 4) {
+            const int mine = s + lane % 4;
+            const float weight = __shfl_sync(ALL, window.weight, mine);
+            if (mine <= pos && row < SHARE)
+                buffer += weight * widen<ACT>(mine < pos ? ring.v[mine * V + value] : token.v[value]);
+        }
+        buffer += __shfl_xor_sync(ALL, buffer, 1);
+        buffer += __shfl_xor_sync(ALL, buffer, 2);
+        if (lane % 4 == 0 && row < SHARE) arg.out[(at * HEADS + head) * V + value] = narrow<OUT>(o + buffer);
+    }
+}

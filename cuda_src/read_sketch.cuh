@@ -1,0 +1,264 @@
+// State read and buffer output of heads with a sketch, from shared memory: o = U c + sum over tokens of w_s v_s.
+#pragma once
+#include "read_item.cuh"
+
+constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
+constexpr int RANKS = (RANK_MAX + 7) / 8 * 8;
+
+// Small results that the lanes of a warp exchange.
+struct Scratch {
+    union {
+        alignas(16) float product[ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
+        struct {
+            alignas(16) float c[TOGETHER][RANKS];     // rows of the map times x, then the coefficients
+            float y[TOGETHER * PIVOT_SLOTS + 8];      // B^T x
+        };
+    };
+    float weight[TOGETHER][W];                       // c_s
+    float part[TOGETHER][16];                        // gdn: the query that is left is -sum_s part_s k_s, times decay
+    float whole[TOGETHER];                           // decay of the whole window
+};
+
+// A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
+// the same in all operands.
+constexpr int KEY_CHUNKS = K / 32;
+__device__ __forceinline__ uint4 chunk(const void* row, int i) {
+    return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
+}
+struct Row {
+    uint4 x[KEY_CHUNKS];
+    __device__ __forceinline__ void load(const void* row) {
+#pragma unroll
+        for (int i = 0; i < KEY_CHUNKS; i++) x[i] = chunk(row, i);
+    }
+};
+
+// d[m][n] += <row m, row n> over a chunk; a lane has rows r and r + 8 of one operand and row r of the other.
+__device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const uint4& high, const uint4& other) {
+    const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+    mma_bf16(d, first, other.x, other.y);
+    mma_bf16(d, second, other.z, other.w);
+}
+
+// Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
+// after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) has no decays in it.
+__device__ __forceinline__ void solve(Scratch& scratch, const Gates& gates, int pos) {
+    const int lane = threadIdx.x % 32, s = lane % SPAN;
+    float e[TURNS], row[16];
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) e[i] = s <= pos ? scratch.product[ERASES ? 15 : 0][s % 16] : 0.f;
+    if (ERASES) {
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float4 x = *reinterpret_cast<const float4*>(&scratch.product[s % 16][4 * n]);
+            row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
+        }
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) e[i] *= gates.beta[i];
+#pragma unroll
+        for (int half = 1; half >= 0; half--) {
+            if (8 * half > pos) continue;
+#pragma unroll
+            for (int j = 8 * half + 7 - half; j >= 8 * half && j > 0; j--) {
+                const float other = s < j ? row[j] : 0.f;
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * (gates.beta[i] * other);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+        float after = __shfl_down_sync(ALL, gates.g[i], 1, SPAN);  // sum of later tokens' gates
+        if (s == SPAN - 1) after = 0;
+#pragma unroll
+        for (int d = 1; d < 16; d *= 2) {
+            const float y = __shfl_down_sync(ALL, after, d, SPAN);
+            if (s + d < SPAN) after += y;
+        }
+        const int h = lane / SPAN + i * HEADS_AT_ONCE;
+        if (h >= TOGETHER || s >= 16) continue;
+        if (s < W) scratch.weight[h][s] = decay(after) * e[i];
+        if (ERASES) scratch.part[h][s] = s == 15 ? -1.f : e[i];
+        if (s == 0) scratch.whole[h] = decay(after + gates.g[i]);
+    }
+}
+
+// Eight rows of a head's map; a dense head has none, and gets some other ones.
+__device__ __forceinline__ Row load_map(const Arguments& arg, const Item& item, const Heads& heads, int h, int first) {
+    const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
+    Row rows;
+    if (MAP == OWN) rows.load(rank ? item.sketches() + heads.at[h] + rank * V + row * K : item.sketches());
+    else rows.load(arg.projection + heads.projection[h] + row * K);
+    return rows;
+}
+struct FirstRows {
+    Row of[TOGETHER];
+    __device__ __forceinline__ void load(const Arguments& arg, const Item& item, const Heads& heads) {
+#pragma unroll
+        for (int h = 0; h < TOGETHER; h++) of[h] = load_map(arg, item, heads, h, 0);
+    }
+};
+
+// All products along K by tensor cores, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all
+// other places, the query; without erasure the query alone. The right ones are tokens, maps and pivots. The effective
+// query is never formed: what a map makes of it is a sum of what it makes of keys and query.
+__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
+                                               const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
+    const act_t* const query = item.key(pos + 1);
+    const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
+    constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
+    const void* pivots[PIVOT_TILES + 1];
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++) {
+        // rows that a head or an item does not have are some other row, and their products nobody's
+        const int place = 8 * n + r, h = min(place / PIVOT_SLOTS, TOGETHER - 1), rank = heads.rank[h];
+        const sketch_t* const first = item.sketches() + heads.at[h] + rank * V;
+        pivots[n] = query;
+        if (rank) pivots[n] = first + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
+    }
+    float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
+#pragma unroll
+    for (int i = 0; i < KEY_CHUNKS; i++) {
+        const uint4 first = chunk(lower, i), second = chunk(upper, i), own = chunk(query, i);
+        const uint4 &low = ERASES ? first : own, &high = ERASES ? second : own;
+        multiply(scores[0], low, high, first);
+        multiply(scores[1], low, high, second);
+#pragma unroll
+        for (int h = 0; h < TOGETHER; h++) multiply(z[h], low, high, first_rows.of[h].x[i]);
+#pragma unroll
+        for (int n = 0; n < PIVOT_TILES; n++) multiply(y[n], low, high, chunk(pivots[n], i));
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const float(&d)[4] = scores[n];
+        auto put = [&](int row, float x, float y) {
+            *reinterpret_cast<float2*>(&scratch.product[row][8 * n + 2 * c]) = make_float2(x, y);
+        };
+        if (ERASES) put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
+        else if (r == 0) put(0, d[0], d[1]);
+    }
+    __syncwarp();
+    solve(scratch, gates, pos);
+    __syncwarp();
+    // Columns 2c and 2c + 1 of 8 rows' products: what the effective query makes of them, but for its decay.
+    auto put = [&](const float (&d)[4], int h, float* to) {
+        float x = d[0], y = d[1];
+        if (ERASES) {
+            const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
+            x = upper * d[0] + lower * d[2], y = upper * d[1] + lower * d[3];
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2) {
+                x += __shfl_xor_sync(ALL, x, bit);
+                y += __shfl_xor_sync(ALL, y, bit);
+            }
+        }
+        if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x, y);
+    };
+#pragma unroll
+    for (int h = 0; h < TOGETHER; h++) put(z[h], h, scratch.c[h]);
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++)
+        put(y[n], min((8 * n + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[8 * n]);
+#pragma unroll 1
+    for (int h = 0; h < TOGETHER; h++) {
+#pragma unroll 1
+        for (int first = 8; first < heads.rank[h]; first += 8) {
+            const Row rows = load_map(arg, item, heads, h, first);
+            float d[4] = {};
+#pragma unroll
+            for (int i = 0; i < KEY_CHUNKS; i++)
+                multiply(d, chunk(ERASES ? lower : query, i), chunk(ERASES ? upper : query, i), rows.x[i]);
+            put(d, h, &scratch.c[h][first]);
+        }
+    }
+}
+
+// The same by each lane's share of the effective query, for one head.
+__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
+                                        Scratch& scratch) {
+    const int lane = threadIdx.x % 32, pos = item.pos, rank = heads.rank[0], p = pivots_of(rank);
+    const Tokens tokens{item.key(pos + 1), item.key(0), item.gates()};
+    const WindowRead window = read_window(tokens, pos, gates.g[0], gates.beta[0]);
+    if (lane < W) scratch.weight[0][lane] = window.weight;
+    if (lane == 0) scratch.whole[0] = 1;
+    auto against = [&](const sketch_t* rows, int count, float* to) {
+        for (int first = 0; first < count; first += 8) {
+            float sums[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                Packed<SKETCH, LK> row;
+                row.load(rows + min(first + j, count - 1) * K + lane * LK);
+                sums[j] = 0;
+#pragma unroll
+                for (int n = 0; n < LK; n++) sums[j] += row[n] * window.x[n];
+            }
+            const float sum = group_sums<32>(sums);
+            if (lane % 4 == 0) to[first + lane / 4] = sum;
+        }
+    };
+    // the projection of the whole head, or this state's own map
+    against(MAP == OWN ? item.sketches() + rank * V : arg.projection + heads.projection[0], rank, scratch.c[0]);
+    if (MAP == FACTORS) against(item.sketches() + rank * V, p, scratch.y);
+}
+
+// One item, whose bytes are there.
+__device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads,
+                                              const Gates& gates, const FirstRows& first_rows, i64 first_output,
+                                              Scratch& scratch) {
+    if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
+    else project(arg, item, heads, gates, scratch);
+    __syncwarp();
+
+    const int h = threadIdx.x % 32 / LANES, pos = item.pos, rank = heads.rank[h], p = pivots_of(rank);
+    const sketch_t *const u = item.sketches() + heads.at[h], *const f = u + rank * V + p * K, *const w = f + rank * p;
+    for (int j = threadIdx.x % LANES; j < rank; j += LANES) {  // c = w z + F (B^T x)
+        float own = scratch.c[h][j];
+        if (MAP == FACTORS) {
+            own *= widen<SKETCH>(w[j]);
+#pragma unroll
+            for (int i = 0; i < PIVOTS; i++)
+                if (i < p) own += widen<SKETCH>(f[j * p + i]) * scratch.y[h * PIVOT_SLOTS + i];
+        }
+        scratch.c[h][j] = scratch.whole[h] * own;
+    }
+    __syncwarp();
+
+    typedef ValueShare<LANES> Share;
+    float o[Share::COUNT][Share::WIDTH] = {};
+    auto add = [&](const auto& x, float weight, int i) {
+#pragma unroll
+        for (int n = 0; n < Share::WIDTH; n++) o[i][n] += weight * x[n];
+    };
+#pragma unroll 4
+    for (int j = 0; j < rank; j++) {
+#pragma unroll
+        for (int i = 0; i < Share::COUNT; i++) {
+            if (Share::at(i) >= V) continue;
+            Packed<SKETCH, Share::WIDTH> x;
+            x.load(u + j * V + Share::at(i));
+            add(x, scratch.c[h][j], i);
+        }
+    }
+    const act_t* const values = item.values(h);
+#pragma unroll 4
+    for (int s = 0; s < pos; s++) {
+#pragma unroll
+        for (int i = 0; i < Share::COUNT; i++) {
+            if (Share::at(i) >= V) continue;
+            Packed<ACT, Share::WIDTH> x;
+            x.load(values + s * V + Share::at(i));
+            add(x, scratch.weight[h][s], i);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Share::COUNT; i++) {
+        if (Share::at(i) >= V || rank == 0) continue;
+        Packed<ACT, Share::WIDTH> x;
+        x.load(item.newest(h) + Share::at(i));
+        add(x, scratch.weight[h][pos], i);
+        Packed<OUT, Share::WIDTH> rounded;
+        rounded.set(o[i]);
+        rounded.store(arg.out + first_output + h * V + Share::at(i));
+    }
+}
