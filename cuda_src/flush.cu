@@ -23,9 +23,9 @@ constexpr int SERVERS = !RAW ? 2 + TEAM / 32 : ERASES ? 2 : 1;  // keys and solv
 constexpr int FINISHER = NWARPS + (SERVERS > 1);  // the server that finishes sketches
 constexpr int BLOCK_THREADS = THREADS + 32 * SERVERS;
 constexpr int SETS = RAW ? KEYS : PREPARED;       // of operands that warps which fold read
-// Where registers let only one block onto a multiprocessor, states have two places in shared memory, and a warp knows what
-// comes next an item earlier.
-constexpr bool ALONE = ERASES || !RAW;
+// Where there are registers to spare, a warp knows an item earlier what comes next, and where there is shared memory, states
+// have two places in it.
+constexpr bool LOOKS_AHEAD = RAW && ERASES;
 constexpr int PLACES = RAW && ERASES && MAP != OWN && W <= 16 ? 2 : 1;
 
 struct Memory {
@@ -201,14 +201,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         float gate = gate_of(now);
         for (int n = 0; now.exists(); n++) {
             Item after{-1, 0};
-            if (ALONE) after = item_at(blockIdx.x + (n + 2) * stride);
+            if (LOOKS_AHEAD) after = item_at(blockIdx.x + (n + 2) * stride);
             else next = item_at(blockIdx.x + (n + 1) * stride);
             if (PLACES > 1) wait_sent(), fetch(next, n + 1);
             const int folded = mode == STEP ? W : buffered(now);
             const float next_gate = gate_of(next);
 #if SKETCHED_HEADS
             int4 info;
-            if (ALONE) info = heads[now.head()];
+            if (LOOKS_AHEAD) info = heads[now.head()];
 #endif
             Rows& rows = m.rows[n % PLACES][warp];
             KeyStage& stage = m.keys[n % KEYS];
@@ -225,9 +225,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             send(home(now) + 16 * warp * K, rows.state, 16 * K * sizeof(float));
 
 #if SKETCHED_HEADS
-            if (!ALONE) info = heads[now.head()];
-            BasisTile first;  // on its way while the output is read
-            if (info.x > 0) first.load(basis + info.w, 0);
+            if (!LOOKS_AHEAD) info = heads[now.head()];
+            BasisTile first;  // on its way while the output is read, where registers allow
+            if (RAW && info.x > 0) first.load(basis + info.w, 0);
 #endif
             float squares = 0, read[2] = {0, 0};
 #pragma unroll
@@ -265,12 +265,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                 }
             }
 #if SKETCHED_HEADS
+            if (!RAW && info.x > 0) first.load(basis + info.w, 0);
             if (info.x > 0)
                 share_sketch(m.sketch, m.sketched, tile, squares, first, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y,
                              basis + info.w, info.x, turn);
 #endif
             now = next, gate = next_gate;
-            if (ALONE) next = after;
+            if (LOOKS_AHEAD) next = after;
         }
     }
 

@@ -2,8 +2,7 @@
 //
 // All of it reads the state from registers. Products along K (U) take the tile as it lies; products along V (S U, of
 // which the coefficient maps are made) take it transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per
-// factor are plenty for what is stored in bf16 (2^-16 against 2^-9), and one is enough for the basis of such a sketch.
-// rounded to bf16; sketches in float32 take two slices of either.
+// factor are plenty for what is stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis.
 //
 // A warp multiplies its own rows of the state by its own rows of U, so that it waits for nobody: what is left of a
 // sketch is the sum over warps and algebra of the size of U, which one warp does while the others go on (maps.cuh).

@@ -29,8 +29,8 @@ MOST_READ_WARPS = 16
 STEP, FOLD, LOAD = 0, 1, 2
 
 FLUSH_BLOCKS = {("mamba2", 64): 3, ("mamba2", 80): 2, ("mamba2", 96): 2, ("gdn", 64): 2}
-"""Blocks of the flush that registers leave room for on a multiprocessor, by kind and value_dim; else one. Measured on H200:
-what spills costs more than what waits."""
+"""Blocks of the flush that registers leave room for on a multiprocessor, by kind and value_dim; else one. Measured on
+H200: what spills costs more than what waits."""
 
 
 @cache
@@ -234,10 +234,9 @@ class SketchEngine(StandardEngine):
             "MAP": storage,
             "SKETCH": self._sketch_type,
         }
-        raw = self._types[0] == 0 and self.layer.kind != "kda"
         flush = constants | {
             "PRIOR": int(plan is not None and plan.map == "prior"),
-            "MIN_BLOCKS": FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if raw else 1,
+            "MIN_BLOCKS": FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if self._raw_keys else 1,
         }
         return [Variant("read", constants), Variant("flush", flush)]
 
@@ -262,10 +261,15 @@ class SketchEngine(StandardEngine):
         return self._launches[name]
 
     @property
+    def _raw_keys(self) -> bool:
+        """Whether the flush multiplies with keys as they come (RAW in fold.cuh)."""
+        return self._types[0] == 0 and self.layer.kind != "kda"
+
+    @property
     def _flush_threads(self) -> int:
         """A warp for 16 value rows, and those that serve them (SERVERS in flush.cu)."""
-        raw = self._types[0] == 0 and self.layer.kind != "kda"
-        return 2 * self.layer.value_dim + 32 * (8 if not raw else 2 if self.layer.erases else 1)
+        servers = (2 if self.layer.erases else 1) if self._raw_keys else 8
+        return 2 * self.layer.value_dim + 32 * servers
 
     def fit(self) -> None:
         """Refuse what the device is too small for."""

@@ -53,8 +53,8 @@ but its largest eigenvalue may be K, and float32 rounds the Gram matrix of a ske
 singular ones (K = 128) lost their Cholesky factor."""
 
 PIVOT_TOLERANCE = 3e-3
-"""A pivot column that lies this close to the ones before it (relative to its norm) is left out. A sketch stored in bf16
-knows no more of it than that; on our traces leaving out all below 1e-2 changes no error in its fifth digit."""
+"""A pivot column that lies this close to the ones before it (relative to its norm) is left out. A sketch stored in
+bf16 knows no more of it than that; on our traces leaving out all below 1e-2 changes no error in its fifth digit."""
 
 
 class MapFactors(NamedTuple):
