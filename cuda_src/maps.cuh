@@ -354,6 +354,7 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchGates& gate
     for (int round = 0; round < rounds_of(rank); round++, turn++) {
         gates.full.wait(turn);
 #if MAP == 2
+        __syncwarp();  // else one lane opens rounds that another has yet to see
         if (threadIdx.x % 32 == 0) gates.free.arrive();
 #else
         float mu = 0;
