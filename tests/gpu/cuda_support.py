@@ -70,9 +70,9 @@ def make_plan(layer, ranks, rng, **settings):
 def evaluated(plan):
     """The plan as the kernels evaluate it, for the reference: `exact` is `ridge` at the least ridge.
 
-    Next to the pseudo-inverse, which the reference's `exact` is, a direction of the sketch with share s of the metric's
-    mean diagonal loses ridge / (s + ridge). States of a few tokens after a full forget have such directions (relative
-    errors of reads up to 6e-3 in these tests), which says nothing about the kernels' arithmetic.
+    Next to the pseudo-inverse, which the reference's `exact` is, a direction of the sketch with share s of the
+    metric's mean diagonal loses ridge / (s + ridge). States of a few tokens after a full forget have such
+    directions (relative errors of reads up to 6e-3 in these tests), which says nothing about the arithmetic.
     """
     if plan.map != "exact":
         return plan
