@@ -1,4 +1,4 @@
-"""Buffered replay and sketches on the device. Arrays are CuPy arrays; a step only launches kernels on the current stream."""
+"""Buffered replay and sketches on the device. Arrays are CuPy arrays; a step only launches kernels on its stream."""
 
 from __future__ import annotations
 
