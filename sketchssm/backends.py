@@ -33,7 +33,7 @@ ENGINES = {
     ("cpu", "quantised"): "sketchssm.cpu.quantised:QuantisedEngine",
     ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
     ("cpu", "reduced"): "sketchssm.baselines.reduced:cpu_engine",
-    ("cuda", "standard"): "sketchssm.cuda.engines:StandardEngine",
+    ("cuda", "standard"): "sketchssm.cuda.standard:StandardEngine",
     ("cuda", "replay"): "sketchssm.cuda.engines:ReplayEngine",
     ("cuda", "sketch"): "sketchssm.cuda.engines:SketchEngine",
 }

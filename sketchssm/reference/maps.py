@@ -50,7 +50,7 @@ __all__ = [
 RIDGE_FLOOR = 1e-4
 """Smallest ridge in use; one of 0 is evaluated at this value, on every backend alike. The metric's mean diagonal is 1
 but its largest eigenvalue may be K, and float32 rounds the Gram matrix of a sketch to about K 2^-24: at 2e-5 nearly
-singular ones (K = 128) lost their Cholesky factor."""
+singular ones (K = 128) lost their Cholesky factor. The CUDA kernels evaluate `exact` at it too."""
 
 PIVOT_TOLERANCE = 3e-3
 """A pivot column that lies this close to the ones before it (relative to its norm) is left out. A sketch stored in

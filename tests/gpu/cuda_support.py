@@ -1,5 +1,7 @@
 """Inputs, plans and comparisons for the tests of the CUDA kernels, and for their benchmark."""
 
+import copy
+
 import numpy as np
 
 from sketchssm.plan import SketchPlan
@@ -62,6 +64,20 @@ def make_plan(layer, ranks, rng, **settings):
     plan = SketchPlan.__new__(SketchPlan)
     defaults = {"window": 16, "map": "lowrank", "pivots": 4, "ridge": 0.1}
     plan._fill(layer, {"phi": phi, "projection": projection, "ranks": ranks}, **(defaults | settings))
+    return plan
+
+
+def evaluated(plan):
+    """The plan as the kernels evaluate it, for the reference: `exact` is `ridge` at the least ridge.
+
+    Next to the pseudo-inverse, which the reference's `exact` is, a direction of the sketch with share s of the
+    metric's mean diagonal loses ridge / (s + ridge). States of a few tokens after a full forget have such
+    directions (relative errors of reads up to 6e-3 in these tests), which says nothing about the arithmetic.
+    """
+    if plan.map != "exact":
+        return plan
+    plan = copy.copy(plan)
+    plan.map, plan.ridge = "ridge", 0.0
     return plan
 
 

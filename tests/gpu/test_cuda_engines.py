@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cuda_support import LAYERS, error, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
+from cuda_support import LAYERS, error, evaluated, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
 
 from sketchssm.recurrence import DENSE
 from sketchssm.reference import engines as reference
@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel
 
 # float32 arithmetic over a few hundred tokens; the reference is float64 on the same rounded inputs
 EXACT = 2e-6
-# sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row
+# sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row; in float32, what two
+# bf16 slices of an operand leave out (2^-16) of U and S U, several times
 STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 
 
@@ -96,7 +97,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     poison_rings(device)
     device.sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(6))
-    oracle = reference.SketchEngine(plan, 6)
+    oracle = reference.SketchEngine(evaluated(plan), 6)
     start = rng.standard_normal((6, *layer.state_shape)).astype(np.float32)
     device.load_state(cupy.asarray(start), cupy.arange(6))
     oracle.load_state(start.astype(np.float64), np.arange(6))
@@ -111,8 +112,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     reads = ~flushes
     if dense.any():
         assert error(got[reads][:, dense], want[reads][:, dense]) < EXACT
-    tolerance = STORED[stored] * (20 if kind == "exact" else 1)
-    assert error(got[reads][:, ~dense], want[reads][:, ~dense]) < tolerance
+    assert error(got[reads][:, ~dense], want[reads][:, ~dense]) < STORED[stored]
 
 
 @pytest.mark.parametrize("pivots", [1, 2, 3, 5, 8])

@@ -89,6 +89,7 @@ struct Fiber {
     struct Copy { void* to; const void* from; std::size_t bytes, batch; };
     std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
     std::size_t batch;         // of the next copy
+    std::vector<Copy> sent;    // from shared to global memory, which nobody has waited for
     char* stack;
 #if defined(__x86_64__)
     void* resume;
@@ -283,6 +284,12 @@ inline void open(const void* gate) {
     }
 }
 
+// Copies to global memory read their source at the last moment: it must not change before the wait.
+inline void finish_sends() {
+    for (const Fiber::Copy& copy : current->sent) std::memcpy(copy.to, copy.from, copy.bytes);
+    current->sent.clear();
+}
+
 // First function of every fiber.
 inline void enter() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -292,6 +299,7 @@ inline void enter() {
     if (!outside.bottom) outside.bottom = bottom, outside.size = size;
 #endif
     call(arguments);
+    finish_sends();
     current->state = RETURNED;
     returned++;
     run_another();
@@ -301,7 +309,7 @@ inline void enter() {
 inline void prepare(Fiber& f, unsigned number) {
     f.number = number;
     f.index = {number % blockDim.x, number / blockDim.x % blockDim.y, number / blockDim.x / blockDim.y};
-    f.copies.clear();
+    f.copies.clear(), f.sent.clear();
     f.batch = 0;
     if (!f.stack) {  // with a page below that faults, so that an overflow does not go unseen
         f.stack = static_cast<char*>(mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));

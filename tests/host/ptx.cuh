@@ -137,11 +137,16 @@ struct Delivery {
     }
 };
 
+// One lane sends; the source is read at the wait, or at the thread's end.
 inline void send(void* global, const void* shared, int bytes, HOST_PLACE) {
+    if (bytes % 512) host::fail("a warp sends a multiple of 512 bytes");
     __syncwarp(~0u, where);
-    if (host::lane() == 0) std::memcpy(global, shared, bytes);
+    if (host::lane() == 0) host::current->sent.push_back({global, shared, static_cast<std::size_t>(bytes), 0});
 }
-inline void wait_sent(HOST_PLACE) { __syncwarp(~0u, where); }
+inline void wait_sent(HOST_PLACE) {
+    host::finish_sends();
+    __syncwarp(~0u, where);
+}
 
 // As before sm_90: every lane copies, and waits for, its own pieces.
 struct Arrival {

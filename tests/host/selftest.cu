@@ -80,6 +80,98 @@ extern "C" __global__ void copies(const float4* x, float4* out) {
     for (int n = 0; n < 3; n++) out[n * 32 + i] = shared[n][i];
 }
 
+// One warp makes numbers, the others use them: two buffers, one gate each for what is there and for what has been used.
+// `waits` 0: the maker does not wait until numbers have been used; -1: nor do users until they are there.
+extern "C" __global__ void pipeline(float* out, int rounds, int waits) {
+    __shared__ float numbers[2][32];
+    __shared__ Gate full[2], used[2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, users = blockDim.x / 32 - 1;
+    if (threadIdx.x == 0)
+        for (int i = 0; i < 2; i++) full[i].init(32), used[i].init(users);
+    __syncthreads();
+    for (int n = 0; n < rounds; n++) {
+        if (warp == 0) {
+            if (waits > 0 && n >= 2) used[n % 2].wait(n / 2 - 1);
+            numbers[n % 2][lane] = 100 * n + lane;
+            full[n % 2].arrive();
+        } else {
+            if (waits >= 0) full[n % 2].wait(n / 2);
+            out[(n * users + warp - 1) * 32 + lane] = numbers[n % 2][31 - lane];
+            __syncwarp();
+            if (lane == 0) used[n % 2].arrive();
+        }
+    }
+}
+
+// Thread 32 waits for the first round of a gate that thread 0 has opened `rounds` times.
+extern "C" __global__ void late(int rounds) {
+    __shared__ Gate gate;
+    if (threadIdx.x == 0) gate.init(1);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int i = 0; i < rounds; i++) gate.arrive();
+    __syncthreads();
+    if (threadIdx.x == 32) gate.wait(0);
+}
+
+// Warp 0 asks for rows and a block, twice; all see what has landed.
+extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
+    alignas(16) __shared__ float rows[2][3][12], block[2][16];
+    __shared__ Delivery delivery;
+    if (threadIdx.x == 0) delivery.init();
+    __syncthreads();
+    for (int round = 0; round < 2; round++) {
+        if (threadIdx.x < 32) {
+            delivery.rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
+            delivery.block(block[round], x + 32 * round, sizeof block[0]);
+            delivery.end();
+        }
+        float* const mine = out + (round * blockDim.x + threadIdx.x) * 4;
+        __syncthreads();
+        mine[0] = block[round][0];  // which nobody has waited for
+        __syncthreads();
+        delivery.wait(round);
+        const int lane = threadIdx.x % 32;
+        mine[1] = rows[round][lane % 3][lane % 12];
+        mine[2] = block[round][lane % 16];
+        __syncthreads();
+    }
+}
+
+// Warps send rows of their own, twice; `spoil` 1: they write to them again before the wait, and don't wait at last.
+extern "C" __global__ void sends(float* out, int spoil) {
+    alignas(128) __shared__ float rows[2][128];
+    float* const mine = rows[threadIdx.x / 32];
+    for (int round = 0; round < 2; round++) {
+        for (int i = threadIdx.x % 32; i < 128; i += 32) mine[i] = 1000 * round + i;
+        send(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof rows[0]);
+        if (spoil) mine[threadIdx.x % 32] = -1;
+        if (round == 0) wait_sent();
+    }
+    if (!spoil) wait_sent();
+}
+
+// Lanes bring pieces of different sizes, some of them none, twice; they look at them before the wait and after it.
+extern "C" __global__ void arrivals(const float* x, float* out) {
+    alignas(16) __shared__ float pieces[2][32][8];
+    __shared__ Arrival arrival;
+    const int lane = threadIdx.x, words = lane % 3 * 4;
+    if (lane == 0) arrival.init();
+    __syncwarp();
+    for (int round = 0; round < 2; round++) {
+        if (lane == 0) arrival.expect(31 * 4 * sizeof(float));
+        copy_pieces(reinterpret_cast<char*>(pieces[round][lane]), x + (round * 32 + lane) * 8, words * sizeof(float), arrival);
+        copy_async_commit();
+        __syncwarp();
+        float* const mine = out + (round * 32 + lane) * 9;
+        mine[8] = pieces[round][(lane + 1) % 32][0];
+        __syncwarp();
+        arrival.wait(round);
+        __syncwarp();
+        for (int i = 0; i < 8; i++) mine[i] = pieces[round][(lane + 1) % 32][i];
+    }
+}
+
 extern "C" __global__ void product(const u16* a, const u16* b, float* d) {
     const int r = threadIdx.x / 4, c = 2 * (threadIdx.x % 4);
     auto pair = [](const u16* x, int stride) { return static_cast<u32>(x[0]) | static_cast<u32>(x[stride]) << 16; };
@@ -88,6 +180,14 @@ extern "C" __global__ void product(const u16* a, const u16* b, float* d) {
     float sum[4] = {d[r * 8 + c], d[r * 8 + c + 1], d[(r + 8) * 8 + c], d[(r + 8) * 8 + c + 1]};
     mma_bf16(sum, left, pair(b + c * 8 + r, 8), pair(b + (c + 8) * 8 + r, 8));
     for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + c + i % 2] = sum[i];
+}
+
+extern "C" __global__ void product_tf32(const float* a, const float* b, float* d) {
+    const int r = threadIdx.x / 4, c = threadIdx.x % 4;
+    float sum[4];
+    for (int i = 0; i < 4; i++) sum[i] = d[(r + 8 * (i / 2)) * 8 + 2 * c + i % 2];
+    mma_tf32(sum, a[r * 8 + c], a[(r + 8) * 8 + c], a[r * 8 + c + 4], a[(r + 8) * 8 + c + 4], b[c * 8 + r], b[(c + 4) * 8 + r]);
+    for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + 2 * c + i % 2] = sum[i];
 }
 
 extern "C" __global__ void transpose(const u32* x, u32* y) { y[threadIdx.x] = transpose_8x8(x[threadIdx.x]); }

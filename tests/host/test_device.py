@@ -104,6 +104,76 @@ def test_copies_land_at_their_wait(module):
     assert np.isnan(out[1:]).all()  # a later batch, and one that has not ended
 
 
+def test_gates_hold_makers_and_users(module):
+    """Two buffers and many rounds: a number is seen when it has been made and before it is made anew."""
+    out = np.zeros((9, 3, 32), np.float32)
+    module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(1)))
+    assert np.array_equal(out, np.broadcast_to(100 * np.arange(9)[:, None, None] + np.arange(32)[::-1], out.shape))
+
+
+def test_a_missing_wait_at_a_gate_shows(module, order):
+    """Users that don't wait see NaN; a maker that does not wait runs away from its users."""
+    out = np.zeros((9, 3, 32), np.float32)
+    if order == 0:  # the first warp goes as far as it can
+        with pytest.raises(RuntimeError, match=r"a gate has gone two rounds on, at selftest.cu:\d+"):
+            module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(0)))
+        return
+    seen = 0
+    for _ in range(8):  # orders
+        module.get_function("pipeline")((1,), (128,), (out, np.int32(2), np.int32(-1)))
+        seen += np.isnan(out).any()
+    assert seen
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_gate_knows_which_round_is_over(module, rounds):
+    """A device tells rounds apart by their parity alone: who comes two late would wait for another one."""
+    late = module.get_function("late")
+    if rounds == 1:
+        late((1,), (64,), (np.int32(rounds),))
+        return
+    with pytest.raises(RuntimeError, match="thread 32: a gate at" if rounds == 0 else "gone two rounds on"):
+        late((1,), (64,), (np.int32(rounds),))
+
+
+def test_deliveries_land_at_a_wait(module):
+    x, out = np.arange(64, dtype=np.float32), np.zeros((2, 64, 4), np.float32)
+    module.get_function("deliveries")((1,), (64,), (x, out, np.int32(32)))
+    lane = np.arange(64) % 32
+    row, column = lane % 3, lane % 12
+    for n in range(2):
+        assert np.isnan(out[n, :, 0]).all()
+        there = column < 8  # 32 bytes of a row; the rest was never written
+        assert np.array_equal(out[n, there, 1], (32 * n + 8 * row + column)[there])
+        assert np.isnan(out[n, ~there, 1]).all()
+        assert np.array_equal(out[n, :, 2], 32 * n + lane % 16)
+    with pytest.raises(RuntimeError, match="a row of a copy is no multiple of 16 bytes"):
+        module.get_function("deliveries")((1,), (64,), (x, out, np.int32(20)))
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_sent_rows_are_read_until_the_wait(module, spoil):
+    out = np.full((2, 2, 128), np.nan, np.float32)
+    module.get_function("sends")((1,), (64,), (out, np.int32(spoil)))
+    want = np.broadcast_to(np.arange(128) + 1000 * np.arange(2)[:, None, None], out.shape)
+    assert np.array_equal(out[:, :, 32:], want[:, :, 32:])
+    if spoil:
+        assert np.all(out[:, :, 0] == -1)  # written by the lane that sends, before it waits
+    else:
+        assert np.array_equal(out, want)
+
+
+def test_arrivals_land_at_their_wait(module):
+    x, out = np.arange(512, dtype=np.float32).reshape(2, 32, 8), np.zeros((2, 32, 9), np.float32)
+    module.get_function("arrivals")((1,), (32,), (x, out))
+    assert np.isnan(out[:, :, 8]).all()
+    for lane in range(32):
+        other = (lane + 1) % 32
+        words = other % 3 * 4
+        assert np.array_equal(out[:, lane, :words], x[:, other, :words])
+        assert np.isnan(out[:, lane, words:8]).all()
+
+
 def test_matrix_product(module, rng):
     a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((16, 16), (16, 8)))
     start = rng.standard_normal((16, 8)).astype(np.float32)
@@ -111,6 +181,17 @@ def test_matrix_product(module, rng):
     module.get_function("product")((1,), (32,), (a.view(np.uint16), b.view(np.uint16), d))
     want = a.astype(np.float64) @ b.astype(np.float64) + start
     assert np.allclose(d, want, rtol=2**-23, atol=0)
+    assert np.all(np.abs(d) <= np.abs(want))
+
+
+def test_matrix_product_of_tf32(module, rng):
+    """Of float32 operands the upper 19 bits count, as they are: truncated, not rounded."""
+    a, b, start = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
+    d = start.copy()
+    module.get_function("product_tf32")((1,), (32,), (a, b, d))
+    upper = [(x.view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b)]
+    want = upper[0] @ upper[1] + start
+    assert np.all(np.abs(d - want) <= 2**-23 * np.abs(want))
     assert np.all(np.abs(d) <= np.abs(want))
 
 
