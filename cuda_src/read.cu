@@ -38,6 +38,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     float* ring_beta, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
     const int* order, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out,
     const i64* slots, int batch, int tokens, int t, Schedule* schedule, int shared_bytes) {
+    start_kernel_after();
+    wait_for_kernel_before();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};

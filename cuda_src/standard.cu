@@ -13,6 +13,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
     float* __restrict__ state, i64 slot_stride, const act_t* __restrict__ q, const act_t* __restrict__ k,
     const act_t* __restrict__ v, const float* __restrict__ g, const float* __restrict__ beta,
     out_t* __restrict__ out, const i64* __restrict__ slots, int batch, int tokens) {
+    start_kernel_after();
+    wait_for_kernel_before();
     const int lane = threadIdx.x % 32;
     const i64 task = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int part = task % (V / ROWS), head = task / (V / ROWS) % HEADS;

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.launch import launcher
 from sketchssm.cuda.layout import PackedPlan, pack_plan
 from sketchssm.cuda.limits import check_layer, check_plan, check_pool, check_shared, check_window, shared_limit
 from sketchssm.cuda.modules import Variant, load, size_of, warmup
@@ -122,7 +123,7 @@ class StandardEngine:
         """A kernel with its dynamic shared memory and number of blocks, where these are fixed."""
         if "standard_step" not in self._launches:
             module = load(self.variants()[index], late=late)
-            self._launches["standard_step"] = module.get_function("standard_step"), 0, 0
+            self._launches["standard_step"] = launcher(module.get_function("standard_step")), 0, 0
         return self._launches["standard_step"]
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
@@ -136,7 +137,7 @@ class StandardEngine:
         kernel, _, _ = self._kernel(0)
         tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
         args = (self.state, self._slot_stride, *self._pointers(tokens), out, slots, np.int32(batch), np.int32(length))
-        kernel((-(-tasks // 4),), (128,), args)
+        kernel(-(-tasks // 4), 128, args)
 
     def _check(self, tokens: Tokens, out: Any) -> None:
         for name, array in zip("qkv", tokens[:3], strict=True):
@@ -257,7 +258,7 @@ class SketchEngine(StandardEngine):
                 shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
                 self._read_parts, blocks = size_of(module, "read_parts"), 1
             blocks *= int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-            self._launches[name] = kernel, shared, blocks
+            self._launches[name] = launcher(kernel), shared, blocks
         return self._launches[name]
 
     @property
@@ -313,7 +314,7 @@ class SketchEngine(StandardEngine):
             blocks = min(items, most)
             warps = min(max(-(-items // blocks), 4), MOST_READ_WARPS)  # a few at least, for what comes before
         args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
-        kernel((blocks,), (32 * warps,), args, shared_mem=shared)
+        kernel(blocks, 32 * warps, args, shared)
         self._flush(state, inputs, STEP)
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
@@ -321,7 +322,7 @@ class SketchEngine(StandardEngine):
         plan = (self._projection, self._basis, self._heads)
         args = (*state, *plan, *inputs, self._schedule, np.int32(mode), self._ridge)
         blocks = min(blocks, int(inputs[-3]) * self.layer.heads)
-        kernel((blocks,), (self._flush_threads,), args, shared_mem=shared)
+        kernel(blocks, self._flush_threads, args, shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
