@@ -1,4 +1,4 @@
-"""Kernels that start before the one ahead has ended, on a device: nothing is read too early or overwritten too soon."""
+"""Kernels that start before the one ahead has ended, on a device: nothing is read or overwritten too early."""
 
 import threading
 
