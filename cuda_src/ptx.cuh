@@ -40,8 +40,9 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
 }
 
-// Where the host launches a kernel so that it may start before the one ahead in the stream has ended: until that one has,
-// and all that it wrote is seen. To come before whatever others write or read is touched, in every thread.
+// Where the host lets a kernel start before the one ahead in the stream has ended: waits until that one has, and all that it
+// wrote is seen. Every thread comes here before it touches what others write or read, and no such pointer is __restrict__:
+// the compiler would be free to read through it earlier.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
