@@ -77,6 +77,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
     sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
     const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out, const i64* slots,
     int batch, int tokens, int t, Schedule* schedule, int mode, float ridge) {
+    start_kernel_after();
+    wait_for_kernel_before();
     extern __shared__ uint4 shared[];
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;

@@ -40,6 +40,21 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
 }
 
+// Where the host lets a kernel start before the one ahead in the stream has ended: waits until that one has, and all that it
+// wrote is seen. Every thread comes here before it touches what others write or read, and no such pointer is __restrict__:
+// the compiler would be free to read through it earlier.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel in the stream start so, once all blocks have come here or ended.
+__device__ __forceinline__ void start_kernel_after() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Brings a line of 128 bytes to the L2 cache.
 __device__ __forceinline__ void prefetch_line(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");

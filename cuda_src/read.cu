@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     float* ring_beta, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
     const int* order, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out,
     const i64* slots, int batch, int tokens, int t, Schedule* schedule, int shared_bytes) {
+    wait_for_kernel_before();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};
@@ -70,11 +71,15 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const int first_row = begin / PARTS, rows = (end - 1) / PARTS - first_row + 1;
     if (threadIdx.x == 0) block.most_tokens = 0, block.most_elements = 0;
     __syncthreads();
+    bool due = false;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         const int row = first_row + i, slot = static_cast<int>(slots[row]), pos = slot < 0 ? 0 : cursor[slot];
         block.rows[i] = make_int2(slot, pos);
         if (goes_on(slot, pos)) atomicMax(&block.most_tokens, pos);
-        else if (slot >= 0 && row * PARTS >= begin) list(row);  // in the block that has the row's first item
+        else if (slot >= 0) {
+            due = true;
+            if (row * PARTS >= begin) list(row);  // in the block that has the row's first item
+        }
     }
     if (warp == static_cast<int>(blockDim.x) / 64 && lane < PIECES) block.pieces[lane].set(arg, lane);
     for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + PARTS); i += blockDim.x) {
@@ -82,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         block.heads[part].load(heads, part);
         atomicMax(&block.most_elements, block.heads[part].elements);
     }
-    __syncthreads();
+    due = __syncthreads_or(due);
 
     // As many warps as have room for an item, but no more than share the rounds evenly.
     const int rows_end = static_cast<int>(sizeof(BlockMemory)) + rows * static_cast<int>(sizeof(int2));
@@ -120,6 +125,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     Work work = find(first_row, begin - first_row * PARTS + warp);
     if (work.reads) send(item, gates, work);
     copy_async_commit();
+    // not where there is something to flush: on a multiprocessor that was set up for a read's shared memory it is slower
+    if (!due) start_kernel_after();
     for (int i = begin + warp; i < end; i += sharing) {
         const Work next = find(work.row, work.part + sharing);
         const Heads& own = heads_of(work);

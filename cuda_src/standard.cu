@@ -10,9 +10,9 @@
 constexpr int WARPS = 4;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
-    float* __restrict__ state, i64 slot_stride, const act_t* __restrict__ q, const act_t* __restrict__ k,
-    const act_t* __restrict__ v, const float* __restrict__ g, const float* __restrict__ beta,
-    out_t* __restrict__ out, const i64* __restrict__ slots, int batch, int tokens) {
+    float* state, i64 slot_stride, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta,
+    out_t* out, const i64* slots, int batch, int tokens) {
+    wait_for_kernel_before();
     const int lane = threadIdx.x % 32;
     const i64 task = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int part = task % (V / ROWS), head = task / (V / ROWS) % HEADS;
@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
     Packed<FP32, LK> tile[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) tile[i].load(home + i * K);
+    start_kernel_after();
     float s[ROWS][LK];
     for (int t = 0; t < tokens; t++) {
         const i64 at = row * tokens + t, key_at = (at * KEY_HEADS + head / GROUP) * K + lane * LK;

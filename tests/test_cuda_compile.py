@@ -96,3 +96,31 @@ def test_nothing_big_spills(compiled):
             spilt[name] = max(max(map(int, pair)) for pair in figures)
     over = {name: n for name, n in spilt.items() if n > SPILL_BYTES[name.rsplit("-", 1)[1]]}
     assert not over, f"bytes spilt by each thread, at most {SPILL_BYTES} allowed: {over}"
+
+
+def test_nothing_is_touched_before_the_wait(tmp_path):
+    """Kernels start before the one ahead has ended; the compiler must not have moved an access past their wait."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc, the CUDA compiler, is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", standin)
+        chosen = variants()
+    for name in (
+        "qwen3-next-standard",
+        "qwen3-next-lowrank-read",
+        "qwen3-next-replay-read",
+        "qwen3-next-lowrank-flush",
+    ):
+        source = tmp_path / f"{name}.cu"
+        source.write_text(source_text(chosen[name].operation))
+        options = ("-std=c++17", "-ptx", "-ftz=true", "-arch=sm_90", *chosen[name].options)
+        subprocess.run(["nvcc", *options, str(source), "-o", str(source.with_suffix(".ptx"))], check=True)
+        lines = source.with_suffix(".ptx").read_text().splitlines()
+        waits = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
+        touches = [
+            i for i, line in enumerate(lines) if re.search(r"\s(ld|st|atom|red|cp|prefetch)\.[\w.:]*global", line)
+        ]
+        assert len(waits) == 1, name
+        assert touches, name
+        assert waits[0] < touches[0], f"{name}: {lines[touches[0]]}"
+        assert not any("global.nc" in line for line in lines), f"{name}: takes what others write for constant"

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.launch import launcher
 from sketchssm.cuda.layout import PackedPlan, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
 from sketchssm.cuda.modules import Variant, load, size_of
@@ -124,7 +125,7 @@ class SketchEngine(StandardEngine):
                 shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
                 self._read_parts, blocks = size_of(module, "read_parts"), 1
             blocks *= int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-            self._launches[name] = kernel, shared, blocks
+            self._launches[name] = launcher(kernel), shared, blocks
         return self._launches[name]
 
     @property
@@ -180,7 +181,7 @@ class SketchEngine(StandardEngine):
             blocks = min(items, most)
             warps = min(max(-(-items // blocks), 4), MOST_READ_WARPS)  # a few at least, for what comes before
         args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
-        kernel((blocks,), (32 * warps,), args, shared_mem=shared)
+        kernel(blocks, 32 * warps, args, shared)
         self._flush(state, inputs, STEP)
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
@@ -188,7 +189,7 @@ class SketchEngine(StandardEngine):
         plan = (self._projection, self._basis, self._heads)
         args = (*state, *plan, *inputs, self._schedule, np.int32(mode), self._ridge)
         blocks = min(blocks, int(inputs[-3]) * self.layer.heads)
-        kernel((blocks,), (self._flush_threads,), args, shared_mem=shared)
+        kernel(blocks, self._flush_threads, args, shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:
         state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))

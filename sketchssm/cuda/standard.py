@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.launch import launcher
 from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.slots import SLOTS, SlotWriter
@@ -110,7 +111,7 @@ class StandardEngine:
         """A kernel with its dynamic shared memory and number of blocks, where these are fixed."""
         if "standard_step" not in self._launches:
             module = load(self.variants()[index], late=late)
-            self._launches["standard_step"] = module.get_function("standard_step"), 0, 0
+            self._launches["standard_step"] = launcher(module.get_function("standard_step")), 0, 0
         return self._launches["standard_step"]
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
@@ -124,7 +125,7 @@ class StandardEngine:
         kernel, _, _ = self._kernel(0)
         tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
         args = (self.state, self._slot_stride, *self._pointers(tokens), out, slots, np.int32(batch), np.int32(length))
-        kernel((-(-tasks // 4),), (128,), args)
+        kernel(-(-tasks // 4), 128, args)
 
     def _check(self, tokens: Tokens, out: Any) -> None:
         for name, array in zip("qkv", tokens[:3], strict=True):

@@ -186,6 +186,7 @@ cuda = SimpleNamespace(
     is_available=lambda: True,
     driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1),
     runtime=SimpleNamespace(
+        driverGetVersion=lambda: 0,  # too old for launches that go past CuPy
         memGetInfo=lambda: (1 << 30, 1 << 30),
         memcpyAsync=lambda target, source, size, kind, stream: ctypes.memmove(target, source, size),
         getDeviceProperties=lambda device: {"name": b"host"},

@@ -1,0 +1,113 @@
+"""Kernels that start before the one ahead has ended, on a device: nothing is read or overwritten too early."""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_support import LAYERS, make_plan, make_tokens
+
+import sketchssm as ss
+from sketchssm.cuda import launch
+from sketchssm.recurrence import DENSE
+
+pytestmark = pytest.mark.gpu
+
+STEPS, REPLAYS = 70, 30
+"""Steps of a graph, no multiple of the window, so that each replay flushes elsewhere; and its replays."""
+
+RANKS = [7, DENSE, 16, 2]
+
+
+def make_head(system, slots, rng, monkeypatch, overlaps):
+    """A warm head; its kernels overlap as the library has it, or never."""
+    layer = LAYERS["gdn"]
+    with monkeypatch.context() as patch:
+        if not overlaps:
+            patch.setattr(launch, "OVERLAP", 1 << 30)
+        if system == "standard":
+            head = ss.StandardHead(layer, slots, "cuda")
+        elif system == "replay":
+            head = ss.ReplayHead(layer, slots, "cuda")
+        else:
+            head = ss.SketchHead(make_plan(layer, RANKS, rng), slots, "cuda")
+        head.warmup()
+    return head
+
+
+@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_order(torch, system, batch, rng, monkeypatch):
+    """Thousands of steps that feed on each other's outputs through kernels of PyTorch: the bits of one at a time."""
+    layer = LAYERS["gdn"]
+    tokens = make_tokens(layer, batch, STEPS, "bfloat16", rng, hard_gates=False)
+    moved = [torch.from_numpy(x).cuda().to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
+    given = [[x[:, t].contiguous() for x in moved] for t in range(STEPS)]
+    heads = [
+        make_head(system, 2 * batch, np.random.default_rng(1), monkeypatch, overlaps) for overlaps in (True, False)
+    ]
+    outputs = [torch.zeros(layer.heads * batch * layer.value_dim, device="cuda", dtype=torch.bfloat16) for _ in heads]
+    outputs = [x.view(batch, layer.heads, layer.value_dim) for x in outputs]
+    values = [torch.empty_like(x) for x in outputs]
+    slots = torch.arange(batch, device="cuda")
+
+    def step(which, t):
+        q, k, v, g, beta = given[t]
+        if t % 3 == 0:  # else steps follow each other with nothing in between
+            torch.mul(outputs[which], 0.5, out=values[which])
+            v = values[which].add_(v)
+        heads[which].step(q, k, v, g, beta, slots=slots, out=outputs[which])
+
+    for which in (0, 1):  # views of all arrays are made before the capture
+        for t in range(STEPS):
+            step(which, t)
+            torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for t in range(STEPS):
+            step(0, t)
+    for _ in range(REPLAYS):
+        graph.replay()
+        for t in range(STEPS):
+            step(1, t)
+            torch.cuda.synchronize()
+        assert torch.equal(outputs[0], outputs[1])
+    assert bool(torch.isfinite(outputs[0]).all())
+    assert bool(outputs[0].any())
+    heads[0].flush()
+    heads[1].flush()
+    assert np.array_equal(heads[0].state.get(), heads[1].state.get())
+
+
+def test_a_thread_that_never_used_the_device(cupy, rng):
+    """The driver has no context there, until somebody asks for one."""
+    layer = LAYERS["gdn"]
+    head = ss.ReplayHead(layer, 2, "cuda")
+    head.warmup()
+    tokens = make_tokens(layer, 2, 1, "bfloat16", rng)
+    given = [cupy.asarray(x[:, 0].astype(ml_dtypes.bfloat16) if i < 3 else x[:, 0]) for i, x in enumerate(tokens)]
+    outputs, errors = [head.step(*given)], []
+    head.reset()
+    cupy.cuda.Device().synchronize()
+
+    def work():
+        try:
+            outputs.append(head.step(*given))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert cupy.array_equal(outputs[0].view(np.uint16), outputs[1].view(np.uint16))
+
+
+def test_refusals(cupy, rng):
+    """A launch that the device can't have names the driver's code, the kernel and its sizes."""
+    module = cupy.RawModule(code='extern "C" __global__ void nothing(int x) {}')
+    run = launch.launcher(module.get_function("nothing"))
+    run(1, 32, (np.int32(1),))
+    with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE") as caught:
+        run(1, 2048, (np.int32(1),))
+    assert caught.value.__notes__ == ["nothing: 1 blocks, 2048 threads, 0 bytes of shared memory"]
