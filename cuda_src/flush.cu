@@ -112,8 +112,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
     const int end = count * HEADS, stride = gridDim.x;
     auto item_at = [&](int i) {
         if (i >= end) return Item{-1, 0};
-        const int row = schedule->rows[i / HEADS];
-        return Item{static_cast<int>(slots[row]), row * HEADS + i % HEADS};
+        // heads shift from row to row: else a stride that shares a factor with HEADS would leave some blocks the high ranks
+        const int place = i / HEADS, row = schedule->rows[place];
+        return Item{static_cast<int>(slots[row]), row * HEADS + (i + place) % HEADS};
     };
     auto buffered = [&](const Item& item) { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[item.slot]; };
     auto token_of_item = [&](const Item& item) { return Token(q, k, v, g, beta, static_cast<i64>(item.row()) * tokens + t, item.head()); };
