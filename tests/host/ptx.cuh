@@ -6,6 +6,8 @@ typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
+constexpr int MOST_SHARED = 232448;
+
 namespace host {
 
 inline float bf16_at(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); }
@@ -129,7 +131,9 @@ struct Delivery {
         for (int i = host::lane(); i < count; i += host::WARP)
             host::deliver(this, static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * global_stride, bytes);
     }
-    void block(void* shared, const void* global, int bytes) { rows(shared, 0, global, 0, host::lane() == 0, bytes); }
+    void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        rows(shared, shared_stride, global, global_stride, count, bytes);
+    }
     void end() { gate.arrive(); }
     void wait(int round, HOST_PLACE) {
         gate.wait(round, where);
@@ -137,9 +141,10 @@ struct Delivery {
     }
 };
 
-inline void send(void* global, const void* shared, int bytes, HOST_PLACE) {
+inline void send(void* global, const void* shared, int shared_stride, int count, int bytes, HOST_PLACE) {
     __syncwarp(~0u, where);
-    if (host::lane() == 0) std::memcpy(global, shared, bytes);
+    const int lane = host::lane();
+    if (lane < count) std::memcpy(static_cast<char*>(global) + lane * bytes, static_cast<const char*>(shared) + lane * shared_stride, bytes);
 }
 inline void wait_sent(HOST_PLACE) { __syncwarp(~0u, where); }
 
