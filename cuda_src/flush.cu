@@ -23,12 +23,10 @@ constexpr int SERVERS = !RAW ? 2 + TEAM / 32 : ERASES ? 2 : 1;  // keys and solv
 constexpr int FINISHER = NWARPS + (SERVERS > 1);  // the server that finishes sketches
 constexpr int BLOCK_THREADS = THREADS + 32 * SERVERS;
 constexpr int SETS = RAW ? KEYS : PREPARED;       // of operands that warps which fold read
-// Where there are registers to spare, a warp knows an item earlier what comes next, and where there is shared memory, states
-// have two places in it.
-constexpr bool LOOKS_AHEAD = RAW && ERASES;
-constexpr int PLACES = RAW && ERASES && MAP != OWN && W <= 16 ? 2 : 1;
 
-struct Memory {
+// The states' rows have so many places in shared memory that the next ones come in while a state is used.
+template <int PLACES> struct MemoryOf {
+    static constexpr int places = PLACES;
     Rows rows[PLACES][NWARPS];
     KeyStage keys[KEYS];
     PreparedKeys prepared[PREPARED];
@@ -39,6 +37,11 @@ struct Memory {
     SketchGates sketched;
 #endif
 };
+template <bool YES> struct Choice { typedef MemoryOf<1> type; };
+template <> struct Choice<true> { typedef MemoryOf<2> type; };
+// Two blocks on a multiprocessor do the same for each other.
+typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) <= MOST_SHARED>::type Memory;
+constexpr int PLACES = Memory::places;
 
 // Lists the rows to flush, in order; returns how many. All blocks find, and write, the same.
 __device__ __forceinline__ int list_rows(int* rows, const int* cursor, const i64* slots, int batch, int mode) {
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
     wait_for_kernel_before();
     extern __shared__ uint4 shared[];
     Memory& m = *reinterpret_cast<Memory*>(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % 4;
     int count = 0;
     if (mode == STEP) {
         count = schedule->due;
@@ -114,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
     const int end = count * HEADS, stride = gridDim.x;
     auto item_at = [&](int i) {
         if (i >= end) return Item{-1, 0};
-        const int row = schedule->rows[i / HEADS];
-        return Item{static_cast<int>(slots[row]), row * HEADS + i % HEADS};
+        // heads shift from row to row: else a stride that shares a factor with HEADS would leave some blocks the high ranks
+        const int place = i / HEADS, row = schedule->rows[place];
+        return Item{static_cast<int>(slots[row]), row * HEADS + (i + place) % HEADS};
     };
     auto buffered = [&](const Item& item) { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[item.slot]; };
     auto token_of_item = [&](const Item& item) { return Token(q, k, v, g, beta, static_cast<i64>(item.row()) * tokens + t, item.head()); };
@@ -202,15 +206,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         fetch(now, 0);
         float gate = gate_of(now);
         for (int n = 0; now.exists(); n++) {
-            Item after{-1, 0};
-            if (LOOKS_AHEAD) after = item_at(blockIdx.x + (n + 2) * stride);
-            else next = item_at(blockIdx.x + (n + 1) * stride);
+            const Item after = item_at(blockIdx.x + (n + 2) * stride);
             if (PLACES > 1) wait_sent(), fetch(next, n + 1);
             const int folded = mode == STEP ? W : buffered(now);
             const float next_gate = gate_of(next);
 #if SKETCHED_HEADS
-            int4 info;
-            if (LOOKS_AHEAD) info = heads[now.head()];
+            const int4 info = heads[now.head()];
 #endif
             Rows& rows = m.rows[n % PLACES][warp];
             KeyStage& stage = m.keys[n % KEYS];
@@ -219,21 +220,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             if (RAW) stage.delivery.wait(n / KEYS);
             const Decays decays(gate);
             rows.delivery.wait(n / PLACES);
-            Tile tile;
-            tile.load(&rows.state[0][0]);
-            __syncwarp();
-            if (folded > 0) fold(tile, rows, folded, stage, prepared, m.solve[n % SOLVES], decays);
-            tile.store(&rows.state[0][0]);
-            send(home(now) + 16 * warp * K, rows.state, 16 * K * sizeof(float));
-
-#if SKETCHED_HEADS
-            if (!LOOKS_AHEAD) info = heads[now.head()];
-            BasisTile first;  // on its way while the output is read, where registers allow
-            if (RAW && info.x > 0) first.load(basis + info.w, 0);
-#endif
+            Writes writes;
+            if (folded > 0) writes.prepare(rows, folded, stage, prepared, m.solve[n % SOLVES], decays);
             float squares = 0, read[2] = {0, 0};
-#pragma unroll
+#pragma unroll UNROLLED
             for (int step = 0; step < STEPS; step++) {
+                Piece piece;
+                piece.load(rows.state, step);
+                if (folded > 0) {
+                    writes.fold(piece, step, stage, prepared);
+                    piece.store(rows.state, step);
+                }
                 float x[4];
                 if constexpr (RAW) {
                     Packed<ACT, 4> packed;
@@ -250,31 +247,31 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                 for (int half = 0; half < 2; half++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        read[half] += tile.s[step][half][e] * x[e];
-                        squares += tile.s[step][half][e] * tile.s[step][half][e];
+                        read[half] += piece.s[half][e] * x[e];
+                        squares += piece.s[half][e] * piece.s[half][e];
                     }
             }
+            send(home(now) + 16 * warp * K, rows.state.half, sizeof(rows.state.half[0]), 2, StateRows::HALF * sizeof(float));
             __syncwarp();
             if (lane == 0) m.used[n % SETS].arrive();
-            if (PLACES == 1) wait_sent(), fetch(next, n + 1);
             if (mode == STEP) {
                 const i64 at = static_cast<i64>(now.row()) * tokens + t;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     read[half] += __shfl_xor_sync(ALL, read[half], 1);
                     read[half] += __shfl_xor_sync(ALL, read[half], 2);
-                    if (c == 0) out[(at * HEADS + now.head()) * V + 16 * warp + r + 8 * half] = narrow<OUT>(read[half]);
+                    if (c == 0) out[(at * HEADS + now.head()) * V + 16 * warp + value_row(half)] = narrow<OUT>(read[half]);
                 }
             }
 #if SKETCHED_HEADS
-            if (!RAW && info.x > 0) first.load(basis + info.w, 0);
             if (info.x > 0)
-                share_sketch(m.sketch, m.sketched, tile, squares, first, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y,
-                             basis + info.w, info.x, turn);
+                share_sketch(m.sketch, m.sketched, rows.state, squares, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y, basis + info.w,
+                             info.x, turn);
 #endif
-            now = next, gate = next_gate;
-            if (LOOKS_AHEAD) next = after;
+            if (PLACES == 1) wait_sent(), fetch(next, n + 1);
+            now = next, next = after, gate = next_gate;
         }
+        wait_sent();  // what has not been read goes with the block
     }
 
     // The block that comes last clears the schedule, and starts the rows' windows anew where others had to see them.

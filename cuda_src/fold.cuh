@@ -1,4 +1,4 @@
-// Folds a window's raw tokens into a state tile: S <- D_{1:n} S + sum_s l_s w_s^T with l_s = D_{s+1:n} k_s.
+// Folds a window's raw tokens into a warp's rows of the state: S <- D_{1:n} S + sum_s l_s w_s^T with l_s = D_{s+1:n} k_s.
 //
 // mamba2 writes w_s = v_s. For the delta rule w = N (v - (D_{1:s} k_s)^T S), with N the inverse of the unit lower
 // triangle of beta_s <D_{j+1:s} k_j, k_s> times Diag(beta). With scalar decays every factor exp(.) moves from the keys
@@ -16,7 +16,7 @@ constexpr int KEYS = !RAW ? W > 16 ? 1 : 2 : ERASES ? 3 : 2;  // items whose key
 // (k_s) in bf16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
 struct PreparedKeys {
     alignas(16) u16 ends[TERMS][RAW ? 1 : BLOCKS][RAW ? 1 : K][16];
-    alignas(16) float starts[RAW ? 1 : WP][ROW];
+    alignas(16) float starts[RAW ? 1 : WP][RAW ? 4 : ROW];
     alignas(16) float whole[KIND == KDA ? K : 4];  // D_{1:n}
     alignas(16) float query[RAW ? 4 : K];
 };
@@ -49,6 +49,7 @@ struct Decays {
     __device__ __forceinline__ float whole() const { return __shfl_sync(ALL, upto, 31); }
 };
 
+constexpr int UNROLLED = 4;  // pieces of the state in a stretch of code: all of them would not fit in the instruction cache
 constexpr int GATE_ROWS = KIND == KDA ? W : 1;
 
 template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
@@ -261,79 +262,89 @@ __device__ __forceinline__ void prepare_solve(Solve& solve, const KeyStage& stag
     substitute(solve, beta);
 }
 
-// Keys come from `stage` where they are operands as they are, else from `keys`.
-__device__ __forceinline__ void fold(Tile& tile, const Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys,
-                                     const Solve& solve, const Decays& decays) {
+// w = N (v - decayed predictions), in place of the values.
+__device__ __forceinline__ void erase(Values& values, Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys,
+                                      const Solve& solve, const Decays& decays) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    Values values;
-    if constexpr (ERASES) {
-        float predicted[BLOCKS][2][4] = {}, second[BLOCKS][2][4] = {};  // two chains of products
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            __syncwarp();  // keeps the loads of later steps from being moved up here, where registers are short
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    float key[4];
-                    load_key(key, stage, keys, 16 * b + 8 * t + r, 16 * step);
-                    mma_float4(predicted[b][t], second[b][t], tile.s[step][0], tile.s[step][1], key, RAW);
-                }
-        }
-        values.load(rows, count);
-        float write[BLOCKS][2][4] = {};
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float scale = KIND == KDA ? 1.f : decays.from_start(token_of(b, e));
-#pragma unroll
-                for (int half = 0; half < 2; half++) values.v[b][half][e] -= scale * (predicted[b][e / 2][2 * half + e % 2] + second[b][e / 2][2 * half + e % 2]);
-            }
-            const Operand<3> a(values.v[b][0], values.v[b][1]);
-#pragma unroll
-            for (int to = b; to < BLOCKS; to++)
-#pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    const float* const n = &solve.n[16 * to + 8 * t + r][16 * b + 2 * c];
-                    const float2 lower = *reinterpret_cast<const float2*>(n), upper = *reinterpret_cast<const float2*>(n + 8);
-                    u32 x[3][2];
-                    slices<3>(lower.x, lower.y, &x[0][0], 2);
-                    slices<3>(upper.x, upper.y, &x[0][1], 2);
-#pragma unroll
-                    for (int i = 0; i < 3; i++)
-#pragma unroll
-                        for (int j = 0; i + j < 3; j++) mma_bf16(write[to][t], a.a[i], x[j][0], x[j][1]);
-                }
-        }
+    float predicted[BLOCKS][2][4] = {}, second[BLOCKS][2][4] = {};  // two chains of products
+#pragma unroll UNROLLED
+    for (int step = 0; step < STEPS; step++) {
+        Piece piece;
+        piece.load(rows.state, step);
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) values.v[b][half][e] = write[b][e / 2][2 * half + e % 2];
+            for (int t = 0; t < 2; t++) {
+                float key[4];
+                load_key(key, stage, keys, 16 * b + 8 * t + r, 16 * step);
+                mma_float4(predicted[b][t], second[b][t], piece.s[0], piece.s[1], key, RAW);
+            }
     }
-    if (!ERASES) values.load(rows, count);
-    u32 a[BLOCKS][3][4];
+    values.load(rows, count);
+    float write[BLOCKS][2][4] = {};
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-        if constexpr (KIND != KDA) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float scale = decays.to_end(token_of(b, e));
-                values.v[b][0][e] *= scale, values.v[b][1][e] *= scale;
-            }
+        for (int e = 0; e < 4; e++) {
+            const float scale = KIND == KDA ? 1.f : decays.from_start(token_of(b, e));
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                values.v[b][half][e] -= scale * (predicted[b][e / 2][2 * half + e % 2] + second[b][e / 2][2 * half + e % 2]);
         }
-        const Operand<3> w(values.v[b][0], values.v[b][1]);
+        const Operand<3> a(values.v[b][0], values.v[b][1]);
 #pragma unroll
-        for (int i = 0; i < 12; i++) a[b][i / 4][i % 4] = w.a[i / 4][i % 4];
+        for (int to = b; to < BLOCKS; to++)
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const float* const n = &solve.n[16 * to + 8 * t + r][16 * b + 2 * c];
+                const float2 lower = *reinterpret_cast<const float2*>(n), upper = *reinterpret_cast<const float2*>(n + 8);
+                u32 x[3][2];
+                slices<3>(lower.x, lower.y, &x[0][0], 2);
+                slices<3>(upper.x, upper.y, &x[0][1], 2);
+#pragma unroll
+                for (int i = 0; i < 3; i++)
+#pragma unroll
+                    for (int j = 0; i + j < 3; j++) mma_bf16(write[to][t], a.a[i], x[j][0], x[j][1]);
+            }
     }
-    const float all = KIND == KDA ? 0.f : decays.whole();
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        float kept[4];
+    for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) kept[e] = KIND == KDA ? keys.whole[16 * step + 4 * c + e] : all;
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) values.v[b][half][e] = write[b][e / 2][2 * half + e % 2];
+}
+
+// What the window writes to the warp's rows: w, decayed to the window's end, as operands.
+struct Writes {
+    u32 a[BLOCKS][3][4];
+    float kept;  // of the state; for decays per channel it lies with the keys
+
+    // Keys come from `stage` where they are operands as they are, else from `keys`.
+    __device__ __forceinline__ void prepare(Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys, const Solve& solve,
+                                            const Decays& decays) {
+        Values values;
+        if constexpr (ERASES) erase(values, rows, count, stage, keys, solve, decays);
+        else values.load(rows, count);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            if constexpr (KIND != KDA) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float scale = decays.to_end(token_of(b, e));
+                    values.v[b][0][e] *= scale, values.v[b][1][e] *= scale;
+                }
+            }
+            const Operand<3> w(values.v[b][0], values.v[b][1]);
+#pragma unroll
+            for (int i = 0; i < 12; i++) a[b][i / 4][i % 4] = w.a[i / 4][i % 4];
+        }
+        kept = KIND == KDA ? 0.f : decays.whole();
+    }
+
+    // Folds the window into a piece.
+    __device__ __forceinline__ void fold(Piece& piece, int step, const KeyStage& stage, const PreparedKeys& keys) const {
+        const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
         // Summed apart from the state: the tensor cores round toward zero, which would shrink it at every flush.
         float sum[2][4] = {};
 #pragma unroll
@@ -354,11 +365,16 @@ __device__ __forceinline__ void fold(Tile& tile, const Rows& rows, int count, co
 #pragma unroll
                     for (int t = 0; t < 2; t++) mma_bf16(sum[t], a[b][i], key[t].x, key[t].y);
             }
+        float whole[4] = {kept, kept, kept, kept};
+        if constexpr (KIND == KDA) {
+            const float4 x = *reinterpret_cast<const float4*>(&keys.whole[16 * step + 4 * c]);
+            whole[0] = x.x, whole[1] = x.y, whole[2] = x.z, whole[3] = x.w;
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int t = i / 4, half = i % 4 / 2, e = i % 2;
-            float& s = tile.s[step][half][2 * t + e];
-            s = kept[2 * t + e] * s + sum[t][2 * half + e];
+            float& s = piece.s[half][2 * t + e];
+            s = whole[2 * t + e] * s + sum[t][2 * half + e];
         }
     }
-}
+};

@@ -2,9 +2,9 @@
 //
 // A float32 number is exactly the sum of three bf16 numbers (its mantissa in three slices of 8 bits), so a product of
 // two needs the six partial products above 2^-24; if one factor is a raw bf16 activation, three are exact.
-// The flush's state tile lives in accumulator fragments of m16n8k16: a warp owns 16 value rows and all K channels.
-// Two neighbouring accumulator tiles are one operand fragment, so the tile enters products without moving.
-// Columns are assigned so that a thread's four of 16 are neighbours in memory: place p of 16 holds column spread(p).
+// A warp owns 16 value rows of the state, in shared memory, and takes 16 channels of them at a time to registers, as they
+// lie in accumulators of m16n8k16. Two neighbouring accumulators are one operand, so a piece enters products without moving.
+// Columns are assigned so that a thread's four of 16 are neighbours in memory: place p of 16 holds column_at(p).
 #pragma once
 #include "common.cuh"
 
@@ -46,27 +46,35 @@ template <int TERMS> struct Operand {
     }
 };
 
-// The warp's part of the state: rows r and r + 8, columns 16 step + 4c to 4c + 3 for every step.
-struct Tile {
-    float s[STEPS][2][4];
+// Which of the warp's value rows a thread has as rows r (half 0) and r + 8 (half 1) of an operand: rows 0 to 7 for even
+// r, 8 to 15 for odd ones. These lie 64 bytes apart from a multiple of 128, so that reading a piece meets no bank twice.
+__device__ __forceinline__ int value_row(int half) {
+    const int r = threadIdx.x % 32 / 4;
+    return 8 * (r % 2) + r / 2 + 4 * half;
+}
 
-    // The warp's rows lie in shared memory as they do in the state: 16 rows of K, one after the other.
-    __device__ __forceinline__ static float* at(float* rows, int i) {
-        const int lane = threadIdx.x % 32;
-        return rows + (lane / 4 + 8 * (i % 2)) * K + 16 * (i / 2) + 4 * (lane % 4);
-    }
-    __device__ __forceinline__ void load(float* rows) {
+// The warp's value rows as they lie in shared memory: two halves of 8.
+struct StateRows {
+    static constexpr int HALF = 8 * K, PADDED = HALF + 16;
+    alignas(16) float half[2][PADDED];
+    __device__ __forceinline__ float* at(int row, int channel) { return &half[row / 8][row % 8 * K + channel]; }
+};
+
+// 16 channels of them: columns 4c to 4c + 3 of rows r and r + 8.
+struct Piece {
+    float s[2][4];
+
+    __device__ __forceinline__ void load(StateRows& rows, int step) {
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; i++) {
-            const float4 x = *reinterpret_cast<const float4*>(at(rows, i));
-            s[i / 2][i % 2][0] = x.x, s[i / 2][i % 2][1] = x.y, s[i / 2][i % 2][2] = x.z, s[i / 2][i % 2][3] = x.w;
+        for (int half = 0; half < 2; half++) {
+            const float4 x = *reinterpret_cast<const float4*>(rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4)));
+            s[half][0] = x.x, s[half][1] = x.y, s[half][2] = x.z, s[half][3] = x.w;
         }
     }
-    __device__ __forceinline__ void store(float* rows) const {
+    __device__ __forceinline__ void store(StateRows& rows, int step) const {
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; i++) {
-            const float* x = s[i / 2][i % 2];
-            *reinterpret_cast<float4*>(at(rows, i)) = make_float4(x[0], x[1], x[2], x[3]);
-        }
+        for (int half = 0; half < 2; half++)
+            *reinterpret_cast<float4*>(rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4))) =
+                make_float4(s[half][0], s[half][1], s[half][2], s[half][3]);
     }
 };

@@ -330,18 +330,18 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, sketch_t* packed, i
 __device__ __forceinline__ int rounds_of(int rank) { return MAP == OWN ? (rank + LEFT - 1) / LEFT : 1; }
 
 // A warp's part of one head's sketch. `squares` is this thread's share of |S|^2; `turn` counts the block's rounds.
-__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, const Tile& tile, float squares, BasisTile& first,
-                                             sketch_t* packed, const uint2* basis, int rank, int& turn) {
+__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, StateRows& rows, float squares, sketch_t* packed,
+                                             const uint2* basis, int rank, int& turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     squares = warp_sum(squares);
     if (turn > 0) gates.free.wait(turn - 1);
     if (lane == 0) m.squares[warp] = squares;
-    sketch_columns(m, tile, first, basis, rank);
+    sketch_columns(m, rows, basis, rank);
     __syncwarp();
     store_columns(m, packed, rank);
     for (int round = 0; round < rounds_of(rank); round++, turn++) {
         if (round > 0) gates.free.wait(turn - 1);
-        if (LEFT > 0) left_products(m, tile, round * LEFT, MAP == FACTORS ? pivots_of(rank) : min(rank - round * LEFT, LEFT));
+        if (LEFT > 0) left_products(m, rows, round * LEFT, MAP == FACTORS ? pivots_of(rank) : min(rank - round * LEFT, LEFT));
         __syncwarp();
         if (lane == 0) gates.full.arrive();
     }

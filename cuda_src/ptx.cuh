@@ -5,6 +5,13 @@ typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
+// Bytes of shared memory that a block may have.
+#if __CUDA_ARCH__ >= 900
+constexpr int MOST_SHARED = 232448;
+#else
+constexpr int MOST_SHARED = 166912;
+#endif
+
 // d (16 x 8, float32) += a (16 x 16) b (16 x 8), bf16 operands. With c = lane % 4 and r = lane / 4, a thread holds
 // d[r][2c, 2c+1], d[r+8][2c, 2c+1]; a[r][2c..], a[r+8][2c..], a[r][2c+8..], a[r+8][2c+8..]; b[2c..][r], b[2c+8..][r].
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -96,7 +103,7 @@ struct Gate {
 };
 
 // A gate that opens when copies from global to shared memory have landed. One warp sends for all: it begins, copies,
-// ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings a block in one.
+// ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings long ones.
 struct Delivery {
     Gate gate;
 
@@ -112,17 +119,19 @@ struct Delivery {
             copy_async_16(to + row * shared_stride + at, from + row * global_stride + at);
         }
     }
-    __device__ __forceinline__ void block(void* shared, const void* global, int bytes) {
+    // The same for long ones.
+    __device__ __forceinline__ void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
 #if __CUDA_ARCH__ >= 900
-        if (threadIdx.x % 32 == 0 && bytes > 0) {
+        const int lane = threadIdx.x % 32;
+        if (lane < count) {
             asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(gate.address()), "r"(bytes) : "memory");
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                             static_cast<u32>(__cvta_generic_to_shared(shared))),
-                         "l"(global), "r"(bytes), "r"(gate.address())
+                             static_cast<u32>(__cvta_generic_to_shared(static_cast<char*>(shared) + lane * shared_stride))),
+                         "l"(static_cast<const char*>(global) + lane * global_stride), "r"(bytes), "r"(gate.address())
                          : "memory");
         }
 #else
-        rows(shared, 0, global, 0, 1, bytes);
+        rows(shared, shared_stride, global, global_stride, count, bytes);
 #endif
     }
     __device__ __forceinline__ void end() {
@@ -131,27 +140,31 @@ struct Delivery {
     __device__ __forceinline__ void wait(int round) { gate.wait(round); }
 };
 
-// Copies `bytes` (a multiple of 512) that a warp has just written to shared memory to global memory; whole warps. The
-// shared memory may be written again after the wait.
-__device__ __forceinline__ void send(void* global, const void* shared, int bytes) {
+// Copies up to 32 rows of `bytes` (a multiple of 16), which the warp has just written to shared memory, to one stretch of
+// global memory; whole warps. The shared memory may be written again after the wait.
+__device__ __forceinline__ void send(void* global, const void* shared, int shared_stride, int count, int bytes) {
+    const int lane = threadIdx.x % 32;
+    char* const to = static_cast<char*>(global);
+    const char* const from = static_cast<const char*>(shared);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-                     "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "r"(bytes)
+    if (lane < count) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + lane * bytes),
+                     "r"(static_cast<u32>(__cvta_generic_to_shared(from + lane * shared_stride))), "r"(bytes)
                      : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
 #else
     __syncwarp();
-    for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512)
-        *reinterpret_cast<uint4*>(static_cast<char*>(global) + i) = *reinterpret_cast<const uint4*>(static_cast<const char*>(shared) + i);
+    const int pieces = bytes / 16;
+    for (int i = lane; i < count * pieces; i += 32)
+        *reinterpret_cast<uint4*>(to + 16 * i) = *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
 #endif
 }
 __device__ __forceinline__ void wait_sent() {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
     __syncwarp();
 }

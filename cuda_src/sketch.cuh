@@ -11,7 +11,7 @@
 #include "sketch_layout.cuh"
 
 constexpr int COLUMN = V + 4;                                       // padded, so that fragment stores of U hit all banks
-constexpr int LEFT = MAP == OWN ? 8 : MAP == FACTORS ? PIVOTS : 0;  // columns of U that one pass multiplies with the tile
+constexpr int LEFT = MAP == OWN ? 8 : MAP == FACTORS ? PIVOTS : 0;  // columns of U that one pass multiplies with the state
 constexpr int DOTS = 2 * PIVOTS_2;                                  // of a column of U: with the pivots, and with itself
 
 struct SketchMemory {
@@ -33,32 +33,46 @@ struct SketchGates {
 // Eight columns of a basis as operands, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
 // they make a sketch that is stored in bf16, in two for float32.
 constexpr int SLICES = SKETCH == BF16 ? 1 : 2;
-struct BasisTile {
-    uint2 slice[STEPS][SLICES];
-    __device__ __forceinline__ void load(const uint2* basis, int tile) {
-#pragma unroll
-        for (int i = 0; i < STEPS * SLICES; i++) slice[i / SLICES][i % SLICES] = basis[(tile * STEPS * SLICES + i) * 32 + threadIdx.x % 32];
-    }
-};
+__device__ __forceinline__ const uint2* basis_at(const uint2* basis, int tile, int step) {
+    return basis + (tile * STEPS + step) * SLICES * 32 + threadIdx.x % 32;
+}
 
-// U of the warp's 16 value rows; read back by the same warp after it has met.
-__device__ __forceinline__ void sketch_columns(SketchMemory& m, const Tile& tile, BasisTile& basis, const uint2* more, int rank) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, row = threadIdx.x / 32 * 16 + r;
-    for (int first = 0; first < rank; first += 8) {
-        if (first) basis.load(more, first / 8);
-        float high[4] = {}, low[4] = {};  // chains of products
+// U of the warp's value rows, 8 TILES columns from `first` on; read back by the same warp after it has met.
+template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& m, StateRows& rows, const uint2* basis, int first, int rank) {
+    constexpr int AHEAD = 4;  // pieces whose bases are under way at a time
+    float high[TILES][4] = {}, low[TILES][4] = {};
+#pragma unroll 1
+    for (int part = 0; part < STEPS; part += AHEAD) {
+        uint2 b[AHEAD][TILES][SLICES];
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const uint2 b = basis.slice[step][0];
-            const Operand<2> a(tile.s[step][0], tile.s[step][1]);
-            mma_bf16(high, a.a[0], b.x, b.y);
-            mma_bf16(low, a.a[1], b.x, b.y);
-            if constexpr (SLICES > 1) mma_bf16(low, a.a[0], basis.slice[step][SLICES - 1].x, basis.slice[step][SLICES - 1].y);
+        for (int i = 0; i < AHEAD * TILES * SLICES; i++)
+            b[i / (TILES * SLICES)][i / SLICES % TILES][i % SLICES] = basis_at(basis, first / 8 + i / SLICES % TILES, part + i / (TILES * SLICES))[i % SLICES * 32];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            Piece piece;
+            piece.load(rows, part + i);
+            const Operand<2> a(piece.s[0], piece.s[1]);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                mma_bf16(high[tile], a.a[0], b[i][tile][0].x, b[i][tile][0].y);
+                mma_bf16(low[tile], a.a[1], b[i][tile][0].x, b[i][tile][0].y);
+                if constexpr (SLICES > 1) mma_bf16(low[tile], a.a[0], b[i][tile][SLICES - 1].x, b[i][tile][SLICES - 1].y);
+            }
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (first + 2 * c + i % 2 < rank) m.u[first + 2 * c + i % 2][row + 8 * (i / 2)] = high[i] + low[i];
     }
+    const int own = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int column = first + 8 * tile + 2 * (threadIdx.x % 4) + i % 2;
+            if (column < rank) m.u[column][own + value_row(i / 2)] = high[tile][i] + low[tile][i];
+        }
+}
+__device__ __forceinline__ void sketch_columns(SketchMemory& m, StateRows& rows, const uint2* basis, int rank) {
+    for (int first = 0; first < rank; first += 16)
+        if (rank - first > 8) sketch_tiles<2>(m, rows, basis, first, rank);
+        else sketch_tiles<1>(m, rows, basis, first, rank);
 }
 
 // The warp's rows of U into the packed sketch.
@@ -71,25 +85,27 @@ __device__ __forceinline__ void store_columns(const SketchMemory& m, sketch_t* p
     }
 }
 
-// parts[warp] = columns [first, first + count) of U times the tile, over the warp's value rows; at most 8.
-__device__ __forceinline__ void left_products(SketchMemory& m, const Tile& tile, int first, int count) {
+// parts[warp] = columns [first, first + count) of U times the warp's rows of the state; at most 8.
+__device__ __forceinline__ void left_products(SketchMemory& m, StateRows& rows, int first, int count) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
-    // Rows 0 to 7 of the operand are the vectors' first slices and rows 8 to 15 their second: one product for both.
+    // Rows 0 to 7 of the operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
+    // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
     u32 a[4] = {0, 0, 0, 0};
     if (r < count) {
-        const float2 x = *reinterpret_cast<const float2*>(&m.u[first + r][16 * warp + 2 * c]);
-        const float2 y = *reinterpret_cast<const float2*>(&m.u[first + r][16 * warp + 8 + 2 * c]);
-        slices<2>(x.x, x.y, &a[0], 1);
-        slices<2>(y.x, y.y, &a[2], 1);
+        const float* const u = &m.u[first + r][16 * warp + c];
+        slices<2>(u[0], u[8], &a[0], 1);
+        slices<2>(u[4], u[12], &a[2], 1);
     }
-#pragma unroll
+#pragma unroll 2
     for (int step = 0; step < STEPS; step++) {
+        Piece piece;
+        piece.load(rows, step);
         float4 product;
 #pragma unroll
         for (int t = 0; t < 2; t++) {
             u32 upper[2], lower[2];
-            slices<2>(tile.s[step][0][2 * t], tile.s[step][0][2 * t + 1], upper, 1);
-            slices<2>(tile.s[step][1][2 * t], tile.s[step][1][2 * t + 1], lower, 1);
+            slices<2>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
+            slices<2>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);
             float sum[4] = {};
 #pragma unroll
             for (int i = 0; i < 2; i++) mma_bf16(sum, a, transpose_8x8(upper[i]), transpose_8x8(lower[i]));

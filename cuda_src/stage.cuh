@@ -17,7 +17,7 @@ struct KeyStage {
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(float) : 0;
         delivery.rows(k, ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
-        if (GATE) delivery.block(g, ring.g, buffered * GATE);
+        if (GATE) delivery.blocks(g, 0, ring.g, 0, buffered > 0, buffered * GATE);
         if (own) {
             delivery.rows(k[buffered], 0, token.k, 0, 1, KEY);
             delivery.rows(q, 0, token.q, 0, 1, KEY);
@@ -33,26 +33,25 @@ struct KeyStage {
 
 // A warp's 16 value rows: of the state, and of the window's values.
 struct Rows {
-    alignas(128) float state[16][K];
+    StateRows state;
     alignas(16) act_t v[W][16];
     Delivery delivery;
 
     __device__ __forceinline__ void fetch(const float* head_state, const Token& token, const Ring& ring, int buffered, bool own) {
-        constexpr int VALUES = 16 * sizeof(act_t), STATE = 16 * K * sizeof(float);
+        constexpr int VALUES = 16 * sizeof(act_t), FLOAT = sizeof(float);
         const int first = threadIdx.x / 32 * 16;
-        delivery.block(state, head_state + first * K, STATE);
+        delivery.blocks(state.half, StateRows::PADDED * FLOAT, head_state + first * K, StateRows::HALF * FLOAT, 2, StateRows::HALF * FLOAT);
         delivery.rows(v, VALUES, ring.v + first, V * sizeof(act_t), buffered, VALUES);
         if (own) delivery.rows(v[buffered], 0, token.v + first, 0, 1, VALUES);
         delivery.end();
     }
 };
 
-// This thread's values: rows r and r + 8 of the warp, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}, the order of operands.
+// This thread's values: rows r and r + 8 of operands, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}, the order of operands.
 __device__ __forceinline__ int token_of(int block, int e) { return 16 * block + 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2; }
 struct Values {
     float v[BLOCKS][2][4];
     __device__ __forceinline__ void load(const Rows& rows, int count) {
-        const int row = threadIdx.x % 32 / 4;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
@@ -60,7 +59,7 @@ struct Values {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int s = token_of(b, e);
-                    v[b][half][e] = s < count ? widen<ACT>(rows.v[s % W][row + 8 * half]) : 0.f;
+                    v[b][half][e] = s < count ? widen<ACT>(rows.v[s % W][value_row(half)]) : 0.f;
                 }
     }
 };

@@ -299,7 +299,7 @@ inline void enter() {
     if (!outside.bottom) outside.bottom = bottom, outside.size = size;
 #endif
     call(arguments);
-    finish_sends();
+    if (!current->sent.empty()) fail("a thread ends before what it sent has been read");
     current->state = RETURNED;
     returned++;
     run_another();

@@ -6,6 +6,8 @@ typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
+constexpr int MOST_SHARED = 232448;
+
 namespace host {
 
 inline float bf16_at(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); }
@@ -131,7 +133,9 @@ struct Delivery {
         for (int i = host::lane(); i < count; i += host::WARP)
             host::deliver(this, static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * global_stride, bytes);
     }
-    void block(void* shared, const void* global, int bytes) { rows(shared, 0, global, 0, host::lane() == 0, bytes); }
+    void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        rows(shared, shared_stride, global, global_stride, count, bytes);
+    }
     void end() { gate.arrive(); }
     void wait(int round, HOST_PLACE) {
         gate.wait(round, where);
@@ -139,11 +143,14 @@ struct Delivery {
     }
 };
 
-// One lane sends; the source is read at the wait, or at the thread's end.
-inline void send(void* global, const void* shared, int bytes, HOST_PLACE) {
-    if (bytes % 512) host::fail("a warp sends a multiple of 512 bytes");
+// A lane sends a row; its source is read at the wait.
+inline void send(void* global, const void* shared, int shared_stride, int count, int bytes, HOST_PLACE) {
+    if (bytes % 16) host::fail("a row that is sent is no multiple of 16 bytes");
     __syncwarp(~0u, where);
-    if (host::lane() == 0) host::current->sent.push_back({global, shared, static_cast<std::size_t>(bytes), 0});
+    const int lane = host::lane();
+    if (lane < count)
+        host::current->sent.push_back({static_cast<char*>(global) + lane * bytes, static_cast<const char*>(shared) + lane * shared_stride,
+                                       static_cast<std::size_t>(bytes), 0});
 }
 inline void wait_sent(HOST_PLACE) {
     host::finish_sends();

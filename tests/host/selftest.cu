@@ -123,7 +123,7 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
     for (int round = 0; round < 2; round++) {
         if (threadIdx.x < 32) {
             delivery.rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
-            delivery.block(block[round], x + 32 * round, sizeof block[0]);
+            delivery.blocks(block[round], 0, x + 32 * round, 0, 1, sizeof block[0]);
             delivery.end();
         }
         float* const mine = out + (round * blockDim.x + threadIdx.x) * 4;
@@ -138,17 +138,16 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
     }
 }
 
-// Warps send rows of their own, twice; `spoil` 1: they write to them again before the wait, and don't wait at last.
-extern "C" __global__ void sends(float* out, int spoil) {
-    alignas(128) __shared__ float rows[2][128];
-    float* const mine = rows[threadIdx.x / 32];
+// Warps send two rows of their own, twice. `spoil` 1: they write to them again before the wait; `waits` 1: not at last.
+extern "C" __global__ void sends(float* out, int spoil, int waits) {
+    alignas(16) __shared__ float rows[2][2][68];
+    float(&mine)[2][68] = rows[threadIdx.x / 32];
     for (int round = 0; round < 2; round++) {
-        for (int i = threadIdx.x % 32; i < 128; i += 32) mine[i] = 1000 * round + i;
-        send(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof rows[0]);
-        if (spoil) mine[threadIdx.x % 32] = -1;
-        if (round == 0) wait_sent();
+        for (int i = threadIdx.x % 32; i < 128; i += 32) mine[i / 64][i % 64] = 1000 * round + i;
+        send(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof mine[0], 2, 64 * sizeof(float));
+        if (spoil) mine[0][threadIdx.x % 32] = -1;
+        if (round < waits) wait_sent();
     }
-    if (!spoil) wait_sent();
 }
 
 // Lanes bring pieces of different sizes, some of them none, twice; they look at them before the wait and after it.

@@ -154,13 +154,15 @@ def test_deliveries_land_at_a_wait(module):
 @pytest.mark.parametrize("spoil", [False, True])
 def test_sent_rows_are_read_until_the_wait(module, spoil):
     out = np.full((2, 2, 128), np.nan, np.float32)
-    module.get_function("sends")((1,), (64,), (out, np.int32(spoil)))
+    module.get_function("sends")((1,), (64,), (out, np.int32(spoil), np.int32(2)))
     want = np.broadcast_to(np.arange(128) + 1000 * np.arange(2)[:, None, None], out.shape)
     assert np.array_equal(out[:, :, 32:], want[:, :, 32:])
     if spoil:
         assert np.all(out[:, :, 0] == -1)  # written by the lane that sends, before it waits
     else:
         assert np.array_equal(out, want)
+    with pytest.raises(RuntimeError, match="a thread ends before what it sent has been read"):
+        module.get_function("sends")((1,), (64,), (out, np.int32(spoil), np.int32(1)))
 
 
 def test_arrivals_land_at_their_wait(module):
