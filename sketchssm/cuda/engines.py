@@ -23,7 +23,15 @@ MOST_READ_WARPS = 16
 
 STEP, FOLD, LOAD = 0, 1, 2
 
-FLUSH_BLOCKS = {("mamba2", 64): 4, ("mamba2", 80): 3, ("mamba2", 96): 2, ("gdn", 64): 3, ("gdn", 80): 2, ("gdn", 96): 2, ("gdn", 128): 2}
+FLUSH_BLOCKS = {
+    ("mamba2", 64): 4,
+    ("mamba2", 80): 3,
+    ("mamba2", 96): 2,
+    ("gdn", 64): 3,
+    ("gdn", 80): 2,
+    ("gdn", 96): 2,
+    ("gdn", 128): 2,
+}
 """Blocks of the flush that registers leave room for on a multiprocessor, by kind and value_dim; else one. Measured on
 H200: what spills costs more than what waits."""
 
