@@ -189,6 +189,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                 __syncwarp();
                 if (lane == 0) m.ready[n % KEYS].arrive();
             }
+            if (warp == NWARPS && next.exists()) {
+                used(n);
+                fetch_values(next);
+                if (RAW) fetch(after, n + 2);
+            }
 #if SKETCHED_HEADS
             if (warp == FINISHER) {
                 const int4 info = heads[now.head()];
@@ -197,11 +202,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                                   projection + info.z, info.x, ridge, turn);
             }
 #endif
-            if (warp == NWARPS && next.exists()) {
-                used(n);
-                fetch_values(next);
-                if (RAW) fetch(after, n + 2);
-            }
             now = next, next = after;
         }
     } else {

@@ -45,7 +45,7 @@ struct Solve {
     __device__ __forceinline__ float whole() const { return upto[WP - 1]; }
 };
 
-constexpr int UNROLLED = 4;  // pieces of the state in a stretch of code: all of them would not fit in the instruction cache
+constexpr int UNROLLED = 2;  // pieces of the state in a stretch of code: more would not fit in the instruction cache
 constexpr int GATE_ROWS = KIND == KDA ? W : 1;
 
 template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
