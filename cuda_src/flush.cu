@@ -4,9 +4,9 @@
 // the sketch and its map, and writes the state back. A fixed number of blocks takes the (row, head) items in turn, so
 // that all of them work on one stretch of memory at a time.
 //
-// Warps hardly wait for each other. Each of NWARPS owns 16 value rows: it brings them to shared memory, holds them in
-// registers from the fold to the sketch, and sends them back from where they came, while the next item's come in behind.
-// SERVERS more serve them: they fetch keys, prepare operands and the delta rule's solve ahead, and finish sketches.
+// Warps hardly wait for each other. Each of NWARPS owns 16 value rows: it brings them to shared memory, makes all of them
+// there, 16 channels at a time, and sends them back. SERVERS more serve them: they fetch tokens, prepare operands, decays and
+// the delta rule's solve ahead, and finish sketches.
 // Gates in shared memory say when something is there and when it has been used.
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
@@ -206,8 +206,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         }
     } else {
         auto fetch = [&](const Item& item, int n) {
-            if (item.exists())
-                m.rows[n % PLACES][warp].fetch(home(item));
+            if (item.exists()) m.rows[n % PLACES][warp].fetch(home(item));
         };
         fetch(now, 0);
         for (int n = 0; now.exists(); n++) {

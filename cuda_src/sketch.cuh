@@ -1,8 +1,8 @@
-// From an updated state tile to its sketch U = S^T Phi, and to products of vectors of V with the state.
+// From an updated state to its sketch U = S^T Phi, and to products of vectors of V with the state.
 //
-// All of it reads the state from registers. Products along K (U) take the tile as it lies; products along V (S U, of
-// which the coefficient maps are made) take it transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per
-// factor are plenty for what is stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis.
+// Products along K (U) take pieces of the state as they lie; products along V (S U, of which the coefficient maps are
+// made) take them transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per factor are plenty for what is
+// stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis and for the state in S U.
 //
 // A warp multiplies its own rows of the state by its own rows of U, so that it waits for nobody: what is left of a
 // sketch is the sum over warps and algebra of the size of U, which one warp does while the others go on (maps.cuh).
