@@ -4,9 +4,9 @@
 // the sketch and its map, and writes the state back. A fixed number of blocks takes the (row, head) items in turn, so
 // that all of them work on one stretch of memory at a time.
 //
-// Warps hardly wait for each other. Each of NWARPS owns 16 value rows: it brings them to shared memory, holds them in
-// registers from the fold to the sketch, and sends them back from where they came, while the next item's come in behind.
-// SERVERS more serve them: they fetch keys, prepare operands and the delta rule's solve ahead, and finish sketches.
+// Warps hardly wait for each other. Each of NWARPS owns 16 value rows: it brings them to shared memory, makes all of them
+// there, 16 channels at a time, and sends them back. SERVERS more serve them: they fetch tokens, prepare operands, decays and
+// the delta rule's solve ahead, and finish sketches.
 // Gates in shared memory say when something is there and when it has been used.
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
@@ -29,6 +29,7 @@ template <int PLACES> struct MemoryOf {
     static constexpr int places = PLACES;
     Rows rows[PLACES][NWARPS];
     KeyStage keys[KEYS];
+    ValueStage values;
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
     Gate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         for (Gate& gate : m.used) gate.init(NWARPS);
         for (Gate& gate : m.solved) gate.init(1);
         for (KeyStage& stage : m.keys) stage.delivery.init();
+        m.values.delivery.init();
         for (auto& place : m.rows)
             for (Rows& rows : place) rows.delivery.init();
 #if SKETCHED_HEADS
@@ -144,15 +146,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         auto used = [&](int n) {  // operands of item n
             if (n >= 0) m.used[n % SETS].wait(n / SETS);
         };
+        auto fetch_values = [&](const Item& item) {
+            if (item.exists()) m.values.fetch(token_of_item(item), ring_of(item), buffered(item), mode == STEP);
+        };
         auto solve = [&](int n, float gate, float erased) {
-            if (ERASES) prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
+            prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
             if (lane == 0) m.solved[n % SOLVES].arrive();
         };
         auto solve_raw = [&](const Item& item, int n) {
             if (!item.exists()) return;
-            const float gate = gate_of(item), erased = beta_of(item);
-            KeyStage& stage = m.keys[n % KEYS];
-            stage.delivery.wait(n / KEYS);
+            const float gate = gate_of(item), erased = ERASES ? beta_of(item) : 0.f;
+            if (ERASES) m.keys[n % KEYS].delivery.wait(n / KEYS);
             used(n - 2);  // whose solve lay where this one will
             solve(n, gate, erased);
         };
@@ -164,15 +168,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         };
         if (warp == NWARPS) {
             fetch(now, 0);
+            fetch_values(now);
             if (KEYS > 1) fetch(next, 1);
-            if (RAW && ERASES) solve_raw(now, 0);
+            if (RAW) solve_raw(now, 0);
         }
         for (int n = 0; now.exists(); n++) {
             const Item after = item_at(blockIdx.x + (n + 2) * stride);
-            if (RAW && warp == NWARPS) {
-                if (KEYS > 2 && after.exists()) used(n - 1), fetch(after, n + 2);
-                if (ERASES) solve_raw(next, n + 1);
-            }
+            if (RAW && warp == NWARPS) solve_raw(next, n + 1);
             if (!RAW && warp == NWARPS) {
                 const float gate = gate_of(now), erased = ERASES ? beta_of(now) : 0.f;
                 m.ready[n % KEYS].wait(n / KEYS);
@@ -187,6 +189,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                 __syncwarp();
                 if (lane == 0) m.ready[n % KEYS].arrive();
             }
+            if (warp == NWARPS && next.exists()) {
+                used(n);
+                fetch_values(next);
+                if (RAW) fetch(after, n + 2);
+            }
 #if SKETCHED_HEADS
             if (warp == FINISHER) {
                 const int4 info = heads[now.head()];
@@ -195,33 +202,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                                   projection + info.z, info.x, ridge, turn);
             }
 #endif
-            if (RAW && KEYS == 2 && warp == NWARPS && after.exists()) used(n), fetch(after, n + 2);
             now = next, next = after;
         }
     } else {
         auto fetch = [&](const Item& item, int n) {
-            if (item.exists())
-                m.rows[n % PLACES][warp].fetch(home(item), token_of_item(item), ring_of(item), buffered(item), mode == STEP);
+            if (item.exists()) m.rows[n % PLACES][warp].fetch(home(item));
         };
         fetch(now, 0);
-        float gate = gate_of(now);
         for (int n = 0; now.exists(); n++) {
             const Item after = item_at(blockIdx.x + (n + 2) * stride);
             if (PLACES > 1) wait_sent(), fetch(next, n + 1);
             const int folded = mode == STEP ? W : buffered(now);
-            const float next_gate = gate_of(next);
 #if SKETCHED_HEADS
             const int4 info = heads[now.head()];
 #endif
             Rows& rows = m.rows[n % PLACES][warp];
             KeyStage& stage = m.keys[n % KEYS];
             PreparedKeys& prepared = m.prepared[n % PREPARED];
-            if (!RAW || ERASES) m.solved[n % SOLVES].wait(n / SOLVES);
+            const Solve& solve = m.solve[n % SOLVES];
+            m.solved[n % SOLVES].wait(n / SOLVES);
             if (RAW) stage.delivery.wait(n / KEYS);
-            const Decays decays(gate);
             rows.delivery.wait(n / PLACES);
             Writes writes;
-            if (folded > 0) writes.prepare(rows, folded, stage, prepared, m.solve[n % SOLVES], decays);
+            if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve);
+            else m.values.delivery.wait(n);
             float squares = 0, read[2] = {0, 0};
 #pragma unroll UNROLLED
             for (int step = 0; step < STEPS; step++) {
@@ -251,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                         squares += piece.s[half][e] * piece.s[half][e];
                     }
             }
-            send(home(now) + 16 * warp * K, rows.state.half, sizeof(rows.state.half[0]), 2, StateRows::HALF * sizeof(float));
+            send(home(now) + 16 * warp * K, rows.state.data, StateRows::SHIFT * sizeof(float), 2, StateRows::HALF * sizeof(float));
             __syncwarp();
             if (lane == 0) m.used[n % SETS].arrive();
             if (mode == STEP) {
@@ -269,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                              info.x, turn);
 #endif
             if (PLACES == 1) wait_sent(), fetch(next, n + 1);
-            now = next, next = after, gate = next_gate;
+            now = next, next = after;
         }
         wait_sent();  // what has not been read goes with the block
     }

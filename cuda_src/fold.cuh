@@ -10,7 +10,7 @@
 constexpr bool RAW = ACT == BF16 && KIND != KDA;     // keys are operands as they come
 constexpr int TERMS = RAW ? 1 : 3;                   // slices of a key
 constexpr int TEAM = 192;                            // threads that prepare keys
-constexpr int KEYS = !RAW ? W > 16 ? 1 : 2 : ERASES ? 3 : 2;  // items whose keys are in shared memory at a time
+constexpr int KEYS = !RAW && W > 16 ? 1 : 2;  // items whose keys are in shared memory at a time
 
 // Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies row by row in float32, and D_{s+1:n} k_s
 // (k_s) in bf16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
@@ -23,33 +23,29 @@ struct PreparedKeys {
 constexpr int PREPARED = RAW || W > 16 ? 1 : 2;  // items whose prepared keys are in shared memory at a time
 constexpr int SOLVES = RAW ? 2 : PREPARED;
 
-// The triangular solve of the delta rule: the Gram matrix, then the decayed one, then N.
+// What one warp works out for all: the triangular solve of the delta rule (the Gram matrix, then the decayed one, then N),
+// and scalar decays.
 struct Solve {
     alignas(16) float n[ERASES ? WP : 1][WP + 8];  // padded, so that 8-byte reads of 4 rows hit all banks
-};
-
-// A window's scalar decays: lane s keeps token s's. Fetched when they are needed, as registers are short.
-struct Decays {
-    float upto, after;
+    float upto[WP], after[WP];  // D_{1:s} and D_{s+1:n}
 
     // Lane s gives token s's log-decay, 0 past the last.
-    __device__ __forceinline__ explicit Decays(float gate) : upto(gate), after(__shfl_down_sync(ALL, gate, 1)) {
+    __device__ __forceinline__ void set_decays(float gate) {
         const int lane = threadIdx.x % 32;
-        if (lane == 31) after = 0;
+        float before = gate, behind = __shfl_down_sync(ALL, gate, 1);
+        if (lane == 31) behind = 0;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
-            const float x = __shfl_up_sync(ALL, upto, d), y = __shfl_down_sync(ALL, after, d);
-            if (lane >= d) upto += x;
-            if (lane + d < 32) after += y;
+            const float x = __shfl_up_sync(ALL, before, d), y = __shfl_down_sync(ALL, behind, d);
+            if (lane >= d) before += x;
+            if (lane + d < 32) behind += y;
         }
-        upto = decay(upto), after = decay(after);
+        if (lane < WP) upto[lane] = decay(before), after[lane] = decay(behind);
     }
-    __device__ __forceinline__ float from_start(int token) const { return __shfl_sync(ALL, upto, token); }
-    __device__ __forceinline__ float to_end(int token) const { return __shfl_sync(ALL, after, token); }
-    __device__ __forceinline__ float whole() const { return __shfl_sync(ALL, upto, 31); }
+    __device__ __forceinline__ float whole() const { return upto[WP - 1]; }
 };
 
-constexpr int UNROLLED = 4;  // pieces of the state in a stretch of code: all of them would not fit in the instruction cache
+constexpr int UNROLLED = 2;  // pieces of the state in a stretch of code: more would not fit in the instruction cache
 constexpr int GATE_ROWS = KIND == KDA ? W : 1;
 
 template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
@@ -253,24 +249,26 @@ __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage&
     }
 }
 
-// N, from keys for scalar decays, else from their decayed Gram matrix. Lane s gives token s's log-decay and beta. One warp.
+// Scalar decays, and N: from keys for scalar decays, else from their decayed Gram matrix. Lane s gives token s's log-decay
+// and beta. One warp.
 __device__ __forceinline__ void prepare_solve(Solve& solve, const KeyStage& stage, const PreparedKeys& m, float gate, float beta) {
-    if (KIND != KDA) {
+    if (KIND != KDA) solve.set_decays(gate);
+    if (ERASES && KIND != KDA) {
         gram_of_keys(solve, stage, m);
         decay_gram(solve, gate);
     }
-    substitute(solve, beta);
+    if (ERASES) substitute(solve, beta);
+    __syncwarp();
 }
 
-// w = N (v - decayed predictions), in place of the values.
-__device__ __forceinline__ void erase(Values& values, Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys,
-                                      const Solve& solve, const Decays& decays) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    float predicted[BLOCKS][2][4] = {}, second[BLOCKS][2][4] = {};  // two chains of products
+// Predictions from the state at the window's start: S^T k, or S^T D_{1:s} k for decays per channel.
+__device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateRows& rows, const KeyStage& stage, const PreparedKeys& keys) {
+    const int r = threadIdx.x % 32 / 4;
+    float second[BLOCKS][2][4] = {};  // another chain of products
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
         Piece piece;
-        piece.load(rows.state, step);
+        piece.load(rows, step);
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
@@ -280,16 +278,22 @@ __device__ __forceinline__ void erase(Values& values, Rows& rows, int count, con
                 mma_float4(predicted[b][t], second[b][t], piece.s[0], piece.s[1], key, RAW);
             }
     }
-    values.load(rows, count);
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 8; i++) predicted[i / 8][i / 4 % 2][i % 4] += second[i / 8][i / 4 % 2][i % 4];
+}
+
+// w = N (v - decayed predictions), in place of the values.
+__device__ __forceinline__ void erase(Values& values, const float (&predicted)[BLOCKS][2][4], const Solve& solve) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     float write[BLOCKS][2][4] = {};
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float scale = KIND == KDA ? 1.f : decays.from_start(token_of(b, e));
+            const float scale = KIND == KDA ? 1.f : solve.upto[token_of(b, e)];
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                values.v[b][half][e] -= scale * (predicted[b][e / 2][2 * half + e % 2] + second[b][e / 2][2 * half + e % 2]);
+                values.v[b][half][e] -= scale * predicted[b][e / 2][2 * half + e % 2];
         }
         const Operand<3> a(values.v[b][0], values.v[b][1]);
 #pragma unroll
@@ -321,17 +325,20 @@ struct Writes {
     float kept;  // of the state; for decays per channel it lies with the keys
 
     // Keys come from `stage` where they are operands as they are, else from `keys`.
-    __device__ __forceinline__ void prepare(Rows& rows, int count, const KeyStage& stage, const PreparedKeys& keys, const Solve& solve,
-                                            const Decays& decays) {
+    __device__ __forceinline__ void prepare(StateRows& rows, ValueStage& from, int round, int count, const KeyStage& stage,
+                                            const PreparedKeys& keys, const Solve& solve) {
+        float predicted[BLOCKS][2][4] = {};
+        if constexpr (ERASES) predict(predicted, rows, stage, keys);
+        from.delivery.wait(round);
         Values values;
-        if constexpr (ERASES) erase(values, rows, count, stage, keys, solve, decays);
-        else values.load(rows, count);
+        values.load(from, count);
+        if constexpr (ERASES) erase(values, predicted, solve);
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             if constexpr (KIND != KDA) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const float scale = decays.to_end(token_of(b, e));
+                    const float scale = solve.after[token_of(b, e)];
                     values.v[b][0][e] *= scale, values.v[b][1][e] *= scale;
                 }
             }
@@ -339,7 +346,7 @@ struct Writes {
 #pragma unroll
             for (int i = 0; i < 12; i++) a[b][i / 4][i % 4] = w.a[i / 4][i % 4];
         }
-        kept = KIND == KDA ? 0.f : decays.whole();
+        kept = KIND == KDA ? 0.f : solve.whole();
     }
 
     // Folds the window into a piece.

@@ -23,6 +23,9 @@ __device__ __forceinline__ u32 upper_halves(float x, float y) {
 }
 __device__ __forceinline__ float rest(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
+// A pair rounded to bf16, the first in the low half-word.
+__device__ __forceinline__ u32 round_pair(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
+
 // What tf32 leaves of a float: 13 more bits.
 __device__ __forceinline__ float below_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
@@ -55,9 +58,9 @@ __device__ __forceinline__ int value_row(int half) {
 
 // The warp's value rows as they lie in shared memory: two halves of 8.
 struct StateRows {
-    static constexpr int HALF = 8 * K, PADDED = HALF + 16;
-    alignas(16) float half[2][PADDED];
-    __device__ __forceinline__ float* at(int row, int channel) { return &half[row / 8][row % 8 * K + channel]; }
+    static constexpr int HALF = 8 * K, SHIFT = HALF + 16;
+    alignas(16) float data[SHIFT + HALF];
+    __device__ __forceinline__ float* at(int row, int channel) { return &data[row / 8 * SHIFT + row % 8 * K + channel]; }
 };
 
 // 16 channels of them: columns 4c to 4c + 3 of rows r and r + 8.

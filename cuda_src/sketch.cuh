@@ -1,8 +1,8 @@
-// From an updated state tile to its sketch U = S^T Phi, and to products of vectors of V with the state.
+// From an updated state to its sketch U = S^T Phi, and to products of vectors of V with the state.
 //
-// All of it reads the state from registers. Products along K (U) take the tile as it lies; products along V (S U, of
-// which the coefficient maps are made) take it transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per
-// factor are plenty for what is stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis.
+// Products along K (U) take pieces of the state as they lie; products along V (S U, of which the coefficient maps are
+// made) take them transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per factor are plenty for what is
+// stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis and for the state in S U.
 //
 // A warp multiplies its own rows of the state by its own rows of U, so that it waits for nobody: what is left of a
 // sketch is the sum over warps and algebra of the size of U, which one warp does while the others go on (maps.cuh).
@@ -85,7 +85,8 @@ __device__ __forceinline__ void store_columns(const SketchMemory& m, sketch_t* p
     }
 }
 
-// parts[warp] = columns [first, first + count) of U times the warp's rows of the state; at most 8.
+// parts[warp] = columns [first, first + count) of U times the warp's rows of the state; at most 8. For maps that are stored
+// in bf16 the state is rounded to it: one and the same matrix for all columns, so that solving with them enlarges nothing.
 __device__ __forceinline__ void left_products(SketchMemory& m, StateRows& rows, int first, int count) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of the operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
@@ -103,12 +104,17 @@ __device__ __forceinline__ void left_products(SketchMemory& m, StateRows& rows, 
         float4 product;
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-            u32 upper[2], lower[2];
-            slices<2>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
-            slices<2>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);
             float sum[4] = {};
+            if constexpr (SLICES == 1) {
+                const u32 upper = round_pair(piece.s[0][2 * t], piece.s[0][2 * t + 1]), lower = round_pair(piece.s[1][2 * t], piece.s[1][2 * t + 1]);
+                mma_bf16(sum, a, transpose_8x8(upper), transpose_8x8(lower));
+            } else {
+                u32 upper[2], lower[2];
+                slices<2>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
+                slices<2>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);
 #pragma unroll
-            for (int i = 0; i < 2; i++) mma_bf16(sum, a, transpose_8x8(upper[i]), transpose_8x8(lower[i]));
+                for (int i = 0; i < 2; i++) mma_bf16(sum, a, transpose_8x8(upper[i]), transpose_8x8(lower[i]));
+            }
             if (t == 0) product.x = sum[0] + sum[2], product.y = sum[1] + sum[3];
             else product.z = sum[0] + sum[2], product.w = sum[1] + sum[3];
         }

@@ -9,8 +9,8 @@ constexpr int ROW = K + 16;  // a row of keys, padded: operands read 8 bytes fro
 // Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them.
 struct KeyStage {
     alignas(16) act_t k[WP][ROW];
-    alignas(16) float g[KIND == KDA ? W : 1][KIND == KDA ? K : 4];
     alignas(16) act_t q[K];
+    alignas(KIND == KDA ? 16 : 4) float g[KIND == KDA ? W : 1][GATES];
     Delivery delivery;
 
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
@@ -31,18 +31,27 @@ struct KeyStage {
     }
 };
 
-// A warp's 16 value rows: of the state, and of the window's values.
-struct Rows {
-    StateRows state;
-    alignas(16) act_t v[W][16];
+// The window's values.
+struct ValueStage {
+    alignas(16) act_t v[W][V + 8];  // padded, so that threads which read different tokens meet different banks
     Delivery delivery;
 
-    __device__ __forceinline__ void fetch(const float* head_state, const Token& token, const Ring& ring, int buffered, bool own) {
-        constexpr int VALUES = 16 * sizeof(act_t), FLOAT = sizeof(float);
-        const int first = threadIdx.x / 32 * 16;
-        delivery.blocks(state.half, StateRows::PADDED * FLOAT, head_state + first * K, StateRows::HALF * FLOAT, 2, StateRows::HALF * FLOAT);
-        delivery.rows(v, VALUES, ring.v + first, V * sizeof(act_t), buffered, VALUES);
-        if (own) delivery.rows(v[buffered], 0, token.v + first, 0, 1, VALUES);
+    __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
+        constexpr int VALUES = V * sizeof(act_t);
+        delivery.rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES);
+        if (own) delivery.rows(v[buffered], 0, token.v, 0, 1, VALUES);
+        delivery.end();
+    }
+};
+
+// A warp's 16 value rows of the state.
+struct Rows {
+    StateRows state;
+    Delivery delivery;
+
+    __device__ __forceinline__ void fetch(const float* head_state) {
+        constexpr int BYTES = StateRows::HALF * sizeof(float);
+        delivery.blocks(state.data, StateRows::SHIFT * sizeof(float), head_state + threadIdx.x / 32 * 16 * K, BYTES, 2, BYTES);
         delivery.end();
     }
 };
@@ -51,7 +60,8 @@ struct Rows {
 __device__ __forceinline__ int token_of(int block, int e) { return 16 * block + 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2; }
 struct Values {
     float v[BLOCKS][2][4];
-    __device__ __forceinline__ void load(const Rows& rows, int count) {
+    __device__ __forceinline__ void load(const ValueStage& values, int count) {
+        const int first = threadIdx.x / 32 * 16;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
@@ -59,7 +69,7 @@ struct Values {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int s = token_of(b, e);
-                    v[b][half][e] = s < count ? widen<ACT>(rows.v[s % W][value_row(half)]) : 0.f;
+                    v[b][half][e] = s < count ? widen<ACT>(values.v[s % W][first + value_row(half)]) : 0.f;
                 }
     }
 };
