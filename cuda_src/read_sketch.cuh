@@ -33,12 +33,18 @@ struct Row {
     }
 };
 
-// d[m][n] += <row m, row n> over a chunk; a lane has rows r and r + 8 of one operand and row r of the other.
-__device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const uint4& high, const uint4& other) {
-    const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-    mma_bf16(d, first, other.x, other.y);
-    mma_bf16(d, second, other.z, other.w);
-}
+// Two rows of a lane as a left operand over a chunk, r and r + 8; d[m][n] += <row m, row n> with row r of another.
+// `none` is 0, but not to the compiler: words that are merely moved it would move once more for every product.
+struct Left {
+    u32 x[2][4];
+    __device__ __forceinline__ Left(const uint4& low, const uint4& high, u32 none)
+        : x{{low.x | none, high.x | none, low.y | none, high.y | none},
+            {low.z | none, high.z | none, low.w | none, high.w | none}} {}
+    __device__ __forceinline__ void multiply(float (&d)[4], const uint4& other) const {
+        mma_bf16(d, x[0], other.x, other.y);
+        mma_bf16(d, x[1], other.z, other.w);
+    }
+};
 
 // Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
 // after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) has no decays in it.
@@ -180,6 +186,7 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const Item& 
 __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
                                                const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
+    const u32 none = pos < 0;
     const act_t* const query = item.key(pos + 1);
     const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
     const void* pivots[PIVOT_TILES + 1];
@@ -189,12 +196,13 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
         const uint4 low = chunk(lower, i), high = chunk(upper, i);
-        multiply(scores[0], low, high, low);
-        multiply(scores[1], low, high, high);
+        const Left tokens(low, high, none);
+        tokens.multiply(scores[0], low);
+        tokens.multiply(scores[1], high);
 #pragma unroll
-        for (int h = 0; h < TOGETHER; h++) multiply(z[h], low, high, first_rows.of[h].x[i]);
+        for (int h = 0; h < TOGETHER; h++) tokens.multiply(z[h], first_rows.of[h].x[i]);
 #pragma unroll
-        for (int n = 0; n < PIVOT_TILES; n++) multiply(y[n], low, high, chunk(pivots[n], i));
+        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(y[n], chunk(pivots[n], i));
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -231,7 +239,7 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
             float d[4] = {};
 #pragma unroll
             for (int i = 0; i < KEY_CHUNKS; i++)
-                multiply(d, chunk(lower, i), chunk(upper, i), rows.x[i]);
+                Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
             put(d, h, &scratch.c[h][first]);
         }
     }
