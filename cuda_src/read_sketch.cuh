@@ -109,7 +109,8 @@ struct FirstRows {
 constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
 __device__ __forceinline__ const void* pivot_row(const Item& item, const Heads& heads, int tile) {
     // rows that a head or an item does not have are some other row, and their products nobody's
-    const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TOGETHER - 1), rank = heads.rank[h];
+    const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TOGETHER - 1);
+    const int rank = heads.rank[h];
     if (rank == 0) return item.key(item.pos + 1);
     return item.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
 }
@@ -180,9 +181,9 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const Item& 
     }
 }
 
-// All products along K with erasure, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all other
-// places, the query; the right ones are tokens, maps and pivots. The effective query is never formed: what a map makes
-// of it is a sum of what it makes of keys and query.
+// All products along K with erasure, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all
+// other places, the query; the right ones are tokens, maps and pivots. The effective query is never formed: what a map
+// makes of it is a sum of what it makes of keys and query.
 __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
                                                const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
@@ -275,7 +276,7 @@ __device__ __forceinline__ void project(const Arguments& arg, const Item& item, 
 
 // One item, whose bytes are there.
 __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const FirstRows& first_rows, i64 first_output,
+                                              const Gates& gates, const FirstRows& first_rows, out_t* output,
                                               Scratch& scratch) {
     if constexpr (MATRIX && !ERASES) project_query(arg, item, heads, gates, first_rows, scratch);
     else if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
@@ -331,6 +332,6 @@ __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& 
         add(x, scratch.weight[h][pos], i);
         Packed<OUT, Share::WIDTH> rounded;
         rounded.set(o[i]);
-        rounded.store(arg.out + first_output + h * V + Share::at(i));
+        rounded.store(output + h * V + Share::at(i));
     }
 }
