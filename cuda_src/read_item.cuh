@@ -77,8 +77,8 @@ struct Gates {
             g[i] = beta[i] = 0;
             if (s > work.pos || h >= TOGETHER) continue;
             auto get = [&](const float* ring, const float* input) {
-                if (s < work.pos) return *place<HEADS * W>(ring, work.slot, head * W + s);
-                return *place<HEADS>(input, at, head);
+                const float* const kept = place<HEADS * W>(ring, work.slot, head * W + s);
+                return *(s < work.pos ? kept : place<HEADS>(input, at, head));
             };
             if (KIND != KDA) g[i] = get(arg.ring_g, arg.g);
             if (ERASES) beta[i] = get(arg.ring_beta, arg.beta);
