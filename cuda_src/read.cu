@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};
-    auto at = [&](int row) { return static_cast<i64>(row) * tokens + t; };
+    auto at = [&](int row) { return row * tokens + t; };
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
-        for (int i = lane; i < count; i += 32) out[at(row) * HEADS * V + first + i] = narrow<OUT>(0.f);
+        for (int i = lane; i < count; i += 32) place<HEADS * V>(out, at(row), first)[i] = narrow<OUT>(0.f);
     };
     auto goes_on = [&](i64 slot, int pos) { return slot >= 0 && pos + 1 < W; };
     auto list = [&](int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = row; };
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         // not sooner: all of the device's warps begin at once, and would wait for twice the bytes
         if (early) send(next_item, next_gates, next);
         copy_async_commit();
-        const i64 output = (at(work.row) * HEADS + work.part * TOGETHER) * V;
+        out_t* const output = place<HEADS * V>(out, at(work.row), work.part * TOGETHER * V);
         if (work.reads) {
             gates.append(arg, work);
             item.append(arg, work);
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
             __syncwarp();
         } else if (work.slot < 0) {
             for (int j = lane; j < TOGETHER * V; j += 32)
-                if (own.rank[j / V] > 0) out[output + j] = narrow<OUT>(0.f);
+                if (own.rank[j / V] > 0) output[j] = narrow<OUT>(0.f);
         }
         if (next.reads && !early) send(next_item, next_gates, next);
         copy_async_commit();

@@ -17,6 +17,11 @@ constexpr int SPAN = MATRIX && TOGETHER > 1 ? 16 : 32;
 constexpr int HEADS_AT_ONCE = 32 / SPAN;
 constexpr int TURNS = (TOGETHER + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
+// base + index * STEP + more, by one multiplication that widens.
+template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int index, int more) {
+    return base + static_cast<i64>(index) * STEP + more;
+}
+
 struct Arguments {
     const float* state;
     i64 slot_stride;
@@ -64,16 +69,19 @@ struct Work {
 struct Gates {
     float g[TURNS], beta[TURNS];
 
-    __device__ __forceinline__ void load(const Arguments& arg, const Work& work, i64 at) {
+    __device__ __forceinline__ void load(const Arguments& arg, const Work& work, int at) {
         const int lane = threadIdx.x % 32, s = lane % SPAN;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             const int h = lane / SPAN + i * HEADS_AT_ONCE, head = work.part * TOGETHER + h;
             g[i] = beta[i] = 0;
             if (s > work.pos || h >= TOGETHER) continue;
-            const i64 own = at * HEADS + head, ring = (static_cast<i64>(work.slot) * HEADS + head) * W + s;
-            if (KIND != KDA) g[i] = s < work.pos ? arg.ring_g[ring] : arg.g[own];
-            if (ERASES) beta[i] = s < work.pos ? arg.ring_beta[ring] : arg.beta[own];
+            auto get = [&](const float* ring, const float* input) {
+                const float* const kept = place<HEADS * W>(ring, work.slot, head * W + s);
+                return *(s < work.pos ? kept : place<HEADS>(input, at, head));
+            };
+            if (KIND != KDA) g[i] = get(arg.ring_g, arg.g);
+            if (ERASES) beta[i] = get(arg.ring_beta, arg.beta);
         }
     }
     __device__ __forceinline__ void append(const Arguments& arg, const Work& work) const {
@@ -83,9 +91,9 @@ struct Gates {
         for (int i = 0; i < TURNS; i++) {
             const int h = lane / SPAN + i * HEADS_AT_ONCE;
             if (h >= TOGETHER) continue;
-            const i64 ring = (static_cast<i64>(work.slot) * HEADS + work.part * TOGETHER + h) * W + work.pos;
-            if (KIND != KDA) arg.ring_g[ring] = g[i];
-            if (ERASES) arg.ring_beta[ring] = beta[i];
+            const int own = (work.part * TOGETHER + h) * W + work.pos;
+            if (KIND != KDA) *place<HEADS * W>(arg.ring_g, work.slot, own) = g[i];
+            if (ERASES) *place<HEADS * W>(arg.ring_beta, work.slot, own) = beta[i];
         }
     }
 };
@@ -125,17 +133,17 @@ struct Item {
     // Puts the newest token into the ring, 16 bytes a lane.
     __device__ __forceinline__ void append(const Arguments& arg, const Work& work) const {
         const int first = work.part * TOGETHER;
-        auto put = [&](void* ring, int heads, int head, int from, int bytes, int count) {  // rows of `count` heads
-            const i64 row = (work.slot * static_cast<i64>(heads) + head) * W + pos;
-            char* const to = static_cast<char*>(ring) + row * bytes;
+        auto put = [&](auto* row, int from, int bytes, int count) {  // rows of `count` heads
             for (int i = threadIdx.x % 32 * 16; i < count * bytes; i += 512) {
                 const uint4 x = *reinterpret_cast<const uint4*>(at + from + i);
-                *reinterpret_cast<uint4*>(to + i + i / bytes * ((W - 1) * bytes)) = x;
+                *reinterpret_cast<uint4*>(reinterpret_cast<char*>(row) + i + i / bytes * ((W - 1) * bytes)) = x;
             }
         };
-        if (first % GROUP == 0) put(arg.ring_k, KEY_HEADS, first / GROUP, pos * KEY, KEY, 1);
-        put(arg.ring_v, HEADS, first, newest_at(pos), VALUE, TOGETHER);
-        if (KIND == KDA) put(arg.ring_g, HEADS, first, gates_at(pos) + pos * GATE, GATE, 1);
+        const int key = (first / GROUP * W + pos) * K, own = first * W + pos;
+        if (first % GROUP == 0) put(place<KEY_HEADS * W * K>(arg.ring_k, work.slot, key), pos * KEY, KEY, 1);
+        put(place<HEADS * W * V>(arg.ring_v, work.slot, own * V), newest_at(pos), VALUE, TOGETHER);
+        if (KIND == KDA)
+            put(place<HEADS * W * K>(arg.ring_g, work.slot, own * K), gates_at(pos) + pos * GATE, GATE, 1);
     }
 };
 
@@ -182,7 +190,7 @@ struct alignas(16) Piece {
 
 // Starts the copies of an item.
 __device__ __forceinline__ void fetch(const Arguments& arg, const Piece* pieces, const Item& item, const Heads& heads,
-                                      const Work& work, i64 at, Arrival& arrival) {
+                                      const Work& work, int at, Arrival& arrival) {
     const int lane = threadIdx.x % 32, elements = heads.elements;
     const char* from = nullptr;
     char* to = nullptr;
@@ -190,7 +198,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const Piece* pieces,
     if (lane < PIECES) {
         const Piece piece = pieces[lane];
         const int part = piece.of_key ? work.part * TOGETHER / GROUP : work.part;
-        from = piece.base + (piece.input ? at : work.slot) * piece.stride + part * piece.part_stride;
+        from = piece.base + static_cast<i64>(piece.input ? at : work.slot) * piece.stride + part * piece.part_stride;
         to = item.at + piece.to + work.pos * piece.to_step, bytes = piece.size + work.pos * piece.size_step;
         if (lane == 3) {
             from = reinterpret_cast<const char*>(arg.sketch + work.slot * arg.sketch_stride + heads.from);

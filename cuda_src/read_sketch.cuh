@@ -33,12 +33,18 @@ struct Row {
     }
 };
 
-// d[m][n] += <row m, row n> over a chunk; a lane has rows r and r + 8 of one operand and row r of the other.
-__device__ __forceinline__ void multiply(float (&d)[4], const uint4& low, const uint4& high, const uint4& other) {
-    const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-    mma_bf16(d, first, other.x, other.y);
-    mma_bf16(d, second, other.z, other.w);
-}
+// Two rows of a lane as a left operand over a chunk, r and r + 8; d[m][n] += <row m, row n> with row r of another.
+// `none` is 0, but not to the compiler: words that are merely moved it would move once more for every product.
+struct Left {
+    u32 x[2][4];
+    __device__ __forceinline__ Left(const uint4& low, const uint4& high, u32 none)
+        : x{{low.x | none, high.x | none, low.y | none, high.y | none},
+            {low.z | none, high.z | none, low.w | none, high.w | none}} {}
+    __device__ __forceinline__ void multiply(float (&d)[4], const uint4& other) const {
+        mma_bf16(d, x[0], other.x, other.y);
+        mma_bf16(d, x[1], other.z, other.w);
+    }
+};
 
 // Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
 // after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) has no decays in it.
@@ -99,35 +105,105 @@ struct FirstRows {
     }
 };
 
-// All products along K by tensor cores, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all
-// other places, the query; without erasure the query alone. The right ones are tokens, maps and pivots. The effective
-// query is never formed: what a map makes of it is a sum of what it makes of keys and query.
-__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
-                                               const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
+// Rows that a tile of the pivots' products has: those of all heads of an item, one after the other.
+constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
+__device__ __forceinline__ const void* pivot_row(const Item& item, const Heads& heads, int tile) {
+    // rows that a head or an item does not have are some other row, and their products nobody's
+    const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TOGETHER - 1);
+    const int rank = heads.rank[h];
+    if (rank == 0) return item.key(item.pos + 1);
+    return item.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
+}
+
+// The query as the right operand for rows that are left ones as they lie in memory: a row's four words stand in places
+// (r, c), (r + 8, c), (r, c + 4) and (r + 8, c + 4), even columns have the query's words 0 and 2, odd ones 1 and 3.
+// Every even column of the upper half of a product, and every odd one of the lower half, has a part of it.
+struct Query {
+    u32 x[KEY_CHUNKS][2];
+    __device__ __forceinline__ void load(const void* row) {
+        const int odd = threadIdx.x / 4 % 2;
+#pragma unroll
+        for (int i = 0; i < KEY_CHUNKS; i++) {
+            const u32* const words = static_cast<const u32*>(row) + 16 * i + threadIdx.x % 4 * 4 + odd;
+            x[i][0] = words[0], x[i][1] = words[2];
+        }
+    }
+    __device__ __forceinline__ void multiply(float (&d)[4], const uint4& row, int i) const {
+        const u32 a[4] = {row.x, row.y, row.z, row.w};
+        mma_bf16(d, a, x[i][0], x[i][1]);
+    }
+    // of row r, in all of its four lanes
+    static __device__ __forceinline__ float product(const float (&d)[4]) { return d[0] + d[3]; }
+};
+
+// Products along K without erasure: of tokens, maps and pivots with the query, eight rows at a time.
+__device__ __forceinline__ void project_query(const Arguments& arg, const Item& item, const Heads& heads,
+                                              const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
-    const act_t* const query = item.key(pos + 1);
-    const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
-    constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
+    Query query;
+    query.load(item.key(pos + 1));
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
-    for (int n = 0; n < PIVOT_TILES; n++) {
-        // rows that a head or an item does not have are some other row, and their products nobody's
-        const int place = 8 * n + r, h = min(place / PIVOT_SLOTS, TOGETHER - 1), rank = heads.rank[h];
-        const sketch_t* const first = item.sketches() + heads.at[h] + rank * V;
-        pivots[n] = query;
-        if (rank) pivots[n] = first + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
-    }
+    for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(item, heads, n);
     float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
-        const uint4 first = chunk(lower, i), second = chunk(upper, i), own = chunk(query, i);
-        const uint4 &low = ERASES ? first : own, &high = ERASES ? second : own;
-        multiply(scores[0], low, high, first);
-        multiply(scores[1], low, high, second);
+        query.multiply(scores[0], chunk(item.key(min(r, pos)), i), i);
 #pragma unroll
-        for (int h = 0; h < TOGETHER; h++) multiply(z[h], low, high, first_rows.of[h].x[i]);
+        for (int h = 0; h < TOGETHER; h++) query.multiply(z[h], first_rows.of[h].x[i], i);
 #pragma unroll
-        for (int n = 0; n < PIVOT_TILES; n++) multiply(y[n], low, high, chunk(pivots[n], i));
+        for (int n = 0; n < PIVOT_TILES; n++) query.multiply(y[n], chunk(pivots[n], i), i);
+    }
+    if (pos >= 8) {
+#pragma unroll
+        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(scores[1], chunk(item.key(min(r + 8, pos)), i), i);
+    }
+    if (c < 2) scratch.product[0][8 * c + r] = c ? Query::product(scores[1]) : Query::product(scores[0]);
+    __syncwarp();
+    solve(scratch, gates, pos);
+    __syncwarp();
+#pragma unroll
+    for (int h = 0; h < TOGETHER; h++)
+        if (c == h) scratch.c[h][r] = Query::product(z[h]);
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++)
+        if (c == 3 - n) scratch.y[8 * n + r] = Query::product(y[n]);
+#pragma unroll 1
+    for (int h = 0; h < TOGETHER; h++) {
+#pragma unroll 1
+        for (int first = 8; first < heads.rank[h]; first += 8) {
+            const Row rows = load_map(arg, item, heads, h, first);
+            float d[4] = {};
+#pragma unroll
+            for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.x[i], i);
+            if (c == 0) scratch.c[h][first + r] = Query::product(d);
+        }
+    }
+}
+
+// All products along K with erasure, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all
+// other places, the query; the right ones are tokens, maps and pivots. The effective query is never formed: what a map
+// makes of it is a sum of what it makes of keys and query.
+__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
+                                               const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
+    const u32 none = pos < 0;
+    const act_t* const query = item.key(pos + 1);
+    const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
+    const void* pivots[PIVOT_TILES + 1];
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(item, heads, n);
+    float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
+#pragma unroll
+    for (int i = 0; i < KEY_CHUNKS; i++) {
+        const uint4 low = chunk(lower, i), high = chunk(upper, i);
+        const Left tokens(low, high, none);
+        tokens.multiply(scores[0], low);
+        tokens.multiply(scores[1], high);
+#pragma unroll
+        for (int h = 0; h < TOGETHER; h++) tokens.multiply(z[h], first_rows.of[h].x[i]);
+#pragma unroll
+        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(y[n], chunk(pivots[n], i));
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -135,23 +211,19 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
         auto put = [&](int row, float x, float y) {
             *reinterpret_cast<float2*>(&scratch.product[row][8 * n + 2 * c]) = make_float2(x, y);
         };
-        if (ERASES) put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
-        else if (r == 0) put(0, d[0], d[1]);
+        put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
     }
     __syncwarp();
     solve(scratch, gates, pos);
     __syncwarp();
     // Columns 2c and 2c + 1 of 8 rows' products: what the effective query makes of them, but for its decay.
     auto put = [&](const float (&d)[4], int h, float* to) {
-        float x = d[0], y = d[1];
-        if (ERASES) {
-            const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
-            x = upper * d[0] + lower * d[2], y = upper * d[1] + lower * d[3];
+        const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
+        float x = upper * d[0] + lower * d[2], y = upper * d[1] + lower * d[3];
 #pragma unroll
-            for (int bit = 4; bit < 32; bit *= 2) {
-                x += __shfl_xor_sync(ALL, x, bit);
-                y += __shfl_xor_sync(ALL, y, bit);
-            }
+        for (int bit = 4; bit < 32; bit *= 2) {
+            x += __shfl_xor_sync(ALL, x, bit);
+            y += __shfl_xor_sync(ALL, y, bit);
         }
         if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x, y);
     };
@@ -168,7 +240,7 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
             float d[4] = {};
 #pragma unroll
             for (int i = 0; i < KEY_CHUNKS; i++)
-                multiply(d, chunk(ERASES ? lower : query, i), chunk(ERASES ? upper : query, i), rows.x[i]);
+                Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
             put(d, h, &scratch.c[h][first]);
         }
     }
@@ -204,9 +276,10 @@ __device__ __forceinline__ void project(const Arguments& arg, const Item& item, 
 
 // One item, whose bytes are there.
 __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const FirstRows& first_rows, i64 first_output,
+                                              const Gates& gates, const FirstRows& first_rows, out_t* output,
                                               Scratch& scratch) {
-    if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
+    if constexpr (MATRIX && !ERASES) project_query(arg, item, heads, gates, first_rows, scratch);
+    else if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
     else project(arg, item, heads, gates, scratch);
     __syncwarp();
 
@@ -259,6 +332,6 @@ __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& 
         add(x, scratch.weight[h][pos], i);
         Packed<OUT, Share::WIDTH> rounded;
         rounded.set(o[i]);
-        rounded.store(arg.out + first_output + h * V + Share::at(i));
+        rounded.store(output + h * V + Share::at(i));
     }
 }
