@@ -1,0 +1,42 @@
+"""A few windows of every kind and way of folding, small enough for compute-sanitizer (see test_cuda_sanitizer.py)."""
+
+import cupy
+import numpy as np
+from cuda_support import LAYERS, make_plan, make_tokens, tokens_to_device
+
+from sketchssm.cuda.engines import ReplayEngine, SketchEngine
+from sketchssm.cuda.standard import StandardEngine
+from sketchssm.recurrence import DENSE, Tokens
+
+WINDOW, SLOTS, STEPS = 4, 3, 10
+
+
+def run(engine, layer, activation, rng):
+    slots = cupy.asarray(np.array([2, -1, 0]))
+    tokens = tokens_to_device(make_tokens(layer, 3, STEPS, activation, rng), activation)
+    engine.load_state(cupy.zeros((SLOTS, *layer.state_shape), dtype=np.float32), cupy.arange(SLOTS))
+    for t in range(STEPS):
+        token = Tokens(*(x if x is None else cupy.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
+        out = cupy.zeros((3, 1, layer.heads, layer.value_dim), dtype=np.float32)
+        engine.step(token, slots, out)
+    engine.flush(cupy.arange(SLOTS))
+    cupy.cuda.Device().synchronize()
+
+
+def main():
+    rng = np.random.default_rng(0)
+    for name in ("mamba2", "gdn", "kda"):
+        layer = LAYERS[name]
+        ranks = np.resize([9, DENSE, 3], layer.heads)
+        for activation in ("bfloat16", "float32"):
+            options = {"activation": activation, "output": "float32"}
+            run(StandardEngine(layer, SLOTS, **options), layer, activation, rng)
+            run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, rng)
+            for kind in ("lowrank", "ridge"):
+                plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW)
+                run(SketchEngine(plan, SLOTS, **options), layer, activation, rng)
+    print("all kernels have run")
+
+
+if __name__ == "__main__":
+    main()
