@@ -40,8 +40,8 @@ template <int PLACES> struct MemoryOf {
 };
 template <bool YES> struct Choice { typedef MemoryOf<1> type; };
 template <> struct Choice<true> { typedef MemoryOf<2> type; };
-// Two blocks on a multiprocessor do the same for each other.
-typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) + 1024 <= MOST_SHARED>::type Memory;  // beside what is not Memory
+// Two blocks on a multiprocessor do the same for each other. A kilobyte stays for what is not Memory.
+typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) + 1024 <= MOST_SHARED>::type Memory;
 constexpr int PLACES = Memory::places;
 
 // Lists the rows to flush, in order; returns how many. All blocks find, and write, the same.
