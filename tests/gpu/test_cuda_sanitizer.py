@@ -1,6 +1,6 @@
 """All kernels under compute-sanitizer: no access out of bounds or misaligned.
 
-racecheck is no use here: it does not see what is ordered by gates at which one lane arrives for its warp.
+racecheck is left out: it reports accesses that gates order at which one lane arrives for its warp.
 """
 
 import os
