@@ -76,6 +76,7 @@ struct Item {
 };
 
 #ifndef SIZES_ONLY  // set where only the last line is asked for
+static_assert(sizeof(Memory) <= MOST_SHARED, "a plan that fits in shared memory");
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_step(
     float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
     sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
@@ -186,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
                 used(n - PREPARED);
                 prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], mode == STEP ? W : buffered(now),
                         threadIdx.x - 32 * (FINISHER + 1), meet);
+                if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
                 __syncwarp();
                 if (lane == 0) m.ready[n % KEYS].arrive();
             }

@@ -4,7 +4,8 @@
 // B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a dense
 // map from exact blocks. See sketchssm/reference/maps.py for each in four lines.
 #pragma once
-#include "map_sums.cuh"  // outside of conditions, as sources are joined without a preprocessor
+// Outside of conditions, as sources are joined without a preprocessor.
+#include "map_sums.cuh"
 #if MAP == 0
 #include "map_factors.cuh"
 #elif MAP == 1

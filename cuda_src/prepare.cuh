@@ -16,13 +16,13 @@ struct PreparedKeys {
     alignas(16) float whole[KIND == KDA ? K : 4];  // D_{1:n}
     alignas(16) float query[RAW ? 4 : K];
 };
-constexpr int PREPARED = RAW || W > 16 ? 1 : 2;  // items whose prepared keys are in shared memory at a time
+constexpr int PREPARED = RAW || W > 16 || MOST_SHARED < 200000 ? 1 : 2;  // items whose prepared keys are in shared memory at a time
 constexpr int SOLVES = RAW ? 2 : PREPARED;
 
 // What one warp works out for all: the triangular solve of the delta rule (the Gram matrix, then the decayed one, then N),
 // and scalar decays.
 struct Solve {
-    alignas(16) float n[ERASES ? WP : 1][WP + 8];  // padded, so that 8-byte reads of 4 rows hit all banks
+    alignas(16) float n[ERASES ? WP : 1][ERASES ? WP + 8 : 4];  // padded, so that 8-byte reads of 4 rows hit all banks
     float upto[WP], after[WP];  // D_{1:s} and D_{s+1:n}
 
     // Lane s gives token s's log-decay, 0 past the last.
@@ -138,9 +138,9 @@ __device__ __forceinline__ void store_end(PreparedKeys& m, int s, int channel, f
 }
 
 // Scalar decays: keys as they are. A team prepares keys, whose members are numbered from 0.
-__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int member) {
+__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member) {
     for (int i = member; i < WP * K; i += TEAM) {
-        const float x = widen<ACT>(stage.k[i / K][i % K]);
+        const float x = i / K < count ? widen<ACT>(stage.k[i / K][i % K]) : 0.f;
         m.starts[RAW ? 0 : i / K][i % K] = x;
         store_end(m, i / K, i % K, x);
     }
@@ -240,7 +240,7 @@ __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage&
         meet();
         decayed_gram(table, stage, count, member);
     } else {
-        copy_keys(m, stage, member);
+        copy_keys(m, stage, count, member);
     }
 }
 

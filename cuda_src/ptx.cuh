@@ -5,11 +5,13 @@ typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-// Bytes of shared memory that a block may have.
-#if __CUDA_ARCH__ >= 900
+// Bytes of shared memory that a block may have: the data-centre chips have more than their siblings.
+#if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
 constexpr int MOST_SHARED = 232448;
-#else
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
 constexpr int MOST_SHARED = 166912;
+#else
+constexpr int MOST_SHARED = 101376;
 #endif
 
 // d (16 x 8, float32) += a (16 x 16) b (16 x 8), bf16 operands. With c = lane % 4 and r = lane / 4, a thread holds
@@ -42,11 +44,6 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
-__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
-}
-
 // Where the host lets a kernel start before the one ahead in the stream has ended: waits until that one has, and all that it
 // wrote is seen. Every thread comes here before it touches what others write or read, and no such pointer is __restrict__:
 // the compiler would be free to read through it earlier.
@@ -60,11 +57,6 @@ __device__ __forceinline__ void start_kernel_after() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-// Brings a line of 128 bytes to the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* global) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
 // Ends a batch of copies, and waits until at most PENDING of this thread's latest batches are under way.
@@ -102,13 +94,13 @@ struct Gate {
     __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
 };
 
-// A gate that opens when copies from global to shared memory have landed. One warp sends for all: it begins, copies,
+// A gate that opens when copies from global to shared memory have landed. One warp sends for all: it copies, then
 // ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings long ones.
 struct Delivery {
     Gate gate;
 
     __device__ __forceinline__ void init() { gate.init(32); }
-    // Up to 32 rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory.
+    // Rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory.
     __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
         char* const to = static_cast<char*>(shared);
         const char* const from = static_cast<const char*>(global);
@@ -119,7 +111,7 @@ struct Delivery {
             copy_async_16(to + row * shared_stride + at, from + row * global_stride + at);
         }
     }
-    // The same for long ones.
+    // The same for up to 32 long ones.
     __device__ __forceinline__ void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
@@ -160,6 +152,12 @@ __device__ __forceinline__ void send(void* global, const void* shared, int share
     const int pieces = bytes / 16;
     for (int i = lane; i < count * pieces; i += 32)
         *reinterpret_cast<uint4*>(to + 16 * i) = *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
+#endif
+}
+// Puts this thread's reads and writes of shared memory before copies to it that others start once they know of them.
+__device__ __forceinline__ void release_to_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void wait_sent() {

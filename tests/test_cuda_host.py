@@ -27,6 +27,7 @@ STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 LAYERS = {
     "mamba2": Layer("mamba2", 16, 128, 64, 2),
     "mamba2-80": Layer("mamba2", 4, 64, 80, 1),
+    "mamba2-128": Layer("mamba2", 2, 128, 128, 1),  # raw keys with two places for states
     "gdn": Layer("gdn", 4, 128, 128, 2),
     "gdn-96": Layer("gdn", 2, 64, 96, 2),
     "kda": Layer("kda", 3, 128, 128, 3),
@@ -110,6 +111,7 @@ def test_replay(name, window, activation, rng, cupy):
             for name in ("mamba2-80", "gdn-96", "kda-64")
             for kind in ("prior", "exact", "offline")
         ),
+        ("mamba2-128", "lowrank", "bfloat16"),
     ],
 )
 def test_sketch(name, kind, stored, rng, cupy):

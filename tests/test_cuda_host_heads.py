@@ -108,6 +108,15 @@ class TestHosts:
         assert head.step(*given, slots=torch.tensor([3, 1, 0]), out=out) is out
         assert torch.equal(out, output.double())
 
+    @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+    def test_an_empty_batch(self, system, rng):
+        heads = {"standard": ss.StandardHead, "replay": ss.ReplayHead}
+        head = heads[system](LAYER, 2, backend="cuda") if system in heads else sketch()
+        head.warmup()
+        tokens = narrow(tokens_of(rng, batch=0, length=2))
+        assert head.step(*tokens, slots=[]).shape == tokens.v.shape
+        assert not head.position.any()
+
     def test_refusals(self, rng):
         head = sketch()
         tokens = narrow(tokens_of(rng, length=2))

@@ -138,7 +138,7 @@ class SketchEngine(StandardEngine):
 
     @property
     def _raw_keys(self) -> bool:
-        """Whether the flush multiplies with keys as they come (RAW in fold.cuh)."""
+        """Whether the flush multiplies with keys as they come (RAW in prepare.cuh)."""
         return self._types[0] == 0 and self.layer.kind != "kda"
 
     @property
@@ -168,6 +168,8 @@ class SketchEngine(StandardEngine):
         self._check(tokens, out)
         if not self._ready:
             self._prepare()
+        if not out.shape[0]:
+            return
         if out.shape[0] <= MAX_ROWS:
             for t in range(out.shape[1]):
                 self._token(tokens, slots, out, t)

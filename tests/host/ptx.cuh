@@ -99,10 +99,8 @@ inline u32 transpose_8x8(u32 x, HOST_PLACE) {
 }
 
 inline void copy_async_16(void* shared, const void* global) { host::copy_later(shared, global, 16); }
-inline void copy_async_4(void* shared, const void* global) { host::copy_later(shared, global, 4); }
 inline void wait_for_kernel_before() {}  // kernels run one after the other
 inline void start_kernel_after() {}
-inline void prefetch_line(const void*) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
@@ -152,6 +150,7 @@ inline void send(void* global, const void* shared, int shared_stride, int count,
         host::current->sent.push_back({static_cast<char*>(global) + lane * bytes, static_cast<const char*>(shared) + lane * shared_stride,
                                        static_cast<std::size_t>(bytes), 0});
 }
+inline void release_to_copies() {}
 inline void wait_sent(HOST_PLACE) {
     host::finish_sends();
     __syncwarp(~0u, where);

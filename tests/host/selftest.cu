@@ -75,7 +75,7 @@ extern "C" __global__ void copies(const float4* x, float4* out) {
     copy_async_commit();
     copy_async_16(&shared[1][i], x + i);
     copy_async_commit();
-    copy_async_4(&shared[2][i].x, x + i);
+    copy_async_16(&shared[2][i], x + i);
     copy_async_wait<1>();
     for (int n = 0; n < 3; n++) out[n * 32 + i] = shared[n][i];
 }
