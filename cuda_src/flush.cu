@@ -29,7 +29,7 @@ template <int PLACES> struct MemoryOf {
     static constexpr int places = PLACES;
     Rows rows[PLACES][NWARPS];
     KeyStage keys[KEYS];
-    ValueStage values;
+    ValueStage values[VALUES_AHEAD];
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
     Gate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
@@ -105,11 +105,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         for (Gate& gate : m.used) gate.init(NWARPS);
         for (Gate& gate : m.solved) gate.init(1);
         for (KeyStage& stage : m.keys) stage.delivery.init();
-        m.values.delivery.init();
+        for (ValueStage& stage : m.values) stage.delivery.init();
         for (auto& place : m.rows)
             for (Rows& rows : place) rows.delivery.init();
 #if SKETCHED_HEADS
-        m.sketched.full.init(NWARPS), m.sketched.free.init(1);
+        m.sketched.init();
 #endif
     }
     if (W < WP && warp == NWARPS)
@@ -146,19 +146,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         auto used = [&](int n) {  // operands of item n
             if (n >= 0) m.used[n % SETS].wait(n / SETS);
         };
-        auto fetch_values = [&](const Item& item) {
-            if (item.exists()) m.values.fetch(token_of_item(item), ring_of(item), buffered(item), mode == STEP);
+        auto fetch_values = [&](const Item& item, int n) {
+            if (item.exists()) m.values[n % VALUES_AHEAD].fetch(token_of_item(item), ring_of(item), buffered(item), mode == STEP);
         };
-        auto solve = [&](int n, float gate, float erased) {
-            prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
-            if (lane == 0) m.solved[n % SOLVES].arrive();
-        };
-        auto solve_raw = [&](const Item& item, int n) {
+        auto solve = [&](const Item& item, int n) {
             if (!item.exists()) return;
             const float gate = gate_of(item), erased = ERASES ? beta_of(item) : 0.f;
-            if (ERASES) m.keys[n % KEYS].delivery.wait(n / KEYS);
-            used(n - 2);  // whose solve lay where this one will
-            solve(n, gate, erased);
+            if (RAW) {
+                if (ERASES) m.keys[n % KEYS].delivery.wait(n / KEYS);
+                used(n - SOLVES);  // whose solve lay where this one will
+            } else {
+                m.ready[n % KEYS].wait(n / KEYS);
+                fetch(item_at(blockIdx.x + (n + KEYS) * stride), n + KEYS);
+            }
+            prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
+            if (lane == 0) m.solved[n % SOLVES].arrive();
         };
         int meeting = 0;
         auto meet = [&] {
@@ -168,19 +170,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
         };
         if (warp == NWARPS) {
             fetch(now, 0);
-            fetch_values(now);
+            fetch_values(now, 0);
             if (KEYS > 1) fetch(next, 1);
-            if (RAW) solve_raw(now, 0);
+            if (VALUES_AHEAD > 1) fetch_values(next, 1);
+            solve(now, 0);
         }
         for (int n = 0; now.exists(); n++) {
             const Item after = item_at(blockIdx.x + (n + 2) * stride);
-            if (RAW && warp == NWARPS) solve_raw(next, n + 1);
-            if (!RAW && warp == NWARPS) {
-                const float gate = gate_of(now), erased = ERASES ? beta_of(now) : 0.f;
-                m.ready[n % KEYS].wait(n / KEYS);
-                fetch(KEYS > 1 ? after : next, n + KEYS);
-                solve(n, gate, erased);
-            }
+            if (SOLVES > 1 && warp == NWARPS) solve(next, n + 1);
             if (!RAW && warp > FINISHER) {
                 m.keys[n % KEYS].delivery.wait(n / KEYS);
                 used(n - PREPARED);
@@ -192,8 +189,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             }
             if (warp == NWARPS && next.exists()) {
                 used(n);
-                fetch_values(next);
-                if (RAW) fetch(after, n + 2);
+                fetch_values(VALUES_AHEAD > 1 ? after : next, n + VALUES_AHEAD);
+                if (RAW) fetch(after, n + KEYS);
+                if (SOLVES == 1) solve(next, n + 1);
             }
 #if SKETCHED_HEADS
             if (warp == FINISHER) {
@@ -225,8 +223,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             if (RAW) stage.delivery.wait(n / KEYS);
             rows.delivery.wait(n / PLACES);
             Writes writes;
-            if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve);
-            else m.values.delivery.wait(n);
+            if (folded > 0) writes.prepare(rows.state, m.values[n % VALUES_AHEAD], n / VALUES_AHEAD, folded, stage, prepared, solve);
+            else m.values[n % VALUES_AHEAD].delivery.wait(n / VALUES_AHEAD);
             float squares = 0, read[2] = {0, 0};
 #pragma unroll UNROLLED
             for (int step = 0; step < STEPS; step++) {
@@ -270,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) flush_st
             }
 #if SKETCHED_HEADS
             if (info.x > 0)
-                share_sketch(m.sketch, m.sketched, rows.state, squares, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y, basis + info.w,
+                share_sketch(m.sketch, m.sketched, m.rows[n % PLACES], squares, sketch + static_cast<i64>(now.slot) * sketch_stride + info.y, basis + info.w,
                              info.x, turn);
 #endif
             if (PLACES == 1) wait_sent(), fetch(next, n + 1);

@@ -1,119 +1,187 @@
-// The dense map (ridge, exact) from exact blocks, by one warp.
+// The dense map (ridge, exact) from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu, by Cholesky.
+//
+// Works on panels of 8 columns of U, in registers. Places past the rank hold zeros, and the ridge on the diagonal.
 #pragma once
 #include "map_sums.cuh"
 
-// Rows [first, first + count) of S U, over all warps.
-__device__ __forceinline__ void gather(SketchMemory& m, int first, int count, float mu) {
-    for (int i = 0; i < count; i++) {
-        float x[MINE];
-        sum_parts(m, i, x);
-        Packed<FP32, MINE> row;
+constexpr int PANEL = 8;
+constexpr int RANKS = (RANK_MAX + PANEL - 1) / PANEL * PANEL;
+
+// N neighbouring floats of shared memory.
+template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], const float* from) {
 #pragma unroll
-        for (int n = 0; n < MINE; n++) x[n] /= mu;
-        row.set(x);
-        row.store(&m.b[first + i][MINE * (threadIdx.x % 32)]);
+    for (int i = 0; i < N; i += 4) {
+        const float4 y = *reinterpret_cast<const float4*>(from + i);
+        x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
     }
 }
 
-// Lower triangle of U^T U / mu + ridge I, in pieces of 4 x 8.
+// Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
 __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
-    const int lane = threadIdx.x % 32;
-    auto column = [&](int g, int n) { return g < rank && lane + 32 * n < V ? m.u[g][lane + 32 * n] : 0.f; };
-    for (int i = 0; i < rank; i += 4)
-        for (int j = 0; j < i + 4; j += 8) {
-            float sums[32] = {};
-#pragma unroll
-            for (int n = 0; n < VALUES; n++) {
-                float x[4];
-#pragma unroll
-                for (int a = 0; a < 4; a++) x[a] = column(i + a, n);
-#pragma unroll
-                for (int b = 0; b < 8; b++) {
-                    const float y = column(j + b, n);
-#pragma unroll
-                    for (int a = 0; a < 4; a++) sums[8 * a + b] += x[a] * y;
-                }
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const float scale = 1.f / mu;
+    auto load = [&](float (&x)[4], int g, int step) {
+        x[0] = x[1] = x[2] = x[3] = 0;
+        if (g < rank) load_floats(x, &m.u[g][16 * step + 4 * c]);
+    };
+#pragma unroll 1
+    for (int i = 0; i < rank; i += 16)
+#pragma unroll 1
+        for (int j = 0; j < min(i + 16, rank); j += 8) {
+            float sum[4] = {}, rest[4] = {};
+#pragma unroll 2
+            for (int step = 0; step < V / 16; step++) {
+                float upper[4], lower[4], other[4];
+                load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
+                mma_float4(sum, rest, upper, lower, other, false);
             }
-            const float sum = warp_sums(sums) / mu;
-            const int a = i + lane / 8, b = j + lane % 8;
-            if (a < rank && b <= a) m.gram[a][b] = a == b ? sum + ridge : sum;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
+                if (row < RANKS) m.gram[row][column] = (sum[e] + rest[e]) * scale + (row == column ? ridge : 0.f);
+            }
         }
     __syncwarp();
 }
 
-// Dense map (Phi^T H Phi + ridge I)^-1 Phi^T H from exact blocks, by Cholesky; `exact` is its limit of a small ridge.
-__device__ __forceinline__ void store_dense(SketchMemory& m, sketch_t* packed, int rank, float mu, float ridge) {
+// Cholesky factor in place of the lower triangle; its diagonal holds the inverse. A lane has row first + lane of a panel.
+__device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
+    constexpr int EACH = (RANKS + 31) / 32;
     const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = 0; first < rank; first += PANEL) {
+        float a[EACH][PANEL];
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const float* const row = m.gram[min(first + lane + 32 * e, RANKS - 1)];
+            load_floats(a[e], row + first);
+#pragma unroll 1
+            for (int j = 0; j < first; j += 4) {
+                float own[4];
+                load_floats(own, row + j);
+#pragma unroll
+                for (int n = 0; n < PANEL; n++) {
+                    float other[4];
+                    load_floats(other, &m.gram[first + n][j]);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) a[e][n] -= own[i] * other[i];
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < PANEL; j++) {
+            const float inverse = rsqrtf(fmaxf(__shfl_sync(ALL, a[0][j], j), 1e-20f));
+#pragma unroll
+            for (int e = 0; e < EACH; e++) a[e][j] *= inverse;
+#pragma unroll
+            for (int n = j + 1; n < PANEL; n++) {
+                const float other = __shfl_sync(ALL, a[0][j], n);
+#pragma unroll
+                for (int e = 0; e < EACH; e++) a[e][n] -= a[e][j] * other;
+            }
+            if (lane == j) a[0][j] = inverse;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+            if (first + lane + 32 * e < RANKS) {
+                float4* const to = reinterpret_cast<float4*>(&m.gram[first + lane + 32 * e][first]);
+                to[0] = make_float4(a[e][0], a[e][1], a[e][2], a[e][3]), to[1] = make_float4(a[e][4], a[e][5], a[e][6], a[e][7]);
+            }
+        __syncwarp();
+    }
+}
+
+// Solves for the map, forward and back, a lane its own channels of all rows. `free` opens when shared memory has been read.
+__device__ __forceinline__ void store_dense(SketchMemory& m, Gate& free, sketch_t* packed, int rank, float mu, float ridge) {
+    const int lane = threadIdx.x % 32, last = (rank - 1) / PANEL * PANEL;
+    const float scale = 1.f / mu;
     gram_of_columns(m, rank, mu, ridge);
-    for (int j = 0; j < rank; j++) {  // right-looking Cholesky; the diagonal holds its inverse
-        const float inverse = rsqrtf(fmaxf(m.gram[j][j], 1e-20f));
-        __syncwarp();
-        for (int i = j + lane; i < rank; i += 32) m.gram[i][j] = i == j ? inverse : m.gram[i][j] * inverse;
-        __syncwarp();
-        for (int i = j + 1 + lane; i < rank; i += 32)
-            for (int n = j + 1; n <= i; n++) m.gram[i][n] -= m.gram[i][j] * m.gram[n][j];
-        __syncwarp();
-    }
-    // Substitution forward and back, 8 rows of this lane's channels in registers at a time.
-    constexpr int BLOCK = 8;
-    float x[BLOCK][MINE];
-    auto row = [&](int i) { return &m.b[i][MINE * lane]; };
-    auto take = [&](float (&from)[MINE], float factor, int i) {
-        Packed<FP32, MINE> other;
-        other.load(row(i));
+    factor_gram(m, rank);
+    float x[PANEL][MINE], l[PANEL];
+    auto solved = [&](int i) { return &m.parts[0][i][MINE * lane]; };
+    auto keep = [&](int first) {
 #pragma unroll
-        for (int n = 0; n < MINE; n++) from[n] -= factor * other[n];
-    };
-    auto load = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            Packed<FP32, MINE> other;
-            other.clear();
-            if (first + i < rank) other.load(row(first + i));
-#pragma unroll
-            for (int n = 0; n < MINE; n++) x[i][n] = other[n];
+        for (int i = 0; i < PANEL; i++) {
+            Packed<FP32, MINE> row;
+            row.set(x[i]);
+            if (first + i < rank) row.store(solved(first + i));
         }
     };
-    auto factor = [&](int i, int j) { return i < rank && j < rank ? m.gram[i][j] : 0.f; };
-    for (int first = 0; first < rank; first += BLOCK) {
-        load(first);
-        for (int j = 0; j < first; j++)
+    auto subtract = [&](int i, float factor, const Packed<FP32, MINE>& row) {
 #pragma unroll
-            for (int i = 0; i < BLOCK; i++) take(x[i], factor(first + i, j), j);
+        for (int n = 0; n < MINE; n++) x[i][n] -= factor * row[n];
+    };
+    for (int first = 0; first <= last; first += PANEL) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
+        for (int i = 0; i < PANEL; i++) {
 #pragma unroll
-            for (int j = 0; j <= i; j++) {
-                const float l = factor(first + i, first + j);
+            for (int n = 0; n < MINE; n++) x[i][n] = 0;
+            if (first + i < rank) sum_parts(m, first + i, x[i]);
 #pragma unroll
-                for (int n = 0; n < MINE; n++) x[i][n] = i == j ? x[i][n] * l : x[i][n] - l * x[j][n];
-            }
-            Packed<FP32, MINE> solved;
-            solved.set(x[i]);
-            if (first + i < rank) solved.store(row(first + i));
+            for (int n = 0; n < MINE; n++) x[i][n] *= scale;
         }
-    }
-    for (int first = (rank - 1) / BLOCK * BLOCK; first >= 0; first -= BLOCK) {
-        load(first);
-        for (int j = first + BLOCK; j < rank; j++)
+#pragma unroll 1
+        for (int j = 0; j < first; j += 4) {
+            Packed<FP32, MINE> rows[4];
 #pragma unroll
-            for (int i = 0; i < BLOCK; i++) take(x[i], factor(j, first + i), j);
+            for (int n = 0; n < 4; n++) rows[n].load(solved(j + n));
 #pragma unroll
-        for (int i = BLOCK - 1; i >= 0; i--) {
+            for (int i = 0; i < PANEL; i++) {
+                float factors[4];
+                load_floats(factors, &m.gram[first + i][j]);
 #pragma unroll
-            for (int j = BLOCK - 1; j >= i; j--) {
-                const float l = factor(first + j, first + i);
-#pragma unroll
-                for (int n = 0; n < MINE; n++) x[i][n] = i == j ? x[i][n] * l : x[i][n] - l * x[j][n];
+                for (int n = 0; n < 4; n++) subtract(i, factors[n], rows[n]);
             }
-            Packed<FP32, MINE> solved;
-            solved.set(x[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < PANEL; i++) {
+            load_floats(l, &m.gram[first + i][first]);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) {
+#pragma unroll
+                for (int j = 0; j < i; j++) x[i][n] -= l[j] * x[j][n];
+                x[i][n] *= l[i];
+            }
+        }
+        if (first < last) keep(first);
+    }
+    for (int first = last; first >= 0; first -= PANEL) {
+        if (first < last) {
+#pragma unroll
+            for (int i = 0; i < PANEL; i++) {
+                Packed<FP32, MINE> row;
+                row.load(solved(first + i));
+#pragma unroll
+                for (int n = 0; n < MINE; n++) x[i][n] = row[n];
+            }
+#pragma unroll 2
+            for (int j = first + PANEL; j < rank; j++) {
+                Packed<FP32, MINE> row;
+                row.load(solved(j));
+                load_floats(l, &m.gram[j][first]);
+#pragma unroll
+                for (int i = 0; i < PANEL; i++) subtract(i, l[i], row);
+            }
+        }
+#pragma unroll
+        for (int i = PANEL - 1; i >= 0; i--) {
+            load_floats(l, &m.gram[first + i][first]);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) {
+                x[i][n] *= l[i];
+#pragma unroll
+                for (int j = 0; j < i; j++) x[j][n] -= l[j] * x[i][n];
+            }
+        }
+        if (first > 0) keep(first);
+#pragma unroll
+        for (int i = 0; i < PANEL; i++) {
             Packed<SKETCH, MINE> rounded;
             rounded.set(x[i]);
-            if (first + i < rank) {
-                solved.store(row(first + i));
-                rounded.store(packed + rank * V + (first + i) * K + MINE * lane);
-            }
+            if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + MINE * lane);
         }
     }
+    __syncwarp();
+    if (lane == 0) free.arrive();
 }

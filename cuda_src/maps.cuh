@@ -12,50 +12,49 @@
 #include "map_dense.cuh"
 #endif
 
-// Rounds of products that a sketch takes: dense maps take LEFT columns of U a round.
-__device__ __forceinline__ int rounds_of(int rank) { return MAP == OWN ? (rank + LEFT - 1) / LEFT : 1; }
-
-// A warp's part of one head's sketch. `squares` is this thread's share of |S|^2; `turn` counts the block's rounds.
-__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, StateRows& rows, float squares, sketch_t* packed,
-                                             const uint2* basis, int rank, int& turn) {
+// A warp's part of one head's sketch; `rows` are its block's. `squares` is this thread's share of |S|^2; `turn` counts the
+// block's sketches.
+template <class Rows> __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, Rows* rows, float squares, sketch_t* packed,
+                                                                   const uint2* basis, int rank, int& turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    [[maybe_unused]] Gate& met = gates.met[warp / SHARERS];
     squares = warp_sum(squares);
     if (turn > 0) gates.free.wait(turn - 1);
     if (lane == 0) m.squares[warp] = squares;
-    sketch_columns(m, rows, basis, rank);
+    sketch_columns(m, rows[warp].state, basis, rank);
     __syncwarp();
+    if (LEFT > 0 && lane == 0) met.arrive();
     store_columns(m, packed, rank);
-    for (int round = 0; round < rounds_of(rank); round++, turn++) {
-        if (round > 0) gates.free.wait(turn - 1);
-        if (LEFT > 0) left_products(m, rows, round * LEFT, MAP == FACTORS ? pivots_of(rank) : min(rank - round * LEFT, LEFT));
-        __syncwarp();
-        if (lane == 0) gates.full.arrive();
+    if constexpr (LEFT > 0) {
+        met.wait(2 * turn);
+        left_products(m, rows + warp / SHARERS * SHARERS, MAP == FACTORS ? pivots_of(rank) : rank);
     }
+    __syncwarp();
+    if (lane == 0) gates.full.arrive();
+    if constexpr (LEFT > 0) {
+        if (lane == 0) met.arrive();
+        met.wait(2 * turn + 1);  // the group has read this warp's rows
+    }
+    turn++;
 }
 
 // The rest of it, by one other warp.
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchGates& gates, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const sketch_t* projection, int rank,
                                               [[maybe_unused]] float ridge, int& turn) {
-    for (int round = 0; round < rounds_of(rank); round++, turn++) {
-        gates.full.wait(turn);
+    gates.full.wait(turn++);
 #if MAP == 2
-        __syncwarp();  // else one lane opens rounds that another has yet to see
-        if (threadIdx.x % 32 == 0) gates.free.arrive();
+    __syncwarp();  // else one lane opens rounds that another has yet to see
+    if (threadIdx.x % 32 == 0) gates.free.arrive();
 #else
-        float mu = 0;
+    float mu = 0;
 #pragma unroll
-        for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
-        mu = mu > 0.f ? mu / K : 1.f;
+    for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
+    mu = mu > 0.f ? mu / K : 1.f;
 #if MAP == 0
-        store_factors(m, gates.free, packed, projection, rank, mu, ridge);
+    store_factors(m, gates.free, packed, projection, rank, mu, ridge);
 #else
-        gather(m, round * LEFT, min(rank - round * LEFT, LEFT), mu);
-        __syncwarp();
-        if (round + 1 == rounds_of(rank)) store_dense(m, packed, rank, mu, ridge);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) gates.free.arrive();
+    store_dense(m, gates.free, packed, rank, mu, ridge);
 #endif
 #endif
-    }
 }

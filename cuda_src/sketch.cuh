@@ -4,30 +4,38 @@
 // made) take them transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per factor are plenty for what is
 // stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis and for the state in S U.
 //
-// A warp multiplies its own rows of the state by its own rows of U, so that it waits for nobody: what is left of a
-// sketch is the sum over warps and algebra of the size of U, which one warp does while the others go on (maps.cuh).
+// Products along V are sums over warps. Warps go in groups, each of which takes a share of the channels of all rows of its
+// group: so the group must meet, but what it leaves is one sum. What is left of a sketch is the sum over groups and algebra
+// of the size of U, which one warp does while the others go on (maps.cuh).
 #pragma once
 #include "fragments.cuh"
 #include "sketch_layout.cuh"
 
 constexpr int COLUMN = V + 4;                                       // padded, so that fragment stores of U hit all banks
-constexpr int LEFT = MAP == OWN ? 8 : MAP == FACTORS ? PIVOTS : 0;  // columns of U that one pass multiplies with the state
-constexpr int DOTS = 2 * PIVOTS_2;                                  // of a column of U: with the pivots, and with itself
+constexpr int LEFT = MAP == OWN ? RANK_MAX : MAP == FACTORS ? PIVOTS : 0;  // columns of U that are multiplied with the state
+constexpr int DOTS = 2 * PIVOTS_2;                                      // of a column of U: with the pivots, and with itself
+constexpr int SHARERS = NWARPS % 4 == 0 ? 4 : NWARPS % 3 == 0 ? 3 : NWARPS;  // warps of a group
+constexpr int GROUPS = NWARPS / SHARERS, OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS;
 
 struct SketchMemory {
     alignas(16) float u[RANK_MAX][COLUMN];
-    alignas(16) float parts[NWARPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];  // a warp's share of S U
+    alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];  // a group's share of S U
 #if MAP == 0
     float dots[RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
 #elif MAP == 1
-    alignas(16) float b[RANK_MAX][K];
-    float gram[RANK_MAX][RANK_MAX + 1];
+    alignas(16) float gram[(RANK_MAX + 7) / 8 * 8][(RANK_MAX + 7) / 8 * 8 + 4];
 #endif
     float squares[NWARPS];
 };
 
 struct SketchGates {
     Gate full, free;  // all warps' shares are there; they have been used
+    Gate met[GROUPS];
+
+    __device__ __forceinline__ void init() {
+        full.init(NWARPS), free.init(1);
+        for (Gate& gate : met) gate.init(SHARERS);
+    }
 };
 
 // Eight columns of a basis as operands, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
@@ -85,39 +93,68 @@ __device__ __forceinline__ void store_columns(const SketchMemory& m, sketch_t* p
     }
 }
 
-// parts[warp] = columns [first, first + count) of U times the warp's rows of the state; at most 8. For maps that are stored
-// in bf16 the state is rounded to it: one and the same matrix for all columns, so that solving with them enlarges nothing.
-__device__ __forceinline__ void left_products(SketchMemory& m, StateRows& rows, int first, int count) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
-    // Rows 0 to 7 of the operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
+// parts[group] = columns [first, first + count) of U times the group's rows of the state, whose channels its warps share; at
+// most 8 TILES. `rows` are the group's. For maps that are stored in bf16 the state is rounded to it: one and the same
+// matrix for all columns, so that solving with them enlarges nothing.
+template <int TILES, class Rows> __device__ __forceinline__ void left_tiles(SketchMemory& m, Rows* rows, int first, int count) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4, group = warp / SHARERS;
+    // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
-    u32 a[4] = {0, 0, 0, 0};
-    if (r < count) {
-        const float* const u = &m.u[first + r][16 * warp + c];
-        slices<2>(u[0], u[8], &a[0], 1);
-        slices<2>(u[4], u[12], &a[2], 1);
-    }
-#pragma unroll 2
-    for (int step = 0; step < STEPS; step++) {
-        Piece piece;
-        piece.load(rows, step);
-        float4 product;
+    float sum[OWN_STEPS][TILES][2][4] = {};
+#pragma unroll 1
+    for (int i = 0; i < SHARERS; i++) {
+        u32 a[TILES][4];
 #pragma unroll
-        for (int t = 0; t < 2; t++) {
-            float sum[4] = {};
-            if constexpr (SLICES == 1) {
-                const u32 upper = round_pair(piece.s[0][2 * t], piece.s[0][2 * t + 1]), lower = round_pair(piece.s[1][2 * t], piece.s[1][2 * t + 1]);
-                mma_bf16(sum, a, transpose_8x8(upper), transpose_8x8(lower));
-            } else {
-                u32 upper[2], lower[2];
-                slices<2>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
-                slices<2>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);
-#pragma unroll
-                for (int i = 0; i < 2; i++) mma_bf16(sum, a, transpose_8x8(upper[i]), transpose_8x8(lower[i]));
+        for (int tile = 0; tile < TILES; tile++) {
+            u32(&x)[4] = a[tile];
+            x[0] = x[1] = x[2] = x[3] = 0;
+            if (8 * tile + r < count) {
+                const float* const u = &m.u[first + 8 * tile + r][16 * (group * SHARERS + i) + c];
+                slices<2>(u[0], u[8], &x[0], 1);
+                slices<2>(u[4], u[12], &x[2], 1);
             }
-            if (t == 0) product.x = sum[0] + sum[2], product.y = sum[1] + sum[3];
-            else product.z = sum[0] + sum[2], product.w = sum[1] + sum[3];
         }
-        if (r < count) *reinterpret_cast<float4*>(&m.parts[warp][r][16 * step + 4 * c]) = product;
+#pragma unroll
+        for (int own = 0; own < OWN_STEPS; own++) {
+            const int step = warp % SHARERS + own * SHARERS;
+            if (STEPS % SHARERS && step >= STEPS) break;
+            Piece piece;
+            piece.load(rows[i].state, step);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                u32 upper[SLICES], lower[SLICES];
+                if constexpr (SLICES == 1) {
+                    upper[0] = round_pair(piece.s[0][2 * t], piece.s[0][2 * t + 1]);
+                    lower[0] = round_pair(piece.s[1][2 * t], piece.s[1][2 * t + 1]);
+                } else {
+                    slices<SLICES>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
+                    slices<SLICES>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);
+                }
+#pragma unroll
+                for (int j = 0; j < SLICES; j++) {
+                    const u32 x = transpose_8x8(upper[j]), y = transpose_8x8(lower[j]);
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) mma_bf16(sum[own][tile][t], a[tile], x, y);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int own = 0; own < OWN_STEPS; own++)
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int step = warp % SHARERS + own * SHARERS;
+            const float(&x)[2][4] = sum[own][tile];
+            const float4 product = make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
+            if (8 * tile + r < count && step < STEPS) *reinterpret_cast<float4*>(&m.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
+        }
+}
+template <class Rows> __device__ __forceinline__ void left_products(SketchMemory& m, Rows* rows, int count) {
+    if constexpr (LEFT <= 8) {
+        left_tiles<1>(m, rows, 0, count);
+    } else {
+        for (int first = 0; first < count; first += 16)
+            if (count - first > 8) left_tiles<2>(m, rows, first, count - first);
+            else left_tiles<1>(m, rows, first, count - first);
     }
 }

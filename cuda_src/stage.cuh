@@ -31,6 +31,8 @@ struct KeyStage {
     }
 };
 
+constexpr int VALUES_AHEAD = W > 16 || (MAP == OWN && !ERASES) ? 1 : 2;  // items whose values are in shared memory at a time
+
 // The window's values.
 struct ValueStage {
     alignas(16) act_t v[W][V + 8];  // padded, so that threads which read different tokens meet different banks
