@@ -12,7 +12,7 @@ constexpr int UNROLLED = 2;  // pieces of the state in a stretch of code: more w
 // Predictions from the state at the window's start: S^T k, or S^T D_{1:s} k for decays per channel.
 __device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateRows& rows, const KeyStage& stage, const PreparedKeys& keys) {
     const int r = threadIdx.x % 32 / 4;
-    float second[BLOCKS][2][4] = {};  // another chain of products
+    float rest[UNROLLED][BLOCKS][2][4] = {};  // other chains of products
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
         Piece piece;
@@ -23,11 +23,12 @@ __device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateR
             for (int t = 0; t < 2; t++) {
                 float key[4];
                 load_key(key, stage, keys, 16 * b + 8 * t + r, 16 * step);
-                mma_float4(predicted[b][t], second[b][t], piece.s[0], piece.s[1], key, RAW);
+                mma_float4(predicted[b][t], rest[step % UNROLLED][b][t], piece.s[0], piece.s[1], key, RAW);
             }
     }
 #pragma unroll
-    for (int i = 0; i < BLOCKS * 8; i++) predicted[i / 8][i / 4 % 2][i % 4] += second[i / 8][i / 4 % 2][i % 4];
+    for (int i = 0; i < UNROLLED * BLOCKS * 8; i++)
+        predicted[i / 8 % BLOCKS][i / 4 % 2][i % 4] += rest[i / (8 * BLOCKS)][i / 8 % BLOCKS][i / 4 % 2][i % 4];
 }
 
 // w = N (v - decayed predictions), in place of the values.
@@ -101,7 +102,9 @@ struct Writes {
     __device__ __forceinline__ void fold(Piece& piece, int step, const KeyStage& stage, const PreparedKeys& keys) const {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
         // Summed apart from the state: the tensor cores round toward zero, which would shrink it at every flush.
-        float sum[2][4] = {};
+        // Where there are many, in two chains.
+        constexpr int CHAINS = TERMS > 1 ? 2 : 1;
+        float sums[CHAINS][2][4] = {};
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
@@ -118,7 +121,7 @@ struct Writes {
 #pragma unroll
                 for (int i = 0; i + j < 3; i++)
 #pragma unroll
-                    for (int t = 0; t < 2; t++) mma_bf16(sum[t], a[b][i], key[t].x, key[t].y);
+                    for (int t = 0; t < 2; t++) mma_bf16(sums[i % CHAINS][t], a[b][i], key[t].x, key[t].y);
             }
         float whole[4] = {kept, kept, kept, kept};
         if constexpr (KIND == KDA) {
@@ -129,7 +132,8 @@ struct Writes {
         for (int i = 0; i < 8; i++) {
             const int t = i / 4, half = i % 4 / 2, e = i % 2;
             float& s = piece.s[half][2 * t + e];
-            s = whole[2 * t + e] * s + sum[t][2 * half + e];
+            const int at = 2 * half + e;
+            s = whole[2 * t + e] * s + (CHAINS > 1 ? sums[0][t][at] + sums[CHAINS - 1][t][at] : sums[0][t][at]);
         }
     }
 };

@@ -12,22 +12,27 @@
 #include "map_dense.cuh"
 #endif
 
-// A warp's part of one head's sketch; `rows` are its block's. `squares` is this thread's share of |S|^2; `turn` counts the
-// block's sketches.
-template <class Rows> __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, Rows* rows, float squares, sketch_t* packed,
-                                                                   const uint2* basis, int rank, int& turn) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    [[maybe_unused]] Gate& met = gates.met[warp / SHARERS];
-    squares = warp_sum(squares);
+// A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches.
+__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, Rows* rows, int group, int member, sketch_t* packed,
+                                             int rank, int& turn) {
+    const int lane = threadIdx.x % 32;
+    [[maybe_unused]] Gate& met = gates.met[group];
     if (turn > 0) gates.free.wait(turn - 1);
-    if (lane == 0) m.squares[warp] = squares;
-    sketch_columns(m, rows[warp].state, basis, rank);
+    m.basis.delivery.wait(turn);
+    auto each = [&](auto work) {  // block of the warp's own
+#pragma unroll 1
+        for (int i = member; i < GROUP_BLOCKS; i += SHARERS) work(group * GROUP_BLOCKS + i);
+    };
+    sketch_columns(m, rows, group, member, rank);
     __syncwarp();
     if (LEFT > 0 && lane == 0) met.arrive();
-    store_columns(m, packed, rank);
+    each([&](int block) {
+        if (lane == 0) m.squares[block] = rows[block].squares;
+        store_columns(m, block, packed, rank);
+    });
     if constexpr (LEFT > 0) {
         met.wait(2 * turn);
-        left_products(m, rows + warp / SHARERS * SHARERS, MAP == FACTORS ? pivots_of(rank) : rank);
+        left_products(m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
     }
     __syncwarp();
     if (lane == 0) gates.full.arrive();
@@ -38,11 +43,12 @@ template <class Rows> __device__ __forceinline__ void share_sketch(SketchMemory&
     turn++;
 }
 
-// The rest of it, by one other warp.
-__device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchGates& gates, [[maybe_unused]] sketch_t* packed,
-                                              [[maybe_unused]] const sketch_t* projection, int rank,
-                                              [[maybe_unused]] float ridge, int& turn) {
+// The rest of it, by one other warp. `then` is what may happen once the basis has been used.
+template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchGates& gates, [[maybe_unused]] sketch_t* packed,
+                                                                    [[maybe_unused]] const sketch_t* projection, int rank,
+                                                                    [[maybe_unused]] float ridge, int& turn, Then then) {
     gates.full.wait(turn++);
+    then();
 #if MAP == 2
     __syncwarp();  // else one lane opens rounds that another has yet to see
     if (threadIdx.x % 32 == 0) gates.free.arrive();

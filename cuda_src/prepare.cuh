@@ -3,9 +3,8 @@
 #pragma once
 #include "stage.cuh"
 
-constexpr bool RAW = ACT == BF16 && KIND != KDA;     // keys are operands as they come
 constexpr int TERMS = RAW ? 1 : 3;                   // slices of a key
-constexpr int TEAM = 192;                            // threads that prepare keys
+constexpr int TEAM = 256;                            // threads that prepare keys: two for a channel at most
 constexpr int KEYS = !RAW && W > 16 ? 1 : 2;  // items whose keys are in shared memory at a time
 
 // Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies row by row in float32, and D_{s+1:n} k_s
@@ -146,39 +145,54 @@ __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage
     }
 }
 
-// Decays per channel: decayed from the window's start, and to its end.
-__device__ __forceinline__ void decay_keys(PreparedKeys& m, const KeyStage& stage, int count, int member) {
-    auto key = [&](int s, int channel) { return s < count ? widen<ACT>(stage.k[s % W][channel]) : 0.f; };
-    auto gate = [&](int s, int channel) { return s < count ? stage.g[s % GATE_ROWS][channel % GATES] : 0.f; };
-    for (int task = member; task < 2 * K; task += TEAM) {
-        const int channel = task % K;
-        float log_decay = 0;
-        if (task < K) {
+// Decays per channel, in place of their logs: a thread has half of a channel's tokens, and returns the sum of what it took.
+__device__ __forceinline__ float take_decays(KeyStage& stage, int count, int member) {
+    constexpr int HALF = WP / 2;
+    const int channel = member % K, first = member / K * HALF;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < HALF; i++)
+        if (member < 2 * K && first + i < count) {
+            float& x = stage.g[(first + i) % GATE_ROWS][channel % GATES];
+            sum += x;
+            x = decay(x);
+        }
+    return sum;
+}
+
+// Keys decayed from the window's start by the threads of the first half, to its end by the others. `sum` is of the first
+// half's log-decays, the others' stand where their decay will.
+__device__ __forceinline__ void decay_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float sum) {
+    const int channel = member % K;
+    auto key = [&](int s) { return s < count ? widen<ACT>(stage.k[s % W][channel]) : 0.f; };
+    auto gate = [&](int s) { return s < count ? stage.g[s % GATE_ROWS][channel % GATES] : 1.f; };
+    float whole = 1;
+    if (member < K) {
 #pragma unroll 8
-            for (int s = 0; s < WP; s++) {
-                log_decay += gate(s, channel);
-                m.starts[RAW ? 0 : s][channel] = decay(log_decay) * key(s, channel);
-            }
-            m.whole[KIND == KDA ? channel : 0] = decay(log_decay);
-        } else {
-            const int place = channel / 16 * 16 + place_of(channel % 16);
+        for (int s = 0; s < WP; s++) {
+            whole *= gate(s);
+            m.starts[RAW ? 0 : s][channel] = whole * key(s);
+        }
+        float& x = m.whole[KIND == KDA ? channel : 0];
+        x = decay(sum + x);  // more exact than the product: states take it up in every window
+    } else if (member < 2 * K) {
+        const int place = channel / 16 * 16 + place_of(channel % 16);
 #pragma unroll 1
-            for (int block = BLOCKS - 1; block >= 0; block--) {
-                u32 packed[TERMS][8];
+        for (int block = BLOCKS - 1; block >= 0; block--) {
+            u32 packed[TERMS][8];
 #pragma unroll
-                for (int s = 14; s >= 0; s -= 2) {
-                    const float odd = decay(log_decay) * key(16 * block + s + 1, channel);
-                    log_decay += gate(16 * block + s + 1, channel);
-                    const float even = decay(log_decay) * key(16 * block + s, channel);
-                    log_decay += gate(16 * block + s, channel);
-                    slices<TERMS>(even, odd, &packed[0][2 * (s % 8 / 2) + s / 8], 8);
-                }
+            for (int s = 14; s >= 0; s -= 2) {
+                const float odd = whole * key(16 * block + s + 1);
+                whole *= gate(16 * block + s + 1);
+                const float even = whole * key(16 * block + s);
+                whole *= gate(16 * block + s);
+                slices<TERMS>(even, odd, &packed[0][2 * (s % 8 / 2) + s / 8], 8);
+            }
 #pragma unroll
-                for (int i = 0; i < TERMS; i++) {
-                    uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
-                    to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
-                    to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
-                }
+            for (int i = 0; i < TERMS; i++) {
+                uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
+                to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
+                to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
             }
         }
     }
@@ -231,13 +245,10 @@ template <class Meet>
 __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage& stage, int count, int member, Meet meet) {
     for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
     if constexpr (KIND == KDA) {
-        decay_keys(m, stage, count, member);
+        const float sum = take_decays(stage, count, member);
+        if (member >= K && member < 2 * K) m.whole[KIND == KDA ? member - K : 0] = sum;
         meet();
-        for (int i = member; i < count * GATES; i += TEAM) {
-            float& x = stage.g[i / GATES][i % GATES];
-            x = decay(x);
-        }
-        meet();
+        decay_keys(m, stage, count, member, sum);
         decayed_gram(table, stage, count, member);
     } else {
         copy_keys(m, stage, count, member);

@@ -132,15 +132,13 @@ struct Delivery {
     __device__ __forceinline__ void wait(int round) { gate.wait(round); }
 };
 
-// Copies up to 32 rows of `bytes` (a multiple of 16), which the warp has just written to shared memory, to one stretch of
-// global memory; whole warps. The shared memory may be written again after the wait.
+// Copies up to 32 rows of `bytes` (a multiple of 16) from shared memory, whose writers have released them to copies, to one
+// stretch of global memory; whole warps. The shared memory may be written again after the wait.
 __device__ __forceinline__ void send(void* global, const void* shared, int shared_stride, int count, int bytes) {
     const int lane = threadIdx.x % 32;
     char* const to = static_cast<char*>(global);
     const char* const from = static_cast<const char*>(shared);
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
     if (lane < count) {
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + lane * bytes),
                      "r"(static_cast<u32>(__cvta_generic_to_shared(from + lane * shared_stride))), "r"(bytes)
@@ -148,13 +146,12 @@ __device__ __forceinline__ void send(void* global, const void* shared, int share
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
 #else
-    __syncwarp();
     const int pieces = bytes / 16;
     for (int i = lane; i < count * pieces; i += 32)
         *reinterpret_cast<uint4*>(to + 16 * i) = *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
 #endif
 }
-// Puts this thread's reads and writes of shared memory before copies to it that others start once they know of them.
+// Puts this thread's reads and writes of shared memory before copies from or to it that threads start once they know of them.
 __device__ __forceinline__ void release_to_copies() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

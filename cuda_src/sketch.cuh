@@ -4,20 +4,34 @@
 // made) take them transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per factor are plenty for what is
 // stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis and for the state in S U.
 //
-// Products along V are sums over warps. Warps go in groups, each of which takes a share of the channels of all rows of its
-// group: so the group must meet, but what it leaves is one sum. What is left of a sketch is the sum over groups and algebra
-// of the size of U, which one warp does while the others go on (maps.cuh).
+// Products along V are sums over blocks of 16 value rows. Warps that sketch go in groups, each with some blocks: a warp makes U
+// of its own blocks, and S U for its share of the channels, from all blocks of its group. So the group must meet, but what
+// it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp does
+// while the others go on (maps.cuh).
 #pragma once
-#include "fragments.cuh"
+#include "stage.cuh"
 #include "sketch_layout.cuh"
 
 constexpr int COLUMN = V + 4;                                       // padded, so that fragment stores of U hit all banks
 constexpr int LEFT = MAP == OWN ? RANK_MAX : MAP == FACTORS ? PIVOTS : 0;  // columns of U that are multiplied with the state
 constexpr int DOTS = 2 * PIVOTS_2;                                      // of a column of U: with the pivots, and with itself
-constexpr int SHARERS = NWARPS % 4 == 0 ? 4 : NWARPS % 3 == 0 ? 3 : NWARPS;  // warps of a group
-constexpr int GROUPS = NWARPS / SHARERS, OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS;
+constexpr int GROUPS = NWARPS / GROUP_BLOCKS, OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS, OWN_BLOCKS = (GROUP_BLOCKS + SHARERS - 1) / SHARERS;
+
+// A head's basis as operands, 8 columns at a time, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
+// they make a sketch that is stored in bf16, in two for float32.
+constexpr int SLICES = SKETCH == BF16 ? 1 : 2, TILES = (RANK_MAX + 7) / 8;
+struct Basis {
+    alignas(16) uint2 columns[TILES][STEPS][SLICES][32];
+    Delivery delivery;
+
+    __device__ __forceinline__ void fetch(const uint2* basis, int rank) {
+        delivery.blocks(columns, 0, basis, 0, 1, (rank + 7) / 8 * static_cast<int>(sizeof(columns[0])));
+        delivery.end();
+    }
+};
 
 struct SketchMemory {
+    Basis basis;
     alignas(16) float u[RANK_MAX][COLUMN];
     alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];  // a group's share of S U
 #if MAP == 0
@@ -33,59 +47,47 @@ struct SketchGates {
     Gate met[GROUPS];
 
     __device__ __forceinline__ void init() {
-        full.init(NWARPS), free.init(1);
+        full.init(GROUPS * SHARERS), free.init(1);
         for (Gate& gate : met) gate.init(SHARERS);
     }
 };
 
-// Eight columns of a basis as operands, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
-// they make a sketch that is stored in bf16, in two for float32.
-constexpr int SLICES = SKETCH == BF16 ? 1 : 2;
-__device__ __forceinline__ const uint2* basis_at(const uint2* basis, int tile, int step) {
-    return basis + (tile * STEPS + step) * SLICES * 32 + threadIdx.x % 32;
-}
-
-// U of the warp's value rows, 8 TILES columns from `first` on; read back by the same warp after it has met.
-template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& m, StateRows& rows, const uint2* basis, int first, int rank) {
-    constexpr int AHEAD = 4;  // pieces whose bases are under way at a time
-    float high[TILES][4] = {}, low[TILES][4] = {};
-#pragma unroll 1
-    for (int part = 0; part < STEPS; part += AHEAD) {
-        uint2 b[AHEAD][TILES][SLICES];
+// U of a warp's own blocks of value rows, 8 TILES columns from `first` on; read by the group after it has met.
+template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& m, Rows* rows, int group, int member, int first, int rank) {
+    const int lane = threadIdx.x % 32;
+    auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * SHARERS; };
+    auto exists = [&](int i) { return GROUP_BLOCKS % SHARERS == 0 || member + i * SHARERS < GROUP_BLOCKS; };
+    float high[OWN_BLOCKS][TILES][4] = {}, low[OWN_BLOCKS][TILES][4] = {};
+#pragma unroll(2 / OWN_BLOCKS)
+    for (int step = 0; step < STEPS; step++)
 #pragma unroll
-        for (int i = 0; i < AHEAD * TILES * SLICES; i++)
-            b[i / (TILES * SLICES)][i / SLICES % TILES][i % SLICES] = basis_at(basis, first / 8 + i / SLICES % TILES, part + i / (TILES * SLICES))[i % SLICES * 32];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
+        for (int i = 0; i < OWN_BLOCKS; i++) {
             Piece piece;
-            piece.load(rows, part + i);
+            piece.load(rows[exists(i) ? block(i) : block(0)].state, step);
             const Operand<2> a(piece.s[0], piece.s[1]);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
-                mma_bf16(high[tile], a.a[0], b[i][tile][0].x, b[i][tile][0].y);
-                mma_bf16(low[tile], a.a[1], b[i][tile][0].x, b[i][tile][0].y);
-                if constexpr (SLICES > 1) mma_bf16(low[tile], a.a[0], b[i][tile][SLICES - 1].x, b[i][tile][SLICES - 1].y);
+                const auto& b = m.basis.columns[first / 8 + tile][step];
+                mma_bf16(high[i][tile], a.a[0], b[0][lane].x, b[0][lane].y);
+                mma_bf16(low[i][tile], a.a[1], b[0][lane].x, b[0][lane].y);
+                if constexpr (SLICES > 1) mma_bf16(low[i][tile], a.a[0], b[SLICES - 1][lane].x, b[SLICES - 1][lane].y);
             }
         }
+#pragma unroll
+    for (int j = 0; j < OWN_BLOCKS * TILES * 4; j++) {
+        const int i = j / (4 * TILES), tile = j / 4 % TILES, e = j % 4, column = first + 8 * tile + 2 * (lane % 4) + e % 2;
+        if (column < rank && exists(i)) m.u[column][16 * block(i) + value_row(e / 2)] = high[i][tile][e] + low[i][tile][e];
     }
-    const int own = threadIdx.x / 32 * 16;
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int column = first + 8 * tile + 2 * (threadIdx.x % 4) + i % 2;
-            if (column < rank) m.u[column][own + value_row(i / 2)] = high[tile][i] + low[tile][i];
-        }
 }
-__device__ __forceinline__ void sketch_columns(SketchMemory& m, StateRows& rows, const uint2* basis, int rank) {
+__device__ __forceinline__ void sketch_columns(SketchMemory& m, Rows* rows, int group, int member, int rank) {
     for (int first = 0; first < rank; first += 16)
-        if (rank - first > 8) sketch_tiles<2>(m, rows, basis, first, rank);
-        else sketch_tiles<1>(m, rows, basis, first, rank);
+        if (rank - first > 8) sketch_tiles<2>(m, rows, group, member, first, rank);
+        else sketch_tiles<1>(m, rows, group, member, first, rank);
 }
 
-// The warp's rows of U into the packed sketch.
-__device__ __forceinline__ void store_columns(const SketchMemory& m, sketch_t* packed, int rank) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 8 * 2;
+// A block's rows of U into the packed sketch.
+__device__ __forceinline__ void store_columns(const SketchMemory& m, int block, sketch_t* packed, int rank) {
+    const int lane = threadIdx.x % 32, row = 16 * block + lane % 8 * 2;
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
         pair.set({m.u[g][row], m.u[g][row + 1]});
@@ -93,30 +95,30 @@ __device__ __forceinline__ void store_columns(const SketchMemory& m, sketch_t* p
     }
 }
 
-// parts[group] = columns [first, first + count) of U times the group's rows of the state, whose channels its warps share; at
-// most 8 TILES. `rows` are the group's. For maps that are stored in bf16 the state is rounded to it: one and the same
+// parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the channels of
+// the warp that is `member`. For maps that are stored in bf16 the state is rounded to it: one and the same
 // matrix for all columns, so that solving with them enlarges nothing.
-template <int TILES, class Rows> __device__ __forceinline__ void left_tiles(SketchMemory& m, Rows* rows, int first, int count) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4, group = warp / SHARERS;
+template <int TILES> __device__ __forceinline__ void left_tiles(SketchMemory& m, Rows* rows, int group, int member, int first, int count) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
     float sum[OWN_STEPS][TILES][2][4] = {};
-#pragma unroll 1
-    for (int i = 0; i < SHARERS; i++) {
+#pragma unroll 2
+    for (int i = group * GROUP_BLOCKS; i < (group + 1) * GROUP_BLOCKS; i++) {
         u32 a[TILES][4];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32(&x)[4] = a[tile];
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
-                const float* const u = &m.u[first + 8 * tile + r][16 * (group * SHARERS + i) + c];
+                const float* const u = &m.u[first + 8 * tile + r][16 * i + c];
                 slices<2>(u[0], u[8], &x[0], 1);
                 slices<2>(u[4], u[12], &x[2], 1);
             }
         }
 #pragma unroll
         for (int own = 0; own < OWN_STEPS; own++) {
-            const int step = warp % SHARERS + own * SHARERS;
+            const int step = member + own * SHARERS;
             if (STEPS % SHARERS && step >= STEPS) break;
             Piece piece;
             piece.load(rows[i].state, step);
@@ -143,18 +145,18 @@ template <int TILES, class Rows> __device__ __forceinline__ void left_tiles(Sket
     for (int own = 0; own < OWN_STEPS; own++)
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const int step = warp % SHARERS + own * SHARERS;
+            const int step = member + own * SHARERS;
             const float(&x)[2][4] = sum[own][tile];
             const float4 product = make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
             if (8 * tile + r < count && step < STEPS) *reinterpret_cast<float4*>(&m.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
         }
 }
-template <class Rows> __device__ __forceinline__ void left_products(SketchMemory& m, Rows* rows, int count) {
+__device__ __forceinline__ void left_products(SketchMemory& m, Rows* rows, int group, int member, int count) {
     if constexpr (LEFT <= 8) {
-        left_tiles<1>(m, rows, 0, count);
+        left_tiles<1>(m, rows, group, member, 0, count);
     } else {
         for (int first = 0; first < count; first += 16)
-            if (count - first > 8) left_tiles<2>(m, rows, first, count - first);
-            else left_tiles<1>(m, rows, first, count - first);
+            if (count - first > 8) left_tiles<2>(m, rows, group, member, first, count - first);
+            else left_tiles<1>(m, rows, group, member, first, count - first);
     }
 }

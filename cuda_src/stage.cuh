@@ -3,6 +3,13 @@
 #include "fragments.cuh"
 #include "window.cuh"
 
+constexpr bool RAW = ACT == BF16 && KIND != KDA;  // keys are operands as they come
+
+// Who sketches. Where keys have to be prepared, a block has a multiprocessor for itself, and room for two states: then warps
+// apart move and sketch one while the next is folded. Else the warps that fold do, each its own block of rows.
+constexpr int SHARERS = !RAW || NWARPS % 4 == 0 ? 4 : NWARPS % 3 == 0 ? 3 : NWARPS;  // of a group
+constexpr int GROUP_BLOCKS = RAW ? SHARERS : NWARPS;
+
 constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
 constexpr int ROW = K + 16;  // a row of keys, padded: operands read 8 bytes from each of 4 rows, which lie in different banks
 
@@ -31,8 +38,6 @@ struct KeyStage {
     }
 };
 
-constexpr int VALUES_AHEAD = W > 16 || (MAP == OWN && !ERASES) ? 1 : 2;  // items whose values are in shared memory at a time
-
 // The window's values.
 struct ValueStage {
     alignas(16) act_t v[W][V + 8];  // padded, so that threads which read different tokens meet different banks
@@ -46,16 +51,18 @@ struct ValueStage {
     }
 };
 
-// A warp's 16 value rows of the state.
+// 16 value rows of the state: one of NWARPS blocks. One warp fetches or stores them.
 struct Rows {
+    static constexpr int BYTES = StateRows::HALF * sizeof(float), STRIDE = StateRows::SHIFT * sizeof(float);
     StateRows state;
     Delivery delivery;
+    float squares;  // sum of
 
-    __device__ __forceinline__ void fetch(const float* head_state) {
-        constexpr int BYTES = StateRows::HALF * sizeof(float);
-        delivery.blocks(state.data, StateRows::SHIFT * sizeof(float), head_state + threadIdx.x / 32 * 16 * K, BYTES, 2, BYTES);
+    __device__ __forceinline__ void fetch(const float* from) {
+        delivery.blocks(state.data, STRIDE, from, BYTES, 2, BYTES);
         delivery.end();
     }
+    __device__ __forceinline__ void store(float* to) const { send(to, state.data, STRIDE, 2, BYTES); }
 };
 
 // This thread's values: rows r and r + 8 of operands, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}, the order of operands.

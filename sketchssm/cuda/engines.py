@@ -126,6 +126,7 @@ class SketchEngine(StandardEngine):
             kernel, shared, blocks = module.get_function(name), 0, 0
             if name == "flush_step":
                 shared = kernel.max_dynamic_shared_size_bytes = size_of(module, "flush_shared_bytes")
+                self._flush_threads = size_of(module, "flush_threads")
                 blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, self._flush_threads, shared
                 )
@@ -140,12 +141,6 @@ class SketchEngine(StandardEngine):
     def _raw_keys(self) -> bool:
         """Whether the flush multiplies with keys as they come (RAW in prepare.cuh)."""
         return self._types[0] == 0 and self.layer.kind != "kda"
-
-    @property
-    def _flush_threads(self) -> int:
-        """A warp for 16 value rows, and those that serve them (SERVERS in flush.cu)."""
-        servers = (2 if self.layer.erases else 1) if self._raw_keys else 8
-        return 2 * self.layer.value_dim + 32 * servers
 
     def fit(self) -> None:
         """Refuse what the device is too small for."""

@@ -1,0 +1,143 @@
+// What a block of the flush has in shared memory, and the items that it takes in turn.
+#pragma once
+#include "schedule.cuh"
+#include "sketch_layout.cuh"
+#include "fold.cuh"
+#include "maps.cuh"
+
+enum { STEP = 0, FOLD = 1, LOAD = 2 };
+
+// Warps of a block by their tasks: they fold (a block of rows each), then one serves, and where there are more, one finishes
+// sketches, SHARERS move and sketch states, and the team prepares keys.
+constexpr int SERVER = NWARPS, FINISHER = RAW && !ERASES ? SERVER : NWARPS + 1, MOVERS = NWARPS + 2, TEAM_WARPS = MOVERS + SHARERS;
+constexpr int WARPS = RAW ? FINISHER + 1 : TEAM_WARPS + TEAM / 32;
+constexpr int SETS = RAW ? KEYS : PREPARED;  // of operands that warps which fold read
+
+// The state has so many places in shared memory that the next one comes in while one is used.
+template <int PLACES> struct MemoryOf {
+    static constexpr int places = PLACES;
+    Rows rows[PLACES][NWARPS];
+    KeyStage keys[KEYS];
+    ValueStage values;
+    PreparedKeys prepared[PREPARED];
+    Solve solve[SOLVES];
+    Gate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
+    Gate folded[PLACES];
+#if SKETCHED_HEADS
+    SketchMemory sketch;
+    SketchGates sketched;
+#endif
+
+    // By one thread; a barrier of the block must follow.
+    __device__ __forceinline__ void init() {
+        met.init(TEAM / 32);
+        for (Gate& gate : ready) gate.init(TEAM / 32);
+        for (Gate& gate : used) gate.init(NWARPS);
+        for (Gate& gate : solved) gate.init(1);
+        for (Gate& gate : folded) gate.init(NWARPS);
+        for (KeyStage& stage : keys) stage.delivery.init();
+        values.delivery.init();
+        for (auto& place : rows)
+            for (Rows& block : place) block.delivery.init();
+#if SKETCHED_HEADS
+        sketched.init(), sketch.basis.delivery.init();
+#endif
+    }
+};
+template <bool YES> struct Choice { typedef MemoryOf<1> type; };
+template <> struct Choice<true> { typedef MemoryOf<2> type; };
+// Two blocks on a multiprocessor do the same for each other. A kilobyte stays for what is not Memory.
+typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) + 1024 <= MOST_SHARED>::type Memory;
+constexpr int PLACES = Memory::places;
+
+// Lists the rows to flush, in order; returns how many. All blocks find, and write, the same.
+__device__ __forceinline__ int list_rows(int* rows, const int* cursor, const i64* slots, int batch, int mode) {
+    __shared__ int counts[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int total = 0;
+    for (int first = 0; first < batch; first += 32 * WARPS) {
+        const int row = first + threadIdx.x;
+        const i64 slot = row < batch ? slots[row] : -1;
+        const bool due = slot >= 0 && (mode == LOAD || cursor[slot] > 0);
+        const u32 ballot = __ballot_sync(ALL, due);
+        if (lane == 0) counts[warp] = __popc(ballot);
+        __syncthreads();
+        int before = total;
+        for (int i = 0; i < WARPS; i++) {
+            if (i < warp) before += counts[i];
+            total += counts[i];
+        }
+        if (due) rows[before + __popc(ballot & ((1u << lane) - 1))] = row;
+        __syncthreads();
+    }
+    return total;
+}
+
+// One item: a slot, and a row and one of its heads. Small, as three of them stay in registers.
+struct Item {
+    int slot, place;
+    __device__ __forceinline__ bool exists() const { return slot >= 0; }
+    __device__ __forceinline__ int row() const { return place / HEADS; }
+    __device__ __forceinline__ int head() const { return place % HEADS; }
+};
+
+// The launch's arguments, and what they have for an item.
+struct Flush {
+    Memory& m;
+    float* state;
+    i64 slot_stride;
+    const int* cursor;
+    act_t *ring_k, *ring_v;
+    float *ring_g, *ring_beta;
+    sketch_t* sketch;
+    i64 sketch_stride;
+    const sketch_t* projection;
+    const uint2* basis;
+    const int4* heads;
+    const act_t *q, *k, *v;
+    const float *g, *beta;
+    out_t* out;
+    const i64* slots;
+    int tokens, t;
+    const Schedule* schedule;
+    int mode;
+    float ridge;
+    int end;
+
+    __device__ __forceinline__ Item item(int n) const {  // the block's nth
+        const int i = blockIdx.x + n * gridDim.x;
+        if (i >= end) return Item{-1, 0};
+        // heads shift from row to row: else a stride that shares a factor with HEADS would leave some blocks the high ranks
+        const int place = i / HEADS, row = schedule->rows[place];
+        return Item{static_cast<int>(slots[row]), row * HEADS + (i + place) % HEADS};
+    }
+    __device__ __forceinline__ int buffered(const Item& item) const { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[item.slot]; }
+    __device__ __forceinline__ int folded(const Item& item) const { return mode == STEP ? W : buffered(item); }
+    __device__ __forceinline__ i64 at(const Item& item) const { return static_cast<i64>(item.row()) * tokens + t; }
+    __device__ __forceinline__ Token token(const Item& item) const { return Token(q, k, v, g, beta, at(item), item.head()); }
+    __device__ __forceinline__ Ring ring(const Item& item) const { return Ring(ring_k, ring_v, ring_g, ring_beta, item.slot, item.head()); }
+    __device__ __forceinline__ float* home(const Item& item, int block) const {
+        return state + item.slot * slot_stride + (static_cast<i64>(item.head()) * V + 16 * block) * K;
+    }
+    __device__ __forceinline__ sketch_t* packed(const Item& item, const int4& info) const {
+        return sketch + static_cast<i64>(item.slot) * sketch_stride + info.y;
+    }
+    // Lane s: token s's entry in a ring of scalars.
+    __device__ __forceinline__ float scalar(const Item& item, const float* kept, const float* own) const {
+        const int lane = threadIdx.x % 32, last = buffered(item);
+        return lane < last ? kept[lane] : mode == STEP && lane == last ? *own : 0.f;
+    }
+    __device__ __forceinline__ float beta_of(const Item& item) const { return ERASES ? scalar(item, ring(item).beta, token(item).beta) : 0.f; }
+    __device__ __forceinline__ float gate_of(const Item& item) const { return KIND == KDA ? 0.f : scalar(item, ring(item).g, token(item).g); }
+};
+
+// A block's items, one after the other, with those ahead. What they are takes two loads, hence so early.
+struct Items {
+    const Flush& flush;
+    int n = 0;
+    Item now, next, after;
+
+    __device__ __forceinline__ explicit Items(const Flush& flush_)
+        : flush(flush_), now(flush_.item(0)), next(flush_.item(1)), after(flush_.item(2)) {}
+    __device__ __forceinline__ void advance() { now = next, next = after, after = flush.item(++n + 2); }
+};

@@ -1,0 +1,203 @@
+// The flush's warps, by their tasks. Each goes through the block's items in turn; gates are what they wait for.
+#pragma once
+#include "flush_items.cuh"
+
+// Folds the window into a block of rows and reads the output from what has become of them.
+__device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int n, Rows& rows) {
+    Memory& m = f.m;
+    const int lane = threadIdx.x % 32, block = threadIdx.x / 32, c = lane % 4, folded = f.folded(item);
+    KeyStage& stage = m.keys[n % KEYS];
+    PreparedKeys& prepared = m.prepared[n % PREPARED];
+    const Solve& solve = m.solve[n % SOLVES];
+    m.solved[n % SOLVES].wait(n / SOLVES);
+    if (RAW) stage.delivery.wait(n / KEYS);
+    rows.delivery.wait(n / PLACES);
+    Writes writes;
+    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve);
+    else m.values.delivery.wait(n);
+    float squares = 0, read[2] = {0, 0};
+#pragma unroll UNROLLED
+    for (int step = 0; step < STEPS; step++) {
+        Piece piece;
+        piece.load(rows.state, step);
+        if (folded > 0) {
+            writes.fold(piece, step, stage, prepared);
+            piece.store(rows.state, step);
+        }
+        float x[4];
+        if constexpr (RAW) {
+            Packed<ACT, 4> packed;
+            packed.load(&stage.q[16 * step + 4 * c]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] = packed[e];
+        } else {
+            Packed<FP32, 4> packed;
+            packed.load(&prepared.query[16 * step + 4 * c]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] = packed[e];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                read[half] += piece.s[half][e] * x[e];
+                squares += piece.s[half][e] * piece.s[half][e];
+            }
+    }
+    release_to_copies();
+    __syncwarp();
+    if (RAW) rows.store(f.home(item, block));
+    squares = SKETCHED_HEADS ? warp_sum(squares) : 0.f;
+    if (lane == 0) rows.squares = squares;
+    __syncwarp();
+    if (lane == 0) m.used[n % SETS].arrive();
+    if (!RAW && lane == 0) m.folded[n % PLACES].arrive();
+    if (f.mode != STEP) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        read[half] += __shfl_xor_sync(ALL, read[half], 1);
+        read[half] += __shfl_xor_sync(ALL, read[half], 2);
+        if (c == 0) f.out[(f.at(item) * HEADS + item.head()) * V + 16 * block + value_row(half)] = narrow<OUT>(read[half]);
+    }
+}
+
+// A warp's part of an item's sketch, if its head has one.
+__device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, int n, int group, int member, int& turn) {
+#if SKETCHED_HEADS
+    const int4 info = f.heads[item.head()];
+    if (info.x > 0) share_sketch(f.m.sketch, f.m.sketched, f.m.rows[n % PLACES], group, member, f.packed(item, info), info.x, turn);
+#endif
+}
+
+// Warps that fold; keys that are operands as they come leave them the rest as well, each with its own block of rows.
+__device__ __forceinline__ void fold_items(const Flush& f) {
+    const int block = threadIdx.x / 32;
+    int turn = 0;
+    auto fetch = [&](const Item& item, int n) {
+        if (RAW && item.exists()) f.m.rows[n % PLACES][block].fetch(f.home(item, block));
+    };
+    Items items(f);
+    fetch(items.now, 0);
+    for (; items.now.exists(); items.advance()) {
+        const int n = items.n;
+        if (RAW && PLACES > 1) wait_sent(), fetch(items.next, n + 1);
+        fold_item(f, items.now, n, f.m.rows[n % PLACES][block]);
+        if (RAW) sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn);
+        if (RAW && PLACES == 1) wait_sent(), fetch(items.next, n + 1);
+    }
+    wait_sent();  // what has not been read goes with the block
+}
+
+// Where they do not: warps that bring states, sketch them when they are folded, and store them.
+__device__ __forceinline__ void move_items(const Flush& f) {
+    const int member = threadIdx.x / 32 - MOVERS;
+    int turn = 0;
+    auto each = [&](const Item& item, int n, auto work) {
+        if (!item.exists()) return;
+#pragma unroll 1
+        for (int block = member; block < NWARPS; block += SHARERS) work(f.m.rows[n % PLACES][block], f.home(item, block));
+    };
+    auto fetch = [&](const Item& item, int n) { each(item, n, [](Rows& rows, float* home) { rows.fetch(home); }); };
+    Items items(f);
+    fetch(items.now, 0);
+    if (PLACES > 1) fetch(items.next, 1);
+    for (; items.now.exists(); items.advance()) {
+        const int n = items.n;
+        f.m.folded[n % PLACES].wait(n / PLACES);
+        each(items.now, n, [](Rows& rows, float* home) { rows.store(home); });
+        sketch_item(f, items.now, n, 0, member, turn);
+        wait_sent();
+        fetch(PLACES > 1 ? items.after : items.next, n + PLACES);
+    }
+}
+
+__device__ __forceinline__ void wait_used(Memory& m, int n) {  // operands of item n
+    if (n >= 0) m.used[n % SETS].wait(n / SETS);
+}
+
+// The team that makes operands of keys.
+__device__ __forceinline__ void prepare_items(const Flush& f) {
+    Memory& m = f.m;
+    const int lane = threadIdx.x % 32;
+    int meeting = 0;
+    auto meet = [&] {
+        __syncwarp();
+        if (lane == 0) m.met.arrive();
+        m.met.wait(meeting++);
+    };
+    for (Items items(f); items.now.exists(); items.advance()) {
+        const int n = items.n;
+        m.keys[n % KEYS].delivery.wait(n / KEYS);
+        wait_used(m, n - PREPARED);
+        prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], f.folded(items.now), threadIdx.x - 32 * TEAM_WARPS, meet);
+        if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
+        __syncwarp();
+        if (lane == 0) m.ready[n % KEYS].arrive();
+    }
+}
+
+// One warp that fetches tokens and solves ahead of those that fold, and one that finishes sketches; or one for both.
+__device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool finishes) {
+    Memory& m = f.m;
+    const int lane = threadIdx.x % 32;
+    auto fetch = [&](const Item& item, int n) {
+        if (!item.exists()) return;
+        KeyStage& stage = m.keys[n % KEYS];
+        if (f.mode != STEP) stage.clear(f.buffered(item));
+        stage.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
+    };
+    auto fetch_values = [&](const Item& item) {
+        if (item.exists()) m.values.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
+    };
+    auto solve = [&](const Item& item, int n) {
+        if (!item.exists()) return;
+        const float gate = f.gate_of(item), erased = f.beta_of(item);
+        if (RAW) {
+            if (ERASES) m.keys[n % KEYS].delivery.wait(n / KEYS);
+            wait_used(m, n - SOLVES);  // whose solve lay where this one will
+        } else {
+            m.ready[n % KEYS].wait(n / KEYS);
+            fetch(f.item(n + KEYS), n + KEYS);
+        }
+        prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
+        if (lane == 0) m.solved[n % SOLVES].arrive();
+    };
+#if SKETCHED_HEADS
+    int turn = 0;
+    auto fetch_basis = [&](int n) {  // of the next item that has a sketch, from item n on
+        for (Item item = f.item(n); item.exists(); item = f.item(++n)) {
+            const int4 info = f.heads[item.head()];
+            if (info.x == 0) continue;
+            m.sketch.basis.fetch(f.basis + info.w, info.x);
+            return;
+        }
+    };
+    if (finishes) fetch_basis(0);
+#endif
+    Items items(f);
+    if (serves) {
+        fetch(items.now, 0);
+        fetch_values(items.now);
+        if (KEYS > 1) fetch(items.next, 1);
+        solve(items.now, 0);
+    }
+    for (; items.now.exists(); items.advance()) {
+        const int n = items.n;
+        if (serves) {
+            if (SOLVES > 1) solve(items.next, n + 1);
+            if (items.next.exists()) {
+                wait_used(m, n);
+                fetch_values(items.next);
+                if (RAW) fetch(items.after, n + KEYS);
+                if (SOLVES == 1) solve(items.next, n + 1);
+            }
+        }
+#if SKETCHED_HEADS
+        if (!finishes) continue;
+        const int4 info = f.heads[items.now.head()];
+        if (info.x > 0)
+            finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
+                          [&] { fetch_basis(n + 1); });
+#endif
+    }
+}
