@@ -9,7 +9,7 @@ enum { STEP = 0, FOLD = 1, LOAD = 2 };
 
 // Warps of a block by their tasks: they fold (a block of rows each), then one serves, and where there are more, one finishes
 // sketches, SHARERS move and sketch states, and the team prepares keys.
-constexpr int SERVER = NWARPS, FINISHER = RAW && !ERASES ? SERVER : NWARPS + 1, MOVERS = NWARPS + 2, TEAM_WARPS = MOVERS + SHARERS;
+constexpr int SERVER = NWARPS, FINISHER = RAW && !ERASES && MAP != OWN ? SERVER : NWARPS + 1, MOVERS = NWARPS + 2, TEAM_WARPS = MOVERS + SHARERS;
 constexpr int WARPS = RAW ? FINISHER + 1 : TEAM_WARPS + TEAM / 32;
 constexpr int SETS = RAW ? KEYS : PREPARED;  // of operands that warps which fold read
 
@@ -46,8 +46,8 @@ template <int PLACES> struct MemoryOf {
 };
 template <bool YES> struct Choice { typedef MemoryOf<1> type; };
 template <> struct Choice<true> { typedef MemoryOf<2> type; };
-// Two blocks on a multiprocessor do the same for each other. A kilobyte stays for what is not Memory.
-typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) + 1024 <= MOST_SHARED>::type Memory;
+// Two blocks on a multiprocessor do the same for each other. Some bytes stay for what is not Memory (STATIC_SHARED of the host).
+typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) + 128 <= MOST_SHARED>::type Memory;
 constexpr int PLACES = Memory::places;
 
 // Lists the rows to flush, in order; returns how many. All blocks find, and write, the same.

@@ -164,15 +164,15 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
     };
 #if SKETCHED_HEADS
     int turn = 0;
-    auto fetch_basis = [&](int n) {  // of the next item that has a sketch, from item n on
-        for (Item item = f.item(n); item.exists(); item = f.item(++n)) {
-            const int4 info = f.heads[item.head()];
-            if (info.x == 0) continue;
-            m.sketch.basis.fetch(f.basis + info.w, info.x);
-            return;
-        }
+    auto find_sketched = [&](Item item, int n) {  // the next head that has a sketch, from item n on; rank 0 if there is none
+        int4 info = make_int4(0, 0, 0, 0);
+        while (item.exists() && (info = f.heads[item.head()]).x == 0) item = f.item(++n);
+        return info;
     };
-    if (finishes) fetch_basis(0);
+    auto fetch_basis = [&](const int4& info) {
+        if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
+    };
+    if (finishes) fetch_basis(find_sketched(f.item(0), 0));
 #endif
     Items items(f);
     if (serves) {
@@ -195,9 +195,9 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
 #if SKETCHED_HEADS
         if (!finishes) continue;
         const int4 info = f.heads[items.now.head()];
-        if (info.x > 0)
-            finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
-                          [&] { fetch_basis(n + 1); });
+        if (info.x == 0) continue;
+        const int4 coming = find_sketched(items.next, n + 1);
+        finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn, [&] { fetch_basis(coming); });
 #endif
     }
 }

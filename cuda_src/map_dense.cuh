@@ -7,38 +7,20 @@
 constexpr int PANEL = 8;
 constexpr int RANKS = (RANK_MAX + PANEL - 1) / PANEL * PANEL;
 
-// N neighbouring floats of shared memory.
-template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], const float* from) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-        const float4 y = *reinterpret_cast<const float4*>(from + i);
-        x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
-    }
-}
-
 // Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
 __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const float scale = 1.f / mu;
-    auto load = [&](float (&x)[4], int g, int step) {
-        x[0] = x[1] = x[2] = x[3] = 0;
-        if (g < rank) load_floats(x, &m.u[g][16 * step + 4 * c]);
-    };
 #pragma unroll 1
     for (int i = 0; i < rank; i += 16)
 #pragma unroll 1
         for (int j = 0; j < min(i + 16, rank); j += 8) {
-            float sum[4] = {}, rest[4] = {};
-#pragma unroll 2
-            for (int step = 0; step < V / 16; step++) {
-                float upper[4], lower[4], other[4];
-                load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
-                mma_float4(sum, rest, upper, lower, other, false);
-            }
+            float dots[4], squares[2];
+            multiply_columns(m, rank, i, j, dots, squares);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
-                if (row < RANKS) m.gram[row][column] = (sum[e] + rest[e]) * scale + (row == column ? ridge : 0.f);
+                if (row < RANKS) m.gram[row][column] = dots[e] * scale + (row == column ? ridge : 0.f);
             }
         }
     __syncwarp();
@@ -92,11 +74,12 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
     }
 }
 
-// Solves for the map, forward and back, a lane its own channels of all rows. `free` opens when shared memory has been read.
-__device__ __forceinline__ void store_dense(SketchMemory& m, Gate& free, sketch_t* packed, int rank, float mu, float ridge) {
+// Solves for the map, forward and back, a lane its own channels of all rows.
+__device__ __forceinline__ void store_dense(SketchMemory& m, SketchGates& gates, sketch_t* packed, int rank, float mu, float ridge) {
     const int lane = threadIdx.x % 32, last = (rank - 1) / PANEL * PANEL;
     const float scale = 1.f / mu;
     gram_of_columns(m, rank, mu, ridge);
+    if (lane == 0) gates.columns_read.arrive();
     factor_gram(m, rank);
     float x[PANEL][MINE], l[PANEL];
     auto solved = [&](int i) { return &m.parts[0][i][MINE * lane]; };
@@ -155,7 +138,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Gate& free, sketch_
 #pragma unroll
                 for (int n = 0; n < MINE; n++) x[i][n] = row[n];
             }
-#pragma unroll 2
+#pragma unroll 1
             for (int j = first + PANEL; j < rank; j++) {
                 Packed<FP32, MINE> row;
                 row.load(solved(j));
@@ -183,5 +166,5 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Gate& free, sketch_
         }
     }
     __syncwarp();
-    if (lane == 0) free.arrive();
+    if (lane == 0) gates.sums_read.arrive();
 }

@@ -3,37 +3,28 @@
 #include "map_sums.cuh"
 
 // dots[g] = products of column g of U with the pivots, and with itself.
-__device__ __forceinline__ void dots_of_columns(SketchMemory& m, int rank, int p) {
-    constexpr int TOGETHER = 32 / DOTS;
-    const int lane = threadIdx.x % 32;
-    float q[PIVOTS][VALUES];
+__device__ __forceinline__ void dots_of_columns(SketchMemory& m, int rank) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll 1
+    for (int i = 0; i < rank; i += 16) {
+        float dots[4], squares[2];
+        multiply_columns(m, rank, i, 0, dots, squares);
 #pragma unroll
-    for (int i = 0; i < PIVOTS; i++)
+        for (int half = 0; half < 2; half++) {
+            const int g = i + 8 * half + r;
+            if (g >= rank) continue;
 #pragma unroll
-        for (int n = 0; n < VALUES; n++) q[i][n] = i < p && lane + 32 * n < V ? m.u[i][lane + 32 * n] : 0.f;
-    for (int first = 0; first < rank; first += TOGETHER) {
-        float sums[32];
-#pragma unroll
-        for (int j = 0; j < TOGETHER; j++) {
-#pragma unroll
-            for (int i = 0; i < DOTS; i++) sums[DOTS * j + i] = 0;
-#pragma unroll
-            for (int n = 0; n < VALUES; n++) {
-                const float x = first + j < rank && lane + 32 * n < V ? m.u[first + j][lane + 32 * n] : 0.f;
-#pragma unroll
-                for (int i = 0; i < PIVOTS; i++) sums[DOTS * j + i] += q[i][n] * x;
-                sums[DOTS * j + PIVOTS] += x * x;
-            }
+            for (int e = 0; e < 2; e++)
+                if (2 * c + e < PIVOTS) m.dots[g][2 * c + e] = dots[2 * half + e];
+            if (c == 0) m.dots[g][PIVOTS] = squares[half];
         }
-        const float sum = warp_sums(sums);
-        if (first + lane / DOTS < rank) m.dots[first + lane / DOTS][lane % DOTS] = sum;
     }
     __syncwarp();
 }
 
 // Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. Shared
-// memory is read first, and then left to the next item: `free` opens in the middle.
-__device__ __forceinline__ void store_factors(SketchMemory& m, Gate& free, sketch_t* packed, const sketch_t* projection, int rank,
+// memory is read first, and then left to the next item.
+__device__ __forceinline__ void store_factors(SketchMemory& m, SketchGates& gates, sketch_t* packed, const sketch_t* projection, int rank,
                                               float mu, float ridge) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
@@ -45,7 +36,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, Gate& free, sketc
         rows[g].clear();
         if (g < rank) rows[g].load(projection + g * K + MINE * lane);
     }
-    dots_of_columns(m, rank, p);
+    dots_of_columns(m, rank);
 
     constexpr int EACH = (RANK_MAX + 31) / 32;  // columns of U of a lane
     float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the diagonal's inverse
@@ -67,7 +58,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, Gate& free, sketc
         residual[e] = g < rank ? m.dots[g][PIVOTS] / mu : 0.f;
     }
     __syncwarp();
-    if (lane == 0) free.arrive();
+    if (lane == 0) gates.columns_read.arrive(), gates.sums_read.arrive();
 
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)

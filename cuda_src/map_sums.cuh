@@ -1,9 +1,8 @@
-// What all maps share: which values and channels a lane has, and sums over the folding warps' groups.
+// What all maps share: which channels a lane has, products of columns of U, and sums over the folding warps' groups.
 #pragma once
 #include "sketch.cuh"
 
-constexpr int VALUES = (V + 31) / 32;  // value rows of a lane: lane, lane + 32, ...
-constexpr int MINE = K / 32;           // channels of a lane: neighbours
+constexpr int MINE = K / 32;  // channels of a lane: neighbours
 // A pivot that lies this close to the ones before it, in squares, is left out: PIVOT_TOLERANCE squared.
 constexpr float INDEPENDENT = 9e-6f;
 
@@ -18,4 +17,36 @@ __device__ __forceinline__ void sum_parts(const SketchMemory& m, int i, float (&
 #pragma unroll
         for (int n = 0; n < MINE; n++) x[n] += part[n];
     }
+}
+
+// N neighbouring floats of shared memory.
+template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], const float* from) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        const float4 y = *reinterpret_cast<const float4*>(from + i);
+        x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+    }
+}
+
+// Products of columns i to i + 15 of U with columns j to j + 7, as they lie in an accumulator, and, in every lane of four,
+// squares of columns i + r and i + 8 + r. Places past the rank get zeros.
+__device__ __forceinline__ void multiply_columns(const SketchMemory& m, int rank, int i, int j, float (&dots)[4], float (&squares)[2]) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float rest[4] = {};
+    dots[0] = dots[1] = dots[2] = dots[3] = squares[0] = squares[1] = 0;
+    auto load = [&](float (&x)[4], int g, int step) {
+        x[0] = x[1] = x[2] = x[3] = 0;
+        if (g < rank) load_floats(x, &m.u[g][16 * step + 4 * c]);
+    };
+#pragma unroll 2
+    for (int step = 0; step < V / 16; step++) {
+        float upper[4], lower[4], other[4];
+        load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
+        mma_float4(dots, rest, upper, lower, other, false);
+#pragma unroll
+        for (int n = 0; n < 4; n++) squares[0] += upper[n] * upper[n], squares[1] += lower[n] * lower[n];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) dots[e] += rest[e];
+    squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
 }

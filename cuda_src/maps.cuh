@@ -17,29 +17,27 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates
                                              int rank, int& turn) {
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] Gate& met = gates.met[group];
-    if (turn > 0) gates.free.wait(turn - 1);
+    if (turn > 0) gates.columns_read.wait(turn - 1);
     m.basis.delivery.wait(turn);
-    auto each = [&](auto work) {  // block of the warp's own
-#pragma unroll 1
-        for (int i = member; i < GROUP_BLOCKS; i += SHARERS) work(group * GROUP_BLOCKS + i);
-    };
     sketch_columns(m, rows, group, member, rank);
-    __syncwarp();
-    if (LEFT > 0 && lane == 0) met.arrive();
-    each([&](int block) {
-        if (lane == 0) m.squares[block] = rows[block].squares;
-        store_columns(m, block, packed, rank);
-    });
+#pragma unroll
+    for (int i = 0; i < OWN_BLOCKS; i++) {
+        const int block = group * GROUP_BLOCKS + member + i * SHARERS;
+        if (lane == 0 && block < NWARPS) m.squares[block] = rows[block].squares;
+    }
     if constexpr (LEFT > 0) {
+        __syncwarp();
+        if (lane == 0) met.arrive();
         met.wait(2 * turn);
+        if (turn > 0) gates.sums_read.wait(turn - 1);
         left_products(m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
     }
     __syncwarp();
     if (lane == 0) gates.full.arrive();
-    if constexpr (LEFT > 0) {
-        if (lane == 0) met.arrive();
-        met.wait(2 * turn + 1);  // the group has read this warp's rows
-    }
+    if (LEFT > 0 && lane == 0) met.arrive();
+#pragma unroll 1
+    for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(m, group * GROUP_BLOCKS + i, packed, rank);
+    if (LEFT > 0) met.wait(2 * turn + 1);  // the group has read this warp's rows
     turn++;
 }
 
@@ -51,16 +49,16 @@ template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory
     then();
 #if MAP == 2
     __syncwarp();  // else one lane opens rounds that another has yet to see
-    if (threadIdx.x % 32 == 0) gates.free.arrive();
+    if (threadIdx.x % 32 == 0) gates.columns_read.arrive();
 #else
     float mu = 0;
 #pragma unroll
     for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
     mu = mu > 0.f ? mu / K : 1.f;
 #if MAP == 0
-    store_factors(m, gates.free, packed, projection, rank, mu, ridge);
+    store_factors(m, gates, packed, projection, rank, mu, ridge);
 #else
-    store_dense(m, gates.free, packed, rank, mu, ridge);
+    store_dense(m, gates, packed, rank, mu, ridge);
 #endif
 #endif
 }

@@ -37,17 +37,18 @@ struct SketchMemory {
 #if MAP == 0
     float dots[RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
 #elif MAP == 1
-    alignas(16) float gram[(RANK_MAX + 7) / 8 * 8][(RANK_MAX + 7) / 8 * 8 + 4];
+    alignas(16) float gram[(RANK_MAX + 7) / 8 * 8][(RANK_MAX + 7) / 8 * 8 + (RAW ? 4 : 0)];  // padded where there is room
 #endif
     float squares[NWARPS];
 };
 
 struct SketchGates {
-    Gate full, free;  // all warps' shares are there; they have been used
+    Gate full;                     // U and all shares of S U are there
+    Gate columns_read, sums_read;  // the one has been used, or the other
     Gate met[GROUPS];
 
     __device__ __forceinline__ void init() {
-        full.init(GROUPS * SHARERS), free.init(1);
+        full.init(GROUPS * SHARERS), columns_read.init(1), sums_read.init(1);
         for (Gate& gate : met) gate.init(SHARERS);
     }
 };
@@ -103,7 +104,7 @@ template <int TILES> __device__ __forceinline__ void left_tiles(SketchMemory& m,
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
     float sum[OWN_STEPS][TILES][2][4] = {};
-#pragma unroll 2
+#pragma unroll(2 / TILES)
     for (int i = group * GROUP_BLOCKS; i < (group + 1) * GROUP_BLOCKS; i++) {
         u32 a[TILES][4];
 #pragma unroll

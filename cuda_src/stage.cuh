@@ -11,11 +11,13 @@ constexpr int SHARERS = !RAW || NWARPS % 4 == 0 ? 4 : NWARPS % 3 == 0 ? 3 : NWAR
 constexpr int GROUP_BLOCKS = RAW ? SHARERS : NWARPS;
 
 constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
-constexpr int ROW = K + 16;  // a row of keys, padded: operands read 8 bytes from each of 4 rows, which lie in different banks
+constexpr int ROW = K + 16;  // a row of operands, padded: 4 rows, of which a warp reads at once, lie in different banks
+
+constexpr int KEY_ROW = RAW ? ROW : K;
 
 // Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them.
 struct KeyStage {
-    alignas(16) act_t k[WP][ROW];
+    alignas(16) act_t k[WP][KEY_ROW];
     alignas(16) act_t q[K];
     alignas(KIND == KDA ? 16 : 4) float g[KIND == KDA ? W : 1][GATES];
     Delivery delivery;
@@ -23,7 +25,7 @@ struct KeyStage {
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(float) : 0;
-        delivery.rows(k, ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
+        delivery.rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
         if (GATE) delivery.blocks(g, 0, ring.g, 0, buffered > 0, buffered * GATE);
         if (own) {
             delivery.rows(k[buffered], 0, token.k, 0, 1, KEY);
@@ -34,7 +36,7 @@ struct KeyStage {
     }
     // Zeros in places of tokens that are not there: operands read all of WP rows. One warp.
     __device__ __forceinline__ void clear(int count) {
-        for (int i = count * ROW + threadIdx.x % 32; i < WP * ROW; i += 32) (&k[0][0])[i] = 0;
+        for (int i = count * KEY_ROW + threadIdx.x % 32; i < WP * KEY_ROW; i += 32) (&k[0][0])[i] = 0;
     }
 };
 

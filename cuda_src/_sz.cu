@@ -1,0 +1,66 @@
+// Flush: one pass over the state of every (row, head) whose window is full.
+//
+// Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds
+// the sketch and its map, and writes the state back. A fixed number of blocks takes the (row, head) items in turn, so
+// that all of them work on one stretch of memory at a time. A block's warps have different tasks (flush_roles.cuh) and
+// hardly wait for each other: gates in shared memory say when something is there and when it has been used.
+//
+// mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
+// buffered something, without an output. mode LOAD: new states, nothing to fold.
+//
+// -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
+#include "flush_roles.cuh"
+
+#ifndef SIZES_ONLY  // set where only the last lines are asked for
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
+    float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
+    sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
+    const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out, const i64* slots,
+    int batch, int tokens, int t, Schedule* schedule, int mode, float ridge) {
+    start_kernel_after();
+    wait_for_kernel_before();
+    extern __shared__ uint4 shared[];
+    Memory& m = *reinterpret_cast<Memory*>(shared);
+    const int warp = threadIdx.x / 32;
+    int count = 0;
+    if (mode == STEP) {
+        count = schedule->due;
+        // nobody else looks at the cursors now: rows that are due stand at their window's last place
+        if (blockIdx.x == 0)
+            for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
+                const i64 slot = slots[row];
+                if (slot >= 0) cursor[slot] = cursor[slot] + 1 < W ? cursor[slot] + 1 : 0;
+            }
+        if (count == 0) return;
+    } else {
+        count = list_rows(schedule->rows, cursor, slots, batch, mode);
+    }
+    if (threadIdx.x == 0) m.init();
+    if (W < WP && warp == SERVER)
+        for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
+    __syncthreads();
+
+    const Flush flush{m, state, slot_stride, cursor, ring_k, ring_v, ring_g, ring_beta, sketch, sketch_stride, projection, basis, heads,
+                      q, k, v, g, beta, out, slots, tokens, t, schedule, mode, ridge, count * HEADS};
+    if (warp < NWARPS) fold_items(flush);
+    else if (warp <= FINISHER) serve_items(flush, warp == SERVER, warp == FINISHER);
+    else if (warp < TEAM_WARPS) move_items(flush);
+    else prepare_items(flush);
+
+    // The block that comes last clears the schedule, and starts the rows' windows anew where others had to see them.
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&schedule->ticket, 1u) == gridDim.x - 1;
+        if (last) schedule->ticket = 0, schedule->due = 0;
+    }
+    __syncthreads();
+    if (!last || mode == STEP) return;
+    for (int i = threadIdx.x; i < count; i += 32 * WARPS) cursor[slots[schedule->rows[i]]] = 0;
+}
+#endif
+
+// What the host must know for the launch.
+char (*size_is)[sizeof(Memory)] = 1;
+extern "C" __device__ int flush_threads = 32 * WARPS;
