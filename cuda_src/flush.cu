@@ -44,8 +44,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
                       q, k, v, g, beta, out, slots, tokens, t, schedule, mode, ridge, count * HEADS};
     if (warp < NWARPS) fold_items(flush);
     else if (warp <= FINISHER) serve_items(flush, warp == SERVER, warp == FINISHER);
-    else if (warp < TEAM_WARPS) move_items(flush);
-    else prepare_items(flush);
+    else if constexpr (!RAW) {
+        if (warp < TEAM_WARPS) move_items(flush);
+        else prepare_items(flush);
+    }
 
     // The block that comes last clears the schedule, and starts the rows' windows anew where others had to see them.
     __shared__ bool last;

@@ -7,9 +7,11 @@
 
 enum { STEP = 0, FOLD = 1, LOAD = 2 };
 
-// Warps of a block by their tasks: they fold (a block of rows each), then one serves, and where there are more, one finishes
-// sketches, SHARERS move and sketch states, and the team prepares keys.
-constexpr int SERVER = NWARPS, FINISHER = RAW && !ERASES && MAP != OWN ? SERVER : NWARPS + 1, MOVERS = NWARPS + 2, TEAM_WARPS = MOVERS + SHARERS;
+// Warps of a block by their tasks: they fold (a block of rows each), then one serves and one finishes sketches, or one does both
+// where more warps would leave them fewer registers than they need; where there are more, SHARERS move and sketch states,
+// and the team prepares keys.
+constexpr bool BOTH = RAW && !ERASES && (NWARPS + 2) * MIN_BLOCKS > 20;  // 20 warps on a multiprocessor have 96 registers each
+constexpr int SERVER = NWARPS, FINISHER = NWARPS + !BOTH, MOVERS = NWARPS + 2, TEAM_WARPS = MOVERS + SHARERS;
 constexpr int WARPS = RAW ? FINISHER + 1 : TEAM_WARPS + TEAM / 32;
 constexpr int SETS = RAW ? KEYS : PREPARED;  // of operands that warps which fold read
 

@@ -104,7 +104,7 @@ template <int TILES> __device__ __forceinline__ void left_tiles(SketchMemory& m,
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
     float sum[OWN_STEPS][TILES][2][4] = {};
-#pragma unroll(2 / TILES)
+#pragma unroll 2
     for (int i = group * GROUP_BLOCKS; i < (group + 1) * GROUP_BLOCKS; i++) {
         u32 a[TILES][4];
 #pragma unroll

@@ -35,6 +35,9 @@ FLUSH_BLOCKS = {
 """Blocks of the flush that registers leave room for on a multiprocessor, by kind and value_dim; else one. Measured on
 H200: what spills costs more than what waits."""
 
+MOST_DENSE_BLOCKS = 3
+"""The same for dense maps, where a warp more leaves less."""
+
 
 class SketchEngine(StandardEngine):
     """Exact states, written once a window and read through their sketches in between.
@@ -110,9 +113,10 @@ class SketchEngine(StandardEngine):
             "MAP": storage,
             "SKETCH": self._sketch_type,
         }
+        blocks = FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if self._raw_keys else 1
         flush = constants | {
             "PRIOR": int(plan is not None and plan.map == "prior"),
-            "MIN_BLOCKS": FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if self._raw_keys else 1,
+            "MIN_BLOCKS": min(blocks, MOST_DENSE_BLOCKS) if storage == 1 else blocks,
         }
         return [Variant("read", constants), Variant("flush", flush)]
 
