@@ -1,6 +1,7 @@
 """What an evaluation concludes, from results made up for the purpose."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from sketchssm.evaluate.claims import claims
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.findings import ablations, growth, headline, times
 from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.reasons import UNKNOWN
 from sketchssm.evaluate.registry import FULL
 
 
@@ -83,6 +85,57 @@ def test_claims_hold_or_say_where_they_do_not():
     assert not good
     assert said.startswith("0.50x the output error, 2.00x the gradient-weighted score")
     assert "what the model's loss feels" in differing.reason
+
+
+def copies(bound, same, lost):
+    """A layer where a copy that loses 0.1 % of what is read beats a sketch, and what sketches could lose at best."""
+    layer = layer_of(
+        system("sketch/ridge-16", 8.0, 0.05, retained=1 - lost),
+        system("read-only/4-bit-copy", 8.0, 0.03, retained=0.999),
+    )
+    least = {"4-bit-copy": {"bound": bound, "heads": [bound], "ranks": [37]}}
+    return replace(
+        layer, facts=layer.facts | {"ideal": {"share": [1.0], "same_ranks": {"ridge-16": same}, "least": least}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("bound", "same", "lost", "found"),
+    [
+        (0.002, 0.003, 0.004, "neither map nor ranks"),
+        (0.0005, 0.003, 0.004, "the ranks"),
+        (0.0005, 0.0008, 0.004, "the map"),
+        (0.0005, 0.0008, 0.0009, UNKNOWN),
+    ],
+)
+def test_why_a_copy_wins_is_tested(bound, same, lost, found):
+    """Basis, ranks or map, by which of them alone is enough to lose more than the copy does."""
+    [claim] = claims([copies(bound, same, lost)])
+    assert found in claim.reason
+    assert ("Head 0, with 100% of that energy" in claim.reason) == (found == "neither map nor ranks")
+
+
+def test_why_a_copy_wins_is_not_made_up():
+    [claim] = claims([layer_of(system("sketch/ridge-16", 8.0, 0.05), system("read-only/4-bit-copy", 8.0, 0.03))])
+    assert claim.reason == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "found"),
+    [
+        ("mamba2", [1e-7] * 8, "exact to float32 rounding"),
+        ("mamba2", [0.1] * 8, UNKNOWN),
+        ("gdn", [0.1] * 8, "their last quarter 1.00x to 1.00x"),
+        ("kda", [0.1] * 4 + [0.3] * 4, UNKNOWN),
+        ("kda", [], UNKNOWN),
+    ],
+)
+def test_why_errors_of_pruned_states_stay_is_tested(kind, kept, found):
+    pruned = system("pruned/ghost-75.0", 4.0, 0.2, [0.2] * 8, [0.2] * 8)
+    if kept:
+        pruned.drift["kept_error"] = kept
+    [claim] = claims([replace(layer_of(pruned), kind=kind)])
+    assert found in claim.reason
 
 
 def test_times():
