@@ -87,32 +87,43 @@ def test_claims_hold_or_say_where_they_do_not():
     assert "what the model's loss feels" in differing.reason
 
 
-def copies(bound, same, lost):
+def copies(bound, found, same, lost, name="layer"):
     """A layer where a copy that loses 0.1 % of what is read beats a sketch, and what sketches could lose at best."""
     layer = layer_of(
         system("sketch/ridge-16", 8.0, 0.05, retained=1 - lost),
         system("read-only/4-bit-copy", 8.0, 0.03, retained=0.999),
     )
-    least = {"4-bit-copy": {"bound": bound, "heads": [bound], "ranks": [37]}}
-    return replace(
-        layer, facts=layer.facts | {"ideal": {"share": [1.0], "same_ranks": {"ridge-16": same}, "least": least}}
-    )
+    least = {"4-bit-copy": {"bound": bound, "found": found, "ranks": [37], "test_basis": bound / 2}}
+    ideal = {"share": [1.0], "same_ranks": {"ridge-16": same}, "least": least}
+    return replace(layer, name=name, facts=layer.facts | {"ideal": ideal})
+
+
+BASIS = (0.002, 0.0021, 0.003, 0.004)
+NOTHING = (0.0005, 0.0006, 0.0008, 0.0009)
 
 
 @pytest.mark.parametrize(
-    ("bound", "same", "lost", "found"),
+    ("losses", "found"),
     [
-        (0.002, 0.003, 0.004, "neither map nor ranks"),
-        (0.0005, 0.003, 0.004, "the ranks"),
-        (0.0005, 0.0008, 0.004, "the map"),
-        (0.0005, 0.0008, 0.0009, UNKNOWN),
+        (BASIS, "neither map nor ranks"),
+        ((0.0005, 0.0006, 0.003, 0.004), "the ranks"),
+        ((0.0005, 0.0015, 0.003, 0.004), UNKNOWN),
+        ((0.0005, 0.0006, 0.0008, 0.004), "the map"),
+        (NOTHING, UNKNOWN),
     ],
 )
-def test_why_a_copy_wins_is_tested(bound, same, lost, found):
+def test_why_a_copy_wins_is_tested(losses, found):
     """Basis, ranks or map, by which of them alone is enough to lose more than the copy does."""
-    [claim] = claims([copies(bound, same, lost)])
+    [claim] = claims([copies(*losses)])
     assert found in claim.reason
-    assert ("Head 0, with 100% of that energy" in claim.reason) == (found == "neither map nor ranks")
+    head = "Head 0, with 100% of that energy and gates that halve in 5 tokens, makes 100% of the sketch's loss."
+    assert (head in claim.reason) == (losses is BASIS)
+
+
+def test_a_reason_of_one_layer_is_not_said_of_another():
+    [claim] = claims([copies(*BASIS, name="tested"), copies(*NOTHING, name="untested")])
+    assert claim.reason.startswith("tested, 4-bit-copy: neither map nor ranks.")
+    assert claim.reason.endswith(f"untested, 4-bit-copy: {UNKNOWN}")
 
 
 def test_why_a_copy_wins_is_not_made_up():
@@ -125,7 +136,7 @@ def test_why_a_copy_wins_is_not_made_up():
     [
         ("mamba2", [1e-7] * 8, "exact to float32 rounding"),
         ("mamba2", [0.1] * 8, UNKNOWN),
-        ("gdn", [0.1] * 8, "their last quarter 1.00x to 1.00x"),
+        ("gdn", [0.1] * 8, "in the last quarter 1.00x to 1.00x"),
         ("kda", [0.1] * 4 + [0.3] * 4, UNKNOWN),
         ("kda", [], UNKNOWN),
     ],

@@ -74,37 +74,46 @@ def serves_the_loss(rival: str) -> Reason:
 
 def kept_channels(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
     """What the states of kept channels do, which alone could carry errors on: nothing, or errors that do not grow."""
-    said = []
-    for layer in bad:
-        curves = [s.drift["kept_error"] for s in layer.systems if len(s.drift.get("kept_error", ())) >= 4]
-        worst = max((max(curve) for curve in curves), default=math.inf)
-        grown = [last_over_first(curve) or 1.0 for curve in curves]
-        if worst < EXACT:
-            said.append(
-                f"{layer.name}: the states of kept channels are exact to float32 rounding, so that nothing is carried "
-                "over; what is pruned is missing from the first token on."
-            )
-        elif layer.kind != "mamba2" and curves and float(np.median(grown)) <= GROWS:
-            said.append(
-                f"{layer.name}: erasure couples channels, and the states of kept ones err by up to {worst:.1e}, but "
-                f"their last quarter {min(grown):.2f}x to {max(grown):.2f}x as much as their first. Likely, not "
-                "measured: gates and erasure forget these errors as fast as the missing channels make them."
-            )
-        else:
-            said.append(f"{layer.name}: {UNKNOWN[0].lower()}{UNKNOWN[1:]}")
-    return " ".join(said) if any(not text.endswith(UNKNOWN[1:]) for text in said) else ""
+    return _by_place([(layer.name, _kept(layer)) for layer in bad])
+
+
+def _kept(layer: LayerResults) -> str:
+    curves = [s.drift["kept_error"] for s in layer.systems if len(s.drift.get("kept_error", ())) >= 4]
+    if not curves:
+        return ""
+    worst = max(max(curve) for curve in curves)
+    if worst < EXACT:
+        return (
+            "the states of kept channels are exact to float32 rounding, so that nothing is carried over; what is "
+            "pruned is missing from the first token on."
+        )
+    grown = [last_over_first(curve) or 1.0 for curve in curves]
+    if layer.kind == "mamba2" or float(np.median(grown)) > GROWS:
+        return ""
+    return (
+        f"erasure couples channels, and the states of kept ones err by up to {worst:.1e}, but in the last quarter "
+        f"{min(grown):.2f}x to {max(grown):.2f}x as much as in the first: what is carried over does not add up. What "
+        "keeps it from that is not tested."
+    )
 
 
 def copies_win(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
     """Which of basis, ranks and map keeps sketches behind a read-only variant of their traffic."""
-    said = []
-    for layer in bad:
-        lost = [(s, c) for s, c in sketches_and_copies(layer) if s.output_error >= c.output_error]
-        found = [_limit(layer, sketch, copy) for sketch, copy in lost]
-        if not all(found):
-            return ""
-        said += [f"{layer.name}, {copy.setting}: {text}" for (_, copy), text in zip(lost, found, strict=True)]
-    return " ".join(said)
+    return _by_place(
+        [
+            (f"{layer.name}, {copy.setting}", _limit(layer, sketch, copy))
+            for layer in bad
+            for sketch, copy in sketches_and_copies(layer)
+            if sketch.output_error >= copy.output_error
+        ]
+    )
+
+
+def _by_place(found: Sequence[tuple[str, str]]) -> str:
+    """What was found at each place, or that it is not known; empty if nothing was found at any."""
+    if not any(text for _, text in found):
+        return ""
+    return " ".join(f"{place}: {text or UNKNOWN}" for place, text in found)
 
 
 def _limit(layer: LayerResults, sketch: Measurement, copy: Measurement) -> str:
@@ -112,28 +121,28 @@ def _limit(layer: LayerResults, sketch: Measurement, copy: Measurement) -> str:
     ideal = layer.facts.get("ideal")
     if not ideal or copy.setting not in ideal["least"] or sketch.setting not in ideal["same_ranks"]:
         return ""
-    share, least = np.array(ideal["share"]), ideal["least"][copy.setting]
-    theirs = float(share @ (1.0 - np.array(copy.head_retained)))
-    ours = float(share @ (1.0 - np.array(sketch.head_retained)))
-    same = ideal["same_ranks"][sketch.setting]
-    heads = np.array(least["heads"])
-    head = int(heads.argmax())
-    if least["bound"] > theirs:
+    share, least, same = np.array(ideal["share"]), ideal["least"][copy.setting], ideal["same_ranks"][sketch.setting]
+    ours, theirs = (share * (1.0 - np.array(s.head_retained)) for s in (sketch, copy))
+    lost, rival = float(ours.sum()), float(theirs.sum())
+    if least["bound"] > rival:
+        head = int(ours.argmax())
         return (
-            f"neither map nor ranks. With the best coefficients for every token and the best ranks in hindsight, "
+            "neither map nor ranks. With the best coefficients for every token and the best ranks in hindsight, "
             f"sketches of this basis and traffic lose at least {least['bound']:.2%} of the energy read from states, "
-            f"the copy {theirs:.2%}. Head {head}, with {share[head]:.0%} of that energy, makes "
-            f"{heads[head] / heads.sum():.0%} of the sketches' loss, at rank {least['ranks'][head]}: its reads spread "
-            "over more directions than the bytes pay for, and the copy keeps them all."
+            f"the copy {rival:.2%}; with a basis fitted to the test text itself, at least {least['test_basis']:.2%}. "
+            f"Head {head}, with {share[head]:.0%} of that energy and gates that halve in {layer.half_life[head]:.0f} "
+            f"tokens, makes {ours[head] / lost:.0%} of the sketch's loss."
         )
-    if same > theirs:
+    if same > rival:
         return (
             f"the ranks. With the best coefficients for every token they lose {same:.2%} of the energy read from "
-            f"states, the copy {theirs:.2%}; ranks chosen in hindsight could lose {heads.sum():.2%}."
+            f"states, the copy {rival:.2%}, and ranks chosen in hindsight {least['found']:.2%}."
+            if least["found"] <= rival
+            else ""
         )
-    if ours > theirs:
+    if lost > rival:
         return (
-            f"the map. At these ranks it loses {ours:.2%} of the energy read from states, the best coefficients for "
-            f"every token {same:.2%}, the copy {theirs:.2%}."
+            f"the map. At these ranks it loses {lost:.2%} of the energy read from states, the best coefficients for "
+            f"every token {same:.2%}, the copy {rival:.2%}."
         )
     return ""
