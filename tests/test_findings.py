@@ -149,6 +149,18 @@ def test_why_errors_of_pruned_states_stay_is_tested(kind, kept, found):
     assert found in claim.reason
 
 
+def test_why_errors_of_pruned_states_stay_is_said_once_per_group():
+    layers = []
+    for name, kind, kept in (("a", "mamba2", 1e-7), ("b", "kda", 0.1), ("c", "mamba2", 1e-8), ("d", "mamba2", 0.1)):
+        pruned = system("pruned/ghost-75.0", 4.0, 0.2, [0.2] * 8, [0.2] * 8)
+        pruned.drift["kept_error"] = [kept] * 8
+        layers.append(replace(layer_of(pruned), name=name, kind=kind))
+    [claim] = claims(layers)
+    assert claim.reason.startswith("a, c: the states of kept channels are exact")
+    assert " b: erasure couples channels, and the states of kept ones err by up to 1.0e-01" in claim.reason
+    assert claim.reason.endswith(f"d: {UNKNOWN}")
+
+
 def test_times():
     assert times(1.0, 0.5) == 2
     assert times(0.0, 0.0) == times(math.inf, math.inf) == 1

@@ -74,27 +74,38 @@ def serves_the_loss(rival: str) -> Reason:
 
 def kept_channels(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
     """What the states of kept channels do, which alone could carry errors on: nothing, or errors that do not grow."""
-    return _by_place([(layer.name, _kept(layer)) for layer in bad])
-
-
-def _kept(layer: LayerResults) -> str:
-    curves = [s.drift["kept_error"] for s in layer.systems if len(s.drift.get("kept_error", ())) >= 4]
-    if not curves:
-        return ""
-    worst = max(max(curve) for curve in curves)
-    if worst < EXACT:
-        return (
+    exact, steady, rest = [], [], []
+    curves = {layer.name: _kept_curves(layer) for layer in bad}
+    for layer in bad:
+        grown = [last_over_first(curve) or 1.0 for curve in curves[layer.name]]
+        if grown and max(map(max, curves[layer.name])) < EXACT:
+            exact.append(layer.name)
+        elif grown and layer.kind != "mamba2" and float(np.median(grown)) <= GROWS:
+            steady.append(layer.name)
+        else:
+            rest.append(layer.name)
+    found = [
+        (
+            exact,
             "the states of kept channels are exact to float32 rounding, so that nothing is carried over; what is "
-            "pruned is missing from the first token on."
+            "pruned is missing from the first token on.",
         )
-    grown = [last_over_first(curve) or 1.0 for curve in curves]
-    if layer.kind == "mamba2" or float(np.median(grown)) > GROWS:
-        return ""
-    return (
-        f"erasure couples channels, and the states of kept ones err by up to {worst:.1e}, but in the last quarter "
-        f"{min(grown):.2f}x to {max(grown):.2f}x as much as in the first: what is carried over does not add up. What "
-        "keeps it from that is not tested."
-    )
+    ]
+    if steady:
+        coupled = [curve for name in steady for curve in curves[name]]
+        grown = [last_over_first(curve) or 1.0 for curve in coupled]
+        text = (
+            f"erasure couples channels, and the states of kept ones err by up to {max(map(max, coupled)):.1e}, but in "
+            f"the last quarter {min(grown):.2f}x to {max(grown):.2f}x as much as in the first: what is carried over "
+            "does not add up. What keeps it from that is not tested."
+        )
+        found.append((steady, text))
+    return _by_place([*((", ".join(names), text) for names, text in found if names), *((name, "") for name in rest)])
+
+
+def _kept_curves(layer: LayerResults) -> list[list[float]]:
+    """Errors of the states of kept channels over tokens, of every system that has fewer and enough points."""
+    return [s.drift["kept_error"] for s in layer.systems if len(s.drift.get("kept_error", ())) >= 4]
 
 
 def copies_win(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
@@ -135,8 +146,9 @@ def _limit(layer: LayerResults, sketch: Measurement, copy: Measurement) -> str:
         )
     if same > rival:
         return (
-            f"the ranks. With the best coefficients for every token they lose {same:.2%} of the energy read from "
-            f"states, the copy {rival:.2%}, and ranks chosen in hindsight {least['found']:.2%}."
+            f"the ranks, with which no map would do. With the best coefficients for every token they lose {same:.2%} "
+            f"of the energy read from states, the copy {rival:.2%}, and ranks chosen in hindsight "
+            f"{least['found']:.2%}."
             if least["found"] <= rival
             else ""
         )
