@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from sketchssm.cli.comparison import show_evaluation
+from sketchssm.cli.output import Output
 from sketchssm.evaluate.claims import claims
-from sketchssm.evaluate.evaluation import LayerResults
+from sketchssm.evaluate.evaluation import Evaluation, LayerResults
 from sketchssm.evaluate.findings import ablations, growth, headline, times
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.reasons import UNKNOWN
@@ -129,6 +131,14 @@ def test_a_reason_of_one_layer_is_not_said_of_another():
 def test_why_a_copy_wins_is_not_made_up():
     [claim] = claims([layer_of(system("sketch/ridge-16", 8.0, 0.05), system("read-only/4-bit-copy", 8.0, 0.03))])
     assert claim.reason == UNKNOWN
+
+
+def test_the_terminal_says_that_a_reason_is_not_known(capsys):
+    layer = layer_of(system("sketch/ridge-16", 8.0, 0.05), system("read-only/4-bit-copy", 8.0, 0.03))
+    show_evaluation(Output(None), Evaluation({}, [layer]))
+    [_, said] = capsys.readouterr().out.split("differ from the paper:")
+    assert "not layer: sketch/ridge-16" in said
+    assert said.rstrip().endswith(UNKNOWN)
 
 
 @pytest.mark.parametrize(
