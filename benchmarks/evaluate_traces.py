@@ -2,8 +2,11 @@
 
     python benchmarks/evaluate_traces.py traces/*.npz --out build/evaluation
 
-The folder of --out keeps finished parts, so that a run that was interrupted goes on; the table goes to
-benchmarks/results/evaluate-traces.json.
+The folder of --out keeps finished parts, so that a run that was interrupted goes on; the table goes to --json, by
+default benchmarks/results/evaluate-traces.json. Other options are those of `sketchssm evaluate`:
+
+    python benchmarks/evaluate_traces.py traces/*.npz sketchssm/data/*.npz --window 32 --ranks 10,12,14,16,18 \\
+        --json benchmarks/results/evaluate-traces-w32.json
 """
 
 import argparse
@@ -39,12 +42,10 @@ def main():
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("build/evaluation"))
     parser.add_argument("--json", type=Path, default=HERE / "results" / "evaluate-traces.json")
-    arguments = parser.parse_args()
+    arguments, options = parser.parse_known_args()
     page = arguments.out / "report.html"
-    sketchssm(
-        ["evaluate", *map(str, arguments.traces), "--out", str(arguments.out), "--plots", "--report", str(page)],
-        standalone_mode=False,
-    )
+    written = ["--out", str(arguments.out), "--plots", "--report", str(page)]
+    sketchssm(["evaluate", *map(str, arguments.traces), *written, *options], standalone_mode=False)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
     )
@@ -53,7 +54,7 @@ def main():
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": "CPU",
-        "command": shlex.join(["python", "benchmarks/evaluate_traces.py", *names]),
+        "command": shlex.join(["python", "benchmarks/evaluate_traces.py", *names, *options]),
     }
     kept = about | table(json.loads((arguments.out / "results.json").read_text()))
     # lists of numbers on one line each

@@ -1,13 +1,17 @@
 """What an evaluation concludes, from results made up for the purpose."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from sketchssm.cli.comparison import show_evaluation
+from sketchssm.cli.output import Output
 from sketchssm.evaluate.claims import claims
-from sketchssm.evaluate.evaluation import LayerResults
+from sketchssm.evaluate.evaluation import Evaluation, LayerResults
 from sketchssm.evaluate.findings import ablations, growth, headline, times
 from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.reasons import UNKNOWN
 from sketchssm.evaluate.registry import FULL
 
 
@@ -83,6 +87,88 @@ def test_claims_hold_or_say_where_they_do_not():
     assert not good
     assert said.startswith("0.50x the output error, 2.00x the gradient-weighted score")
     assert "what the model's loss feels" in differing.reason
+
+
+def copies(bound, found, same, lost, name="layer"):
+    """A layer where a copy that loses 0.1 % of what is read beats a sketch, and what sketches could lose at best."""
+    layer = layer_of(
+        system("sketch/ridge-16", 8.0, 0.05, retained=1 - lost),
+        system("read-only/4-bit-copy", 8.0, 0.03, retained=0.999),
+    )
+    least = {"4-bit-copy": {"bound": bound, "found": found, "ranks": [37], "test_basis": bound / 2}}
+    ideal = {"share": [1.0], "same_ranks": {"ridge-16": same}, "least": least}
+    return replace(layer, name=name, facts=layer.facts | {"ideal": ideal})
+
+
+BASIS = (0.002, 0.0021, 0.003, 0.004)
+NOTHING = (0.0005, 0.0006, 0.0008, 0.0009)
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        (BASIS, "neither map nor ranks"),
+        ((0.0005, 0.0006, 0.003, 0.004), "the ranks"),
+        ((0.0005, 0.0015, 0.003, 0.004), UNKNOWN),
+        ((0.0005, 0.0006, 0.0008, 0.004), "the map"),
+        (NOTHING, UNKNOWN),
+    ],
+)
+def test_why_a_copy_wins_is_tested(losses, found):
+    """Basis, ranks or map, by which of them alone is enough to lose more than the copy does."""
+    [claim] = claims([copies(*losses)])
+    assert found in claim.reason
+    head = "Head 0, with 100% of that energy and gates that halve in 5 tokens, makes 100% of the sketch's loss."
+    assert (head in claim.reason) == (losses is BASIS)
+
+
+def test_a_reason_of_one_layer_is_not_said_of_another():
+    [claim] = claims([copies(*BASIS, name="tested"), copies(*NOTHING, name="untested")])
+    assert claim.reason.startswith("tested, 4-bit-copy: neither map nor ranks.")
+    assert claim.reason.endswith(f"untested, 4-bit-copy: {UNKNOWN}")
+
+
+def test_why_a_copy_wins_is_not_made_up():
+    [claim] = claims([layer_of(system("sketch/ridge-16", 8.0, 0.05), system("read-only/4-bit-copy", 8.0, 0.03))])
+    assert claim.reason == UNKNOWN
+
+
+def test_the_terminal_says_that_a_reason_is_not_known(capsys):
+    layer = layer_of(system("sketch/ridge-16", 8.0, 0.05), system("read-only/4-bit-copy", 8.0, 0.03))
+    show_evaluation(Output(None), Evaluation({}, [layer]))
+    [_, said] = capsys.readouterr().out.split("differ from the paper:")
+    assert "not layer: sketch/ridge-16" in said
+    assert said.rstrip().endswith(UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "found"),
+    [
+        ("mamba2", [1e-7] * 8, "exact to float32 rounding"),
+        ("mamba2", [0.1] * 8, UNKNOWN),
+        ("gdn", [0.1] * 8, "in the last quarter 1.00x to 1.00x"),
+        ("kda", [0.1] * 4 + [0.3] * 4, UNKNOWN),
+        ("kda", [], UNKNOWN),
+    ],
+)
+def test_why_errors_of_pruned_states_stay_is_tested(kind, kept, found):
+    pruned = system("pruned/ghost-75.0", 4.0, 0.2, [0.2] * 8, [0.2] * 8)
+    if kept:
+        pruned.drift["kept_error"] = kept
+    [claim] = claims([replace(layer_of(pruned), kind=kind)])
+    assert found in claim.reason
+
+
+def test_why_errors_of_pruned_states_stay_is_said_once_per_group():
+    layers = []
+    for name, kind, kept in (("a", "mamba2", 1e-7), ("b", "kda", 0.1), ("c", "mamba2", 1e-8), ("d", "mamba2", 0.1)):
+        pruned = system("pruned/ghost-75.0", 4.0, 0.2, [0.2] * 8, [0.2] * 8)
+        pruned.drift["kept_error"] = [kept] * 8
+        layers.append(replace(layer_of(pruned), name=name, kind=kind))
+    [claim] = claims(layers)
+    assert claim.reason.startswith("a, c: the states of kept channels are exact")
+    assert " b: erasure couples channels, and the states of kept ones err by up to 1.0e-01" in claim.reason
+    assert claim.reason.endswith(f"d: {UNKNOWN}")
 
 
 def test_times():

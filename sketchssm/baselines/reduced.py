@@ -139,10 +139,16 @@ class ReducedHead(DecodeHead):
         Number of state slots.
     backend : {"auto", "reference", "cpu"}
         Where to run.
+
+    Attributes
+    ----------
+    channels : ChannelMap
+        As given.
     """
 
     def __init__(self, layer: Layer, channels: ChannelMap, slots: int, backend: str) -> None:
         capacity = check_capacity(slots)
+        self.channels = channels
         super().__init__(layer, capacity, *load_engine("reduced", backend, layer, capacity, channels))
 
 

@@ -116,5 +116,4 @@ def _show_claims(output: Output, layers: Sequence[LayerResults]) -> None:
         for name, (good, numbers) in claim.layers.items():
             if not good:
                 output.say(f"    not {name}: {numbers}")
-        if claim.reason:
-            output.say(f"  {claim.reason}")
+        output.say(f"  {claim.reason}")

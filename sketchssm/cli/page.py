@@ -173,8 +173,8 @@ def _differing(claim: Claim) -> str:
     held = [name for name, (good, _) in claim.layers.items() if good]
     if held:
         bad.append(f"<li>it does hold on {escape(', '.join(held))}</li>")
-    reason = f" {escape(claim.reason)}" if claim.reason else " The reason is not known."
-    return f"<li><strong>{escape(claim.says)}</strong> Not on all layers.{reason}<ul>{''.join(bad)}</ul></li>"
+    why = f"Not on all layers. {escape(claim.reason)}"
+    return f"<li><strong>{escape(claim.says)}</strong> {why}<ul>{''.join(bad)}</ul></li>"
 
 
 def _systems(layers: Sequence[LayerResults]) -> Iterable[str]:

@@ -5,21 +5,29 @@ A claim that the chosen systems can't test is left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
-from sketchssm.evaluate.findings import GROWS, ablations, growth, headline, own_sketches, times
+from sketchssm.evaluate.findings import GROWS, ablations, growth, headline, sketches_and_copies, times
 from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.reasons import (
+    UNKNOWN,
+    Reason,
+    copies_win,
+    fills,
+    forgets,
+    kept_channels,
+    serves_the_loss,
+    sketch_growth,
+    unknown,
+)
 
 __all__ = ["Claim", "claims"]
 
 Verdict = tuple[bool, str] | None
-Reason = Callable[[Sequence[LayerResults], Sequence[LayerResults]], str]
-"""Why a claim does not hold, from the layers where it does not and all that were tested; empty where unknown."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Claim:
     layers : dict of str to tuple
         Whether it holds on a layer, with the numbers.
     reason : str
-        Why it does not hold everywhere, if that is known.
+        Why it does not hold everywhere, or that this is not known; empty where it holds.
     """
 
     says: str
@@ -65,7 +73,7 @@ def claims(layers: Sequence[LayerResults]) -> list[Claim]:
         if tested:
             bad = [layer for layer in layers if layer.name in tested and not tested[layer.name][0]]
             rest = [layer for layer in layers if layer.name in tested]
-            found.append(Claim(says, tested, reason(bad, rest) if bad else ""))
+            found.append(Claim(says, tested, reason(bad, rest) or UNKNOWN if bad else ""))
     return found
 
 
@@ -103,16 +111,12 @@ def _sketch_stays(layer: LayerResults) -> Verdict:
     found = growth(layer, headline(layer).sketches)
     if not found:
         return None
-    factor, exact = _sketch_growth(layer), all(g.state is None for g in found)
+    factor, exact = sketch_growth(layer), all(g.state is None for g in found)
     return factor <= GROWS and exact, (
         f"output errors {factor:.2f}x from the first quarter of the tokens to the last; "
         f"states {'exact to float32 rounding' if exact else 'not exact'}; "
         "{:.0%} and {:.0%} of the outputs' energy are read from states there".format(*layer.facts["read_share"])
     )
-
-
-def _sketch_growth(layer: LayerResults) -> float:
-    return max((g.output or 1.0 for g in growth(layer, headline(layer).sketches)), default=1.0)
 
 
 def _against(setting: str) -> Callable[[LayerResults], Verdict]:
@@ -158,14 +162,8 @@ def _copies_beat_states(layer: LayerResults) -> Verdict:
 
 
 def _sketch_beats_copies(layer: LayerResults) -> Verdict:
-    """Whether, for each read-only variant, a sketch of the map in use with no more traffic errs less."""
-    own = own_sketches(layer)
-    pairs = []
-    for copy in (s for s in layer.systems if s.family == "read-only"):
-        sketches = [s for s in own if s.reduction >= copy.reduction * 0.995]
-        if sketches:
-            pairs.append((copy, min(sketches, key=lambda s: s.output_error)))
-    return _all_less([(sketch, copy) for copy, sketch in pairs])
+    """Whether, for each read-only variant, the best sketch with no more traffic errs less."""
+    return _all_less(sketches_and_copies(layer))
 
 
 def _all_less(pairs: Sequence[tuple[Measurement, Measurement]]) -> Verdict:
@@ -176,49 +174,12 @@ def _all_less(pairs: Sequence[tuple[Measurement, Measurement]]) -> Verdict:
     return not lost, "; ".join(f"{_said(ours)}, {_said(theirs)}" for ours, theirs in lost or pairs)
 
 
-def _forgets(text: str) -> Reason:
-    """Give a reason where every head that does not agree forgets within a tenth of the text."""
-    return lambda bad, layers: text if all(max(x.half_life) < x.facts["test_tokens"] / 10 for x in bad) else ""
-
-
-def _fills(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
-    """Whether the share that is read from states explains the growth: error energy follows it."""
-    shares = [layer.facts["read_share"] for layer in bad]
-    explained = all(_sketch_growth(x) <= GROWS * math.sqrt(b / a) for x, (a, b) in zip(bad, shares, strict=True) if a)
-    return (
-        "Nothing is carried over, since states are exact and every window starts afresh. What grows is the share of "
-        "an output that is read from the state, as a state fills up from its zero start."
-        if explained
-        else ""
-    )
-
-
-def _serves_the_loss(rival: str) -> Reason:
-    """Whether the other allocation has the larger gradient-weighted score wherever its outputs err less."""
-
-    def reason(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
-        for layer in bad:
-            ours, theirs = (layer.find(f"ablation/allocation-{method}") for method in ("gradient", rival))
-            if not (ours and theirs and ours.objective and (theirs.objective or 0.0) > ours.objective):
-                return ""
-        return (
-            "Gradients weigh an error by what the model's loss feels of it, and this is the bare error: by the "
-            "gradient-weighted score, on the sequences that ranks were scored on, they do best here too."
-        )
-
-    return reason
-
-
 def _retained(layer: LayerResults, rank: int = 8) -> float | None:
     """Retained energy of the exact map at one rank, mean over heads."""
     for curve in layer.curves:
         if (curve.basis, curve.map) == ("calibrated", "exact") and rank in curve.ranks:
             return float(np.mean(np.array(curve.retained)[:, curve.ranks.index(rank)]))
     return None
-
-
-def _unknown(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
-    return ""
 
 
 def _retained_at_four(layer: LayerResults) -> Verdict:
@@ -230,7 +191,7 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], Reason], ...] = (
     (
         "At 9x to 11x less traffic the sketch loses less than every quantised or pruned state at 4x or more.",
         _beats_compressed,
-        _forgets(
+        forgets(
             "Where gates forget within a few tokens, a quantised state forgets its errors as fast and they do not add "
             "up: a few bits are then enough."
         ),
@@ -238,7 +199,7 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], Reason], ...] = (
     (
         "Errors of quantised states grow over tokens.",
         _grow("quantised"),
-        _forgets(
+        forgets(
             "Where gates forget within a few tokens, errors are forgotten as fast as they are made, and reach their "
             "level before the first point of the curve."
         ),
@@ -246,33 +207,30 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], Reason], ...] = (
     (
         "Errors of pruned and key-reduced states grow over tokens.",
         _grow("pruned", "key-reduced"),
-        lambda bad, layers: (
-            "What is pruned is missing from the first token on, and its share of a state does not grow; channels that "
-            "are kept are updated without rounding."
-        ),
+        kept_channels,
     ),
-    ("The sketch's errors do not grow over tokens.", _sketch_stays, _fills),
-    ("A calibrated basis loses less than a random orthogonal one.", _against("random-basis"), _unknown),
-    ("A state-dependent map loses less than an offline map, at the same ranks.", _against("offline-map"), _unknown),
+    ("The sketch's errors do not grow over tokens.", _sketch_stays, fills),
+    ("A calibrated basis loses less than a random orthogonal one.", _against("random-basis"), unknown),
+    ("A state-dependent map loses less than an offline map, at the same ranks.", _against("offline-map"), unknown),
     (
         "Allocation by gradients loses less than uniform ranks.",
         _gradient_pays("uniform"),
-        _serves_the_loss("uniform"),
+        serves_the_loss("uniform"),
     ),
     (
         "Allocation by gradients loses less than allocation by error alone.",
         _gradient_pays("error"),
-        _serves_the_loss("error"),
+        serves_the_loss("error"),
     ),
     (
         "Allocation by gradients loses less than allocation by sensitivity alone.",
         _gradient_pays("sensitivity"),
-        _serves_the_loss("sensitivity"),
+        serves_the_loss("sensitivity"),
     ),
     (
         "With exact updates, a quantised copy for reads loses less than a quantised state that saves no more traffic.",
         _copies_beat_states,
-        _forgets(
+        forgets(
             "Where gates forget within a few tokens, requantising adds little to the error of one quantisation, and "
             "then the bits decide."
         ),
@@ -280,11 +238,11 @@ CLAIMS: tuple[tuple[str, Callable[[LayerResults], Verdict], Reason], ...] = (
     (
         "A sketch loses less than a quantised copy or a fixed low-rank read at comparable traffic.",
         _sketch_beats_copies,
-        _unknown,
+        copies_win,
     ),
     (
         "At rank 4 least-squares coefficients retain at least 88.4% of the state reads' energy.",
         _retained_at_four,
-        _unknown,
+        unknown,
     ),
 )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
+from sketchssm.evaluate.ideal import CLOSE
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
 
@@ -21,7 +22,9 @@ __all__ = [
     "ablations",
     "growth",
     "headline",
+    "last_over_first",
     "own_sketches",
+    "sketches_and_copies",
     "times",
 ]
 
@@ -144,7 +147,7 @@ def growth(layer: LayerResults, systems: Sequence[Measurement]) -> list[Growth]:
         One per system; empty for curves of fewer than four points.
     """
     return [
-        Growth(layer.name, s.name, _growth(s.drift["output_error"]), _growth(s.drift["state_error"]))
+        Growth(layer.name, s.name, last_over_first(s.drift["output_error"]), last_over_first(s.drift["state_error"]))
         for s in systems
         if len(s.drift["tokens"]) >= 4
     ]
@@ -166,6 +169,27 @@ def own_sketches(layer: LayerResults) -> list[Measurement]:
     return [s for s in layer.systems if series(s.name) == f"sketch/{layer.map}"]
 
 
+def sketches_and_copies(layer: LayerResults) -> list[tuple[Measurement, Measurement]]:
+    """Pair every read-only variant with the best sketch of the map in use that moves no more.
+
+    Parameters
+    ----------
+    layer : LayerResults
+        Results of one layer.
+
+    Returns
+    -------
+    list of tuple of Measurement
+        Sketch and variant; variants that no sketch is as cheap as are left out.
+    """
+    pairs = []
+    for copy in (s for s in layer.systems if s.family == "read-only"):
+        sketches = [s for s in own_sketches(layer) if s.reduction >= copy.reduction * CLOSE]
+        if sketches:
+            pairs.append((min(sketches, key=lambda s: s.output_error), copy))
+    return pairs
+
+
 def times(error: float, by: float) -> float:
     """Say how many times one error is another, either of which may be infinite.
 
@@ -184,7 +208,19 @@ def times(error: float, by: float) -> float:
     return error / by if math.isfinite(by) else 0.0 if math.isfinite(error) else 1.0
 
 
-def _growth(curve: Sequence[float]) -> float | None:
+def last_over_first(curve: Sequence[float]) -> float | None:
+    """Say how an error goes on over tokens.
+
+    Parameters
+    ----------
+    curve : sequence of float
+        At least four points.
+
+    Returns
+    -------
+    float or None
+        Mean of the last quarter over that of the first; None where it is exact to float32 rounding.
+    """
     points = np.array(curve)
     quarter = len(points) // 4
     if points.max() < EXACT:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.baselines.reduced import ReducedHead
 from sketchssm.evaluate.energy import MapSetting, retained_energy
 from sketchssm.evaluate.registry import Entry, random_basis
 from sketchssm.evaluate.study import Study
@@ -43,7 +44,8 @@ class Measurement:
         The same per head.
     drift : dict of str to list
         ``tokens``: points of the curves. ``output_error``: of the outputs since the point before.
-        ``state_error``: of the states at the point.
+        ``state_error``: of the states at the point. ``kept_error``, of systems with fewer key channels: of the part
+        of the states that lies in those.
     ranks : list of int or None
         Ranks of a sketch, -1 for a full read.
     objective : float or None
@@ -122,7 +124,8 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     head = system.build(study.traces.test.v.shape[0], backend)
     if head.backend == "cuda":
         head.warmup("float32")
-    lost, energy, states = [], [], []
+    lost, energy, states, kept = [], [], [], []
+    lift = study.traces.layer.expand_keys(head.channels.lift, axis=0) if isinstance(head, ReducedHead) else None
     start = 0
     for stop in study.checkpoints:
         tokens = Tokens(*(None if x is None else x[:, start:stop] for x in study.traces.test))
@@ -132,6 +135,8 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
         exact = study.state(stop - int(head.position[0]))
         away = to_host(head.state, "state") - exact
         states.append([np.square(x).sum(axis=(0, 2, 3)) for x in (away, exact)])
+        if lift is not None:
+            kept.append([np.square(x @ lift).sum() for x in (away, exact)])
         start = stop
     sums = np.array([[part.sum(axis=0) for part in parts] for parts in (lost, energy)])  # (2, points, heads)
     error, size = sums.sum(axis=1)
@@ -156,6 +161,7 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
             "tokens": study.checkpoints,
             "output_error": _ratio(*sums.sum(axis=2)).tolist(),
             "state_error": _ratio(away.sum(axis=1), whole.sum(axis=1)).tolist(),
+            **({"kept_error": _ratio(*np.array(kept).T).tolist()} if kept else {}),
         },
         None if plan is None else plan.ranks.tolist(),
         None if plan is None else entry.objective(plan.ranks),
