@@ -126,6 +126,16 @@ def test_rows_are_disjoint_and_seeded(lm):
         lm["prompts"].text_rows(np.arange(1000), 7, 150, np.random.default_rng(2))
 
 
+def test_calibration_rows_can_hold_needles(lm):
+    """Every other row begins with a prompt, and goes on with its own text where the answer ends."""
+    rows, text = np.full((5, 256), 7), np.zeros(4000, dtype=np.int64)
+    mixed = lm["prompts"].mixed_rows(rows, text, encode, np.random.default_rng(1))
+    assert (mixed[::2] == 7).all() and (mixed[:, -10:] == 7).all()
+    [first] = np.unique(mixed[1::2, 0])
+    assert first == encode(lm["prompts"].PREAMBLE)[0]
+    assert (rows == 7).all()
+
+
 @pytest.fixture
 def small_run(lm):
     model = tiny(lm, "kda")
