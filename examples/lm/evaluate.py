@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import systems as catalogue
 import torch
-from figure import draw
+from figure import Comparison, draw
 from model import HybridLM
 from prompts import mixed_rows, needle_prompts, text_rows
 from recurrence import Chunked, Heads
@@ -260,7 +260,7 @@ def main(given=None):
         "recall_without_states": without,
     }
     Output(str(options.out / f"lm-{kind}.json")).finish(report)
-    output.say(f"written: {draw(kind, results, without, options.out / f'lm-{kind}.png')}")
+    output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")
 
 
 def encoder(folder):
