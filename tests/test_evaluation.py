@@ -197,8 +197,14 @@ def test_ablations_differ_in_one_thing(tmp_path):
     assert entry_of(study, "ablation/window-4").build().plan.window == 4
 
 
-def evaluated(study, folder=None, names=("exact", "sketch", "ablation/allocation-*"), progress=lambda label: None):
-    return evaluate([study], select([entries(study)], names), folder, "reference", progress)
+def evaluated(
+    study,
+    folder=None,
+    names=("exact", "sketch", "ablation/allocation-*"),
+    progress=lambda label: None,
+    backend="reference",
+):
+    return evaluate([study], select([entries(study)], names), folder, backend, progress)
 
 
 def forbid(monkeypatch):
@@ -277,11 +283,12 @@ def test_broken_parts_are_measured_anew(tmp_path, damage):
     assert part.read_text() == whole
 
 
-def test_same_bytes(tmp_path):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_same_bytes(backend, tmp_path):
     """Two runs in two folders, and a third that goes on with what is there."""
     texts = []
     for folder in ("one", "two", "one"):
-        files = evaluated(study_of(tmp_path), tmp_path / folder).save(tmp_path / folder)
+        files = evaluated(study_of(tmp_path), tmp_path / folder, backend=backend).save(tmp_path / folder)
         texts.append([path.read_bytes() for path in files])
     assert texts[0] == texts[1] == texts[2]
 

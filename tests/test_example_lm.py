@@ -1,6 +1,7 @@
 """The language model of examples/lm: its decode through heads is its forward pass, and its prompts are well formed."""
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -126,6 +127,16 @@ def test_rows_are_disjoint_and_seeded(lm):
         lm["prompts"].text_rows(np.arange(1000), 7, 150, np.random.default_rng(2))
 
 
+def test_calibration_rows_can_hold_needles(lm):
+    """Every other row begins with a prompt, and goes on with its own text where the answer ends."""
+    rows, text = np.full((5, 256), 7), np.zeros(4000, dtype=np.int64)
+    mixed = lm["prompts"].mixed_rows(rows, text, encode, np.random.default_rng(1))
+    assert (mixed[::2] == 7).all() and (mixed[:, -10:] == 7).all()
+    [first] = np.unique(mixed[1::2, 0])
+    assert first == encode(lm["prompts"].PREAMBLE)[0]
+    assert (rows == 7).all()
+
+
 @pytest.fixture
 def small_run(lm):
     model = tiny(lm, "kda")
@@ -148,7 +159,27 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
     assert 0 <= without <= 1
     assert small_run() == (results, without)
     if importlib.util.find_spec("matplotlib"):
-        assert lm["figure"].draw("kda", results, without, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+        picture = lm["figure"].Comparison("kda", results, without)
+        assert lm["figure"].draw([picture], tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_come_from_files(lm, tmp_path):
+    """Files of one kind share a column; a note tells apart what two of them name alike, and nothing is there twice."""
+    pytest.importorskip("matplotlib")
+    numbers = {"perplexity": 9.0, "increase_error": 0.1, "recall": 0.5}
+    for file, kind, reductions in (("a", "gdn", (1.0, 2.0)), ("b", "gdn", (1.0, 3.0)), ("c", "kda", (1.0,))):
+        systems = [{"name": f"{x:g}", "family": "other" if x > 1 else "exact", "reduction": x} for x in reductions]
+        report = {"kind": kind, "recall_without_states": 0.5, "systems": [x | numbers for x in systems]}
+        (tmp_path / f"{file}.json").write_text(json.dumps(report))
+    files = [f"{tmp_path}/a.json", f"{tmp_path}/b.json:noted", f"{tmp_path}/c.json", f"{tmp_path}/c.json"]
+    gdn, kda = lm["figure"].load(files)
+    assert [(x.family, x.name) for x in gdn.results] == [("exact", "1"), ("other", "2"), ("other:noted", "3")]
+    assert (kda.kind, len(kda.results)) == ("kda", 1)
+    texts = []
+    for name in ("one.svg", "two.svg"):
+        lm["figure"].main([*files, "--out", str(tmp_path / name)])
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1] and b"other, noted" in texts[0]
 
 
 def test_layers_share_the_budget(lm):

@@ -661,6 +661,26 @@ class TestMaps:
         want, got = (head.step(*tokens) for head in heads)
         assert relative(got, want) < tolerance
 
+    def test_thousands_of_tokens_on_the_cpu(self, layer, rng):
+        """4096 tokens whose gates forget over some thousand: what float32 rounds does not build up.
+
+        Errors leave the state as tokens do, so that the last tokens are as good as the first. Of 2^-24 a rounding a
+        random walk over a thousand tokens makes 2e-6, and the ridge map's solve may add as much: 1e-5 holds for both.
+        """
+        layer = Layer(layer.kind, heads=2, key_dim=24, value_dim=16, key_heads=1)
+        tokens, start = tokens_of(rng, layer, 1, 4096, np.float64), states_of(rng, layer, 1)
+        tokens.g[...] = (tokens.g * 0.02).astype(np.float32)
+        plan = plan_of(rng, layer, [DENSE, 8], window=16)
+        heads = [ss.SketchHead(plan, 1, backend, sketch_dtype="float32") for backend in ("reference", "cpu")]
+        for head in heads:
+            head.load_state(start)
+        want, got = (head.step(*tokens) for head in heads)
+        assert relative(got, want) < 1e-5
+        assert relative(got[:, -256:], want[:, -256:]) < 1e-5
+        exact, state = run(layer, *tokens, state=start)
+        assert relative(got[:, :, 0], exact[:, :, 0]) < 1e-5
+        assert relative(heads[1].state, state) < 1e-5
+
     @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2.0**-8), ("float32", 1e-5)])
     def test_no_ridge_and_a_sketch_of_rank_one(self, dtype, tolerance, rng):
         """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""

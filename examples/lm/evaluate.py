@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import systems as catalogue
 import torch
-from figure import draw
+from figure import Comparison, draw
 from model import HybridLM
-from prompts import needle_prompts, text_rows
+from prompts import mixed_rows, needle_prompts, text_rows
 from recurrence import Chunked, Heads
 from torch.nn import functional as F
 
@@ -213,6 +213,7 @@ def arguments(given=None):
     )
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
+    add("--calib-needles", action="store_true", help="every other of them begins with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")
     add("--prompts", type=int, default=128, help="needle prompts")
     add("--length", type=int, default=1024, help="tokens of a row and of a prompt")
@@ -232,11 +233,14 @@ def main(given=None):
     calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
     rng = np.random.default_rng(options.seed)
     text = text_rows(test, options.rows, options.length, rng)
-    prompts = needle_prompts(test, encoder(options.tokens), options.prompts, options.length, rng)
-    calibration_text = torch.from_numpy(text_rows(calib, options.calib_rows, options.length, rng))
+    encode = encoder(options.tokens)
+    prompts = needle_prompts(test, encode, options.prompts, options.length, rng)
+    seen = text_rows(calib, options.calib_rows, options.length, rng)
+    if options.calib_needles:
+        seen = mixed_rows(seen, calib, encode, rng)
     with output.progress("calibration", 1) as step:
         step("calibration")
-        calibrations = catalogue.calibrate(model, calibration_text, options.window, options.weighting)
+        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), options.window, options.weighting)
         systems = listed(options, calibrations)
     with output.progress("", len(systems) + 2) as step:
         results, without = evaluate(
@@ -256,7 +260,7 @@ def main(given=None):
         "recall_without_states": without,
     }
     Output(str(options.out / f"lm-{kind}.json")).finish(report)
-    output.say(f"written: {draw(kind, results, without, options.out / f'lm-{kind}.png')}")
+    output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")
 
 
 def encoder(folder):
@@ -286,11 +290,11 @@ def command(options):
     """The command line that repeats a run, with the data's folders left out."""
     words = []
     for name, value in vars(options).items():
-        if value is None:
+        if value is None or value is False:
             continue
         if name in ("model", "tokens", "out"):
             value = {"model": f"MODELS/{options.model.name}", "tokens": "TOKENS", "out": "RESULTS"}[name]
-        values = value if isinstance(value, list | tuple) else [value]
+        values = value if isinstance(value, list | tuple) else [] if value is True else [value]
         words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
     return f"python examples/lm/evaluate.py {' '.join(words)}"
 

@@ -1,52 +1,113 @@
-"""The picture of a comparison: what systems do to loss and to recall, against their traffic."""
+"""The picture of a comparison: what systems do to perplexity and to recall, against their traffic.
 
+    python examples/lm/figure.py lm-gdn.json lm-gdn-read-only.json "lm-gdn-uniform.json:uniform ranks" --out lm.svg
+
+Files of one kind share a column. What follows a file's colon is a note that tells its systems from the same
+systems of another file: their lines are dashed or dotted.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-from sketchssm.plots import COLOURS, MARKERS, STYLE
+from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, save
 
-FLOOR = 1e-4
-"""Loss increases are drawn on a logarithmic scale above this, on a linear one below: some are zero or less."""
+FLOOR = 1e-3
+"""Perplexities above standard decoding's are drawn on a logarithmic scale above this, on a linear one below."""
+
+ALIKE = {"key-reduced": "pruned"}
+"""Families of one colour: no kind has both."""
+
+DASHES = ("-", "--", ":")
+"""Lines without a note, and of notes in turn."""
 
 
-def draw(kind, results, without, path):
-    """Draw results of `evaluate` into a PNG or SVG file.
+@dataclass(frozen=True)
+class Comparison:
+    """The results of one model.
 
-    Parameters
+    Attributes
     ----------
     kind : str
         The model's kind of recurrence.
     results : list of Result
-        What the systems did; each family is one line.
+        What the systems did; each family is one line. The first is standard decoding.
     without : float
         Recall with the states wiped.
-    path : str or PathLike
-        Where to.
     """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    kind: str
+    results: list
+    without: float
 
-    families = {}
-    for result in results:
-        families.setdefault(result.family, []).append(result)
+
+def draw(comparisons, path):
+    """Draw comparisons side by side into a PNG or SVG file."""
+    pyplot = load_pyplot()
+    families = list(dict.fromkeys(x.family for each in comparisons for x in each.results))
+    plain = [family.partition(":")[0] for family in families]
+    notes = list(dict.fromkeys(["", *(family.partition(":")[2] for family in families)]))
+    colours = list(dict.fromkeys(ALIKE.get(family, family) for family in plain))
     with pyplot.rc_context(STYLE):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
-        for i, (family, members) in enumerate(families.items()):
-            members = sorted(members, key=lambda x: x.reduction)
-            traffic = [x.reduction for x in members]
-            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": family}
-            left.errorbar(traffic, [x.increase for x in members], [x.increase_error for x in members], **look)
-            right.plot(traffic, [100 * x.recall for x in members], **look)
-        left.set_yscale("symlog", linthresh=FLOOR)
-        left.set(ylabel="loss above standard decoding (nats a token)", title="Test text")
-        right.axhline(100 * without, color="#777777", linestyle=":", label="states wiped after prefill")
-        right.set(ylabel="needles recalled (%)", ylim=(0, 103), title="Needle prompts")
-        for axes in (left, right):
-            axes.set(xlabel="state traffic, times less than standard decoding", xlim=(0, None))
-        right.legend(loc="lower left")
-        figure.suptitle(kind)
-        target = Path(path)
-        figure.savefig(target)
-        pyplot.close(figure)
-    return target
+        size = 3.2 * len(comparisons) + 1.2, 7.4
+        figure, grid = pyplot.subplots(2, len(comparisons), figsize=size, squeeze=False, sharex=True, sharey="row")
+        for comparison, (upper, lower) in zip(comparisons, grid.T, strict=True):
+            for family, base in zip(families, plain, strict=True):
+                members = sorted((x for x in comparison.results if x.family == family), key=lambda x: x.reduction)
+                traffic = [x.reduction for x in members]
+                look = {
+                    "color": COLOURS[colours.index(ALIKE.get(base, base)) % len(COLOURS)],
+                    "marker": MARKERS[list(dict.fromkeys(plain)).index(base) % len(MARKERS)],
+                    "linestyle": DASHES[notes.index(family.partition(":")[2]) % len(DASHES)],
+                    "fillstyle": "full" if family == base else "none",
+                    "markersize": 5,
+                    "linewidth": 1.2,
+                    "label": family.replace(":", ", "),
+                }
+                more = [x.perplexity - comparison.results[0].perplexity for x in members]
+                upper.errorbar(traffic, more, [x.perplexity * x.increase_error for x in members], **look)
+                lower.plot(traffic, [100 * x.recall for x in members], **look)
+            upper.set_yscale("symlog", linthresh=FLOOR)
+            upper.set(title=comparison.kind)
+            lower.axhline(100 * comparison.without, color="#777777", linewidth=0.8, label="states wiped after prefill")
+            lower.set(xlabel="traffic, times less than standard", xlim=(0, None), ylim=(-3, 103))
+        grid[0, 0].set(ylabel="perplexity above standard decoding", ylim=(-2 * FLOOR, None))  # all panels share it
+        grid[1, 0].set_ylabel("needles recalled (%)")
+        handles, labels = grid[1, 0].get_legend_handles_labels()
+        columns = max(1, len(comparisons))
+        below = (0.19 * -(-len(labels) // columns) + 0.2) / size[1]
+        figure.tight_layout(rect=(0, below, 1, 1))
+        figure.legend(handles, labels, loc="lower center", ncols=columns, fontsize=9)
+        return save(figure, path)
+
+
+def load(names):
+    """Read files of results, each with or without a note after a colon, into one comparison per kind."""
+    found = {}
+    for name in names:
+        file, _, note = str(name).partition(":")
+        report = json.loads(Path(file).read_text())
+        kept = found.setdefault(report["kind"], Comparison(report["kind"], [], report["recall_without_states"]))
+        for system in (SimpleNamespace(**fields) for fields in report["systems"]):
+            if note:
+                system.family += f":{note}"
+            twin = any((x.family, x.name) == (system.family, system.name) for x in kept.results)
+            if not twin and not system.family.startswith("exact:"):
+                kept.results.append(system)
+    return list(found.values())
+
+
+def main(given=None):
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", help="what evaluate.py wrote, with or without a note after a colon")
+    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .png or .svg")
+    options = parser.parse_args(given)
+    print(f"written: {draw(load(options.files), options.out)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

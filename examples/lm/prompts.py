@@ -119,6 +119,15 @@ def needle_prompts(text, encode, prompts, length, rng, most=8):
     return Prompts(ids, question, np.array(starts), answers, np.array(counts))
 
 
+def mixed_rows(rows, text, encode, rng):
+    """Every other row of `rows`, from the second on, begins with a needle prompt cut from `text`, answer and all."""
+    rows, (count, length) = rows.copy(), rows[1::2].shape
+    prompts = needle_prompts(text, encode, count, length, rng)
+    ends = prompts.start + [len(answer) for answer in prompts.answers]
+    rows[1::2] = np.where(np.arange(length) < ends[:, None], prompts.ids, rows[1::2])
+    return rows
+
+
 def _names(rng, count):
     """Different names of two words each."""
     first, second = FIRST.split(), SECOND.split()

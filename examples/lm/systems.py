@@ -156,9 +156,10 @@ def baselines(calibrations, family, window=16):
 
 FAMILIES = {
     "exact": lambda layer, tokens, window: exact_systems(layer, window),
-    "quantised": partial(quantised_systems, bits=(8, 6, 4)),
-    "pruned": partial(pruned_systems, sparsities=(0.5, 0.75)),
-    "key-reduced": partial(key_reduced_systems, sparsities=(0.5, 0.75)),
+    "quantised": quantised_systems,
+    "feedback": partial(quantised_systems, bits=(8, 6, 4), error_feedback=True),
+    "pruned": pruned_systems,
+    "key-reduced": key_reduced_systems,
     "copy": partial(read_only_systems, bits=(4, 2), ranks=()),
     "low-rank": partial(read_only_systems, bits=(), ranks=(16, 8, 4)),
 }
