@@ -1,6 +1,7 @@
 // What a block of the flush has in shared memory, and the items that it takes in turn.
 #pragma once
 #include "schedule.cuh"
+#include "gates.cuh"
 #include "sketch_layout.cuh"
 #include "fold.cuh"
 #include "maps.cuh"
@@ -23,8 +24,8 @@ template <int PLACES> struct MemoryOf {
     ValueStage values;
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
-    Gate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
-    Gate folded[PLACES];
+    WarpGate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
+    WarpGate folded[PLACES];
 #if SKETCHED_HEADS
     SketchMemory sketch;
     SketchGates sketched;
@@ -33,10 +34,10 @@ template <int PLACES> struct MemoryOf {
     // By one thread; a barrier of the block must follow.
     __device__ __forceinline__ void init() {
         met.init(TEAM / 32);
-        for (Gate& gate : ready) gate.init(TEAM / 32);
-        for (Gate& gate : used) gate.init(NWARPS);
-        for (Gate& gate : solved) gate.init(1);
-        for (Gate& gate : folded) gate.init(NWARPS);
+        for (WarpGate& gate : ready) gate.init(TEAM / 32);
+        for (WarpGate& gate : used) gate.init(NWARPS);
+        for (WarpGate& gate : solved) gate.init(1);
+        for (WarpGate& gate : folded) gate.init(NWARPS);
         for (KeyStage& stage : keys) stage.delivery.init();
         values.delivery.init();
         for (auto& place : rows)

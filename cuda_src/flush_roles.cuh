@@ -49,9 +49,8 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     if (RAW) rows.store(f.home(item, block));
     squares = SKETCHED_HEADS ? warp_sum(squares) : 0.f;
     if (lane == 0) rows.squares = squares;
-    __syncwarp();
-    if (lane == 0) m.used[n % SETS].arrive();
-    if (!RAW && lane == 0) m.folded[n % PLACES].arrive();
+    m.used[n % SETS].arrive();
+    if (!RAW) m.folded[n % PLACES].arrive();
     if (f.mode != STEP) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -118,11 +117,9 @@ __device__ __forceinline__ void wait_used(Memory& m, int n) {  // operands of it
 // The team that makes operands of keys.
 __device__ __forceinline__ void prepare_items(const Flush& f) {
     Memory& m = f.m;
-    const int lane = threadIdx.x % 32;
     int meeting = 0;
     auto meet = [&] {
-        __syncwarp();
-        if (lane == 0) m.met.arrive();
+        m.met.arrive();
         m.met.wait(meeting++);
     };
     for (Items items(f); items.now.exists(); items.advance()) {
@@ -131,15 +128,13 @@ __device__ __forceinline__ void prepare_items(const Flush& f) {
         wait_used(m, n - PREPARED);
         prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], f.folded(items.now), threadIdx.x - 32 * TEAM_WARPS, meet);
         if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
-        __syncwarp();
-        if (lane == 0) m.ready[n % KEYS].arrive();
+        m.ready[n % KEYS].arrive();
     }
 }
 
 // One warp that fetches tokens and solves ahead of those that fold, and one that finishes sketches; or one for both.
 __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool finishes) {
     Memory& m = f.m;
-    const int lane = threadIdx.x % 32;
     auto fetch = [&](const Item& item, int n) {
         if (!item.exists()) return;
         KeyStage& stage = m.keys[n % KEYS];
@@ -160,7 +155,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
             fetch(f.item(n + KEYS), n + KEYS);
         }
         prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
-        if (lane == 0) m.solved[n % SOLVES].arrive();
+        m.solved[n % SOLVES].arrive();
     };
 #if SKETCHED_HEADS
     int turn = 0;

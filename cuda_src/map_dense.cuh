@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchGates& gates,
     const int lane = threadIdx.x % 32, last = (rank - 1) / PANEL * PANEL;
     const float scale = 1.f / mu;
     gram_of_columns(m, rank, mu, ridge);
-    if (lane == 0) gates.columns_read.arrive();
+    gates.columns_read.arrive();
     factor_gram(m, rank);
     float x[PANEL][MINE], l[PANEL];
     auto solved = [&](int i) { return &m.parts[0][i][MINE * lane]; };
@@ -165,6 +165,5 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchGates& gates,
             if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + MINE * lane);
         }
     }
-    __syncwarp();
-    if (lane == 0) gates.sums_read.arrive();
+    gates.sums_read.arrive();
 }

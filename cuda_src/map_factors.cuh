@@ -57,8 +57,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, SketchGates& gate
         for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? m.dots[g][i] : 0.f;
         residual[e] = g < rank ? m.dots[g][PIVOTS] / mu : 0.f;
     }
-    __syncwarp();
-    if (lane == 0) gates.columns_read.arrive(), gates.sums_read.arrive();
+    gates.columns_read.arrive(), gates.sums_read.arrive();
 
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)

@@ -16,7 +16,7 @@
 __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, Rows* rows, int group, int member, sketch_t* packed,
                                              int rank, int& turn) {
     const int lane = threadIdx.x % 32;
-    [[maybe_unused]] Gate& met = gates.met[group];
+    [[maybe_unused]] WarpGate& met = gates.met[group];
     if (turn > 0) gates.columns_read.wait(turn - 1);
     m.basis.delivery.wait(turn);
     sketch_columns(m, rows, group, member, rank);
@@ -26,15 +26,13 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates
         if (lane == 0 && block < NWARPS) m.squares[block] = rows[block].squares;
     }
     if constexpr (LEFT > 0) {
-        __syncwarp();
-        if (lane == 0) met.arrive();
+        met.arrive();
         met.wait(2 * turn);
         if (turn > 0) gates.sums_read.wait(turn - 1);
         left_products(m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
     }
-    __syncwarp();
-    if (lane == 0) gates.full.arrive();
-    if (LEFT > 0 && lane == 0) met.arrive();
+    gates.full.arrive();
+    if (LEFT > 0) met.arrive();
 #pragma unroll 1
     for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(m, group * GROUP_BLOCKS + i, packed, rank);
     if (LEFT > 0) met.wait(2 * turn + 1);  // the group has read this warp's rows
@@ -48,8 +46,7 @@ template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory
     gates.full.wait(turn++);
     then();
 #if MAP == 2
-    __syncwarp();  // else one lane opens rounds that another has yet to see
-    if (threadIdx.x % 32 == 0) gates.columns_read.arrive();
+    gates.columns_read.arrive();
 #else
     float mu = 0;
 #pragma unroll

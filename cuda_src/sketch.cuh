@@ -9,6 +9,7 @@
 // it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp does
 // while the others go on (maps.cuh).
 #pragma once
+#include "gates.cuh"
 #include "stage.cuh"
 #include "sketch_layout.cuh"
 
@@ -43,13 +44,13 @@ struct SketchMemory {
 };
 
 struct SketchGates {
-    Gate full;                     // U and all shares of S U are there
-    Gate columns_read, sums_read;  // the one has been used, or the other
-    Gate met[GROUPS];
+    WarpGate full;                     // U and all shares of S U are there
+    WarpGate columns_read, sums_read;  // the one has been used, or the other
+    WarpGate met[GROUPS];
 
     __device__ __forceinline__ void init() {
         full.init(GROUPS * SHARERS), columns_read.init(1), sums_read.init(1);
-        for (Gate& gate : met) gate.init(SHARERS);
+        for (WarpGate& gate : met) gate.init(SHARERS);
     }
 };
 
