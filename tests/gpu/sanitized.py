@@ -32,7 +32,7 @@ def main():
             options = {"activation": activation, "output": "float32"}
             run(StandardEngine(layer, SLOTS, **options), layer, activation, rng)
             run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, rng)
-            for kind in ("lowrank", "ridge"):
+            for kind in ("lowrank", "ridge") if activation == "float32" else ("lowrank", "ridge", "prior", "offline"):
                 plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW)
                 run(SketchEngine(plan, SLOTS, **options), layer, activation, rng)
     print("all kernels have run")
