@@ -19,7 +19,7 @@ def test_memcheck(cupy):
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here.parents[1]), str(here)])
+    paths = os.pathsep.join([str(here.parents[1]), str(here.parent), str(here)])
     result = subprocess.run(
         [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(here / "sanitized.py")],
         check=False,
