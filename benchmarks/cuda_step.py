@@ -4,7 +4,7 @@
 
 For comparing commits: what is timed, and how, is `sketchssm bench --backend cuda` (see docs/cuda.md); this puts its
 numbers, with one map, under the names that earlier reports have. `--systems standard,peers` leaves buffered ones out
-and times the other libraries that are installed.
+and times the other libraries that are installed. `--raw-gate` gives heads of kda raw gate inputs.
 """
 
 import argparse
@@ -43,14 +43,15 @@ def measure(shape, batch, bandwidth, args):
     layer = bench.SHAPES[shape]
     ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
     plan = bench.random_plan(layer, ranks, args.window, args.map)
-    work = bench.Workload(layer, batch, args.window)
-    row = {"shape": shape, "batch": batch, "map": args.map}
-    systems = zip(("standard", "replay", "sketch"), bench.systems(layer, args.window, [plan]), strict=True)
+    gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
+    work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
+    row = {"shape": shape, "batch": batch, "map": args.map} | ({} if gate is None else {"raw_gate": True})
+    systems = zip(("standard", "replay", "sketch"), bench.systems(layer, args.window, [plan], gate), strict=True)
     for name, system in systems:
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, seconds=args.seconds))
     for peer in bench.PEERS if "peers" in args.systems else ():
-        if peer.kind != layer.kind or peer.missing():
+        if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
         try:
             row |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, seconds=args.seconds))
@@ -72,6 +73,7 @@ def main():
     parser.add_argument("--systems", default="standard,replay,sketch")
     parser.add_argument("--map", choices=MAPS, default="lowrank")
     parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--raw-gate", action="store_true", help="for kda")
     parser.add_argument("--seconds", type=float, default=0.05, help="for each system")
     parser.add_argument("--commit", help="for the report, where this is no clone")
     parser.add_argument("--json", type=Path)

@@ -13,9 +13,9 @@
 
 #ifndef SIZES_ONLY  // set where only the last lines are asked for
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
-    float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g, float* ring_beta,
-    sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
-    const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out, const i64* slots,
+    float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g, float* ring_beta,
+    const float* gate_input, sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
+    const act_t* q, const act_t* k, const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots,
     int batch, int tokens, int t, Schedule* schedule, int mode, float ridge) {
     start_kernel_after();
     wait_for_kernel_before();
@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
         for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
     __syncthreads();
 
-    const Flush flush{m, state, slot_stride, cursor, ring_k, ring_v, ring_g, ring_beta, sketch, sketch_stride, projection, basis, heads,
-                      q, k, v, g, beta, out, slots, tokens, t, schedule, mode, ridge, count * HEADS};
+    const Flush flush{m, state, slot_stride, cursor, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, sketch_stride, projection, basis,
+                      heads, q, k, v, g, beta, out, slots, tokens, t, schedule, mode, ridge, count * HEADS};
     if (warp < NWARPS) fold_items(flush);
     else if (warp <= FINISHER) serve_items(flush, warp == SERVER, warp == FINISHER);
     else if constexpr (!RAW) {

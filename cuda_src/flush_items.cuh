@@ -1,7 +1,7 @@
 // What a block of the flush has in shared memory, and the items that it takes in turn.
 #pragma once
 #include "schedule.cuh"
-#include "gates.cuh"
+#include "warp_gate.cuh"
 #include "sketch_layout.cuh"
 #include "fold.cuh"
 #include "maps.cuh"
@@ -91,14 +91,17 @@ struct Flush {
     i64 slot_stride;
     const int* cursor;
     act_t *ring_k, *ring_v;
-    float *ring_g, *ring_beta;
+    gate_t* ring_g;
+    float* ring_beta;
+    const float* gate_input;
     sketch_t* sketch;
     i64 sketch_stride;
     const sketch_t* projection;
     const uint2* basis;
     const int4* heads;
     const act_t *q, *k, *v;
-    const float *g, *beta;
+    const gate_t* g;
+    const float* beta;
     out_t* out;
     const i64* slots;
     int tokens, t;
@@ -126,7 +129,7 @@ struct Flush {
         return sketch + static_cast<i64>(item.slot) * sketch_stride + info.y;
     }
     // Lane s: token s's entry in a ring of scalars.
-    __device__ __forceinline__ float scalar(const Item& item, const float* kept, const float* own) const {
+    template <class T> __device__ __forceinline__ float scalar(const Item& item, const T* kept, const T* own) const {
         const int lane = threadIdx.x % 32, last = buffered(item);
         return lane < last ? kept[lane] : mode == STEP && lane == last ? *own : 0.f;
     }

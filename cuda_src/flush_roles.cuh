@@ -117,6 +117,7 @@ __device__ __forceinline__ void wait_used(Memory& m, int n) {  // operands of it
 // The team that makes operands of keys.
 __device__ __forceinline__ void prepare_items(const Flush& f) {
     Memory& m = f.m;
+    const int member = threadIdx.x - 32 * TEAM_WARPS;
     int meeting = 0;
     auto meet = [&] {
         m.met.arrive();
@@ -124,9 +125,11 @@ __device__ __forceinline__ void prepare_items(const Flush& f) {
     };
     for (Items items(f); items.now.exists(); items.advance()) {
         const int n = items.n;
+        GateInput<1> input;
+        input.load(f.gate_input, items.now.head(), member % K);
         m.keys[n % KEYS].delivery.wait(n / KEYS);
         wait_used(m, n - PREPARED);
-        prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], f.folded(items.now), threadIdx.x - 32 * TEAM_WARPS, meet);
+        prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], input, f.folded(items.now), member, meet);
         if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
         m.ready[n % KEYS].arrive();
     }

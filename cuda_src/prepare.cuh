@@ -146,17 +146,25 @@ __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage
 }
 
 // Decays per channel, in place of their logs: a thread has half of a channel's tokens, and returns the sum of what it took.
-__device__ __forceinline__ float take_decays(KeyStage& stage, int count, int member) {
+// Raw gates are all taken before the first decay is put where they may lie; `input` is of the thread's channel.
+template <class Meet>
+__device__ __forceinline__ float take_decays(KeyStage& stage, const GateInput<1>& input, int count, int member, Meet meet) {
     constexpr int HALF = WP / 2;
     const int channel = member % K, first = member / K * HALF;
-    float sum = 0;
+    auto each = [&](auto work) {
 #pragma unroll
-    for (int i = 0; i < HALF; i++)
-        if (member < 2 * K && first + i < count) {
-            float& x = stage.g[(first + i) % GATE_ROWS][channel % GATES];
-            sum += x;
-            x = decay(x);
-        }
+        for (int i = 0; i < HALF; i++)
+            if (member < 2 * K && first + i < count) work(i, stage.g[(first + i) % GATE_ROWS][channel % GATES]);
+    };
+    float sum = 0;
+    if constexpr (RAW_GATE) {
+        float taken[HALF];
+        each([&](int i, float&) { sum += taken[i] = input.log_decay(widen<GATE_TYPE>(stage.given_gates(first + i)[channel]), 0); });
+        meet();
+        each([&](int i, float& x) { x = decay(taken[i]); });
+    } else {
+        each([&](int, float& x) { sum += x, x = decay(x); });
+    }
     return sum;
 }
 
@@ -242,10 +250,11 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
 // All of it where keys are no operands as they come, but for N. Leaves decays in place of log-decays per channel. `meet` brings
 // the team together; at the end it has yet to meet.
 template <class Meet>
-__device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage& stage, int count, int member, Meet meet) {
+__device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage& stage, const GateInput<1>& input, int count, int member,
+                                        Meet meet) {
     for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
     if constexpr (KIND == KDA) {
-        const float sum = take_decays(stage, count, member);
+        const float sum = take_decays(stage, input, count, member, meet);
         if (member >= K && member < 2 * K) m.whole[KIND == KDA ? member - K : 0] = sum;
         meet();
         decay_keys(m, stage, count, member, sum);

@@ -34,13 +34,13 @@ __device__ __forceinline__ constexpr int rounded(int bytes) { return (bytes + 12
 constexpr int MOST_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, LEAST_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read_step(
-    const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, float* ring_g,
-    float* ring_beta, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
-    const int* order, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta, out_t* out,
+    const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
+    float* ring_beta, const float* gate_input, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
+    const int* order, const act_t* q, const act_t* k, const act_t* v, const gate_t* g, const float* beta, out_t* out,
     const i64* slots, int batch, int tokens, int t, Schedule* schedule, int shared_bytes) {
     wait_for_kernel_before();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, sketch, projection, sketch_stride,
+    const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};
     auto at = [&](int row) { return row * tokens + t; };
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
@@ -133,7 +133,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         const int taken = work.reads ? Item::bytes(work.pos, own.elements) : 0;
         const bool early = next.reads && taken + Item::bytes(next.pos, heads_of(next).elements) <= upper - lower;
         FirstRows first_rows;  // of a shared projection they are on their way while the item is
+        GateInput<LK> input;
         if (work.reads) {
+            input.load(gate_input, work.part, lane * LK);  // a head an item
             if (MATRIX && MAP != OWN) first_rows.load(arg, item, own);
             memory.arrival[read % 2].wait(read / 2);
             read++;
@@ -147,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         if (work.reads) {
             gates.append(arg, work);
             item.append(arg, work);
-            read_sketched(arg, item, own, gates, first_rows, output, memory.scratch);
+            read_sketched(arg, item, own, gates, input, first_rows, output, memory.scratch);
             __syncwarp();
         } else if (work.slot < 0) {
             for (int j = lane; j < TOGETHER * V; j += 32)

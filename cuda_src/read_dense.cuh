@@ -21,7 +21,7 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
     for (int i = 0; i < Whole::COUNT; i++)
         if (Whole::at(i) < V) values[i].store(ring.v + pos * V + Whole::at(i));
     if constexpr (KIND == KDA) {
-        Packed<FP32, LK> gate;
+        Packed<GATE_TYPE, LK> gate;
         gate.load(token.g + lane * LK);
         gate.store(ring.g + pos * K + lane * LK);
     } else if (lane == 0) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
 constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // ring tokens that go through a reduction, or a fetch of gates, together
 constexpr int CHUNKS = (W - 1 + CHUNK - 1) / CHUNK;
 
-__device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, int pos) {
+__device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, const GateInput<LK>& input, int pos) {
     static_assert(W <= 32, "lane s keeps the scalars of token s");
     const int lane = threadIdx.x % 32;
     WindowRead window;
@@ -102,12 +102,12 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
             if (lane == s) window.weight = weight;
 #pragma unroll
             for (int c = 0; c < LK; c++)
-                window.x[c] = (KIND == KDA ? decay(gates[c]) : one) * (window.x[c] - weight * key[c]);
+                window.x[c] = (KIND == KDA ? decay(input.log_decay(gates[c], c)) : one) * (window.x[c] - weight * key[c]);
         };
         constexpr int FETCH = KIND == KDA ? CHUNK : 1;
         float gates[FETCH][LK];
         if constexpr (KIND == KDA) {
-            Packed<FP32, LK> packed;
+            Packed<GATE_TYPE, LK> packed;
             packed.load(token.g + lane * LK);
 #pragma unroll
             for (int c = 0; c < LK; c++) gates[0][c] = packed[c];
@@ -119,7 +119,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
             if constexpr (KIND == KDA) {
 #pragma unroll
                 for (int i = 0; i < CHUNK; i++) {
-                    Packed<FP32, LK> packed;
+                    Packed<GATE_TYPE, LK> packed;
                     packed.clear();
                     if (n * CHUNK + i < pos) packed.load(ring.g + (n * CHUNK + i) * K + lane * LK);
 #pragma unroll
@@ -150,7 +150,9 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
         newest[i].clear();
         if (part == 0 && Whole::at(i) < V) newest[i].load(token.v + Whole::at(i));
     }
-    const WindowRead window = read_ring(token, ring, pos);
+    GateInput<LK> input;
+    input.load(arg.gate_input, head, lane * LK);
+    const WindowRead window = read_ring(token, ring, input, pos);
     if (part == 0) append_token(token, ring, newest, pos, head);
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {
         float sums[DENSE_ROWS];

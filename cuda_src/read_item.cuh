@@ -26,12 +26,15 @@ struct Arguments {
     const float* state;
     i64 slot_stride;
     act_t *ring_k, *ring_v;
-    float *ring_g, *ring_beta;
+    gate_t* ring_g;
+    float* ring_beta;
+    const float* gate_input;
     const sketch_t *sketch, *projection;
     i64 sketch_stride;
     const int4* heads;
     const act_t *q, *k, *v;
-    const float *g, *beta;
+    const gate_t* g;
+    const float* beta;
     out_t* out;
 
     __device__ __forceinline__ Ring ring(i64 slot, int head) const {
@@ -76,8 +79,8 @@ struct Gates {
             const int h = lane / SPAN + i * HEADS_AT_ONCE, head = work.part * TOGETHER + h;
             g[i] = beta[i] = 0;
             if (s > work.pos || h >= TOGETHER) continue;
-            auto get = [&](const float* ring, const float* input) {
-                const float* const kept = place<HEADS * W>(ring, work.slot, head * W + s);
+            auto get = [&](auto* ring, auto* input) -> float {
+                auto* const kept = place<HEADS * W>(ring, work.slot, head * W + s);
                 return *(s < work.pos ? kept : place<HEADS>(input, at, head));
             };
             if (KIND != KDA) g[i] = get(arg.ring_g, arg.g);
@@ -102,7 +105,7 @@ struct Gates {
 // newest | newest values | gates (kda) | sketches of all heads.
 struct Item {
     static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t);
-    static constexpr int GATE = KIND == KDA ? K * sizeof(float) : 0;
+    static constexpr int GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
     char* at;
     int pos;
 
@@ -113,8 +116,8 @@ struct Item {
     __device__ __forceinline__ const act_t* newest(int h) const {
         return reinterpret_cast<const act_t*>(at + newest_at(pos) + h * VALUE);
     }
-    __device__ __forceinline__ const float* gates() const {
-        return reinterpret_cast<const float*>(at + gates_at(pos));
+    __device__ __forceinline__ const gate_t* gates() const {
+        return reinterpret_cast<const gate_t*>(at + gates_at(pos));
     }
     __device__ __forceinline__ const sketch_t* sketches() const {
         return reinterpret_cast<const sketch_t*>(at + sketches_at(pos));

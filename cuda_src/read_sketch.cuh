@@ -248,10 +248,10 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 
 // The same by each lane's share of the effective query, for one head.
 __device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
-                                        Scratch& scratch) {
+                                        const GateInput<LK>& input, Scratch& scratch) {
     const int lane = threadIdx.x % 32, pos = item.pos, rank = heads.rank[0], p = pivots_of(rank);
     const Tokens tokens{item.key(pos + 1), item.key(0), item.gates()};
-    const WindowRead window = read_window(tokens, pos, gates.g[0], gates.beta[0]);
+    const WindowRead window = read_window(tokens, input, pos, gates.g[0], gates.beta[0]);
     if (lane < W) scratch.weight[0][lane] = window.weight;
     if (lane == 0) scratch.whole[0] = 1;
     auto against = [&](const sketch_t* rows, int count, float* to) {
@@ -276,11 +276,11 @@ __device__ __forceinline__ void project(const Arguments& arg, const Item& item, 
 
 // One item, whose bytes are there.
 __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const FirstRows& first_rows, out_t* output,
-                                              Scratch& scratch) {
+                                              const Gates& gates, const GateInput<LK>& input,
+                                              const FirstRows& first_rows, out_t* output, Scratch& scratch) {
     if constexpr (MATRIX && !ERASES) project_query(arg, item, heads, gates, first_rows, scratch);
     else if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
-    else project(arg, item, heads, gates, scratch);
+    else project(arg, item, heads, gates, input, scratch);
     __syncwarp();
 
     const int h = threadIdx.x % 32 / LANES, pos = item.pos, rank = heads.rank[h], p = pivots_of(rank);

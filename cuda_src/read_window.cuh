@@ -21,7 +21,7 @@ struct WindowRead {
 // What going back needs of each token, in shared memory, one after the other.
 struct Tokens {
     const act_t *q, *k;
-    const float* g;  // kda
+    const gate_t* g;  // kda
 };
 
 // Goes back over tokens 0 to pos, four at a time: three reductions' latency less than one by one. `gate` and `beta`
@@ -29,11 +29,12 @@ struct Tokens {
 // c_i = beta_i (<k_i, x> - sum over m < i of c_m <k_i, k_m>), i and m counting back.
 constexpr int BLOCK = 4;
 
-__device__ __forceinline__ WindowRead read_window(const Tokens& tokens, int pos, float gate, float beta) {
+__device__ __forceinline__ WindowRead read_window(const Tokens& tokens, const GateInput<LK>& input, int pos, float gate,
+                                                  float beta) {
     const int lane = threadIdx.x % 32;
     WindowRead window;
     Packed<ACT, LK> query, key[BLOCK], coming[BLOCK];
-    Packed<FP32, LK> gates[BLOCK], coming_gates[BLOCK];
+    Packed<GATE_TYPE, LK> gates[BLOCK], coming_gates[BLOCK];
     auto fetch = [&](int first) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ WindowRead read_window(const Tokens& tokens, int pos,
             int place = BLOCK;
 #pragma unroll
             for (int i = 0; i < BLOCK; i++) {
-                const float k = key[i][c], a = KIND == KDA ? __expf(gates[i][c]) : one[i];  // as exact as a sketch
+                const float k = key[i][c], a = KIND != KDA || (RAW_GATE && first < i) ? one[i] : input.quick_decay(gates[i][c], c);
                 dots[i] += k * window.x[c];
                 window.x[c] *= a;
                 if constexpr (ERASES) {

@@ -9,7 +9,7 @@
 // it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp does
 // while the others go on (maps.cuh).
 #pragma once
-#include "gates.cuh"
+#include "warp_gate.cuh"
 #include "stage.cuh"
 #include "sketch_layout.cuh"
 

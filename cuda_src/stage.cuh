@@ -15,22 +15,27 @@ constexpr int ROW = K + 16;  // a row of operands, padded: 4 rows, of which a wa
 
 constexpr int KEY_ROW = RAW ? ROW : K;
 
-// Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them.
+// Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them. Raw gates come
+// into the ends of the rows where their decays will lie.
 struct KeyStage {
     alignas(16) act_t k[WP][KEY_ROW];
     alignas(16) act_t q[K];
     alignas(KIND == KDA ? 16 : 4) float g[KIND == KDA ? W : 1][GATES];
     Delivery delivery;
 
+    __device__ __forceinline__ gate_t* given_gates(int s) {
+        return reinterpret_cast<gate_t*>(g[s % (KIND == KDA ? W : 1)]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
+    }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
-        constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(float) : 0;
+        constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
         delivery.rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
-        if (GATE) delivery.blocks(g, 0, ring.g, 0, buffered > 0, buffered * GATE);
+        if (GATE && RAW_GATE) delivery.blocks(given_gates(0), sizeof(g[0]), ring.g, GATE, buffered, GATE);
+        else if (GATE) delivery.blocks(g, 0, ring.g, 0, buffered > 0, buffered * GATE);
         if (own) {
             delivery.rows(k[buffered], 0, token.k, 0, 1, KEY);
             delivery.rows(q, 0, token.q, 0, 1, KEY);
-            if (GATE) delivery.rows(g[buffered % (KIND == KDA ? W : 1)], 0, token.g, 0, 1, GATE);
+            if (GATE) delivery.rows(given_gates(buffered), 0, token.g, 0, 1, GATE);
         }
         delivery.end();
     }

@@ -5,13 +5,13 @@
 // can write, but not before it can read: o = s^T q + w (k . q), so both products come from one reduction.
 //
 // -D constants besides common.cuh's: ROWS (4, 8 or 16; divides V).
-#include "common.cuh"
+#include "log_decay.cuh"
 
 constexpr int WARPS = 4;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
-    float* state, i64 slot_stride, const act_t* q, const act_t* k, const act_t* v, const float* g, const float* beta,
-    out_t* out, const i64* slots, int batch, int tokens) {
+    float* state, i64 slot_stride, const float* gate_input, const act_t* q, const act_t* k, const act_t* v,
+    const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens) {
     wait_for_kernel_before();
     const int lane = threadIdx.x % 32;
     const i64 task = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
@@ -33,6 +33,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
 #pragma unroll
     for (int i = 0; i < ROWS; i++) tile[i].load(home + i * K);
     start_kernel_after();
+    GateInput<LK> input;
+    input.load(gate_input, head, lane * LK);
     float s[ROWS][LK];
     for (int t = 0; t < tokens; t++) {
         const i64 at = row * tokens + t, key_at = (at * KEY_HEADS + head / GROUP) * K + lane * LK;
@@ -42,10 +44,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) standard_step(
         const float write_value = widen<ACT>(v[(at * HEADS + head) * V + value]);
         float a[LK];
         if constexpr (KIND == KDA) {
-            Packed<FP32, LK> gate;
+            Packed<GATE_TYPE, LK> gate;
             gate.load(g + (at * HEADS + head) * K + lane * LK);
 #pragma unroll
-            for (int c = 0; c < LK; c++) a[c] = decay(gate[c]);
+            for (int c = 0; c < LK; c++) a[c] = decay(input.log_decay(gate[c], c));
         } else {
             a[0] = decay(g[at * HEADS + head]);
 #pragma unroll

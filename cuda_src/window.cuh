@@ -1,13 +1,14 @@
 // The window's buffered tokens, as they lie in memory.
 #pragma once
-#include "common.cuh"
+#include "log_decay.cuh"
 
 // Ring of raw inputs, one entry per slot: k (key_heads, W, K), v (heads, W, V), g (heads, W, 1 or K), beta (heads, W).
 struct Ring {
     act_t *k, *v;
-    float *g, *beta;
+    gate_t* g;
+    float* beta;
 
-    __device__ __forceinline__ Ring(act_t* k_, act_t* v_, float* g_, float* beta_, i64 slot, int head)
+    __device__ __forceinline__ Ring(act_t* k_, act_t* v_, gate_t* g_, float* beta_, i64 slot, int head)
         : k(k_ + (slot * KEY_HEADS + head / GROUP) * W * K), v(v_ + (slot * HEADS + head) * W * V),
           g(g_ + (slot * HEADS + head) * W * GATES), beta(beta_ + (slot * HEADS + head) * W) {}
 };
@@ -15,9 +16,10 @@ struct Ring {
 // One row's newest token, at one head.
 struct Token {
     const act_t *q, *k, *v;
-    const float *g, *beta;
+    const gate_t* g;
+    const float* beta;
 
-    __device__ __forceinline__ Token(const act_t* q_, const act_t* k_, const act_t* v_, const float* g_,
+    __device__ __forceinline__ Token(const act_t* q_, const act_t* k_, const act_t* v_, const gate_t* g_,
                                      const float* beta_, i64 at, int head)
         : q(q_ + (at * KEY_HEADS + head / GROUP) * K), k(k_ + (at * KEY_HEADS + head / GROUP) * K),
           v(v_ + (at * HEADS + head) * V), g(g_ + (at * HEADS + head) * GATES), beta(beta_ + at * HEADS + head) {}

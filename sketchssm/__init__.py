@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "DENSE": "recurrence",
     "Layer": "recurrence",
+    "GateInput": "gates",
     "Moments": "calibrate.moments",
     "SketchBasis": "calibrate.basis",
     "fit_basis": "calibrate.basis",
@@ -41,6 +42,7 @@ __all__ = [
     "Allocation",
     "ChannelScores",
     "CopyReadHead",
+    "GateInput",
     "KeyMoments",
     "KeyReducedHead",
     "KeyReduction",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.basis import SketchBasis, fit_basis
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
+    from sketchssm.gates import GateInput
     from sketchssm.head import SketchHead
     from sketchssm.plan import PlanFileError, SketchPlan
     from sketchssm.recurrence import DENSE, Layer

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import TracebackType
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
+from sketchssm.interop import HostArrays
 from sketchssm.recurrence import Tokens
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
 
 __all__ = ["ACTIVATIONS", "BACKENDS", "Arrays", "Call", "DeviceOptions", "Engine", "UnsupportedError", "load_engine"]
 
@@ -139,7 +143,12 @@ class Engine(Protocol):
 
 
 def load_engine(
-    system: str, backend: str, *args: Any, device: DeviceOptions | None = None, **settings: Any
+    system: str,
+    backend: str,
+    *args: Any,
+    gate: GateInput | None = None,
+    device: DeviceOptions | None = None,
+    **settings: Any,
 ) -> tuple[str, Engine]:
     """Build the engine of a system on a backend.
 
@@ -151,6 +160,8 @@ def load_engine(
         Where to run; "auto" takes "cuda" where CuPy sees a device and the kernels support the layer, else "cpu".
     *args
         Passed to the engine.
+    gate : GateInput, optional
+        Says that tokens come with raw gate inputs.
     device : DeviceOptions, optional
         Passed to an engine that computes on a device.
     **settings
@@ -181,7 +192,7 @@ def load_engine(
         lack = missing()
         if not lack:
             try:
-                engine = _engine(system, "cuda")(*args, **settings, **({"activation": None} | options))
+                engine = _engine(system, "cuda")(*args, gate=gate, **settings, **({"activation": None} | options))
                 engine.fit()
                 return "cuda", engine
             except UnsupportedError:
@@ -193,7 +204,10 @@ def load_engine(
         backend = "cpu"
     if "state" in options:
         raise ValueError(f"state: expected None on backend {backend!r}, which keeps states in memory of its own")
-    return backend, _engine(system, backend)(*args, **settings)
+    engine = _engine(system, backend)(*args, **settings)
+    if gate is not None:  # for an engine on the host it is a matter of what comes in
+        engine.arrays = HostArrays(engine.arrays.dtype, gate)
+    return backend, engine
 
 
 def _engine(system: str, backend: str) -> Any:

@@ -15,6 +15,7 @@ from sketchssm.backends import Arrays, DeviceOptions, Engine, check_activation, 
 from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
 
 if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
     from sketchssm.plan import SketchPlan
 
 __all__ = ["DecodeHead", "SketchHead"]
@@ -92,7 +93,8 @@ class DecodeHead:
         On ``cuda``, arrays on the device are used as they are where they are contiguous, aligned to 16 bytes, and q, k
         and v of the activations' type, g and beta float32; others are copied, on the device. Values on the device are
         not checked, since looking at them would wait for it: a slot out of range or named twice, or a growing gate,
-        is the caller's error and goes unnoticed. Everything on the host is checked, and uploaded.
+        is the caller's error and goes unnoticed. Everything on the host is checked, and uploaded. A head with a
+        `GateInput` takes g as it takes q, k and v.
         A graph can capture a call whose arrays are all one framework's, on the device, of those types, when `out` is
         given or PyTorch allocates it; its slots (int64, or int32 for batches of up to `slots` rows) may change
         between replays.
@@ -104,7 +106,7 @@ class DecodeHead:
         v : array, (batch, [tokens,] heads, V)
             Values (for mamba2 with dt folded in).
         g : array, (batch, [tokens,] heads) or, for kda, (batch, [tokens,] heads, K)
-            Log-decays, <= 0; -inf forgets all.
+            Log-decays, <= 0; -inf forgets all. Of a head with a `GateInput`: raw gate inputs, any numbers.
         beta : array, (batch, [tokens,] heads), optional
             Write gates; None for mamba2.
         slots : array of int, (batch,), optional
@@ -188,6 +190,17 @@ def check_capacity(slots: Any) -> int:
     return int(slots)
 
 
+def check_gate(gate: Any, layer: Layer) -> None:
+    """Check that a gate is None or the layer's."""
+    if gate is None:
+        return
+    from sketchssm.gates import GateInput
+
+    if not isinstance(gate, GateInput):
+        raise TypeError(f"gate: expected a GateInput or None, got {type(gate).__name__}")
+    gate.check(layer)
+
+
 class SketchHead(DecodeHead):
     """Exact states, written once a window, and read through their sketches in between (algorithm 1).
 
@@ -201,14 +214,16 @@ class SketchHead(DecodeHead):
         Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
     sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
         How sketches and coefficient maps are stored; `reference` always keeps float64.
+    gate : GateInput, optional
+        For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
     **device
         For ``cuda``: `activation`, `output` and `state` of `sketchssm.backends.DeviceOptions`.
 
     Raises
     ------
     ValueError
-        If an argument is out of range, the backend has no kernels for the plan, or it needs a package or a device
-        that this machine does not have.
+        If an argument is out of range, the gate is not the layer's, the backend has no kernels for the plan, or it
+        needs a package or a device that this machine does not have.
     """
 
     def __init__(
@@ -218,11 +233,15 @@ class SketchHead(DecodeHead):
         backend: str = "auto",
         *,
         sketch_dtype: str = "bfloat16",
+        gate: GateInput | None = None,
         **device: Unpack[DeviceOptions],
     ) -> None:
         if sketch_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
         capacity = check_capacity(slots)
-        name, engine = load_engine("sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, device=device)
+        check_gate(gate, plan.layer)
+        name, engine = load_engine(
+            "sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, gate=gate, device=device
+        )
         super().__init__(plan.layer, capacity, name, engine)
         self.plan = plan

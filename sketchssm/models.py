@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import expit
 
+from sketchssm.gates import bounded_decay, log_softplus, scaled_decay
 from sketchssm.recurrence import Tokens
 
 __all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output"]
@@ -80,7 +81,7 @@ def mamba2_inputs(
         raise ValueError(f"dt_limit: expected 0 <= low <= high, got {dt_limit}")
 
     step = _biased("dt", dt, "dt_bias", dt_bias, (*lead, heads), (heads,))
-    log_step = _log_softplus(step) if dt_softplus else _log(step)
+    log_step = log_softplus(step) if dt_softplus else _log(step)
     with np.errstate(divide="ignore"):  # log(0) = -inf is the limit meant
         log_step = np.clip(log_step, np.log(low), np.log(high))
     rate_log = _per_head("A_log", A_log, heads)
@@ -89,7 +90,7 @@ def mamba2_inputs(
         q=_rounded(C, C),
         k=_rounded(B, B),
         v=_rounded(np.exp(log_step)[..., None] * x, x),
-        g=_rounded(_decay(rate_log, log_step), dt),
+        g=_rounded(scaled_decay(rate_log, log_step), dt),
         beta=None,
     )
 
@@ -185,7 +186,7 @@ def gdn_inputs(
         q=q,
         k=k,
         v=_rounded(v, v),
-        g=_rounded(_decay(rate_log, _log_softplus(raw)), a),
+        g=_rounded(scaled_decay(rate_log, log_softplus(raw)), a),
         beta=_write_gate(b, (*lead, heads), allow_neg_eigval),
     )
 
@@ -260,10 +261,9 @@ def kda_inputs(
     raw = _biased("a", a, "dt_bias", dt_bias, (*lead, heads, k.shape[-1]), (heads, k.shape[-1]))
     rate_log = _per_head("A_log", A_log, heads)[:, None]
     if lower_bound is not None:
-        with np.errstate(over="ignore"):  # the sigmoid of +-inf is its limit
-            g = lower_bound * expit(np.exp(rate_log) * raw)
+        g = bounded_decay(rate_log, raw, lower_bound)
     else:
-        g = _decay(rate_log, _log_softplus(raw))
+        g = scaled_decay(rate_log, log_softplus(raw))
         if clamp_min is not None:
             g = np.maximum(g, clamp_min)
     return Tokens(
@@ -357,17 +357,6 @@ def _log(x: Array) -> Array:
         raise ValueError(f"dt: expected steps >= 0 where dt_softplus is False, got {x.min()}")
     with np.errstate(divide="ignore"):
         return np.log(x)
-
-
-def _log_softplus(x: Array) -> Array:
-    # Below -37 the softplus is exp(x) to float64's last digit, and beyond -745 it would underflow.
-    return np.where(x < -37, x, np.log(np.logaddexp(0.0, np.maximum(x, -37))))
-
-
-def _decay(rate_log: Array, log_step: Array) -> Array:
-    """Return ``-exp(rate_log) * step``, as one exponential: neither factor alone can overflow or vanish."""
-    with np.errstate(over="ignore"):  # -inf, a full forget, is the right limit
-        return -np.exp(rate_log + log_step)
 
 
 def _write_gate(b: npt.ArrayLike, shape: tuple[int, ...], allow_neg_eigval: bool) -> Array:

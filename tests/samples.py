@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
@@ -35,6 +36,17 @@ def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
         if beta is not None:
             beta = rng.choice(HARSH_WRITES, size=beta.shape)
     return Tokens(*(None if x is None else x.astype(np.float32).astype(dtype) for x in (q, k, v, g, beta)))
+
+
+def gate_of(rng, layer, lower_bound=None):
+    """A kda layer's gate; with inputs of `raw_of` some channels keep nearly all, and some forget in a few tokens."""
+    rate_log = np.log(rng.uniform(1, 16, layer.heads))
+    return GateInput(rate_log, rng.uniform(-8, 0, (layer.heads, layer.key_dim)), lower_bound)
+
+
+def raw_of(rng, layer, batch, length):
+    """Raw gate inputs ``(batch, length, heads, K)``, float32."""
+    return rng.standard_normal((batch, length, layer.heads, layer.key_dim)).astype(np.float32)
 
 
 def at(tokens, index):

@@ -87,6 +87,16 @@ class TestBytes:
             packed + state + moved + 4 * ring, 4 * state + moved + 7 * ring + packed
         )
 
+    def test_raw_gates(self):
+        """On a device they have the activations' two bytes; on the host they are converted as they come in."""
+        layer = SHAPES["kda"]
+        pairs = zip(bench.systems(layer, 16, []), bench.systems(layer, 16, [], bench.random_gate(layer)), strict=True)
+        saved = 2 * layer.heads * layer.key_dim  # of a token: taken once, and in buffers read and written
+        for (plain, raw), (read, flush) in zip(pairs, ((1, 1), (9, 16)), strict=True):
+            assert bench.step_bytes(plain, layer, 3, 16) == bench.step_bytes(raw, layer, 3, 16)
+            more, less = (bench.step_bytes(system, layer, 3, 16, on_device=True) for system in (plain, raw))
+            assert (more.read - less.read, more.flush - less.flush) == (3 * read * saved, 3 * flush * saved)
+
     def test_result(self):
         found = BenchResult.of(
             ("a", "b", "c"), 3, [1.0, 2.0, 6.0], StepBytes(3e3, 12e3), 1e10, (0.1, 0.2), first_call_seconds=4.0
@@ -114,6 +124,14 @@ class TestHost:
             assert min(found.positions) > 0
             assert found.fraction == pytest.approx(found.bytes / found.microseconds * 1e6 / 1e9)
 
+    def test_raw_gates(self):
+        layer = SHAPES["kda"]
+        plan, gate = bench.random_plan(layer, 3, WINDOW, "lowrank", 2), bench.random_gate(layer)
+        listed = bench.systems(layer, WINDOW, [plan], gate)
+        for found in bench.measure("tiny", layer, listed, 2, WINDOW, 1e9, seconds=0):
+            assert found.error < ROUNDED  # sketches are kept in bf16
+            assert found.state_error < EXACT
+
     def test_copy_bandwidth(self):
         assert bench.copy_bandwidth(threads=1, megabytes=4, repeats=1) > 1e6
 
@@ -121,6 +139,8 @@ class TestHost:
         monkeypatch.setattr(cuda, "missing", lambda: "CuPy sees no CUDA device")
         assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
         assert "on a GPU only" in invoke("--peers", code=2).output
+        monkeypatch.setattr(cuda, "missing", lambda: "")
+        assert "with log-decays only" in invoke("--peers", "--raw-gate", code=2).output
         assert ".png or .svg" in invoke("--plot", "a.jpg", code=2).output
 
 
@@ -136,15 +156,17 @@ def cupy(monkeypatch):
 
 
 class TestDevice:
-    def test_command(self, cupy, monkeypatch, tmp_path):
+    @pytest.mark.parametrize("kind", ["gdn", "kda"])
+    def test_command(self, kind, cupy, monkeypatch, tmp_path):
         """All systems, windows whose cursors advance from graph to graph, several sets of slots."""
-        monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
+        layer, option = (LAYER, "--peers") if kind == "gdn" else (Layer("kda", 2, 64, 64, 2), "--raw-gate")
+        monkeypatch.setattr(bench, "SHAPES", {"tiny": layer})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
         monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
         monkeypatch.setattr(device, "LEAST", 1)
         monkeypatch.setattr(device, "PASSING", 100_000)  # a few sets of slots
         file = tmp_path / "out.json"
-        options = ["--batch", 2, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, "--peers", "--json", file]
+        options = ["--batch", 2, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, option, "--json", file]
         printed = invoke(*options).output
         report = json.loads(file.read_text())
         assert report["device"] == "host"
@@ -154,7 +176,8 @@ class TestDevice:
             assert found["error"] < ROUNDED
             assert found["state_error"] < EXACT
             assert len(found["positions"]) == WINDOW
-        assert "FlashInfer gdn was not timed: " in printed
+        assert {r["shape"] for r in report["results"]} == {"tiny" if kind == "gdn" else "tiny, raw gate"}
+        assert ("FlashInfer gdn was not timed: " in printed) == (kind == "gdn")
 
     def test_too_small_a_device(self, cupy, monkeypatch, tmp_path):
         """What does not fit is named; the rest is timed."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gpu.cuda_support import make_plan
 from host import standin
+from samples import gate_of
 
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.cuda.modules import source_text
@@ -49,6 +50,13 @@ def variants():
         engines |= {f"{name}-{kind}": SketchEngine(make_plan(layer, ranks, rng, map=kind), 1) for kind in kinds}
         if len(kinds) > 1:
             engines[f"{name}-replay"] = ReplayEngine(layer, 1, 16)
+    layer = LAYERS["kimi-linear"]
+    for name, bound in (("raw", None), ("bounded", -5.0)):
+        gate, plan = gate_of(rng, layer, bound), make_plan(layer, np.resize([7, 1, 16, 3, DENSE], layer.heads), rng)
+        engines |= {
+            f"kimi-linear-{name}": StandardEngine(layer, 1, gate=gate),
+            f"kimi-linear-{name}-lowrank": SketchEngine(plan, 1, gate=gate),
+        }
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
         plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
         engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation=activation)

@@ -4,11 +4,22 @@ import sys
 
 import numpy as np
 import pytest
-from gpu.cuda_support import error, evaluated, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
+from gpu.cuda_support import (
+    error,
+    evaluated,
+    make_plan,
+    make_tokens,
+    named_gate,
+    round_to,
+    run_pair,
+    slot_table,
+    tokens_to_device,
+)
 from host import compiler, standin
 
 from sketchssm.cuda import engines, modules
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
+from sketchssm.gates import GateInput
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import engines as reference
 
@@ -32,6 +43,8 @@ LAYERS = {
     "gdn-96": Layer("gdn", 2, 64, 96, 2),
     "kda": Layer("kda", 3, 128, 128, 3),
     "kda-64": Layer("kda", 2, 64, 64, 1),
+    "kda-raw": Layer("kda", 3, 128, 128, 3),  # raw gate inputs
+    "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
 RANKS = {"mamba2": [5, 1, 17, DENSE, 40, 8], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
 RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
@@ -67,12 +80,13 @@ def token(tokens, t, rows=slice(None)):
 @pytest.mark.parametrize("activation", ["bfloat16", "float16", "float32"])
 def test_standard(name, activation, rng, cupy):
     layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
     device, oracle = (
-        StandardEngine(layer, 5, activation=activation, output="float32"),
+        StandardEngine(layer, 5, activation=activation, output="float32", gate=gate),
         reference.StandardEngine(layer, 5),
     )
-    tokens = make_tokens(layer, 3, 12, activation, rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), activation)
+    tokens = make_tokens(layer, 3, 12, activation, rng, gate=gate)
+    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), activation, gate)
     assert error(got, want) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
 
@@ -83,14 +97,17 @@ def test_standard(name, activation, rng, cupy):
         *((name, 16, "bfloat16") for name in LAYERS),
         *(("mamba2-80", 4, "float32"), ("gdn-96", 8, "float16"), ("kda-64", 32, "float32")),
         *(("mamba2-80", 32, "float16"), ("gdn-96", 32, "float32"), ("kda-64", 4, "bfloat16")),
+        *(("kda-raw", 8, "float16"), ("kda-raw", 16, "float32"), ("kda-raw", 32, "bfloat16")),
+        *(("kda-64-bounded", 4, "bfloat16"), ("kda-64-bounded", 32, "float32")),
     ],
 )
 def test_replay(name, window, activation, rng, cupy):
     layer, length = LAYERS[name], 2 * window + 5
-    device = poisoned(ReplayEngine(layer, 5, window, activation=activation, output="float32"))
+    gate = named_gate(name, layer, rng)
+    device = poisoned(ReplayEngine(layer, 5, window, activation=activation, output="float32", gate=gate))
     oracle = reference.ReplayEngine(layer, 5, window)
-    tokens = make_tokens(layer, 4, length, activation, rng)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation)
+    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
     assert np.unique(where[:, -1]).size > 1  # the rows stand at different places of their windows
     flushes = where == window - 1
     assert flushes.any()
@@ -105,13 +122,14 @@ def test_replay(name, window, activation, rng, cupy):
 @pytest.mark.parametrize(
     ("name", "kind", "stored"),
     [
-        *((name, kind, "bfloat16") for name in ("mamba2", "gdn", "kda") for kind in ("lowrank", "ridge")),
+        *((name, kind, "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw") for kind in ("lowrank", "ridge")),
         *(
             (name, kind, "float32")
             for name in ("mamba2-80", "gdn-96", "kda-64")
             for kind in ("prior", "exact", "offline")
         ),
         ("mamba2-128", "lowrank", "bfloat16"),
+        ("kda-64-bounded", "prior", "float32"),
     ],
 )
 def test_sketch(name, kind, stored, rng, cupy):
@@ -119,14 +137,16 @@ def test_sketch(name, kind, stored, rng, cupy):
     layer, length = LAYERS[name], 36
     ranks = np.resize(RANKS[layer.kind], layer.heads)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=RIDGE[kind])
-    device, oracle = SketchEngine(plan, 5, stored, output="float32"), reference.SketchEngine(evaluated(plan), 5)
+    gate = named_gate(name, layer, rng)
+    device = SketchEngine(plan, 5, stored, output="float32", gate=gate)
+    oracle = reference.SketchEngine(evaluated(plan), 5)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(5))
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
     device.load_state(cupy.asarray(start), cupy.arange(5))
     oracle.load_state(start.astype(np.float64), np.arange(5))
-    tokens = make_tokens(layer, 4, length, "bfloat16", rng)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), "bfloat16")
+    tokens = make_tokens(layer, 4, length, "bfloat16", rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), "bfloat16", gate)
     flushes, dense = where == plan.window - 1, ranks == DENSE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
@@ -168,6 +188,23 @@ def test_gates_of_one_strength(name, gate, rng, cupy):
     assert error(device.state.get(), oracle.state) < EXACT
 
 
+@pytest.mark.parametrize("name", ["kda-raw", "kda-64-bounded"])
+def test_raw_gates_of_any_size(name, rng, cupy):
+    """Standard decode, which shows every gate: biases and inputs of up to 30, rates from e^-6 to e^6."""
+    layer = LAYERS[name]
+    shape = layer.heads, layer.key_dim
+    gate = GateInput(
+        np.linspace(-6, 6, layer.heads), rng.uniform(-30, 30, shape), named_gate(name, layer, rng).lower_bound
+    )
+    device = StandardEngine(layer, 4, output="float32", gate=gate)
+    oracle = reference.StandardEngine(layer, 4)
+    tokens = make_tokens(layer, 4, 12, "bfloat16", rng, gate=gate)
+    tokens.g[...] = round_to(rng.uniform(-30, 30, tokens.g.shape), "bfloat16")
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (12, 1)), "bfloat16", gate)
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_padding_and_fresh_slots(name, rng, cupy):
     """A padding row writes zeros and touches nothing; a slot that held NaN is as new after its reset."""
@@ -191,33 +228,35 @@ def test_padding_and_fresh_slots(name, rng, cupy):
     assert np.array_equal(fresh.state, used.state)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
-    tokens = make_tokens(layer, 6, 20, "bfloat16", rng)
-    at_once, alone = (poisoned(SketchEngine(plan, 6, output="float32")) for _ in range(2))
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    gate = named_gate(name, layer, rng)
+    tokens = make_tokens(layer, 6, 20, "bfloat16", rng, gate=gate)
+    at_once, alone = (poisoned(SketchEngine(plan, 6, output="float32", gate=gate)) for _ in range(2))
     for engine in (at_once, alone):
         engine.reset(cupy.arange(6))
     out = cupy.empty((6, 20, layer.heads, layer.value_dim), np.float32)
-    at_once.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(6), out)
+    at_once.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(6), out)
     for t in range(20):
         single = cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32)
-        alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16"), cupy.asarray([2]), single)
+        alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16", gate), cupy.asarray([2]), single)
         assert np.array_equal(out[4, t], single[0, 0])
     assert np.array_equal(at_once.state[4], alone.state[2])
 
 
 @pytest.mark.parametrize("room", [1, 2, 4])
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_shares_of_a_read_step_do_not_matter(name, room, rng, cupy, monkeypatch):
     """Bitwise equal results where few warps do everything, one after the other in room for one item, or ahead."""
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
-    tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng), "bfloat16")
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    gate = named_gate(name, layer, rng)
+    tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng, gate=gate), "bfloat16", gate)
     outs = []
     for shares in (False, True):
-        engine = poisoned(SketchEngine(plan, 5, output="float32"))
+        engine = poisoned(SketchEngine(plan, 5, output="float32", gate=gate))
         engine.reset(cupy.arange(5))
         if shares:
             least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
@@ -229,17 +268,18 @@ def test_shares_of_a_read_step_do_not_matter(name, room, rng, cupy, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
     """Bitwise equal results whichever thread of a block goes first: what a missing barrier would break."""
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
-    tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng), "bfloat16")
+    gate = named_gate(name, layer, rng)
+    tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng, gate=gate), "bfloat16", gate)
     results = []
     for order in (0, 1, 2, 3):
         monkeypatch.setattr(standin, "order", order)
-        engine = poisoned(SketchEngine(plan, 2, output="float32"))
+        engine = poisoned(SketchEngine(plan, 2, output="float32", gate=gate))
         engine.load_state(cupy.asarray(start), cupy.arange(2))
         out = cupy.empty((2, 17, layer.heads, layer.value_dim), np.float32)
         engine.step(tokens, cupy.arange(2), out)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu.cuda_support import error, make_plan, make_tokens
 from host import compiler, standin
+from samples import gate_of
 
 import sketchssm as ss
 from sketchssm import backends, cuda
@@ -350,6 +351,61 @@ class TestPools:
         for backend in ("reference", "cpu"):
             with pytest.raises(ValueError, match=rf"^state: expected None on backend '{backend}'"):
                 ss.StandardHead(LAYER, 4, backend, state=standin.zeros(shape, np.float32))
+
+
+class TestRawGates:
+    """What comes in as a layer's raw gate input is of the activations' type, and stays it in the ring."""
+
+    LAYER = Layer("kda", 2, 64, 64, 2)
+
+    def pair(self, system, bound=None, **options):
+        """A head on the device and one of the reference."""
+        gate = gate_of(np.random.default_rng(2), self.LAYER, bound)
+        plan = make_plan(self.LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+
+        def make(backend, **options):
+            if system == "sketch":
+                return ss.SketchHead(plan, 4, backend, gate=gate, **options)
+            if system == "replay":
+                return ss.ReplayHead(self.LAYER, 4, backend, window=4, gate=gate, **options)
+            return ss.StandardHead(self.LAYER, 4, backend, gate=gate, **options)
+
+        return make("cuda", **options), make("reference"), gate
+
+    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+    @pytest.mark.parametrize("place", [np.asarray, standin.asarray])
+    def test_outputs_and_states(self, place, system, bound, rng):
+        head, twin, gate = self.pair(system, bound)
+        tokens, slots = make_tokens(self.LAYER, 3, 10, "bfloat16", rng, gate=gate), [2, -1, 0]
+        given = Tokens(*(place(x if name == "beta" else x.astype(BFLOAT16)) for name, x in tokens._asdict().items()))
+        output, want = head.step(*given, slots=slots), twin.step(*tokens, slots=slots)
+        assert type(output) is type(given.v)
+        assert error(np.asarray(output, dtype=float), want) < (STORED if system == "sketch" else ROUNDED)
+        for each in (head, twin):
+            each.flush()
+        assert error(head.state, twin.state) < EXACT
+        if system != "standard":
+            assert [x.dtype.itemsize for x in head._engine.ring] == [2, 2, 2, 4]
+
+    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    def test_types(self, rng):
+        """They decide on the activations' type with q, k and v, and are refused or rounded as these are."""
+        head, twin, gate = self.pair("replay")
+        tokens = make_tokens(self.LAYER, 3, 5, "float32", rng, gate=gate)
+        q, k, v = (x.astype(BFLOAT16) for x in tokens[:3])
+        output = head.step(q, k, v, tokens.g, tokens.beta)
+        assert error(output.astype(float), twin.step(q, k, v, tokens.g, tokens.beta)) < ROUNDED
+        assert head._engine.ring[2].dtype == np.float32
+        narrow, twin, _ = self.pair("replay")
+        narrow.warmup("bfloat16")
+        with pytest.raises(TypeError, match=r"^g: expected bfloat16, which the head's first call or warmup"):
+            narrow.step(q, k, v, tokens.g, tokens.beta)
+        asked, _, _ = self.pair("replay", activation="bfloat16")
+        output = asked.step(q, k, v, tokens.g, tokens.beta)
+        want = twin.step(q, k, v, tokens.g.astype(BFLOAT16), tokens.beta)
+        assert error(output.astype(float), want) < ROUNDED
 
 
 class TestBackends:

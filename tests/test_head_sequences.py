@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from samples import LAYERS, at, plan_of, states_of, tokens_of
+from samples import LAYERS, at, gate_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, KINDS, Tokens
@@ -61,30 +61,49 @@ class Slot:
         return run(self.layer, *joined, state=self.state)
 
 
-def machine(kind, backend):
-    """Build the machine of one kind and backend: all systems with exact states side by side."""
+def machine(kind, backend, raw=False):
+    """Build the machine of one kind and backend: all systems with exact states side by side.
+
+    With `raw`, those that can take raw gate inputs, the last one aside.
+    """
     layer = LAYERS[kind]
     plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
     tolerance = EXACT[backend]
+    gate = gate_of(np.random.default_rng(8), layer) if raw else None
+    wide = np.float64 if backend == "reference" else np.float32
+    bad = {"beta": np.nan} if raw else {"g": 1.0}
+
+    def draw(rng, batch, length, harsh=False):
+        """Tokens, and the argument g of the heads that have a gate."""
+        tokens = tokens_of(rng, layer, batch, length, np.float64, harsh)
+        if not raw:
+            return tokens, tokens.g
+        a = raw_of(rng, layer, batch, length)
+        if harsh:
+            a = np.where(rng.random(a.shape) < 0.5, a, rng.choice([-np.inf, -100, 20, np.inf], size=a.shape))
+        return tokens._replace(g=gate.log_decays(a).astype(wide)), a
 
     class Heads(RuleBasedStateMachine):
         @initialize()
         def start(self):
             self.model = [Slot(layer) for _ in range(SLOTS)]
-            self.standard = ss.StandardHead(layer, SLOTS, backend)
-            self.replay = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW)
-            self.sketch = ss.SketchHead(plan, SLOTS, backend)
+            self.standard = ss.StandardHead(layer, SLOTS, backend, gate=gate)
+            self.replay = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW, gate=gate)
+            self.sketch = ss.SketchHead(plan, SLOTS, backend, gate=gate)
             self.copy = ss.CopyReadHead(layer, SLOTS, backend, window=WINDOW)
             self.heads = (self.standard, self.replay, self.sketch, self.copy)
 
+        def given(self, tokens, g):
+            """Each head with its inputs."""
+            return [(head, tokens if head is self.copy else tokens._replace(g=g)) for head in self.heads]
+
         @rule(seed=seeds, slots=some_slots, length=st.integers(1, 2 * WINDOW + 1), harsh=st.booleans())
         def step(self, seed, slots, length, harsh):
-            rng = np.random.default_rng(seed)
-            tokens = tokens_of(rng, layer, len(slots), length, np.float64, harsh)
+            tokens, g = draw(np.random.default_rng(seed), len(slots), length, harsh)
             if length == 1:
-                outputs = [head.step(*at(tokens, np.s_[:, 0]), slots=slots)[:, None] for head in self.heads]
+                outputs = [head.step(*at(x, np.s_[:, 0]), slots=slots)[:, None] for head, x in self.given(tokens, g)]
             else:
-                outputs = [head.step(*tokens, slots=slots) for head in self.heads]
+                outputs = [head.step(*x, slots=slots) for head, x in self.given(tokens, g)]
             standard, replay, sketch, copy = outputs
             for row, slot in enumerate(slots):
                 if slot < 0:
@@ -134,21 +153,22 @@ def machine(kind, backend):
         @rule(seed=seeds, slots=some_slots)
         def poison_and_reset(self, seed, slots):
             """NaN in a ring and, if the window ends, in a state; gone with the reset."""
-            tokens = tokens_of(np.random.default_rng(seed), layer, len(slots), 2, np.float64)
+            tokens, g = draw(np.random.default_rng(seed), len(slots), 2)
             tokens.v[...] = np.nan
-            for head in self.heads:
-                head.step(*tokens, slots=slots)
+            for head, given in self.given(tokens, g):
+                head.step(*given, slots=slots)
             self.reset(slots)
 
         @precondition(lambda self: any(slot.pending for slot in self.model))
         @rule(seed=seeds)
         def refused(self, seed):
             """A call that is refused in its last argument leaves all as it was."""
-            tokens = tokens_of(np.random.default_rng(seed), layer, SLOTS, 1)
-            tokens.g[-1] = 1.0
-            for head in self.heads:
-                with pytest.raises(ValueError, match=r"^g: "):
-                    head.step(*tokens)
+            tokens, g = draw(np.random.default_rng(seed), SLOTS, 1)
+            for name, value in bad.items():
+                getattr(tokens, name)[-1] = value
+            for head, given in self.given(tokens, g):
+                with pytest.raises(ValueError, match=rf"^{min(bad)}: "):
+                    head.step(*given)
 
         @invariant()
         def states_and_cursors(self):
@@ -167,10 +187,10 @@ def machine(kind, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_sequence_of_calls(kind, backend):
+@pytest.mark.parametrize(("kind", "raw"), [*((kind, False) for kind in KINDS), ("kda", True)])
+def test_any_sequence_of_calls(kind, raw, backend):
     run_state_machine_as_test(
-        machine(kind, backend),
+        machine(kind, backend, raw),
         settings=settings(
             max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
         ),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from sketchssm.backends import DeviceOptions, load_engine
-from sketchssm.head import DecodeHead, check_capacity
+from sketchssm.head import DecodeHead, check_capacity, check_gate
 from sketchssm.recurrence import Layer
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
 
 __all__ = ["ReplayHead", "StandardHead"]
 
@@ -24,13 +27,24 @@ class StandardHead(DecodeHead):
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to run; see `SketchHead`.
+    gate : GateInput, optional
+        See `SketchHead`.
     **device
         For ``cuda``; see `SketchHead`.
     """
 
-    def __init__(self, layer: Layer, slots: int, backend: str = "auto", **device: Unpack[DeviceOptions]) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        slots: int,
+        backend: str = "auto",
+        *,
+        gate: GateInput | None = None,
+        **device: Unpack[DeviceOptions],
+    ) -> None:
         capacity = check_capacity(slots)
-        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity, device=device))
+        check_gate(gate, layer)
+        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity, gate=gate, device=device))
 
 
 class ReplayHead(DecodeHead):
@@ -46,15 +60,26 @@ class ReplayHead(DecodeHead):
         Where to run; see `SketchHead`.
     window : int, default 16
         Tokens from one flush to the next (W).
+    gate : GateInput, optional
+        See `SketchHead`.
     **device
         For ``cuda``; see `SketchHead`.
     """
 
     def __init__(
-        self, layer: Layer, slots: int, backend: str = "auto", *, window: int = 16, **device: Unpack[DeviceOptions]
+        self,
+        layer: Layer,
+        slots: int,
+        backend: str = "auto",
+        *,
+        window: int = 16,
+        gate: GateInput | None = None,
+        **device: Unpack[DeviceOptions],
     ) -> None:
         width, capacity = check_window(window), check_capacity(slots)
-        super().__init__(layer, capacity, *load_engine("replay", backend, layer, capacity, width, device=device))
+        check_gate(gate, layer)
+        engine = load_engine("replay", backend, layer, capacity, width, gate=gate, device=device)
+        super().__init__(layer, capacity, *engine)
 
 
 def check_window(window: Any) -> int:

@@ -11,7 +11,15 @@ from sketchssm.bench.device import Workload, compile_all, device_bandwidth, devi
 from sketchssm.bench.host import available_cores, copy_bandwidth, measure
 from sketchssm.bench.peers import PEERS, Peer, measure_peer
 from sketchssm.bench.results import BenchResult, StepBytes, step_bytes
-from sketchssm.bench.workloads import MEAN_RANKS, SHAPES, random_plan, random_tokens, spread_ranks, systems
+from sketchssm.bench.workloads import (
+    MEAN_RANKS,
+    SHAPES,
+    random_gate,
+    random_plan,
+    random_tokens,
+    spread_ranks,
+    systems,
+)
 
 __all__ = [
     "MEAN_RANKS",
@@ -29,6 +37,7 @@ __all__ = [
     "measure",
     "measure_device",
     "measure_peer",
+    "random_gate",
     "random_plan",
     "random_tokens",
     "spread_ranks",

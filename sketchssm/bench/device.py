@@ -59,14 +59,16 @@ class Workload:
         Rows of a step; steps.
     seed : int
         Seed of the draw.
+    raw_gate : bool
+        Whether g holds raw gate inputs.
     """
 
-    def __init__(self, layer: Layer, batch: int, window: int, seed: int = 0) -> None:
+    def __init__(self, layer: Layer, batch: int, window: int, seed: int = 0, raw_gate: bool = False) -> None:
         self.layer, self.batch, self.window = layer, batch, window
         # more rows than that repeat the first ones: drawing them on the host would take longer than all timing
-        drawn = random_tokens(layer, min(batch, 32), window, seed)
+        drawn = random_tokens(layer, min(batch, 32), window, seed, raw_gate)
         rows = np.arange(batch) % 32
-        self.steps = [upload(_taken(token_at(drawn, t), rows), ACTIVATION) for t in range(window)]
+        self.steps = [upload(_taken(token_at(drawn, t), rows), ACTIVATION, raw_gate) for t in range(window)]
         self.start = np.random.default_rng(seed).standard_normal(layer.state_shape).astype(np.float32)
 
     def one_row(self) -> Tokens:

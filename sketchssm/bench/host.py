@@ -80,7 +80,7 @@ def measure(
     layer : Layer
         Kind and shape.
     systems : sequence of System
-        What to time, from `systems`.
+        What to time, from `systems`; with a gate all or none.
     batch : int
         Rows of a step.
     window : int
@@ -99,7 +99,7 @@ def measure(
     list of BenchResult
         Times, bytes and error of each system.
     """
-    tokens = random_tokens(layer, batch, window, seed)
+    tokens = random_tokens(layer, batch, window, seed, any(system.gate is not None for system in systems))
     steps = [token_at(tokens, t) for t in range(window)]
     one_row = Tokens(*(None if x is None else x[:1] for x in tokens))
     start = np.random.default_rng(seed).standard_normal((1, *layer.state_shape)).astype(np.float32)

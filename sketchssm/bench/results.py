@@ -162,8 +162,8 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     window : int
         Tokens from one flush to the next.
     on_device : bool, default False
-        Whether q, k, v and outputs are bf16 and sketches packed as the CUDA kernels do it, instead of float32 and the
-        byte model's.
+        Whether q, k, v, raw gate inputs and outputs are bf16 and sketches packed as the CUDA kernels do it, instead of
+        float32 and the byte model's.
 
     Returns
     -------
@@ -174,7 +174,8 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
-    taken = sum((activation if name in "qkv" else 4) * size for name, size in sizes.items())
+    narrow = "qkv" if system.gate is None else "qkvg"
+    taken = sum((activation if name in narrow else 4) * size for name, size in sizes.items())
     moved = taken + activation * layer.heads * layer.value_dim
     whole = layer.heads * traffic.standard(layer.key_dim, layer.value_dim)
     if system.name == "standard":

@@ -10,10 +10,20 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
+from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
-__all__ = ["MEAN_RANKS", "SHAPES", "random_plan", "random_tokens", "spread_ranks", "systems", "token_at"]
+__all__ = [
+    "MEAN_RANKS",
+    "SHAPES",
+    "random_gate",
+    "random_plan",
+    "random_tokens",
+    "spread_ranks",
+    "systems",
+    "token_at",
+]
 
 SHAPES = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
@@ -61,7 +71,27 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
     return np.minimum(np.resize(eight, heads), limit)
 
 
-def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0) -> Tokens:
+def random_gate(layer: Layer, seed: int = 0) -> GateInput:
+    """Draw a kda layer's gate: rates and steps as layers are initialised with.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    seed : int, default 0
+        Seed of the draw.
+
+    Returns
+    -------
+    GateInput
+        Rates of 1 to 16; a raw input of 0 is a step of 0.001 to 0.1.
+    """
+    rng = np.random.default_rng(seed)
+    step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), (layer.heads, layer.key_dim)))
+    return GateInput(np.log(rng.uniform(1, 16, layer.heads)), np.log(np.expm1(step)))
+
+
+def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate: bool = False) -> Tokens:
     """Draw inputs of a layer: unit keys and queries, mild decay.
 
     Parameters
@@ -72,6 +102,8 @@ def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0) -> Token
         Leading axes.
     seed : int, default 0
         Seed of the draw.
+    raw_gate : bool, default False
+        Whether g is to hold raw gate inputs.
 
     Returns
     -------
@@ -82,7 +114,9 @@ def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0) -> Token
     drawn: dict[str, Array] = {}
     for name, tail in layer.token_shapes().items():
         shape = (batch, tokens, *tail)
-        if name == "g":
+        if name == "g" and raw_gate:
+            drawn[name] = rng.standard_normal(shape, dtype=np.float32)
+        elif name == "g":
             drawn[name] = -rng.random(shape, dtype=np.float32) / 10
         elif name == "beta":
             drawn[name] = rng.random(shape, dtype=np.float32)
@@ -140,7 +174,7 @@ def random_plan(
     return SketchPlan(basis, ranks, window, map, pivots)
 
 
-def systems(layer: Layer, window: int, plans: Sequence[SketchPlan]) -> list[System]:
+def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None) -> list[System]:
     """List what a benchmark compares: standard, replay, and one sketch for each plan.
 
     Parameters
@@ -151,12 +185,14 @@ def systems(layer: Layer, window: int, plans: Sequence[SketchPlan]) -> list[Syst
         Tokens from one flush to the next.
     plans : sequence of SketchPlan
         Plans of the sketches.
+    gate : GateInput, optional
+        Of heads that take raw gate inputs.
 
     Returns
     -------
     list of System
         Entries for `measure` and `measure_device`.
     """
-    return exact_systems(layer, window) + [
-        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}") for plan in plans
+    return exact_systems(layer, window, gate) + [
+        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}", gate) for plan in plans
     ]

@@ -21,6 +21,7 @@ from sketchssm.plan import MAPS
 if TYPE_CHECKING:
     from sketchssm.bench import BenchResult
     from sketchssm.cli.output import Output
+    from sketchssm.gates import GateInput
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import Layer
 
@@ -39,6 +40,7 @@ class Case:
     batch: int
     window: int
     plans: list[SketchPlan]
+    gate: GateInput | None
 
 
 @click.command("bench")
@@ -65,6 +67,7 @@ class Case:
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
 )
+@click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
 @click.option(
     "--plot",
@@ -82,6 +85,7 @@ def command(
     maps: tuple[str, ...],
     pivots: int,
     seconds: float | None,
+    raw_gate: bool,
     peers: bool,
     plot: Path | None,
     backend: str,
@@ -105,6 +109,8 @@ def command(
         backend = "cpu" if cuda.missing() else "cuda"
     if peers and backend != "cuda":
         raise click.BadParameter("other libraries are timed on a GPU only", param_hint="--peers")
+    if raw_gate and peers:
+        raise click.BadParameter("other libraries are timed with log-decays only", param_hint="--raw-gate")
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):
             raise click.BadParameter(f"expected a name that ends in .png or .svg, got {plot}", param_hint="--plot")
@@ -114,12 +120,14 @@ def command(
     cases = []
     for name in shapes or bench.SHAPES:
         layer = bench.SHAPES[name]
+        gate = bench.random_gate(layer, seed) if raw_gate and layer.kind == "kda" else None
+        shape = name if gate is None else f"{name}, raw gate"
         for window in windows:
             spread = [
                 bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)
             ]
             plans = [bench.random_plan(layer, r, window, m, pivots, seed) for r in spread for m in chosen]
-            cases += [Case(name, layer, batch, window, plans) for batch in batches or BATCHES[kind]]
+            cases += [Case(shape, layer, batch, window, plans, gate) for batch in batches or BATCHES[kind]]
     output = Output(json_file)
     time = _on_device if kind == "cuda" else _on_host(backend)
     report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed, peers)
@@ -147,7 +155,7 @@ def _on_host(backend: str) -> Timing:
         with output.progress("timing", len(cases)) as step:
             for case in cases:
                 step(f"{case.shape}, batch {case.batch}, window {case.window}")
-                listed = bench.systems(case.layer, case.window, case.plans)
+                listed = bench.systems(case.layer, case.window, case.plans, case.gate)
                 results += bench.measure(
                     case.shape,
                     case.layer,
@@ -174,13 +182,13 @@ def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, pee
     results = []
     with output.progress("compiling", len(cases) + 1) as step:
         step("compiling")
-        listed = {id(case): bench.systems(case.layer, case.window, case.plans) for case in cases}
+        listed = {id(case): bench.systems(case.layer, case.window, case.plans, case.gate) for case in cases}
         one_batch = {(case.shape, case.window): case for case in cases}
         compiled = bench.compile_all([system for case in one_batch.values() for system in listed[id(case)]])
         bandwidth = bench.device_bandwidth()
         for case in cases:
             step(f"{case.shape}, batch {case.batch}, window {case.window}")
-            work = bench.Workload(case.layer, case.batch, case.window, seed)
+            work = bench.Workload(case.layer, case.batch, case.window, seed, case.gate is not None)
             for system in listed[id(case)]:
                 try:
                     results.append(bench.measure_device(case.shape, system, work, bandwidth, seconds=seconds))

@@ -32,9 +32,11 @@ class DeviceArrays:
         Type of q, k and v for the kernels; by default what the first call's need.
     output : str, optional
         Type in which kernels write outputs; the activations' by default.
+    raw_gate : bool, default False
+        Whether the argument g is an activation too.
     """
 
-    def __init__(self, activation: str | None = None, output: str | None = None) -> None:
+    def __init__(self, activation: str | None = None, output: str | None = None, raw_gate: bool = False) -> None:
         import cupy
 
         self.cupy = cupy
@@ -42,6 +44,7 @@ class DeviceArrays:
         self.home = self.device.id
         self.activation = activation
         self.converts = activation is not None
+        self.activations = "qkvg" if raw_gate else "qkv"  # arguments of that type
         self._output = output
         self.cupy_port = CupyPort()
         self._torch: TorchPort | None = None

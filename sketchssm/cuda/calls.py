@@ -116,15 +116,17 @@ class DeviceCall:
         return tuple(found)
 
     def _tokens(self, given: Tokens, several: bool) -> Tokens:
-        activation = self._arrays.activation
+        activation, narrow = self._arrays.activation, self._arrays.activations
         if activation is None:
-            names = {self._type_name(x, name) for name, x in zip("qkv", given[:3], strict=True)}
+            names = {self._type_name(getattr(given, name), name) for name in narrow}
             activation = names.pop() if len(names) == 1 and names <= {"bfloat16", "float16"} else "float32"
-        q, k, v = (self._take(x, name, activation, several) for name, x in zip("qkv", given[:3], strict=True))
-        g = self._take(given.g, "g", "float32", several)
-        beta = None if given.beta is None else self._take(given.beta, "beta", "float32", several)
+        taken = (
+            None if x is None else self._take(x, name, activation if name in narrow else "float32", several)
+            for name, x in given._asdict().items()
+        )
+        tokens = Tokens(*taken)
         self._arrays.activation = activation
-        return Tokens(q, k, v, g, beta)
+        return tokens
 
     def states(self, state: Any, slots: Any) -> Any:
         """See `sketchssm.backends.Call`."""
@@ -186,7 +188,7 @@ class DeviceCall:
         host = interop.to_host(array, name)
         self._check_type(host.dtype.name, host, name, want)
         wide = np.ascontiguousarray(host, dtype=host_type(want))
-        if self._live is not None:
+        if self._live is not None and name not in self._arrays.activations:
             HOST.check(name, wide[self._live])
         return self._arrays.cupy.asarray(wide.reshape(_with_tokens(wide.shape, several)).view(KERNEL_TYPES[want]))
 

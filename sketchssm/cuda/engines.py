@@ -93,10 +93,11 @@ class SketchEngine(StandardEngine):
 
         layer, slots, window = self.layer, self.slots, self.window
         activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
+        gates = activation if self._raw_gate else np.float32
         self.ring = (
             cupy.zeros((slots, layer.key_heads, window, layer.key_dim), dtype=activation),
             cupy.zeros((slots, layer.heads, window, layer.value_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, window, layer.gate_channels), dtype=np.float32),
+            cupy.zeros((slots, layer.heads, window, layer.gate_channels), dtype=gates),
             cupy.zeros((slots, layer.heads, window) if layer.erases else (1,), dtype=np.float32),
         )
 
@@ -179,10 +180,15 @@ class SketchEngine(StandardEngine):
             for t in range(out.shape[1]):
                 self._token(part, slots[rows], out[rows], t)
 
+    def _memory(self) -> tuple[Any, ...]:
+        """Where the slots are, and the gate, for both kernels."""
+        own = (self.state, self._slot_stride, self.position, *self.ring, self._gate)
+        return (*own, self.sketch, np.int64(self.sketch.shape[1]))
+
     def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
         batch, length = out.shape[:2]
         kernel, shared, most = self._kernel(0)
-        state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
+        state = self._memory()
         inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
         blocks, warps = batch * self._dense, 4
         if most:
@@ -201,7 +207,7 @@ class SketchEngine(StandardEngine):
         kernel(blocks, self._flush_threads, args, shared)
 
     def _rebuild(self, slots: Any, mode: int) -> None:
-        state = (self.state, self._slot_stride, self.position, *self.ring, self.sketch, np.int64(self.sketch.shape[1]))
+        state = self._memory()
         null = np.uint64(0)
         for first in range(0, slots.shape[0], MAX_ROWS):
             part = slots[first : first + MAX_ROWS]

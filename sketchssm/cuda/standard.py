@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.launch import launcher
@@ -13,6 +14,9 @@ from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.recurrence import Layer, Tokens
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
 
 __all__ = ["StandardEngine"]
 
@@ -30,6 +34,12 @@ def _type(dtype: Any, name: str) -> int:
     return code
 
 
+def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
+    """A gate as the kernels read it: biases, rates, and a bound (see log_decay.cuh)."""
+    parts = (gate.dt_bias.reshape(-1), -np.exp(gate.A_log), [gate.lower_bound or 0.0])
+    return np.concatenate(parts).astype(np.float32)
+
+
 class StandardEngine:
     """The recurrence as it stands: state read and written at every token.
 
@@ -45,6 +55,8 @@ class StandardEngine:
         Type of q, k and v. None: what the first call's need.
     output : str, optional
         Type of outputs; the activations' by default.
+    gate : GateInput, optional
+        Converts raw gate inputs, which have the activations' type.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class StandardEngine:
         state: Any = None,
         activation: str | None = "bfloat16",
         output: str | None = None,
+        gate: GateInput | None = None,
     ) -> None:
         import cupy
 
@@ -62,7 +75,9 @@ class StandardEngine:
         self.layer = layer
         self.slots = slots
         self.value_rows = 8 if layer.erases else 16  # measured on H200
-        self.arrays = DeviceArrays(activation, output)
+        self.arrays = DeviceArrays(activation, output, gate is not None)
+        self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
+        self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
         shape = (slots, *layer.state_shape)
         self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
         self._slot_stride = np.int64(self.state.strides[0] // 4)
@@ -94,6 +109,7 @@ class StandardEngine:
             "V": layer.value_dim,
             "ACT": self._types[0],
             "OUT": self._types[1],
+            "RAW_GATE": self._raw_gate,
         }
 
     def warmup(self, activation: str | None = None) -> None:
@@ -124,11 +140,12 @@ class StandardEngine:
             return
         kernel, _, _ = self._kernel(0)
         tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
-        args = (self.state, self._slot_stride, *self._pointers(tokens), out, slots, np.int32(batch), np.int32(length))
-        kernel(-(-tasks // 4), 128, args)
+        state, counts = (self.state, self._slot_stride, self._gate), (np.int32(batch), np.int32(length))
+        kernel(-(-tasks // 4), 128, (*state, *self._pointers(tokens), out, slots, *counts))
 
     def _check(self, tokens: Tokens, out: Any) -> None:
-        for name, array in zip("qkv", tokens[:3], strict=True):
+        for name in self.arrays.activations:
+            array = getattr(tokens, name)
             if _type(array.dtype, name) != self._types[0]:
                 raise TypeError(f"{name}: the engine was made for {self.arrays.activation}, got {array.dtype}")
         if _type(out.dtype, "out") != self._types[1]:

@@ -16,16 +16,18 @@ AHEAD = 256 << 20
 """Bytes that are cleared before a graph is timed, so that it is in the queue when its turn comes."""
 
 
-def upload(tokens: Tokens, activation: str = "float32") -> Tokens:
-    """Copy inputs to the current device: q, k and v in the activations' type, gates in float32."""
+def upload(tokens: Tokens, activation: str = "float32", raw_gate: bool = False) -> Tokens:
+    """Copy inputs to the current device: q, k, v and raw gate inputs in the activations' type, gates in float32."""
     import cupy
     import ml_dtypes
 
     wide = np.dtype(np.float32)
     narrow = np.dtype(ml_dtypes.bfloat16 if activation == "bfloat16" else activation)
 
+    activations = "qkvg" if raw_gate else "qkv"
+
     def copied(name: str, x: Any) -> Any:
-        return cupy.asarray(np.ascontiguousarray(x, dtype=narrow if name in "qkv" else wide))
+        return cupy.asarray(np.ascontiguousarray(x, dtype=narrow if name in activations else wide))
 
     return Tokens(*(None if x is None else copied(name, x) for name, x in tokens._asdict().items()))
 

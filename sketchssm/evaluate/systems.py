@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, run
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
 
 __all__ = ["System", "SystemResult", "compare", "exact_systems", "relative_error", "sketch_system"]
 
@@ -41,12 +44,15 @@ class System:
         Traffic reduction relative to standard decoding.
     plan : SketchPlan or None
         The plan of a sketch.
+    gate : GateInput or None
+        What its head makes log-decays of raw gate inputs with; `compare` has log-decays alone.
     """
 
     name: str
     build: Callable[[int, str], DecodeHead]
     reduction: float
     plan: SketchPlan | None = None
+    gate: GateInput | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class SystemResult:
     rows: int
 
 
-def exact_systems(layer: Layer, window: int = 16) -> list[System]:
+def exact_systems(layer: Layer, window: int = 16, gate: GateInput | None = None) -> list[System]:
     """List the exact systems: standard decoding and buffered replay.
 
     Parameters
@@ -97,6 +103,8 @@ def exact_systems(layer: Layer, window: int = 16) -> list[System]:
         Kind and shape.
     window : int, default 16
         Tokens from one flush to the next.
+    gate : GateInput, optional
+        Of heads that take raw gate inputs.
 
     Returns
     -------
@@ -106,12 +114,12 @@ def exact_systems(layer: Layer, window: int = 16) -> list[System]:
     whole = traffic.standard(layer.key_dim, layer.value_dim)
     replayed = traffic.replay(layer.key_dim, layer.value_dim, window)
     return [
-        System("standard", partial(StandardHead, layer), 1.0),
-        System("replay", partial(ReplayHead, layer, window=window), whole / replayed),
+        System("standard", partial(StandardHead, layer, gate=gate), 1.0, gate=gate),
+        System("replay", partial(ReplayHead, layer, window=window, gate=gate), whole / replayed, gate=gate),
     ]
 
 
-def sketch_system(plan: SketchPlan, name: str) -> System:
+def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None) -> System:
     """Make the entry of a sketch.
 
     Parameters
@@ -120,13 +128,15 @@ def sketch_system(plan: SketchPlan, name: str) -> System:
         Plan of the layer.
     name : str
         What to call it.
+    gate : GateInput, optional
+        Of a head that takes raw gate inputs.
 
     Returns
     -------
     System
         An entry for `compare`.
     """
-    return System(name, partial(SketchHead, plan), traffic.plan_reduction(plan), plan)
+    return System(name, partial(SketchHead, plan, gate=gate), traffic.plan_reduction(plan), plan, gate)
 
 
 def compare(

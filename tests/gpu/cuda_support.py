@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+from samples import gate_of
 
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -26,8 +27,18 @@ def to_device(x, activation):
     return cupy.asarray(np.ascontiguousarray(x.astype(activation)))
 
 
-def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True):
-    """Host inputs ``(batch, tokens, ...)``, representable in the activation type; gates of all strengths."""
+def named_gate(name, layer, rng):
+    """The gate of a layer whose name says that it has one: of the softplus ("raw") or fla's bounded one."""
+    if not name.endswith(("raw", "bounded")):
+        return None
+    return gate_of(rng, layer, -5.0 if name.endswith("bounded") else None)
+
+
+def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True, gate=None):
+    """Host inputs ``(batch, tokens, ...)``, representable in the activation type; gates of all strengths.
+
+    With a gate g is raw.
+    """
     shape = (batch, tokens)
     q, k = rng.standard_normal((2, *shape, layer.key_heads, layer.key_dim))
     q, k = q / np.linalg.norm(q, axis=-1, keepdims=True), k / np.linalg.norm(k, axis=-1, keepdims=True)
@@ -37,13 +48,21 @@ def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True):
     if hard_gates:
         draw = rng.uniform(size=g.shape)
         g = np.where(draw < 0.02, -50.0, np.where(draw < 0.03, -np.inf, np.where(draw < 0.1, 0.0, g)))
+    if gate is not None:
+        hard = {-50.0: 100.0, -np.inf: np.inf, 0.0: -np.inf}
+        raw = rng.standard_normal(g.shape)
+        g = round_to(np.select([g == x for x in hard], list(hard.values()), raw), activation)
     beta = rng.uniform(0.1, 1.0, (*shape, layer.heads)).astype(np.float32) if layer.erases else None
     return Tokens(*(round_to(x, activation) for x in (q, k, v)), g.astype(np.float32), beta)
 
 
-def tokens_to_device(tokens, activation):
+def tokens_to_device(tokens, activation, gate=None):
+    narrow = "qkv" if gate is None else "qkvg"
     return Tokens(
-        *(None if x is None else to_device(x, activation if i < 3 else "float32") for i, x in enumerate(tokens))
+        *(
+            None if x is None else to_device(x, activation if name in narrow else "float32")
+            for name, x in tokens._asdict().items()
+        )
     )
 
 
@@ -94,8 +113,11 @@ def slot_table(batch, slots, tokens, rng, *, padding=0.2):
     return table.astype(np.int64)
 
 
-def run_pair(device, reference, layer, tokens, table, activation):
-    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token."""
+def run_pair(device, reference, layer, tokens, table, activation, gate=None):
+    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token.
+
+    With a gate, raw inputs go to the device, and log-decays to the reference.
+    """
     import cupy
 
     batch, length = tokens.v.shape[:2]
@@ -106,8 +128,10 @@ def run_pair(device, reference, layer, tokens, table, activation):
         step = Tokens(*(x if x is None else np.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
         out = cupy.full((batch, 1, layer.heads, layer.value_dim), np.nan, dtype=out_type)
         where[:, t] = np.where(table[t] >= 0, reference.position[table[t]], -1)
-        device.step(tokens_to_device(step, activation), cupy.asarray(table[t]), out)
-        reference.step(step, table[t], want[:, t : t + 1])
+        device.step(tokens_to_device(step, activation, gate), cupy.asarray(table[t]), out)
+        reference.step(
+            step if gate is None else step._replace(g=gate.log_decays(step.g)), table[t], want[:, t : t + 1]
+        )
         got[:, t] = out.get()[:, 0]
     return got, want, where
 
@@ -119,4 +143,6 @@ LAYERS = {
     "mamba2-80": Layer("mamba2", 8, 128, 80, 2),
     "gdn-96": Layer("gdn", 4, 64, 96, 1),
     "kda-64": Layer("kda", 2, 64, 64, 2),
+    "kda-raw": Layer("kda", 3, 128, 128, 3),
+    "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }

@@ -2,7 +2,7 @@
 
 import cupy
 import numpy as np
-from cuda_support import LAYERS, make_plan, make_tokens, tokens_to_device
+from cuda_support import LAYERS, make_plan, make_tokens, named_gate, tokens_to_device
 
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine
 from sketchssm.cuda.standard import StandardEngine
@@ -11,9 +11,9 @@ from sketchssm.recurrence import DENSE, Tokens
 WINDOW, SLOTS, STEPS = 4, 3, 10
 
 
-def run(engine, layer, activation, rng):
+def run(engine, layer, activation, gate, rng):
     slots = cupy.asarray(np.array([2, -1, 0]))
-    tokens = tokens_to_device(make_tokens(layer, 3, STEPS, activation, rng), activation)
+    tokens = tokens_to_device(make_tokens(layer, 3, STEPS, activation, rng, gate=gate), activation, gate)
     engine.load_state(cupy.zeros((SLOTS, *layer.state_shape), dtype=np.float32), cupy.arange(SLOTS))
     for t in range(STEPS):
         token = Tokens(*(x if x is None else cupy.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
@@ -23,18 +23,21 @@ def run(engine, layer, activation, rng):
     cupy.cuda.Device().synchronize()
 
 
+CASES = [(name, activation) for name in ("mamba2", "gdn", "kda") for activation in ("bfloat16", "float32")]
+MAPS = {("gdn", "bfloat16"): ("lowrank", "ridge", "prior", "offline"), ("kda-raw", "bfloat16"): ("lowrank",)}
+
+
 def main():
     rng = np.random.default_rng(0)
-    for name in ("mamba2", "gdn", "kda"):
+    for name, activation in [*CASES, ("kda-raw", "bfloat16")]:
         layer = LAYERS[name]
-        ranks = np.resize([9, DENSE, 3], layer.heads)
-        for activation in ("bfloat16", "float32"):
-            options = {"activation": activation, "output": "float32"}
-            run(StandardEngine(layer, SLOTS, **options), layer, activation, rng)
-            run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, rng)
-            for kind in ("lowrank", "ridge") if activation == "float32" else ("lowrank", "ridge", "prior", "offline"):
-                plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW)
-                run(SketchEngine(plan, SLOTS, **options), layer, activation, rng)
+        gate = named_gate(name, layer, rng)
+        options = {"activation": activation, "output": "float32", "gate": gate}
+        run(StandardEngine(layer, SLOTS, **options), layer, activation, gate, rng)
+        run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, gate, rng)
+        for kind in MAPS.get((name, activation), ("lowrank", "ridge")):
+            plan = make_plan(layer, np.resize([9, DENSE, 3], layer.heads), rng, map=kind, window=WINDOW)
+            run(SketchEngine(plan, SLOTS, **options), layer, activation, gate, rng)
     print("all kernels have run")
 
 

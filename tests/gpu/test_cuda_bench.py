@@ -23,13 +23,14 @@ pytestmark = pytest.mark.gpu
 ROUNDED, EXACT = 1.2e-2, 2e-6
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
-def test_all_systems(kind):
-    layer = LAYERS[kind]
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+def test_all_systems(name):
+    layer = LAYERS[name]
+    gate = bench.random_gate(layer) if name == "kda-raw" else None
     ranks = bench.spread_ranks(layer.heads, 5, layer.key_dim)
-    systems = bench.systems(layer, 4, [bench.random_plan(layer, ranks, 4, m) for m in ("lowrank", "ridge")])
+    systems = bench.systems(layer, 4, [bench.random_plan(layer, ranks, 4, m) for m in ("lowrank", "ridge")], gate)
     assert bench.compile_all(systems) > 0
-    work = bench.Workload(layer, 3, 4)
+    work = bench.Workload(layer, 3, 4, raw_gate=gate is not None)
     for system in systems:
         result = bench.measure_device("tiny", system, work, 1e12, seconds=0)
         assert result.backend == "cuda"

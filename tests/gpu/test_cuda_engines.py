@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from cuda_support import LAYERS, error, evaluated, make_plan, make_tokens, run_pair, slot_table, tokens_to_device
+from cuda_support import (
+    LAYERS,
+    error,
+    evaluated,
+    make_plan,
+    make_tokens,
+    named_gate,
+    run_pair,
+    slot_table,
+    tokens_to_device,
+)
 
 from sketchssm.recurrence import DENSE
 from sketchssm.reference import engines as reference
@@ -38,18 +48,19 @@ def test_standard(name, activation, rng, cupy):
     from sketchssm.cuda.engines import StandardEngine
 
     layer = LAYERS[name]
-    device = StandardEngine(layer, 6, activation=activation, output="float32")
+    gate = named_gate(name, layer, rng)
+    device = StandardEngine(layer, 6, activation=activation, output="float32", gate=gate)
     oracle = reference.StandardEngine(layer, 6)
-    tokens = make_tokens(layer, 4, 60, activation, rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(4, 6, 60, rng), activation)
+    tokens = make_tokens(layer, 4, 60, activation, rng, gate=gate)
+    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(4, 6, 60, rng), activation, gate)
     assert error(got, want) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
-    several = StandardEngine(layer, 6, activation=activation, output="float32")
+    several = StandardEngine(layer, 6, activation=activation, output="float32", gate=gate)
     out = cupy.full(got.shape, np.nan, dtype=np.float32)
-    several.step(tokens_to_device(tokens, activation), cupy.arange(4), out)
-    single = StandardEngine(layer, 6, activation=activation, output="float32")
+    several.step(tokens_to_device(tokens, activation, gate), cupy.arange(4), out)
+    single = StandardEngine(layer, 6, activation=activation, output="float32", gate=gate)
     alone, _, _ = run_pair(
-        single, reference.StandardEngine(layer, 6), layer, tokens, np.tile(np.arange(4), (60, 1)), activation
+        single, reference.StandardEngine(layer, 6), layer, tokens, np.tile(np.arange(4), (60, 1)), activation, gate
     )
     assert np.array_equal(out.get(), alone)
 
@@ -63,12 +74,13 @@ def test_replay(name, activation, window, rng, cupy):
     if window != 16 and activation == "float16":
         pytest.skip("covered by window 16")
     layer = LAYERS[name]
-    device = ReplayEngine(layer, 6, window, activation=activation, output="float32")
+    gate = named_gate(name, layer, rng)
+    device = ReplayEngine(layer, 6, window, activation=activation, output="float32", gate=gate)
     poison_rings(device)
     oracle = reference.ReplayEngine(layer, 6, window)
-    tokens = make_tokens(layer, 4, 5 * window, activation, rng)
+    tokens = make_tokens(layer, 4, 5 * window, activation, rng, gate=gate)
     table = slot_table(4, 6, 5 * window, rng)
-    got, want, where = run_pair(device, oracle, layer, tokens, table, activation)
+    got, want, where = run_pair(device, oracle, layer, tokens, table, activation, gate)
     flushes = where == window - 1
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
@@ -93,7 +105,8 @@ def test_sketch(name, kind, stored, rng, cupy):
     ridge = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001}.get(kind, 0.0)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=ridge)
     activation = "bfloat16"
-    device = SketchEngine(plan, 6, stored, activation=activation, output="float32")
+    gate = named_gate(name, layer, rng)
+    device = SketchEngine(plan, 6, stored, activation=activation, output="float32", gate=gate)
     poison_rings(device)
     device.sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(6))
@@ -102,8 +115,8 @@ def test_sketch(name, kind, stored, rng, cupy):
     device.load_state(cupy.asarray(start), cupy.arange(6))
     oracle.load_state(start.astype(np.float64), np.arange(6))
     length = 40
-    tokens = make_tokens(layer, 4, length, activation, rng)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 6, length, rng), activation)
+    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 6, length, rng), activation, gate)
     flushes = where == plan.window - 1
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
@@ -150,17 +163,18 @@ def test_outputs_of_padding_are_zero(rng, cupy):
     assert device.position.get().tolist() == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_graph_replay_with_changing_slots(name, rng, cupy):
     """One captured step serves thousands: slots and inputs change in place, flushes come by themselves."""
     from sketchssm.cuda.engines import SketchEngine
 
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
-    eager, captured = (SketchEngine(plan, 6, output="float32") for _ in range(2))
-    tokens = make_tokens(layer, 4, 1200, "bfloat16", rng)
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    gate = named_gate(name, layer, rng)
+    eager, captured = (SketchEngine(plan, 6, output="float32", gate=gate) for _ in range(2))
+    tokens = make_tokens(layer, 4, 1200, "bfloat16", rng, gate=gate)
     table = slot_table(4, 6, 1200, rng)
-    first = tokens_to_device(type(tokens)(*(x if x is None else x[:, :1] for x in tokens)), "bfloat16")
+    first = tokens_to_device(type(tokens)(*(x if x is None else x[:, :1] for x in tokens)), "bfloat16", gate)
     slots = cupy.full(4, -1, dtype=np.int64)
     out = cupy.empty((4, 1, layer.heads, layer.value_dim), dtype=np.float32)
     captured.warmup()
@@ -171,7 +185,7 @@ def test_graph_replay_with_changing_slots(name, rng, cupy):
         graph = stream.end_capture()
     cupy.cuda.Device().synchronize()
     for t in range(1200):
-        now = tokens_to_device(type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens)), "bfloat16")
+        now = tokens_to_device(type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens)), "bfloat16", gate)
         expected = cupy.empty_like(out)
         eager.step(now, cupy.asarray(table[t]), expected)
         for old, new in zip(first, now, strict=True):
@@ -186,17 +200,19 @@ def test_graph_replay_with_changing_slots(name, rng, cupy):
     assert np.array_equal(captured.state.get(), eager.state.get())
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
     from sketchssm.cuda.engines import SketchEngine
 
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
-    alone, together = (SketchEngine(plan, 64, output="float32") for _ in range(2))
-    tokens = make_tokens(layer, 64, 40, "bfloat16", rng)
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    gate = named_gate(name, layer, rng)
+    alone, together = (SketchEngine(plan, 64, output="float32", gate=gate) for _ in range(2))
+    tokens = make_tokens(layer, 64, 40, "bfloat16", rng, gate=gate)
     for t in range(40):
-        now = tokens_to_device(type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens)), "bfloat16")
-        one = tokens_to_device(type(tokens)(*(x if x is None else x[37:38, t : t + 1] for x in tokens)), "bfloat16")
+        step = type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens))
+        now = tokens_to_device(step, "bfloat16", gate)
+        one = tokens_to_device(type(tokens)(*(x if x is None else x[37:38] for x in step)), "bfloat16", gate)
         out, single = (
             cupy.empty((64, 1, layer.heads, layer.value_dim), np.float32),
             cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32),
@@ -241,13 +257,15 @@ def test_long_runs_stay_exact(rng, cupy):
     from sketchssm.cuda.engines import ReplayEngine, StandardEngine
     from sketchssm.reference.recurrence import run
 
-    for name in ("mamba2", "gdn", "kda"):
+    for name in ("mamba2", "gdn", "kda", "kda-raw", "kda-64-bounded"):
         layer = LAYERS[name]
-        tokens = make_tokens(layer, 2, 4096, "bfloat16", rng, hard_gates=False)
-        want, state = run(layer, *tokens)
-        for engine in (StandardEngine(layer, 2, output="float32"), ReplayEngine(layer, 2, 16, output="float32")):
+        gate = named_gate(name, layer, rng)
+        tokens = make_tokens(layer, 2, 4096, "bfloat16", rng, hard_gates=False, gate=gate)
+        want, state = run(layer, *(tokens if gate is None else tokens._replace(g=gate.log_decays(tokens.g))))
+        options = {"output": "float32", "gate": gate}
+        for engine in (StandardEngine(layer, 2, **options), ReplayEngine(layer, 2, 16, **options)):
             out = cupy.empty((2, 4096, layer.heads, layer.value_dim), dtype=np.float32)
-            engine.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), out)
+            engine.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(2), out)
             at = slice(15, None, 16)
             figures = error(out.get()[:, at], want[:, at]), error(out.get(), want), error(engine.state.get(), state)
             print(

@@ -5,7 +5,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_support import LAYERS, error, make_plan, make_tokens, slot_table
+from cuda_support import LAYERS, error, make_plan, make_tokens, named_gate, slot_table
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, Tokens
@@ -20,22 +20,25 @@ RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kd
 SYSTEMS = ("standard", "replay", "sketch")
 
 
-def heads_of(system, layer, slots, rng, **device):
+def heads_of(system, layer, slots, rng, gate=None, **device):
     """A head on the device and its float64 twin."""
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     build = {
-        "standard": lambda *a, **o: ss.StandardHead(layer, slots, *a, **o),
-        "replay": lambda *a, **o: ss.ReplayHead(layer, slots, *a, **o),
-        "sketch": lambda *a, **o: ss.SketchHead(plan, slots, *a, **o),
+        "standard": lambda *a, **o: ss.StandardHead(layer, slots, *a, gate=gate, **o),
+        "replay": lambda *a, **o: ss.ReplayHead(layer, slots, *a, gate=gate, **o),
+        "sketch": lambda *a, **o: ss.SketchHead(plan, slots, *a, gate=gate, **o),
     }[system]
     head = build("cuda", **device)
     head.warmup()
     return head, build("reference")
 
 
-def each(tokens, convert, activation=None):
-    """Tokens as another framework's arrays; q, k and v in the activations' type."""
-    return Tokens(*(None if x is None else convert(x, activation if i < 3 else None) for i, x in enumerate(tokens)))
+def each(tokens, convert, activation=None, gate=None):
+    """Tokens as another framework's arrays; q, k, v and raw gate inputs in the activations' type."""
+    narrow = 3 if gate is None else 4
+    return Tokens(
+        *(None if x is None else convert(x, activation if i < narrow else None) for i, x in enumerate(tokens))
+    )
 
 
 def at(tokens, index):
@@ -91,25 +94,27 @@ def convert(request, cupy):
 
 class TestFrameworks:
     @pytest.mark.parametrize("system", SYSTEMS)
-    @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
-    def test_outputs_and_states(self, convert, system, kind, rng):
+    @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+    def test_outputs_and_states(self, convert, system, name, rng):
         """bf16 in and out, padding, slots that change, several tokens at once: the reference's, rounded."""
-        layer = LAYERS[kind]
-        head, twin = heads_of(system, layer, 6, rng)
-        tokens, start = make_tokens(layer, 4, 40, "bfloat16", rng), rng.standard_normal((6, *layer.state_shape))
+        layer = LAYERS[name]
+        gate = named_gate(name, layer, rng)
+        head, twin = heads_of(system, layer, 6, rng, gate)
+        tokens = make_tokens(layer, 4, 40, "bfloat16", rng, gate=gate)
+        start = rng.standard_normal((6, *layer.state_shape))
         start = start.astype(np.float32)
         head.load_state(convert(start, None))
         twin.load_state(start)
         table = slot_table(4, 6, 36, rng)
         for t in range(36):
-            given = each(at(tokens, np.s_[:, t]), convert, "bfloat16")
+            given = each(at(tokens, np.s_[:, t]), convert, "bfloat16", gate)
             output = head.step(*given, slots=convert(table[t], None))
             want = twin.step(*at(tokens, np.s_[:, t]), slots=table[t])
             assert type(output) is type(given.v)
             assert output.dtype == given.v.dtype
             assert error(wide(output), want) < (STORED if system == "sketch" else ROUNDED)
             assert not wide(output)[table[t] < 0].any()
-        several = head.step(*each(at(tokens, np.s_[:, 36:]), convert, "bfloat16"))
+        several = head.step(*each(at(tokens, np.s_[:, 36:]), convert, "bfloat16", gate))
         want = twin.step(*at(tokens, np.s_[:, 36:]))
         assert error(wide(several), want) < (STORED if system == "sketch" else ROUNDED)
         head.flush(convert(np.array([0, -1, 2]), None))

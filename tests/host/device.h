@@ -385,6 +385,13 @@ inline const char* launch(const char* name, void (*kernel)(void**), const Launch
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(dynamic_shared, (l.shared_bytes + 128) / 128 * 128);
 #endif
+    for (unsigned i = 0; i < threads && fibers[i].stack; i++) {  // many variants' would be more mappings than a process may have
+#if defined(__SANITIZE_ADDRESS__)
+        __asan_unpoison_memory_region(fibers[i].stack, STACK);
+#endif
+        munmap(fibers[i].stack, STACK);
+        fibers[i].stack = nullptr;
+    }
     std::free(dynamic_shared);
     if (failure.empty()) return nullptr;
     failure = std::string(name) + ", " + failure;

@@ -1,0 +1,51 @@
+// Log-decays as they come in: themselves, in float32, or kda's raw gate inputs, in the activations' type.
+//
+// -D constant: RAW_GATE (0: log-decays; 1: g = rate softplus(a + bias), rate = -exp(A_log); 2: g = bound sigmoid(-rate
+// (a + bias))). The host packs what belongs to it: biases (HEADS, K), then rates (HEADS), then the bound.
+#pragma once
+#include "common.cuh"
+
+constexpr int GATE_TYPE = RAW_GATE ? ACT : FP32;
+typedef Element<GATE_TYPE>::type gate_t;
+static_assert(!RAW_GATE || KIND == KDA, "raw gates are decays per channel");
+
+// log(1 + exp x) of any x, where e = exp(-|x|): to 2e-7 of itself, beside what e is off by. log(1 + e) / e is a polynomial in e of
+// the least relative error on [0, 1] (3e-8).
+__device__ __forceinline__ float softplus(float x, float e) {
+    constexpr float SERIES[] = {0.99999994f, -0.499994934f, 0.333190978f, -0.24842982f,  0.191060066f,
+                                -0.136632442f, 0.078225933f, -0.0295052268f, 0.0052326913f};
+    float sum = SERIES[8];
+#pragma unroll
+    for (int i = 7; i >= 0; i--) sum = fmaf(sum, e, SERIES[i]);
+    return fmaf(sum, e, fmaxf(x, 0.f));
+}
+
+// What a thread knows of N neighbouring channels of a head.
+template <int N> struct GateInput {
+    float rate, bound, bias[N];
+
+    __device__ __forceinline__ void load(const float* packed, int head, int channel) {
+        if constexpr (RAW_GATE) {
+            rate = packed[HEADS * K + head];
+            bound = RAW_GATE == 2 ? packed[HEADS * K + HEADS] : 0.f;
+            Packed<FP32, N> biases;
+            biases.load(packed + head * K + channel);
+#pragma unroll
+            for (int i = 0; i < N; i++) bias[i] = biases[i];
+        }
+    }
+    // Of channel i, to float32 rounding.
+    __device__ __forceinline__ float log_decay(float given, int i) const {
+        const float x = RAW_GATE ? given + bias[i] : given;
+        if constexpr (RAW_GATE == 0) return x;
+        else if constexpr (RAW_GATE == 2) return bound / (1.f + expf(rate * x));
+        else return rate * softplus(x, expf(-fabsf(x)));
+    }
+    // The decay itself, as exact as a sketch: from a log-decay that is right to 1e-6 of it.
+    __device__ __forceinline__ float quick_decay(float given, int i) const {
+        const float x = RAW_GATE ? given + bias[i] : given;
+        if constexpr (RAW_GATE == 0) return __expf(x);
+        else if constexpr (RAW_GATE == 2) return __expf(__fdividef(bound, 1.f + __expf(rate * x)));
+        else return __expf(rate * softplus(x, __expf(-fabsf(x))));
+    }
+};

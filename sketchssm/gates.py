@@ -1,0 +1,140 @@
+"""Log-decays from what a layer computes them from: the formulas, and heads' raw gate inputs.
+
+Everything is float64: a softplus of a very negative argument times a large decay rate is lost in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import expit
+
+from sketchssm.interop import is_real, to_host
+from sketchssm.recurrence import Layer
+
+__all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
+
+Array = npt.NDArray[Any]
+
+LARGEST = 40.0
+"""Of `A_log`, either sign: float32 holds the rate, and times a softplus that float32 flushes it is nothing."""
+
+
+def log_softplus(x: Array) -> Array:
+    """Logarithm of a softplus, exact where that underflows."""
+    # Below -37 the softplus is exp(x) to float64's last digit, and beyond -745 it would underflow.
+    return np.where(x < -37, x, np.log(np.logaddexp(0.0, np.maximum(x, -37))))
+
+
+def scaled_decay(rate_log: Array, log_step: Array) -> Array:
+    """Return ``-exp(rate_log) * step``, as one exponential: neither factor alone can overflow or vanish."""
+    with np.errstate(over="ignore"):  # -inf, a full forget, is the right limit
+        return -np.exp(rate_log + log_step)
+
+
+def bounded_decay(rate_log: Array, x: Array, lower_bound: float) -> Array:
+    """Return fla's bounded log-decay, ``lower_bound * sigmoid(exp(rate_log) * x)``."""
+    with np.errstate(over="ignore"):  # the sigmoid of +-inf is its limit
+        return lower_bound * expit(np.exp(rate_log) * x)
+
+
+@dataclass(frozen=True, eq=False)
+class GateInput:
+    """How a kda layer's log-decays come of its raw gate inputs, for a head that is to do it itself.
+
+    With one of these, the argument g of a head's `step` is the layer's activation a, before the gate, and the head
+    computes ``g = -exp(A_log) * softplus(a + dt_bias)``, or with a `lower_bound`
+    ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``: `models.kda_inputs` without the detour. On ``cuda`` the
+    ring keeps a in the activations' type, half of a float32 log-decay's bytes or less, and all kernels compute g from
+    it; other backends convert it when it comes in.
+
+    Parameters
+    ----------
+    A_log : array, (heads,)
+        Logarithm of each head's decay rate, from -40 to 40; kept as float64.
+    dt_bias : array, (heads, K)
+        Added to a first; ``(heads * K,)``, as layers hold it, is taken too. Kept as float64.
+    lower_bound : float, optional
+        Negative. Selects fla's bounded gate.
+
+    Raises
+    ------
+    TypeError
+        If an array is not one of real floating-point numbers.
+    ValueError
+        If a shape is wrong, a number not finite, a rate out of range, or the bound not negative.
+    """
+
+    A_log: Any
+    dt_bias: Any
+    lower_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        rate_log, bias = _numbers("A_log", self.A_log), _numbers("dt_bias", self.dt_bias)
+        heads = rate_log.size
+        if heads == 0 or max(rate_log.shape, default=1) != heads:
+            raise ValueError(f"A_log: expected shape (heads,), got {rate_log.shape}")
+        if not (np.abs(rate_log) <= LARGEST).all():
+            worst = rate_log.flat[np.argmax(~(np.abs(rate_log) <= LARGEST))]
+            raise ValueError(f"A_log: expected numbers from {-LARGEST:g} to {LARGEST:g}, got {worst}")
+        flat = bias.ndim == 1 and bias.size % heads == 0
+        if bias.size == 0 or not (flat or (bias.ndim == 2 and bias.shape[0] == heads)):
+            raise ValueError(f"dt_bias: expected shape ({heads}, K), got {bias.shape}")
+        if not (np.abs(bias) <= np.finfo(np.float32).max).all():
+            raise ValueError("dt_bias: expected finite float32 numbers, got NaN, infinity or one beyond them")
+        bound = self.lower_bound
+        if bound is not None:
+            if not -np.finfo(np.float32).max <= bound < 0:
+                raise ValueError(f"lower_bound: expected a negative number, got {bound}")
+            object.__setattr__(self, "lower_bound", float(bound))
+        object.__setattr__(self, "A_log", rate_log.reshape(heads))
+        object.__setattr__(self, "dt_bias", bias.reshape(heads, -1))
+
+    def check(self, layer: Layer) -> None:
+        """Check that a layer has such a gate.
+
+        Parameters
+        ----------
+        layer : Layer
+            Kind and shape.
+
+        Raises
+        ------
+        ValueError
+            If its kind is not kda, or heads or channels differ.
+        """
+        if layer.kind != "kda":
+            raise ValueError(f"gate: expected None for {layer.kind}; raw gate inputs are taken for kda alone")
+        want, have = (layer.heads, layer.key_dim), self.dt_bias.shape
+        if have != want:
+            raise ValueError(f"gate: expected A_log and dt_bias of {want} heads and channels, got {have}")
+
+    def log_decays(self, a: npt.ArrayLike) -> Array:
+        """Convert raw gate inputs.
+
+        Parameters
+        ----------
+        a : array_like, (..., heads, K)
+            Raw gate inputs.
+
+        Returns
+        -------
+        ndarray of float64, (..., heads, K)
+            Log-decays, <= 0; NaN where the input is.
+        """
+        raw, rate_log = np.asarray(a, dtype=np.float64) + self.dt_bias, self.A_log[:, None]
+        if self.lower_bound is not None:
+            return bounded_decay(rate_log, raw, self.lower_bound)
+        return scaled_decay(rate_log, log_softplus(raw))
+
+
+def _numbers(name: str, value: Any) -> Array:
+    array = np.asarray(value) if isinstance(value, list | tuple | float) else to_host(value, name)
+    if not is_real(array.dtype):
+        raise TypeError(f"{name}: expected a real floating-point array, got dtype {array.dtype}")
+    own: Array = array.astype(np.float64)
+    own.flags.writeable = False
+    return own
