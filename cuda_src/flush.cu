@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
         count = list_rows(schedule->rows, cursor, slots, batch, mode);
     }
     if (threadIdx.x == 0) m.init();
-    if (W < WP && warp == SERVER)
+    if (RAW && W < WP && warp == SERVER)
         for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
     __syncthreads();
 

@@ -133,8 +133,12 @@ struct Flush {
         const int lane = threadIdx.x % 32, last = buffered(item);
         return lane < last ? kept[lane] : mode == STEP && lane == last ? *own : 0.f;
     }
-    __device__ __forceinline__ float beta_of(const Item& item) const { return ERASES ? scalar(item, ring(item).beta, token(item).beta) : 0.f; }
-    __device__ __forceinline__ float gate_of(const Item& item) const { return KIND == KDA ? 0.f : scalar(item, ring(item).g, token(item).g); }
+    __device__ __forceinline__ float beta_of(const Item& item) const {
+        return ERASES ? scalar(item, ring(item).beta, token(item).beta) : 0.f;
+    }
+    __device__ __forceinline__ float gate_of(const Item& item) const {
+        return KIND == KDA ? 0.f : scalar(item, ring(item).g, token(item).g);
+    }
 };
 
 // A block's items, one after the other, with those ahead. What they are takes two loads, hence so early.

@@ -141,7 +141,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
     auto fetch = [&](const Item& item, int n) {
         if (!item.exists()) return;
         KeyStage& stage = m.keys[n % KEYS];
-        if (f.mode != STEP) stage.clear(f.buffered(item));
+        if (RAW && f.mode != STEP) stage.clear(f.buffered(item));
         stage.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
     };
     auto fetch_values = [&](const Item& item) {
@@ -195,7 +195,8 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
         const int4 info = f.heads[items.now.head()];
         if (info.x == 0) continue;
         const int4 coming = find_sketched(items.next, n + 1);
-        finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn, [&] { fetch_basis(coming); });
+        finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
+                      [&] { fetch_basis(coming); });
 #endif
     }
 }

@@ -10,7 +10,8 @@
 constexpr int UNROLLED = 2;  // pieces of the state in a stretch of code: more would not fit in the instruction cache
 
 // Predictions from the state at the window's start: S^T k, or S^T D_{1:s} k for decays per channel.
-__device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateRows& rows, const KeyStage& stage, const PreparedKeys& keys) {
+__device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateRows& rows, const KeyStage& stage,
+                                        const PreparedKeys& keys) {
     const int r = threadIdx.x % 32 / 4;
     float rest[UNROLLED][BLOCKS][2][4] = {};  // other chains of products
 #pragma unroll UNROLLED
@@ -113,10 +114,14 @@ struct Writes {
                 if constexpr (RAW) {  // tokens are rows in memory and columns of the operand
                     const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[16 * b + r][16 * step + 4 * c]);
                     const uint2 y = *reinterpret_cast<const uint2*>(&stage.k[16 * b + 8 + r][16 * step + 4 * c]);
-                    key[0] = make_uint2(transpose_8x8(x.x), transpose_8x8(y.x)), key[1] = make_uint2(transpose_8x8(x.y), transpose_8x8(y.y));
+                    key[0] = make_uint2(transpose_8x8(x.x), transpose_8x8(y.x));
+                    key[1] = make_uint2(transpose_8x8(x.y), transpose_8x8(y.y));
                 } else {
 #pragma unroll
-                    for (int t = 0; t < 2; t++) key[t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : 16 * step + 8 * t + r][4 * c]);
+                    for (int t = 0; t < 2; t++) {
+                        const int place = 16 * step + 8 * t + r;
+                        key[t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : place][4 * c]);
+                    }
                 }
 #pragma unroll
                 for (int i = 0; i + j < 3; i++)

@@ -10,7 +10,6 @@
 
 constexpr int STEPS = K / 16;        // operand fragments along K
 constexpr int NWARPS = V / 16;
-constexpr int THREADS = 32 * NWARPS;
 
 // Column of 16 that stands at a place: a thread's places 2c, 2c+1, 8+2c, 8+2c+1 hold columns 4c to 4c+3.
 __device__ __forceinline__ int column_at(int place) { return 4 * (place % 8 / 2) + 2 * (place / 8) + place % 2; }
@@ -48,6 +47,17 @@ template <int TERMS> struct Operand {
         slices<TERMS>(lower[2], lower[3], &a[0][3], 4);
     }
 };
+
+// Products of 4 neighbouring channels of 16 of a, rows r and r + 8, with those of b, row r: to about 2^-22, as sum + rest.
+__device__ __forceinline__ void mma_float4(float (&sum)[4], float (&rest)[4], const float (&upper)[4], const float (&lower)[4],
+                                           const float (&b)[4], bool b_exact) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        mma_tf32(sum, upper[i], lower[i], upper[i + 1], lower[i + 1], b[i], b[i + 1]);
+        mma_tf32(rest, below_tf32(upper[i]), below_tf32(lower[i]), below_tf32(upper[i + 1]), below_tf32(lower[i + 1]), b[i], b[i + 1]);
+        if (!b_exact) mma_tf32(rest, upper[i], lower[i], upper[i + 1], lower[i + 1], below_tf32(b[i]), below_tf32(b[i + 1]));
+    }
+}
 
 // Which of the warp's value rows a thread has as rows r (half 0) and r + 8 (half 1) of an operand: rows 0 to 7 for even
 // r, 8 to 15 for odd ones. These lie 64 bytes apart from a multiple of 128, so that reading a piece meets no bank twice.

@@ -5,7 +5,6 @@
 #include "map_sums.cuh"
 
 constexpr int PANEL = 8;
-constexpr int RANKS = (RANK_MAX + PANEL - 1) / PANEL * PANEL;
 
 // Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
 __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {

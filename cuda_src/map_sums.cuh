@@ -1,4 +1,4 @@
-// What all maps share: which channels a lane has, products of columns of U, and sums over the folding warps' groups.
+// What all maps share: which channels a lane has, products of columns of U, and sums over groups.
 #pragma once
 #include "sketch.cuh"
 

@@ -1,4 +1,4 @@
-// The end of a sketch: what is stored, from U and the warps' shares of S U, by one warp that has nothing else in its registers.
+// The end of a sketch: what is stored, from U and the groups' sums of S U, by one warp that has nothing else in its registers.
 //
 // factors (lowrank, prior): the pivots are Q = U_p R^-1, with R the Cholesky factor of their Gram matrix, so that
 // B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a dense

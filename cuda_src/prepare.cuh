@@ -40,21 +40,9 @@ struct Solve {
     __device__ __forceinline__ float whole() const { return upto[WP - 1]; }
 };
 
-constexpr int GATE_ROWS = KIND == KDA ? W : 1;
-
 template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) to[i] = static_cast<u16>(__float_as_uint(x) >> 16), x = rest(x);
-}
-
-// Products of 4 neighbouring channels of 16 of a, rows r and r + 8, with those of b, row r: to about 2^-22, as sum + rest.
-__device__ __forceinline__ void mma_float4(float (&sum)[4], float (&rest)[4], const float (&upper)[4], const float (&lower)[4], const float (&b)[4], bool b_exact) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        mma_tf32(sum, upper[i], lower[i], upper[i + 1], lower[i + 1], b[i], b[i + 1]);
-        mma_tf32(rest, below_tf32(upper[i]), below_tf32(lower[i]), below_tf32(upper[i + 1]), below_tf32(lower[i + 1]), b[i], b[i + 1]);
-        if (!b_exact) mma_tf32(rest, upper[i], lower[i], upper[i + 1], lower[i + 1], below_tf32(b[i]), below_tf32(b[i + 1]));
-    }
 }
 
 // Channels 4c to 4c + 3 of 16 of a token: of raw keys, or of prepared ones.
@@ -85,7 +73,8 @@ __device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage
             load_key(other, stage, m, columns + r, 16 * step);
             if constexpr (RAW) {
 #pragma unroll
-                for (int i = 0; i < 4; i += 2) mma_tf32(i ? rest : sum, upper[i], lower[i], upper[i + 1], lower[i + 1], other[i], other[i + 1]);
+                for (int i = 0; i < 4; i += 2)
+                    mma_tf32(i ? rest : sum, upper[i], lower[i], upper[i + 1], lower[i + 1], other[i], other[i + 1]);
             } else {
                 mma_float4(sum, rest, upper, lower, other, false);
             }

@@ -151,7 +151,7 @@ __device__ __forceinline__ void send(void* global, const void* shared, int share
         *reinterpret_cast<uint4*>(to + 16 * i) = *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
 #endif
 }
-// Puts this thread's reads and writes of shared memory before copies from or to it that threads start once they know of them.
+// Puts this thread's writes of shared memory before copies from or to it that threads start once they know of them.
 __device__ __forceinline__ void release_to_copies() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

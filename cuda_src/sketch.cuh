@@ -15,14 +15,15 @@
 
 constexpr int COLUMN = V + 4;                                       // padded, so that fragment stores of U hit all banks
 constexpr int LEFT = MAP == OWN ? RANK_MAX : MAP == FACTORS ? PIVOTS : 0;  // columns of U that are multiplied with the state
-constexpr int DOTS = 2 * PIVOTS_2;                                      // of a column of U: with the pivots, and with itself
-constexpr int GROUPS = NWARPS / GROUP_BLOCKS, OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS, OWN_BLOCKS = (GROUP_BLOCKS + SHARERS - 1) / SHARERS;
+constexpr int DOTS = PIVOTS + 1;                                        // of a column of U: with the pivots, and with itself
+constexpr int GROUPS = NWARPS / GROUP_BLOCKS;
+constexpr int OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS, OWN_BLOCKS = (GROUP_BLOCKS + SHARERS - 1) / SHARERS;  // a warp's
 
 // A head's basis as operands, 8 columns at a time, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
 // they make a sketch that is stored in bf16, in two for float32.
-constexpr int SLICES = SKETCH == BF16 ? 1 : 2, TILES = (RANK_MAX + 7) / 8;
+constexpr int SLICES = SKETCH == BF16 ? 1 : 2, BASIS_TILES = (RANK_MAX + 7) / 8, RANKS = 8 * BASIS_TILES;
 struct Basis {
-    alignas(16) uint2 columns[TILES][STEPS][SLICES][32];
+    alignas(16) uint2 columns[BASIS_TILES][STEPS][SLICES][32];
     Delivery delivery;
 
     __device__ __forceinline__ void fetch(const uint2* basis, int rank) {
@@ -38,7 +39,7 @@ struct SketchMemory {
 #if MAP == 0
     float dots[RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
 #elif MAP == 1
-    alignas(16) float gram[(RANK_MAX + 7) / 8 * 8][(RANK_MAX + 7) / 8 * 8 + (RAW ? 4 : 0)];  // padded where there is room
+    alignas(16) float gram[RANKS][RANKS + (RAW ? 4 : 0)];  // padded where there is room
 #endif
     float squares[NWARPS];
 };
@@ -150,7 +151,8 @@ template <int TILES> __device__ __forceinline__ void left_tiles(SketchMemory& m,
             const int step = member + own * SHARERS;
             const float(&x)[2][4] = sum[own][tile];
             const float4 product = make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
-            if (8 * tile + r < count && step < STEPS) *reinterpret_cast<float4*>(&m.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
+            if (8 * tile + r < count && step < STEPS)
+                *reinterpret_cast<float4*>(&m.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
         }
 }
 __device__ __forceinline__ void left_products(SketchMemory& m, Rows* rows, int group, int member, int count) {

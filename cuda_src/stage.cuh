@@ -5,8 +5,8 @@
 
 constexpr bool RAW = ACT == BF16 && KIND != KDA;  // keys are operands as they come
 
-// Who sketches. Where keys have to be prepared, a block has a multiprocessor for itself, and room for two states: then warps
-// apart move and sketch one while the next is folded. Else the warps that fold do, each its own block of rows.
+// Who sketches. Where keys have to be prepared, a block has a multiprocessor for itself, and mostly room for two states: then
+// warps apart move and sketch one while the next is folded. Else the warps that fold do, each its own block of rows.
 constexpr int SHARERS = !RAW || NWARPS % 4 == 0 ? 4 : NWARPS % 3 == 0 ? 3 : NWARPS;  // of a group
 constexpr int GROUP_BLOCKS = RAW ? SHARERS : NWARPS;
 
@@ -14,17 +14,18 @@ constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operan
 constexpr int ROW = K + 16;  // a row of operands, padded: 4 rows, of which a warp reads at once, lie in different banks
 
 constexpr int KEY_ROW = RAW ? ROW : K;
+constexpr int GATE_ROWS = KIND == KDA ? W : 1;
 
 // Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them. Raw gates come
 // into the ends of the rows where their decays will lie.
 struct KeyStage {
     alignas(16) act_t k[WP][KEY_ROW];
     alignas(16) act_t q[K];
-    alignas(KIND == KDA ? 16 : 4) float g[KIND == KDA ? W : 1][GATES];
+    alignas(KIND == KDA ? 16 : 4) float g[GATE_ROWS][GATES];
     Delivery delivery;
 
     __device__ __forceinline__ gate_t* given_gates(int s) {
-        return reinterpret_cast<gate_t*>(g[s % (KIND == KDA ? W : 1)]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
+        return reinterpret_cast<gate_t*>(g[s % GATE_ROWS]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
     }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
@@ -39,7 +40,7 @@ struct KeyStage {
         }
         delivery.end();
     }
-    // Zeros in places of tokens that are not there: operands read all of WP rows. One warp.
+    // Zeros in places of tokens that are not there: raw operands read all of WP rows. One warp.
     __device__ __forceinline__ void clear(int count) {
         for (int i = count * KEY_ROW + threadIdx.x % 32; i < WP * KEY_ROW; i += 32) (&k[0][0])[i] = 0;
     }

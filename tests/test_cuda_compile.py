@@ -20,8 +20,8 @@ from sketchssm.recurrence import DENSE, Layer
 
 ARCHITECTURES = (80, 90, 100)
 
-# Kernels fill their registers up to the limit that residency sets. Spilt words cost them time, as shared memory leaves the
-# first-level cache little room, but most are of the one warp that finishes dense maps, for which folding warps hardly wait.
+# Kernels fill their registers up to the limit that residency sets. Spilt words cost them time, as shared memory leaves
+# the first-level cache little room, but most are of the one warp that finishes dense maps.
 # The most so far is 308, kda's dense map on sm_90.
 SPILL_BYTES = {"standard": 0, "read": 32, "flush": 320, "slots": 0}
 

@@ -144,7 +144,7 @@ class SketchEngine(StandardEngine):
 
     @property
     def _raw_keys(self) -> bool:
-        """Whether the flush multiplies with keys as they come (RAW in prepare.cuh)."""
+        """Whether the flush multiplies with keys as they come (RAW in stage.cuh)."""
         return self._types[0] == 0 and self.layer.kind != "kda"
 
     def fit(self) -> None:

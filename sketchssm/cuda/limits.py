@@ -22,7 +22,7 @@ SUPPORTED = (
 )
 ALIGNMENT = 16
 STATIC_SHARED = 128
-"""Bytes of shared memory for what kernels declare beside what they ask for at the launch: at most 80."""
+"""Bytes of shared memory for what kernels declare beside what they ask for at the launch: at most 96."""
 
 
 def _refuse(name: str, value: Any) -> None:

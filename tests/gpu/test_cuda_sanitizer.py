@@ -12,9 +12,9 @@ pytestmark = pytest.mark.gpu
 
 
 TOOLS = {
-    "memcheck": ("", "0 errors"),
+    "memcheck": ("", "ERROR SUMMARY: 0 errors"),
     # racecheck does not see that a warp has met before one of its lanes arrives at a gate for it
-    "racecheck": ("-DEVERY_LANE_ARRIVES", "0 hazards displayed"),
+    "racecheck": ("-DEVERY_LANE_ARRIVES", "RACECHECK SUMMARY: 0 hazards"),
 }
 
 

@@ -6,7 +6,10 @@ typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-constexpr int MOST_SHARED = 232448;
+#ifndef HOST_MOST_SHARED
+#define HOST_MOST_SHARED 232448
+#endif
+constexpr int MOST_SHARED = HOST_MOST_SHARED;
 
 namespace host {
 
