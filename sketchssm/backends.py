@@ -206,7 +206,7 @@ def load_engine(
         raise ValueError(f"state: expected None on backend {backend!r}, which keeps states in memory of its own")
     engine = _engine(system, backend)(*args, **settings)
     if gate is not None:  # for an engine on the host it is a matter of what comes in
-        engine.arrays = HostArrays(engine.arrays.dtype, gate)
+        engine.arrays = HostArrays(engine.arrays.dtype, gate.log_decays)
     return backend, engine
 
 

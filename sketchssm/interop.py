@@ -8,15 +8,13 @@ to the host, and results back. No framework is imported here before one of its a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.recurrence import Tokens, check_gates, check_slots
-
-if TYPE_CHECKING:
-    from sketchssm.gates import GateInput
 
 __all__ = ["HostArrays", "check_out", "framework", "from_host", "is_real", "to_host"]
 
@@ -234,13 +232,13 @@ class HostArrays:
     ----------
     dtype : dtype
         Type of the engine's states, inputs and outputs.
-    gate : GateInput, optional
-        Converts the argument g to log-decays.
+    log_decays : callable, optional
+        Converts the argument g; by default it holds log-decays.
     """
 
-    def __init__(self, dtype: Any, gate: GateInput | None = None) -> None:
+    def __init__(self, dtype: Any, log_decays: Callable[[Any], npt.NDArray[Any]] | None = None) -> None:
         self.dtype = np.dtype(dtype)
-        self.gate = gate
+        self._log_decays = log_decays
 
     def call(self, *arrays: Any) -> HostArrays:
         """See `sketchssm.backends.Arrays`."""
@@ -268,7 +266,7 @@ class HostArrays:
         host = (None if x is None else self._take(x, name) for name, x in given._asdict().items())
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
         live = index >= 0 if (index < 0).any() else slice(None)
-        for name in ("beta",) if self.gate is not None else ("g", "beta"):
+        for name in ("beta",) if self._log_decays is not None else ("g", "beta"):
             if getattr(tokens, name) is not None:
                 self.check(name, getattr(tokens, name)[live])
         shape = tokens.v.shape
@@ -325,7 +323,7 @@ class HostArrays:
         host = to_host(array, name)
         if not is_real(host.dtype):
             raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
-        if name == "g" and self.gate is not None:
+        if name == "g" and self._log_decays is not None:
             with np.errstate(all="ignore"):  # what a padding row holds, and what is beyond the type's range
-                return self.gate.log_decays(host).astype(self.dtype)
+                return self._log_decays(host).astype(self.dtype)
         return np.ascontiguousarray(host, dtype=self.dtype)
