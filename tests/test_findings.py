@@ -171,6 +171,23 @@ def test_why_errors_of_pruned_states_stay_is_said_once_per_group():
     assert claim.reason.endswith(f"d: {UNKNOWN}")
 
 
+def test_the_same_ranks_say_nothing_of_methods():
+    same = [replace(system(f"ablation/allocation-{m}", 10, 0.02), ranks=[8, 8]) for m in ("gradient", "error")]
+    assert claims([layer_of(*same)]) == []
+    other = replace(same[1], ranks=[4, 12], output_error=0.03)
+    assert [claim.holds for claim in claims([layer_of(same[0], other)])] == [True]
+
+
+@pytest.mark.parametrize(("growth", "found"), [(1.0, "forgets its errors"), (2.0, UNKNOWN)])
+def test_forgetting_is_a_reason_only_where_errors_do_not_add_up(growth, found):
+    rival = system("quantised/dsq-6-bits", 5, 0.01, [0.01] * 6 + [0.01 * growth] * 2, [0.01] * 8)
+    layer = layer_of(system("sketch/ridge-8", 10, 0.02, [0.02] * 8, [1e-7] * 8), rival)
+    layer.facts["half_life"] = [5.0]
+    [claim] = [c for c in claims([layer]) if c.says.startswith("At 9x to 11x")]
+    assert not claim.holds
+    assert found in claim.reason
+
+
 def test_times():
     assert times(1.0, 0.5) == 2
     assert times(0.0, 0.0) == times(math.inf, math.inf) == 1

@@ -48,7 +48,13 @@ class StandardHead(DecodeHead):
 
 
 class ReplayHead(DecodeHead):
-    """Buffers a window's raw inputs and writes the state once per window, but reads it at every token (ReplaySSM).
+    """Buffers a window's raw inputs and writes the state once per window, but reads it at every token.
+
+    From ReplaySSM: the scheme, and that raw inputs are what is buffered, so that states stay those of the recurrence.
+    Chosen here: the delta rule's triangular system is solved at the flush, each slot has a window of its own, and
+    padding rows take no part. It stands for KVBuffer (arXiv 2605.19049) too, which buffers
+    keys and what each token writes instead: outputs and states are the same in exact arithmetic at every token, and a
+    test holds the two together. Its speculative form, with a rollback, is left out.
 
     Parameters
     ----------

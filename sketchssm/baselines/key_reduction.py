@@ -39,7 +39,8 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
 
     With ``M P = Q [[A, B], [0, C]]``, swapping kept column i for dropped column j multiplies the volume ``det A`` by
     ``rho_ij = sqrt((A^-1 B)_ij^2 + (|C_j| |row i of A^-1|)^2)``. Columns start in the order of a pivoted QR, and the
-    pair of the largest rho is swapped until none is above `growth`. Each swap lets the volume grow, so that it ends.
+    pair of the largest rho is swapped until none is above `growth`. Each swap lets the volume grow, so that it ends;
+    the source of DRRQR stops after 20 swaps at the latest, this does not.
 
     Parameters
     ----------

@@ -140,8 +140,8 @@ def _gradient_pays(rival: str) -> Callable[[LayerResults], Verdict]:
 
     def check(layer: LayerResults) -> Verdict:
         ours, theirs = (layer.find(f"ablation/allocation-{method}") for method in ("gradient", rival))
-        if ours is None or theirs is None:
-            return None
+        if ours is None or theirs is None or (ours.ranks and ours.ranks == theirs.ranks):
+            return None  # the same ranks tell nothing of the methods
         text = f"{times(theirs.output_error, ours.output_error):.2f}x the output error"
         if ours.objective and theirs.objective is not None:
             text += f", {theirs.objective / ours.objective:.2f}x the gradient-weighted score that gradient minimises"

@@ -146,7 +146,7 @@ def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None
             axis.set(xscale="log", yscale="log")
         for axis in axes:
             plain_ticks(axis.xaxis, layers[0].curves[0].ranks)
-        y = "1 - retained (mean; bands: quartiles over heads)"
+        y = "1 - retained (mean, quartiles)"
         return _finish(figure, axes, "rank G", y, path)
 
 
@@ -168,7 +168,8 @@ def _drift(layers: Sequence[LayerResults], path: Path, field: str, what: str) ->
     shown = [representative(layer) for layer in layers]
     if max((len(s.drift["tokens"]) for own in shown for s in own), default=0) < 2:
         return None
-    looks = _looks(layers, [series(s.name) for layer in layers for s in layer.systems if s.family != "ablation"])
+    lossy = [s for layer in layers for s in layer.systems if s.family not in ("ablation", "exact")]
+    looks = _looks(layers, [series(s.name) for s in lossy])  # as in the picture of traffic
     pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
         figure, axes = _panels(pyplot, layers, f"Error of the {what} over tokens")

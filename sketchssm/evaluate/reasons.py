@@ -35,8 +35,15 @@ def unknown(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -> str:
 
 
 def forgets(text: str) -> Reason:
-    """Give a reason where every head that does not agree forgets within a tenth of the text."""
-    return lambda bad, layers: text if all(max(x.half_life) < x.facts["test_tokens"] / 10 for x in bad) else ""
+    """Give a reason where all heads forget within a tenth of the text, and no quantised state's error grows."""
+
+    def steady(layer: LayerResults) -> bool:
+        quantised = growth(layer, [s for s in layer.systems if s.family == "quantised"])
+        return all((g.output or 1.0) <= GROWS for g in quantised)
+
+    return lambda bad, layers: (
+        text if all(max(x.half_life) < x.facts["test_tokens"] / 10 and steady(x) for x in bad) else ""
+    )
 
 
 def sketch_growth(layer: LayerResults) -> float:
