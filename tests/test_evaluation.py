@@ -349,6 +349,9 @@ def test_kept_channels_are_exact_only_without_erasure(tmp_path):
         assert len(drift["kept_error"]) == len(drift["tokens"])
         assert (max(drift["kept_error"]) < 1e-10) == (kind == "mamba2")
         assert max(drift["state_error"]) > 1e-3
+        points = len(drift["tokens"])
+        assert len(drift["left_error"]) == (0 if kind == "mamba2" else points - (points + 1) // 2)
+        assert all(0 < share < 10 for share in drift["left_error"])
     assert "kept_error" not in measure(entry_of(own, "exact/standard"), own, "reference").drift
 
 

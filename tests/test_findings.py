@@ -159,6 +159,17 @@ def test_why_errors_of_pruned_states_stay_is_tested(kind, kept, found):
     assert found in claim.reason
 
 
+@pytest.mark.parametrize(
+    ("left", "found"),
+    [([0.6, 0.4], "40% to 40% is left at its end"), ([0.9, 0.8], "is not known"), ([], "is not known")],
+)
+def test_that_errors_of_kept_channels_go_away_is_tested(left, found):
+    pruned = system("pruned/ghost-75.0", 4.0, 0.2, [0.2] * 8, [0.2] * 8)
+    pruned.drift.update(kept_error=[0.1] * 8, left_error=left)
+    [claim] = claims([replace(layer_of(pruned), kind="kda")])
+    assert found in claim.reason
+
+
 def test_why_errors_of_pruned_states_stay_is_said_once_per_group():
     layers = []
     for name, kind, kept in (("a", "mamba2", 1e-7), ("b", "kda", 0.1), ("c", "mamba2", 1e-8), ("d", "mamba2", 0.1)):

@@ -10,7 +10,7 @@ import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.ideal import CLOSE
-from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.measure import EXACT, Measurement
 from sketchssm.evaluate.registry import FULL, series
 
 __all__ = [
@@ -39,9 +39,6 @@ RIVALS = ("quantised", "pruned", "key-reduced")
 
 GROWS = 1.25
 """An error whose last quarter is this many times its first one grows; one that is as many times less shrinks."""
-
-EXACT = 1e-5
-"""Relative errors below this are float32's rounding."""
 
 
 class Headline(NamedTuple):

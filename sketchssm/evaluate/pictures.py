@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
-from sketchssm.evaluate.findings import BAND, EXACT, LEAST
-from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.findings import BAND, LEAST
+from sketchssm.evaluate.measure import EXACT, Measurement
 from sketchssm.evaluate.registry import FULL, series
 from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, plain_ticks, rank_heatmap, save
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
-from sketchssm.evaluate.findings import EXACT, GROWS, growth, headline, last_over_first, sketches_and_copies
-from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.findings import GROWS, growth, headline, last_over_first, sketches_and_copies
+from sketchssm.evaluate.measure import EXACT, Measurement
 
 __all__ = [
     "UNKNOWN",
@@ -104,10 +104,27 @@ def kept_channels(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -
         text = (
             f"erasure couples channels, and the states of kept ones err by up to {max(map(max, coupled)):.1e}, but in "
             f"the last quarter {min(grown):.2f}x to {max(grown):.2f}x as much as in the first: what is carried over "
-            "does not add up. What keeps it from that is not tested."
+            f"does not add up. {_lasts(steady, bad)}"
         )
         found.append((steady, text))
     return _by_place([*((", ".join(names), text) for names, text in found if names), *((name, "") for name in rest)])
+
+
+def _lasts(names: Sequence[str], layers: Sequence[LayerResults]) -> str:
+    """Whether errors of kept channels are gone before they can add up: half of one, at least, by the text's end."""
+    left = [
+        s.drift["left_error"][-1]
+        for layer in layers
+        if layer.name in names
+        for s in layer.systems
+        if s.drift.get("left_error")
+    ]
+    if not left or max(left) > 0.5:
+        return "What keeps it from that is not known."
+    return (
+        f"Of the error that they have halfway through the text {min(left):.0%} to {max(left):.0%} is left at its end: "
+        "decay and erasure take it away with what it lies on, and as much comes in."
+    )
 
 
 def _kept_curves(layer: LayerResults) -> list[list[float]]:
