@@ -14,7 +14,7 @@ from sketchssm.bench.results import BenchResult
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.evaluate.energy import MapEnergy
 from sketchssm.evaluate.systems import SystemResult
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import DENSE, ROUNDING
 
 __all__ = ["error_against_traffic", "rank_heatmap", "spectrum", "step_times"]
 
@@ -22,9 +22,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's palette: told apart with any colour vision."""
 
 MARKERS = "osD^vPX"
-
-EXACT = 1e-5
-"""Relative errors below this are float32's rounding."""
 
 STYLE = {
     "axes.spines.top": False,
@@ -196,8 +193,8 @@ def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: s
         figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
         for i, (layer, systems) in enumerate(results.items()):
             look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-            exact = [s for s in systems if s.output_error <= EXACT]
-            lossy = sorted((s for s in systems if s.output_error > EXACT), key=lambda s: s.reduction)
+            exact = [s for s in systems if s.output_error <= ROUNDING]
+            lossy = sorted((s for s in systems if s.output_error > ROUNDING), key=lambda s: s.reduction)
             axes.plot(
                 [s.reduction for s in lossy], [100 * s.output_error for s in lossy], markersize=13, label=layer, **look
             )
@@ -215,7 +212,7 @@ def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: s
                     s.name.rpartition(" ")[2], (s.reduction, 100 * s.output_error), color="white", fontsize=7,
                     fontweight="bold", ha="center", va="center",
                 )  # fmt: skip
-        for s in (s for systems in list(results.values())[:1] for s in systems if s.output_error <= EXACT):
+        for s in (s for systems in list(results.values())[:1] for s in systems if s.output_error <= ROUNDING):
             axes.annotate(
                 s.name, (s.reduction, 0), xytext=(0, 10), textcoords="offset points", fontsize=9, rotation=45
             )

@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DENSE", "KINDS", "Layer", "Tokens", "check_slots", "check_state", "check_tokens"]
+__all__ = ["DENSE", "KINDS", "ROUNDING", "Layer", "Tokens", "check_slots", "check_state", "check_tokens"]
 
 KINDS = ("mamba2", "gdn", "kda")
 
 DENSE = -1
 """Rank that marks a head which reads the full state instead of a sketch."""
+
+ROUNDING = 1e-5
+"""Relative errors of outputs and states below this are float32's rounding."""
 
 PAD_SLOT = -1
 """Slot of a padding row: nothing is read or written for it and its output is zeros."""

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from sketchssm.cli import page
 from sketchssm.cli.comparison import show_evaluation
 from sketchssm.cli.output import Output
+from sketchssm.evaluate import pictures
 from sketchssm.evaluate.claims import claims
 from sketchssm.evaluate.evaluation import Evaluation, LayerResults
 from sketchssm.evaluate.findings import ablations, growth, headline, times
@@ -133,12 +135,32 @@ def test_why_a_copy_wins_is_not_made_up():
     assert claim.reason == UNKNOWN
 
 
-def test_the_terminal_says_that_a_reason_is_not_known(capsys):
+def test_terminal_and_page_say_that_a_reason_is_not_known(capsys):
     layer = layer_of(system("sketch/ridge-16", 8.0, 0.05), system("read-only/4-bit-copy", 8.0, 0.03))
     show_evaluation(Output(None), Evaluation({}, [layer]))
     [_, said] = capsys.readouterr().out.split("differ from the paper:")
     assert "not layer: sketch/ridge-16" in said
     assert said.rstrip().endswith(UNKNOWN)
+    [claim] = claims([layer])
+    assert f"Not on all layers. {UNKNOWN}<ul><li>not layer: sketch/ridge-16" in page._differing(claim)
+
+
+def test_curves_over_tokens_look_different(monkeypatch, tmp_path):
+    """The exact systems, which that picture leaves out, take no look from the others, of which there are seven."""
+    pytest.importorskip("matplotlib")
+    seen = []
+    monkeypatch.setattr(pictures, "_finish", lambda figure, axes, *rest: seen.extend(axes[0].get_lines()))
+    names = ("quantised/dsq-6-bits", "pruned/ghost-75.0", "key-reduced/drrqr-75.0", "read-only/4-bit-copy")
+    lossy = [
+        f"ablation/{FULL}",
+        "sketch/ridge-8",
+        *names,
+        "read-only/low-rank-read-16",
+        "quantised/dsq-4-bits-with-feedback",
+    ]
+    systems = [system(name, 5.0, 0.1, [0.1] * 8, [0.1] * 8) for name in ("exact/standard", "exact/replay-16", *lossy)]
+    pictures._drift([layer_of(*systems)], tmp_path / "drift.png", "output_error", "outputs")
+    assert len({(line.get_color(), line.get_marker()) for line in seen}) == len(seen) == 7
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ class ReplayHead(DecodeHead):
 
     From ReplaySSM: the scheme, and that raw inputs are what is buffered, so that states stay those of the recurrence.
     Chosen here: the delta rule's triangular system is solved at the flush, each slot has a window of its own, and
-    padding rows take no part. It stands for KVBuffer (arXiv 2605.19049) too, which buffers
-    keys and what each token writes instead: outputs and states are the same in exact arithmetic at every token, and a
-    test holds the two together. Its speculative form, with a rollback, is left out.
+    padding rows take no part. It stands for KVBuffer (arXiv 2605.19049) too, which buffers keys and what each token
+    writes instead: outputs and states are the same in exact arithmetic at every token, and a test holds the two
+    together. KVBuffer's speculative form, with a rollback, is left out.
 
     Parameters
     ----------

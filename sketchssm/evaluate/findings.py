@@ -10,8 +10,9 @@ import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.ideal import CLOSE
-from sketchssm.evaluate.measure import EXACT, Measurement
+from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
+from sketchssm.recurrence import ROUNDING
 
 __all__ = [
     "BAND",
@@ -220,6 +221,6 @@ def last_over_first(curve: Sequence[float]) -> float | None:
     """
     points = np.array(curve)
     quarter = len(points) // 4
-    if points.max() < EXACT:
+    if points.max() < ROUNDING:
         return None
     return times(float(points[-quarter:].mean()), float(points[:quarter].mean()))

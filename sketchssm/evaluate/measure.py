@@ -15,13 +15,10 @@ from sketchssm.evaluate.study import Study
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
 from sketchssm.plan import MAPS
-from sketchssm.recurrence import Tokens
+from sketchssm.recurrence import ROUNDING, Tokens
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["EXACT", "Measurement", "RankCurve", "measure", "rank_curves", "rounded"]
-
-EXACT = 1e-5
-"""Relative errors below this are float32's rounding."""
+__all__ = ["Measurement", "RankCurve", "measure", "rank_curves", "rounded"]
 
 DIGITS = 6
 """Significant digits that results keep: beyond what rounding in another order of summation changes."""
@@ -135,7 +132,7 @@ class _Kept:
     def drift(self) -> dict[str, list[float]]:
         """Return the curves of `Measurement`."""
         errors, left = _ratio(*np.array(self._squares).T), np.array(self._left)
-        lasting = _ratio(left[1:], np.full(len(left) - 1, left[0])) if errors[-len(left)] > EXACT else np.zeros(0)
+        lasting = _ratio(left[1:], np.full(len(left) - 1, left[0])) if errors[-len(left)] > ROUNDING else np.zeros(0)
         return {"kept_error": errors.tolist(), "left_error": lasting.tolist()}
 
     def _energy(self, states: Array) -> float:

@@ -10,9 +10,10 @@ import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.findings import BAND, LEAST
-from sketchssm.evaluate.measure import EXACT, Measurement
+from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
 from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, plain_ticks, rank_heatmap, save
+from sketchssm.recurrence import ROUNDING
 
 __all__ = ["draw"]
 
@@ -101,7 +102,7 @@ def _looks(layers: Sequence[LayerResults], names: Sequence[str]) -> dict[str, di
 def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:
     """The paper's accuracy figure in terms of output error."""
     shown = [[s for s in layer.systems if s.family != "ablation"] for layer in layers]
-    lossy = [[s for s in own if EXACT < s.output_error < np.inf] for own in shown]
+    lossy = [[s for s in own if ROUNDING < s.output_error < np.inf] for own in shown]
     if not any(lossy):
         return None
     looks = _looks(layers, [series(s.name) for own in lossy for s in own])
@@ -115,7 +116,7 @@ def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path |
                 if curve:
                     axis.plot([s.reduction for s in curve], [s.output_error for s in curve], label=name, **look)
             for s in every:
-                if s.output_error <= EXACT:
+                if s.output_error <= ROUNDING:
                     axis.axvline(s.reduction, color="black", linewidth=0.8, linestyle=":")
                     axis.text(s.reduction, 0.98, f" {s.setting}: exact", rotation=90, fontsize=7, va="top", ha="right",
                               transform=axis.get_xaxis_transform())  # fmt: skip

@@ -9,7 +9,8 @@ import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.findings import GROWS, growth, headline, last_over_first, sketches_and_copies
-from sketchssm.evaluate.measure import EXACT, Measurement
+from sketchssm.evaluate.measure import Measurement
+from sketchssm.recurrence import ROUNDING
 
 __all__ = [
     "UNKNOWN",
@@ -85,7 +86,7 @@ def kept_channels(bad: Sequence[LayerResults], layers: Sequence[LayerResults]) -
     curves = {layer.name: _kept_curves(layer) for layer in bad}
     for layer in bad:
         grown = [last_over_first(curve) or 1.0 for curve in curves[layer.name]]
-        if grown and max(map(max, curves[layer.name])) < EXACT:
+        if grown and max(map(max, curves[layer.name])) < ROUNDING:
             exact.append(layer.name)
         elif grown and layer.kind != "mamba2" and float(np.median(grown)) <= GROWS:
             steady.append(layer.name)
