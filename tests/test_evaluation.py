@@ -54,13 +54,28 @@ def test_every_kind_has_its_families(study):
     assert {"quantised/dsq-6-bits", "quantised/dsq-6-bits-with-feedback", "read-only/4-bit-copy"} <= set(names)
 
 
+def test_settings_of_the_paper(study):
+    """Every compressed state and read-only variant at every setting that it is compared at, and no other."""
+    bits = [f"quantised/dsq-{n}-bits" for n in (10, 8, 6, 4)]
+    reduced = "key-reduced/drrqr" if study.traces.layer.kind == "gdn" else "pruned/ghost"
+    sparse = [f"{reduced}-{share}" for share in (37.5, 50.0, 62.5, 75.0)]
+    copies = [f"read-only/{n}-bit-copy" for n in (4, 2)]
+    compressed = ("quantised", "pruned", "key-reduced", "read-only")
+    found = [name for name in names_of(study) if name.startswith(compressed) and "low-rank" not in name]
+    assert found == [*bits, *(f"{name}-with-feedback" for name in bits), *sparse, *copies]
+    assert any("low-rank-read" in name for name in names_of(study))
+
+
 def test_ablations_of_the_paper(tmp_path):
     names = set(names_of(study_of(tmp_path)))
+    assert {"ablation/random-basis", "ablation/offline-map"} <= names
     assert {f"ablation/allocation-{m}" for m in ("gradient", "error", "sensitivity", "uniform")} <= names
     assert {f"ablation/lowrank-pivots-{p}" for p in (1, 2, 4, 8)} <= names
     assert {f"ablation/lowrank-ridge-{r}" for r in ("0", "0.01", "0.1", "1")} <= names
     # 40 test tokens hold two windows of 16 tokens, and not of 32
     assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8, 16)}
+    path = write_traces(tmp_path / "long.npz", "gdn", test=2, tokens=64)
+    assert "ablation/window-32" in names_of(Study(Traces.load(path), Settings(WINDOW), mean_rank=3))
 
 
 def test_windows_need_calibration(tmp_path):
