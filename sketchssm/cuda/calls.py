@@ -11,6 +11,8 @@ from sketchssm.cuda.ports import KERNEL_TYPES, Port, export, host_type
 from sketchssm.recurrence import Tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from sketchssm.cuda.arrays import DeviceArrays
 
 __all__ = ["DeviceCall"]
@@ -95,7 +97,8 @@ class DeviceCall:
         known = None if key is None else arrays.calls.get(key)
         if known is None:
             index = self.slots(slots, given.v.shape[0], capacity)
-            known = self._tokens(given, several), index, None if out is None else self._target(out, out, several)
+            tokens = self._tokens(given, several)
+            known = tokens, index, None if out is None else self._target(out, out, several, tokens)
             if key is not None and self._direct:
                 if len(arrays.calls) == CALLS:
                     arrays.calls.clear()
@@ -132,8 +135,8 @@ class DeviceCall:
         """See `sketchssm.backends.Call`."""
         return self._take(state, "state", "float32", True)
 
-    def _target(self, v: Any, out: Any, several: bool) -> Any:
-        """Find or make the array that the kernels write."""
+    def _target(self, v: Any, out: Any, several: bool, tokens: Iterable[Any] = ()) -> Any:
+        """Find or make the array that the kernels write, which no input may share memory with."""
         arrays, port, name = self._arrays, self._port, str(self._arrays.output)
         inner = _with_tokens(v.shape, several)
         if out is not None and port.owns(out):
@@ -141,8 +144,10 @@ class DeviceCall:
             if device >= 0:
                 arrays.check_device(device, "out")
                 if came == name and address is not None and address % ALIGNMENT == 0:
-                    self._made = out
-                    return arrays.wrap(address, inner, name)
+                    written = arrays.wrap(address, inner, name)
+                    if not any(x is not None and _meet(x, written) for x in tokens):
+                        self._made = out
+                        return written
         self._direct = False
         self._made = port.empty(tuple(v.shape), name)
         return arrays.wrap(_own_address(port, self._made), inner, name)
@@ -249,3 +254,9 @@ def _to_host(made: Any) -> Any:
     """A copy on the host of an array that we made; waits for it."""
     host = made.get() if hasattr(made, "get") else interop.to_host(made, "out")
     return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # PyTorch takes no bf16 from NumPy
+
+
+def _meet(one: Any, other: Any) -> bool:
+    """Whether two contiguous arrays share memory."""
+    a, b = one.data.ptr, other.data.ptr
+    return bool(a < b + other.nbytes and b < a + one.nbytes)
