@@ -25,11 +25,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     int count = 0;
     if (mode == STEP) {
         count = schedule->due;
-        // nobody else looks at the cursors now: rows that are due stand at their window's last place
+        // nobody else looks at the cursors now: rows that are due stand at their window's last place.
+        // Atomics, as nobody has to wait for what they return.
         if (blockIdx.x == 0)
             for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
                 const i64 slot = slots[row];
-                if (slot >= 0) cursor[slot] = cursor[slot] + 1 < W ? cursor[slot] + 1 : 0;
+                if (slot >= 0) atomicInc(reinterpret_cast<u32*>(&cursor[slot]), W - 1);
             }
         if (count == 0) return;
     } else {

@@ -523,6 +523,7 @@ inline int __all_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot
 
 // One CPU thread runs everything, so atomics need no care and fences do nothing.
 template <class T> T atomicAdd(T* at, std::type_identity_t<T> x) { const T old = *at; *at = old + x; return old; }
+inline unsigned atomicInc(unsigned* at, unsigned most) { const unsigned old = *at; *at = old >= most ? 0 : old + 1; return old; }
 template <class T> T atomicMax(T* at, std::type_identity_t<T> x) { const T old = *at; *at = std::max(old, x); return old; }
 template <class T> T atomicExch(T* at, std::type_identity_t<T> x) { const T old = *at; *at = x; return old; }
 template <class T> T atomicCAS(T* at, std::type_identity_t<T> is, std::type_identity_t<T> x) {
