@@ -59,6 +59,16 @@ __device__ __forceinline__ void start_kernel_after() {
 #endif
 }
 
+// Cycles of the multiprocessor's clock, which wraps; and a wait until so many have passed since then.
+__device__ __forceinline__ u32 clock_now() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ void wait_since(u32 then, u32 cycles) {
+    while (clock_now() - then < cycles) {}
+}
+
 // Ends a batch of copies, and waits until at most PENDING of this thread's latest batches are under way.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {

@@ -153,7 +153,7 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
     GateInput<LK> input;
     input.load(arg.gate_input, head, lane * LK);
     const WindowRead window = read_ring(token, ring, input, pos);
-    if (part == 0) append_token(token, ring, newest, pos, head);
+    if (part == 0 && !SKETCHED_HEADS) append_token(token, ring, newest, pos, head);  // else the block does it for all heads
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {
         float sums[DENSE_ROWS];
 #pragma unroll

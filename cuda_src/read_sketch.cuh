@@ -1,6 +1,7 @@
 // State read and buffer output of heads with a sketch, from shared memory: o = U c + sum over tokens of w_s v_s.
 #pragma once
 #include "read_item.cuh"
+#include "warp_gate.cuh"
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 constexpr int RANKS = (RANK_MAX + 7) / 8 * 8;
@@ -8,7 +9,7 @@ constexpr int RANKS = (RANK_MAX + 7) / 8 * 8;
 // Small results that the lanes of a warp exchange.
 struct Scratch {
     union {
-        alignas(16) float product[ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
+        alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
         struct {
             alignas(16) float c[TOGETHER][RANKS];     // rows of the map times x, then the coefficients
             float y[TOGETHER * PIVOT_SLOTS + 8];      // B^T x
@@ -17,6 +18,12 @@ struct Scratch {
     float weight[TOGETHER][W];                       // c_s
     float part[TOGETHER][16];                        // gdn: the query that is left is -sum_s part_s k_s, times decay
     float whole[TOGETHER];                           // decay of the whole window
+};
+
+// Products of a row's tokens with its query at one key head, where the block works them out.
+struct Scores {
+    float of[16];
+    WarpGate known;
 };
 
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
@@ -48,11 +55,11 @@ struct Left {
 
 // Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
 // after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) has no decays in it.
-__device__ __forceinline__ void solve(Scratch& scratch, const Gates& gates, int pos) {
+__device__ __forceinline__ void solve(const float* with_query, const Gates& gates, int pos, Scratch& scratch) {
     const int lane = threadIdx.x % 32, s = lane % SPAN;
     float e[TURNS], row[16];
 #pragma unroll
-    for (int i = 0; i < TURNS; i++) e[i] = s <= pos ? scratch.product[ERASES ? 15 : 0][s % 16] : 0.f;
+    for (int i = 0; i < TURNS; i++) e[i] = s <= pos ? with_query[s % 16] : 0.f;
     if (ERASES) {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -97,21 +104,22 @@ __device__ __forceinline__ Row load_map(const Arguments& arg, const Item& item, 
     else rows.load(arg.projection + heads.projection[h] + row * K);
     return rows;
 }
-struct FirstRows {
+// The eight rows of each head of an item, where there are any.
+struct MapRows {
     Row of[TOGETHER];
-    __device__ __forceinline__ void load(const Arguments& arg, const Item& item, const Heads& heads) {
+    __device__ __forceinline__ void load(const Arguments& arg, const Item& item, const Heads& heads, int first) {
 #pragma unroll
-        for (int h = 0; h < TOGETHER; h++) of[h] = load_map(arg, item, heads, h, 0);
+        for (int h = 0; h < TOGETHER; h++)
+            if (first == 0 || first < heads.rank[h]) of[h] = load_map(arg, item, heads, h, first);
     }
 };
-
 // Rows that a tile of the pivots' products has: those of all heads of an item, one after the other.
 constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
 __device__ __forceinline__ const void* pivot_row(const Item& item, const Heads& heads, int tile) {
     // rows that a head or an item does not have are some other row, and their products nobody's
     const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TOGETHER - 1);
     const int rank = heads.rank[h];
-    if (rank == 0) return item.key(item.pos + 1);
+    if (rank == 0) return item.query();
     return item.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
 }
 
@@ -136,32 +144,25 @@ struct Query {
     static __device__ __forceinline__ float product(const float (&d)[4]) { return d[0] + d[3]; }
 };
 
-// Products along K without erasure: of tokens, maps and pivots with the query, eight rows at a time.
+// Products along K without erasure: of maps and pivots with the query, eight rows at a time.
 __device__ __forceinline__ void project_query(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
+                                              const Gates& gates, const MapRows& first_rows, const float* scores,
+                                              Scratch& scratch) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     Query query;
-    query.load(item.key(pos + 1));
+    query.load(item.query());
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(item, heads, n);
-    float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
+    float z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
-        query.multiply(scores[0], chunk(item.key(min(r, pos)), i), i);
 #pragma unroll
         for (int h = 0; h < TOGETHER; h++) query.multiply(z[h], first_rows.of[h].x[i], i);
 #pragma unroll
         for (int n = 0; n < PIVOT_TILES; n++) query.multiply(y[n], chunk(pivots[n], i), i);
     }
-    if (pos >= 8) {
-#pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(scores[1], chunk(item.key(min(r + 8, pos)), i), i);
-    }
-    if (c < 2) scratch.product[0][8 * c + r] = c ? Query::product(scores[1]) : Query::product(scores[0]);
-    __syncwarp();
-    solve(scratch, gates, pos);
-    __syncwarp();
+    solve(scores, gates, item.pos, scratch);
 #pragma unroll
     for (int h = 0; h < TOGETHER; h++)
         if (c == h) scratch.c[h][r] = Query::product(z[h]);
@@ -185,10 +186,10 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const Item& 
 // other places, the query; the right ones are tokens, maps and pivots. The effective query is never formed: what a map
 // makes of it is a sum of what it makes of keys and query.
 __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
-                                               const Gates& gates, const FirstRows& first_rows, Scratch& scratch) {
+                                               const Gates& gates, const MapRows& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
     const u32 none = pos < 0;
-    const act_t* const query = item.key(pos + 1);
+    const act_t* const query = item.query();
     const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
@@ -213,8 +214,10 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
         };
         put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
     }
+    MapRows more;  // the second eight of each head: on their way while weights are found
+    more.load(arg, item, heads, 8);
     __syncwarp();
-    solve(scratch, gates, pos);
+    solve(scratch.product[MATRIX && ERASES ? 15 : 0], gates, pos, scratch);
     __syncwarp();
     // Columns 2c and 2c + 1 of 8 rows' products: what the effective query makes of them, but for its decay.
     auto put = [&](const float (&d)[4], int h, float* to) {
@@ -232,57 +235,61 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++)
         put(y[n], min((8 * n + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[8 * n]);
-#pragma unroll 1
-    for (int h = 0; h < TOGETHER; h++) {
-#pragma unroll 1
-        for (int first = 8; first < heads.rank[h]; first += 8) {
-            const Row rows = load_map(arg, item, heads, h, first);
-            float d[4] = {};
+    auto tile = [&](int h, int first, const Row& rows) {
+        float d[4] = {};
 #pragma unroll
-            for (int i = 0; i < KEY_CHUNKS; i++)
-                Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
-            put(d, h, &scratch.c[h][first]);
-        }
+        for (int i = 0; i < KEY_CHUNKS; i++) Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
+        put(d, h, &scratch.c[h][first]);
+    };
+#pragma unroll
+    for (int h = 0; h < TOGETHER; h++) {
+        if (heads.rank[h] > 8) tile(h, 8, more.of[h]);
+#pragma unroll 1
+        for (int first = 16; first < heads.rank[h]; first += 8) tile(h, first, load_map(arg, item, heads, h, first));
     }
 }
 
-// The same by each lane's share of the effective query, for one head.
-__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const Gates& gates,
-                                        const GateInput<LK>& input, Scratch& scratch) {
-    const int lane = threadIdx.x % 32, pos = item.pos, rank = heads.rank[0], p = pivots_of(rank);
-    const Tokens tokens{item.key(pos + 1), item.key(0), item.gates()};
-    const WindowRead window = read_window(tokens, input, pos, gates.g[0], gates.beta[0]);
-    if (lane < W) scratch.weight[0][lane] = window.weight;
-    if (lane == 0) scratch.whole[0] = 1;
-    auto against = [&](const sketch_t* rows, int count, float* to) {
-        for (int first = 0; first < count; first += 8) {
-            float sums[8];
+// What keys alone give: weights of the tokens, and each lane's share of the effective query, for one head.
+__device__ __forceinline__ void look_back(const Item& item, const Gates& gates, const GateInput<LK>& input, Scratch& scratch,
+                                          float (&x)[LK]) {
+    const WindowRead window =
+        read_window(Tokens{item.query(), item.key(0), item.gates()}, input, item.pos, gates.g[0], gates.beta[0]);
+    if (threadIdx.x % 32 < W) scratch.weight[0][threadIdx.x % 32] = window.weight;
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                Packed<SKETCH, LK> row;
-                row.load(rows + min(first + j, count - 1) * K + lane * LK);
-                sums[j] = 0;
-#pragma unroll
-                for (int n = 0; n < LK; n++) sums[j] += row[n] * window.x[n];
-            }
-            const float sum = group_sums<32>(sums);
-            if (lane % 4 == 0) to[first + lane / 4] = sum;
-        }
-    };
-    // the projection of the whole head, or this state's own map
-    against(MAP == OWN ? item.sketches() + rank * V : arg.projection + heads.projection[0], rank, scratch.c[0]);
-    if (MAP == FACTORS) against(item.sketches() + rank * V, p, scratch.y);
+    for (int n = 0; n < LK; n++) x[n] = window.x[n];
 }
 
-// One item, whose bytes are there.
-__device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const GateInput<LK>& input,
-                                              const FirstRows& first_rows, out_t* output, Scratch& scratch) {
-    if constexpr (MATRIX && !ERASES) project_query(arg, item, heads, gates, first_rows, scratch);
-    else if constexpr (MATRIX) project_matrix(arg, item, heads, gates, first_rows, scratch);
-    else project(arg, item, heads, gates, input, scratch);
-    __syncwarp();
+// What N at a time of `count` rows make of it, LK channels a lane.
+template <int N>
+__device__ __forceinline__ void multiply_rows(const sketch_t* rows, int count, const float (&x)[LK], float* to) {
+    const int lane = threadIdx.x % 32;
+    for (int first = 0; first < count; first += N) {
+        float sums[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            Packed<SKETCH, LK> row;
+            row.load(rows + min(first + j, count - 1) * K + lane * LK);
+            sums[j] = 0;
+#pragma unroll
+            for (int n = 0; n < LK; n++) sums[j] += row[n] * x[n];
+        }
+        const float sum = group_sums<32>(sums);
+        if (lane % (32 / N) == 0) to[first + lane / (32 / N)] = sum;
+    }
+}
 
+// What maps and pivots make of the effective query.
+__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const float (&x)[LK],
+                                        Scratch& scratch) {
+    const int rank = heads.rank[0];
+    if (threadIdx.x % 32 == 0) scratch.whole[0] = 1;
+    // the projection of the whole head, or this state's own map
+    multiply_rows<8>(MAP == OWN ? item.sketches() + rank * V : arg.projection + heads.projection[0], rank, x, scratch.c[0]);
+    if (MAP == FACTORS) multiply_rows<PIVOTS_2>(item.sketches() + rank * V, pivots_of(rank), x, scratch.y);
+}
+
+// The output of an item, once maps and pivots have met the query.
+__device__ __forceinline__ void read_values(const Item& item, const Heads& heads, out_t* output, Scratch& scratch) {
     const int h = threadIdx.x % 32 / LANES, pos = item.pos, rank = heads.rank[h], p = pivots_of(rank);
     const sketch_t *const u = item.sketches() + heads.at[h], *const f = u + rank * V + p * K, *const w = f + rank * p;
     for (int j = threadIdx.x % LANES; j < rank; j += LANES) {  // c = w z + F (B^T x)
@@ -297,19 +304,19 @@ __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& 
     }
     __syncwarp();
 
-    typedef ValueShare<LANES> Share;
-    float o[Share::COUNT][Share::WIDTH] = {};
+    typedef ValueShare<LANES> Own;
+    float o[Own::COUNT][Own::WIDTH] = {};
     auto add = [&](const auto& x, float weight, int i) {
 #pragma unroll
-        for (int n = 0; n < Share::WIDTH; n++) o[i][n] += weight * x[n];
+        for (int n = 0; n < Own::WIDTH; n++) o[i][n] += weight * x[n];
     };
 #pragma unroll 4
     for (int j = 0; j < rank; j++) {
 #pragma unroll
-        for (int i = 0; i < Share::COUNT; i++) {
-            if (Share::at(i) >= V) continue;
-            Packed<SKETCH, Share::WIDTH> x;
-            x.load(u + j * V + Share::at(i));
+        for (int i = 0; i < Own::COUNT; i++) {
+            if (Own::at(i) >= V) continue;
+            Packed<SKETCH, Own::WIDTH> x;
+            x.load(u + j * V + Own::at(i));
             add(x, scratch.c[h][j], i);
         }
     }
@@ -317,21 +324,21 @@ __device__ __forceinline__ void read_sketched(const Arguments& arg, const Item& 
 #pragma unroll 4
     for (int s = 0; s < pos; s++) {
 #pragma unroll
-        for (int i = 0; i < Share::COUNT; i++) {
-            if (Share::at(i) >= V) continue;
-            Packed<ACT, Share::WIDTH> x;
-            x.load(values + s * V + Share::at(i));
+        for (int i = 0; i < Own::COUNT; i++) {
+            if (Own::at(i) >= V) continue;
+            Packed<ACT, Own::WIDTH> x;
+            x.load(values + s * V + Own::at(i));
             add(x, scratch.weight[h][s], i);
         }
     }
 #pragma unroll
-    for (int i = 0; i < Share::COUNT; i++) {
-        if (Share::at(i) >= V || rank == 0) continue;
-        Packed<ACT, Share::WIDTH> x;
-        x.load(item.newest(h) + Share::at(i));
+    for (int i = 0; i < Own::COUNT; i++) {
+        if (Own::at(i) >= V || rank == 0) continue;
+        Packed<ACT, Own::WIDTH> x;
+        x.load(item.newest(h) + Own::at(i));
         add(x, scratch.weight[h][pos], i);
-        Packed<OUT, Share::WIDTH> rounded;
+        Packed<OUT, Own::WIDTH> rounded;
         rounded.set(o[i]);
-        rounded.store(output + h * V + Share::at(i));
+        rounded.store(output + h * V + Own::at(i));
     }
 }

@@ -115,6 +115,8 @@ def test_nothing_is_touched_before_the_wait(tmp_path):
     for name in (
         "qwen3-next-standard",
         "qwen3-next-lowrank-read",
+        "nemotron-3-super-lowrank-read",
+        "kimi-linear-lowrank-read",
         "qwen3-next-replay-read",
         "qwen3-next-lowrank-flush",
     ):

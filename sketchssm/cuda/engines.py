@@ -18,8 +18,9 @@ from sketchssm.reference.maps import RIDGE_FLOOR
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
 MAX_ROWS = 512
-MOST_READ_WARPS = 16
-"""Warps of the read kernel on a multiprocessor: registers of 128 words for each."""
+LEAST_READ_WARPS = 4
+"""Warps of a block of the read kernel, however little it has to read. It needs two: those without items work out
+products of keys that others wait for, and put tokens into the ring."""
 
 STEP, FOLD, LOAD = 0, 1, 2
 
@@ -137,7 +138,9 @@ class SketchEngine(StandardEngine):
                 )
             elif self._dense < self.layer.heads:  # one block shares all there is out to its warps
                 shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
-                self._read_parts, blocks = size_of(module, "read_parts"), 1
+                names = ("read_parts", "read_most_items", "read_most_warps")
+                self._read_limits = tuple(size_of(module, name) for name in names)
+                blocks = 1
             blocks *= int(cupy.cuda.Device().attributes["MultiProcessorCount"])
             self._launches[name] = launcher(kernel), shared, blocks
         return self._launches[name]
@@ -192,9 +195,10 @@ class SketchEngine(StandardEngine):
         inputs = (*self._pointers(tokens), out, slots, np.int32(batch), np.int32(length), np.int32(t))
         blocks, warps = batch * self._dense, 4
         if most:
-            items = batch * self._read_parts
-            blocks = min(items, most)
-            warps = min(max(-(-items // blocks), 4), MOST_READ_WARPS)  # a few at least, for what comes before
+            parts, most_items, most_warps = self._read_limits
+            items = batch * parts
+            blocks = max(min(items, most), -(-items // most_items))
+            warps = min(max(-(-items // blocks), LEAST_READ_WARPS), most_warps)
         args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
         kernel(blocks, 32 * warps, args, shared)
         self._flush(state, inputs, STEP)
