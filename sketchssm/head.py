@@ -113,7 +113,7 @@ class DecodeHead:
             State slot of each row, each at most once; -1 is padding. Default: row i uses slot i.
         out : array, optional
             Writable array of the output's shape to fill and return. On ``cuda`` the kernels write a contiguous,
-            aligned one of their output type themselves.
+            aligned one of their output type themselves, if it shares no memory with an input.
 
         Returns
         -------
