@@ -161,14 +161,21 @@ inline void wait_sent(HOST_PLACE) {
     __syncwarp(~0u, where);
 }
 
-// As before sm_90: every lane copies, and waits for, its own pieces.
+// Every lane copies, and waits for, its own pieces, as before sm_90; and for as many bytes as have been announced, as from then on.
 struct Arrival {
-    void init() {}
-    void expect(int) {}
-    void wait(int) { copy_async_wait<0>(); }
+    u32 expected, copied;  // bytes of all rounds
+
+    void init() { expected = copied = 0; }
+    void expect(int bytes) { expected += bytes; }
+    void wait(int, HOST_PLACE) {
+        while (copied != expected) host::wait_at(this, where);
+        copy_async_wait<0>();
+    }
 };
-inline void copy_pieces(char* shared, const void* global, int bytes, Arrival&) {
+inline void copy_pieces(char* shared, const void* global, int bytes, Arrival& arrival) {
     for (int i = 0; i < bytes; i += 16) copy_async_16(shared + i, static_cast<const char*>(global) + i);
+    arrival.copied += bytes;
+    if (arrival.copied == arrival.expected) host::open(&arrival);
 }
 
 inline u16 float_to_bf16(float x) {

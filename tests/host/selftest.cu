@@ -150,15 +150,16 @@ extern "C" __global__ void sends(float* out, int spoil, int waits) {
     }
 }
 
-// Lanes bring pieces of different sizes, some of them none, twice; they look at them before the wait and after it.
-extern "C" __global__ void arrivals(const float* x, float* out) {
+// Lanes bring pieces of different sizes, some of them none and 496 bytes together, twice; they look at them before the wait and after it.
+extern "C" __global__ void arrivals(const float* x, float* out, int bytes) {
     alignas(16) __shared__ float pieces[2][32][8];
     __shared__ Arrival arrival;
     const int lane = threadIdx.x, words = lane % 3 * 4;
     if (lane == 0) arrival.init();
     __syncwarp();
     for (int round = 0; round < 2; round++) {
-        if (lane == 0) arrival.expect(31 * 4 * sizeof(float));
+        if (lane == 0) arrival.expect(bytes);
+        __syncwarp();
         copy_pieces(reinterpret_cast<char*>(pieces[round][lane]), x + (round * 32 + lane) * 8, words * sizeof(float), arrival);
         copy_async_commit();
         __syncwarp();

@@ -167,13 +167,21 @@ def test_sent_rows_are_read_until_the_wait(module, spoil):
 
 def test_arrivals_land_at_their_wait(module):
     x, out = np.arange(512, dtype=np.float32).reshape(2, 32, 8), np.zeros((2, 32, 9), np.float32)
-    module.get_function("arrivals")((1,), (32,), (x, out))
+    module.get_function("arrivals")((1,), (32,), (x, out, np.int32(496)))
     assert np.isnan(out[:, :, 8]).all()
     for lane in range(32):
         other = (lane + 1) % 32
         words = other % 3 * 4
         assert np.array_equal(out[:, lane, :words], x[:, other, :words])
         assert np.isnan(out[:, lane, words:8]).all()
+
+
+@pytest.mark.parametrize("announced", [480, 512])
+def test_arrivals_wait_for_the_bytes_that_were_announced(module, announced):
+    """A device would wait for ever as well, or for the next round's."""
+    x, out = np.zeros((2, 32, 8), np.float32), np.zeros((2, 32, 9), np.float32)
+    with pytest.raises(RuntimeError, match="thread 0 to 31: a gate at"):
+        module.get_function("arrivals")((1,), (32,), (x, out, np.int32(announced)))
 
 
 def test_matrix_product(module, rng):
