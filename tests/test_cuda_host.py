@@ -170,11 +170,13 @@ def check_sketch(plan, stored, activation, rng, cupy, gate=None):
         (Layer("gdn", 2, 128, 128, 2), "lowrank", 32, "bfloat16"),
         (Layer("mamba2", 4, 128, 96, 2), "lowrank", 32, "float32"),
         (Layer("mamba2", 6, 128, 64, 2), "ridge", 4, "bfloat16"),
+        (Layer("mamba2", 4, 64, 96, 4), "lowrank", 8, "bfloat16"),
+        (Layer("gdn", 3, 128, 128, 1), "lowrank", 16, "bfloat16"),
     ],
     ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
 )
 def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
-    """Where roles, groups, places and buffers of the flush differ."""
+    """Where roles, groups, places and buffers of the flush differ, and where a read's items are single heads."""
     plan = make_plan(
         layer, np.resize([9, DENSE, 33, 1, 40], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
     )
