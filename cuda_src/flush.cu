@@ -1,7 +1,7 @@
 // Flush: one pass over the state of every (row, head) whose window is full.
 //
 // Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds
-// the sketch and its map, and writes the state back. A fixed number of blocks takes the (row, head) items in turn, so
+// the sketch and its map, and writes the state back. A fixed number of blocks claims the (row, head) items in turn, so
 // that all of them work on one stretch of memory at a time. A block's warps have different tasks (flush_roles.cuh) and
 // hardly wait for each other: gates in shared memory say when something is there and when it has been used.
 //
@@ -23,7 +23,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int warp = threadIdx.x / 32;
     int count = 0;
+    const int i = blockIdx.x + threadIdx.x * gridDim.x;  // the thread's item, of those that the block begins with
+    int2 entry = make_int2(0, 0);
+    auto find = [&] {
+        if (threadIdx.x < ItemQueue::AHEAD) entry = schedule->rows[min(i / HEADS, MAX_ROWS - 1)];
+    };
     if (mode == STEP) {
+        find();  // if there are so many: asked for together
         count = schedule->due;
         // nobody else looks at the cursors now: rows that are due stand at their window's last place.
         // Atomics, as nobody has to wait for what they return.
@@ -35,14 +41,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
         if (count == 0) return;
     } else {
         count = list_rows(schedule->rows, cursor, slots, batch, mode);
+        find();
     }
     if (threadIdx.x == 0) m.init();
+    if (threadIdx.x < ItemQueue::AHEAD) m.queue.items[threadIdx.x] = i < count * HEADS ? item_of(i, entry) : NO_ITEM;
     if (RAW && W < WP && warp == SERVER)
         for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
     __syncthreads();
 
     const Flush flush{m, state, slot_stride, cursor, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, sketch_stride, projection, basis,
-                      heads, q, k, v, g, beta, out, slots, tokens, t, schedule, mode, ridge, count * HEADS};
+                      heads, q, k, v, g, beta, out, tokens, t, schedule, mode, ridge, count};
     if (warp < NWARPS) fold_items(flush);
     else if (warp <= FINISHER) serve_items(flush, warp == SERVER, warp == FINISHER);
     else if constexpr (!RAW) {
@@ -56,11 +64,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicAdd(&schedule->ticket, 1u) == gridDim.x - 1;
-        if (last) schedule->ticket = 0, schedule->due = 0;
+        if (last) schedule->ticket = 0, schedule->due = 0, schedule->claimed = 0;
     }
     __syncthreads();
     if (!last || mode == STEP) return;
-    for (int i = threadIdx.x; i < count; i += 32 * WARPS) cursor[slots[schedule->rows[i]]] = 0;
+    for (int i = threadIdx.x; i < count; i += 32 * WARPS) cursor[schedule->rows[i].x] = 0;
 }
 #endif
 

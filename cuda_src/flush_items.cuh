@@ -16,6 +16,42 @@ constexpr int SERVER = NWARPS, FINISHER = NWARPS + !BOTH, MOVERS = NWARPS + 2, T
 constexpr int WARPS = RAW ? FINISHER + 1 : TEAM_WARPS + TEAM / 32;
 constexpr int SETS = RAW ? KEYS : PREPARED;  // of operands that warps which fold read
 
+// One item: a slot, and a row and one of its heads.
+struct alignas(8) Item {
+    int slot, place;
+    __device__ __forceinline__ bool exists() const { return slot >= 0; }
+    __device__ __forceinline__ int row() const { return place / HEADS; }
+    __device__ __forceinline__ int head() const { return place % HEADS; }
+};
+
+// What a block's warps know of its items. A block begins with AHEAD of them, a grid's width apart; after that its server claims one
+// at a time for all. Multiprocessors differ in how fast memory serves them, and items in their ranks: with even
+// shares the last blocks ended up to a tenth after the rest.
+struct ItemQueue {
+    static constexpr int LENGTH = 8, AHEAD = 3, TOGETHER = 2;
+    Item items[LENGTH];
+    WarpGate known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with so many
+
+    __device__ __forceinline__ void init() {
+        for (WarpGate& gate : known) gate.init(1);
+        for (WarpGate& gate : left) gate.init(WARPS);
+    }
+    // The block's nth, of which the warp may not be done with more than AHEAD less.
+    __device__ __forceinline__ Item get(int n) {
+        if (n >= AHEAD) known[n % LENGTH].wait((n - AHEAD) / LENGTH);
+        return items[n % LENGTH];
+    }
+    __device__ __forceinline__ void leave(int n) {
+        if (n % TOGETHER == TOGETHER - 1) left[n % LENGTH / TOGETHER].arrive();
+    }
+    // By one warp, in turn from AHEAD on.
+    __device__ __forceinline__ void put(int n, const Item& item) {
+        if (n >= LENGTH && n % TOGETHER == 0) left[n % LENGTH / TOGETHER].wait(n / LENGTH - 1);
+        if (threadIdx.x % 32 == 0) items[n % LENGTH] = item;
+        known[n % LENGTH].arrive();
+    }
+};
+
 // The state has so many places in shared memory that the next one comes in while one is used.
 template <int PLACES> struct MemoryOf {
     static constexpr int places = PLACES;
@@ -26,6 +62,7 @@ template <int PLACES> struct MemoryOf {
     Solve solve[SOLVES];
     WarpGate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
     WarpGate folded[PLACES];
+    ItemQueue queue;
 #if SKETCHED_HEADS
     SketchMemory sketch;
     SketchGates sketched;
@@ -33,6 +70,7 @@ template <int PLACES> struct MemoryOf {
 
     // By one thread; a barrier of the block must follow.
     __device__ __forceinline__ void init() {
+        queue.init();
         met.init(TEAM / 32);
         for (WarpGate& gate : ready) gate.init(TEAM / 32);
         for (WarpGate& gate : used) gate.init(NWARPS);
@@ -54,7 +92,7 @@ typedef Choice<MIN_BLOCKS == 1 && sizeof(MemoryOf<2>) + 128 <= MOST_SHARED>::typ
 constexpr int PLACES = Memory::places;
 
 // Lists the rows to flush, in order; returns how many. All blocks find, and write, the same.
-__device__ __forceinline__ int list_rows(int* rows, const int* cursor, const i64* slots, int batch, int mode) {
+__device__ __forceinline__ int list_rows(int2* rows, const int* cursor, const i64* slots, int batch, int mode) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
@@ -70,19 +108,11 @@ __device__ __forceinline__ int list_rows(int* rows, const int* cursor, const i64
             if (i < warp) before += counts[i];
             total += counts[i];
         }
-        if (due) rows[before + __popc(ballot & ((1u << lane) - 1))] = row;
+        if (due) rows[before + __popc(ballot & ((1u << lane) - 1))] = make_int2(static_cast<int>(slot), row);
         __syncthreads();
     }
     return total;
 }
-
-// One item: a slot, and a row and one of its heads. Small, as three of them stay in registers.
-struct Item {
-    int slot, place;
-    __device__ __forceinline__ bool exists() const { return slot >= 0; }
-    __device__ __forceinline__ int row() const { return place / HEADS; }
-    __device__ __forceinline__ int head() const { return place % HEADS; }
-};
 
 // The launch's arguments, and what they have for an item.
 struct Flush {
@@ -103,20 +133,12 @@ struct Flush {
     const gate_t* g;
     const float* beta;
     out_t* out;
-    const i64* slots;
     int tokens, t;
-    const Schedule* schedule;
+    Schedule* schedule;
     int mode;
     float ridge;
-    int end;
+    int count;  // of rows
 
-    __device__ __forceinline__ Item item(int n) const {  // the block's nth
-        const int i = blockIdx.x + n * gridDim.x;
-        if (i >= end) return Item{-1, 0};
-        // heads shift from row to row: else a stride that shares a factor with HEADS would leave some blocks the high ranks
-        const int place = i / HEADS, row = schedule->rows[place];
-        return Item{static_cast<int>(slots[row]), row * HEADS + (i + place) % HEADS};
-    }
     __device__ __forceinline__ int buffered(const Item& item) const { return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[item.slot]; }
     __device__ __forceinline__ int folded(const Item& item) const { return mode == STEP ? W : buffered(item); }
     __device__ __forceinline__ i64 at(const Item& item) const { return static_cast<i64>(item.row()) * tokens + t; }
@@ -141,13 +163,35 @@ struct Flush {
     }
 };
 
-// A block's items, one after the other, with those ahead. What they are takes two loads, hence so early.
-struct Items {
-    const Flush& flush;
-    int n = 0;
-    Item now, next, after;
+// Item i of all: heads of a row one after the other, `entry` being its row.
+constexpr Item NO_ITEM{-1, 0};
+__device__ __forceinline__ Item item_of(int i, const int2& entry) { return Item{entry.x, entry.y * HEADS + i % HEADS}; }
 
-    __device__ __forceinline__ explicit Items(const Flush& flush_)
-        : flush(flush_), now(flush_.item(0)), next(flush_.item(1)), after(flush_.item(2)) {}
-    __device__ __forceinline__ void advance() { now = next, next = after, after = flush.item(++n + 2); }
+// A warp's way through its block's items, one after the other.
+struct Items {
+    ItemQueue& queue;
+    int n = 0;
+    Item now;
+
+    __device__ __forceinline__ explicit Items(const Flush& flush) : queue(flush.m.queue), now(queue.get(0)) {}
+    __device__ __forceinline__ Item ahead(int by) const { return queue.get(n + by); }
+    __device__ __forceinline__ void advance() {
+        queue.leave(n++);
+        now = queue.get(n);
+    }
+};
+
+// The server's claims. Each has two loads to wait for, which other work lies between.
+struct Claims {
+    const Flush& flush;
+    int number;
+    Item item;
+
+    __device__ __forceinline__ void begin() {
+        if (threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->claimed, 1);
+    }
+    __device__ __forceinline__ void find() {
+        const int i = __shfl_sync(ALL, number, 0) + ItemQueue::AHEAD * gridDim.x;
+        item = i < flush.count * HEADS ? item_of(i, flush.schedule->rows[i / HEADS]) : NO_ITEM;
+    }
 };

@@ -79,10 +79,10 @@ __device__ __forceinline__ void fold_items(const Flush& f) {
     fetch(items.now, 0);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n;
-        if (RAW && PLACES > 1) wait_sent(), fetch(items.next, n + 1);
+        if (RAW && PLACES > 1) wait_sent(), fetch(items.ahead(1), n + 1);
         fold_item(f, items.now, n, f.m.rows[n % PLACES][block]);
         if (RAW) sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn);
-        if (RAW && PLACES == 1) wait_sent(), fetch(items.next, n + 1);
+        if (RAW && PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
     }
     wait_sent();  // what has not been read goes with the block
 }
@@ -99,14 +99,14 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     auto fetch = [&](const Item& item, int n) { each(item, n, [](Rows& rows, float* home) { rows.fetch(home); }); };
     Items items(f);
     fetch(items.now, 0);
-    if (PLACES > 1) fetch(items.next, 1);
+    if (PLACES > 1) fetch(items.ahead(1), 1);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n;
         f.m.folded[n % PLACES].wait(n / PLACES);
         each(items.now, n, [](Rows& rows, float* home) { rows.store(home); });
         sketch_item(f, items.now, n, 0, member, turn);
         wait_sent();
-        fetch(PLACES > 1 ? items.after : items.next, n + PLACES);
+        fetch(items.ahead(PLACES), n + PLACES);
     }
 }
 
@@ -155,47 +155,49 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
             wait_used(m, n - SOLVES);  // whose solve lay where this one will
         } else {
             m.ready[n % KEYS].wait(n / KEYS);
-            fetch(f.item(n + KEYS), n + KEYS);
+            fetch(m.queue.get(n + KEYS), n + KEYS);
         }
         prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
         m.solved[n % SOLVES].arrive();
     };
 #if SKETCHED_HEADS
     int turn = 0;
-    auto find_sketched = [&](Item item, int n) {  // the next head that has a sketch, from item n on; rank 0 if there is none
-        int4 info = make_int4(0, 0, 0, 0);
-        while (item.exists() && (info = f.heads[item.head()]).x == 0) item = f.item(++n);
-        return info;
-    };
+    auto find_head = [&](const Item& item) { return item.exists() ? f.heads[item.head()] : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
         if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
     };
-    if (finishes) fetch_basis(find_sketched(f.item(0), 0));
+    if (finishes) fetch_basis(find_head(m.queue.get(0)));
 #endif
     Items items(f);
+    Claims claims{f};
     if (serves) {
+        claims.begin();
         fetch(items.now, 0);
         fetch_values(items.now);
-        if (KEYS > 1) fetch(items.next, 1);
+        if (KEYS > 1) fetch(items.ahead(1), 1);
         solve(items.now, 0);
+        claims.find();
     }
     for (; items.now.exists(); items.advance()) {
         const int n = items.n;
         if (serves) {
-            if (SOLVES > 1) solve(items.next, n + 1);
-            if (items.next.exists()) {
+            m.queue.put(n + ItemQueue::AHEAD, claims.item);
+            claims.begin();
+            const Item next = items.ahead(1);
+            if (SOLVES > 1) solve(next, n + 1);
+            if (next.exists()) {
                 wait_used(m, n);
-                fetch_values(items.next);
-                if (RAW) fetch(items.after, n + KEYS);
-                if (SOLVES == 1) solve(items.next, n + 1);
+                fetch_values(next);
+                if (RAW) fetch(items.ahead(KEYS), n + KEYS);
+                if (SOLVES == 1) solve(next, n + 1);
             }
+            claims.find();
         }
 #if SKETCHED_HEADS
         if (!finishes) continue;
-        const int4 info = f.heads[items.now.head()];
-        if (info.x == 0) continue;
-        const int4 coming = find_sketched(items.next, n + 1);
-        finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
+        const int4 info = f.heads[items.now.head()], coming = find_head(items.ahead(1));
+        if (info.x == 0) fetch_basis(coming);
+        else finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
                       [&] { fetch_basis(coming); });
 #endif
     }

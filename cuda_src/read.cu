@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) place<HEADS * V>(out, row * tokens + t, first)[i] = narrow<OUT>(0.f);
     };
-    auto list = [&](int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = row; };
+    auto list = [&](int slot, int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = make_int2(slot, row); };
 #if SKETCHED_HEADS  // what takes no memory of the device comes before the wait
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         const int pos = slot < 0 ? 0 : cursor[slot];
         if (Share::goes_on(slot, pos)) read_dense(arg, head, row * tokens + t, slot, pos, part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(row);
+        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(static_cast<int>(slot), row);
         if (!SKETCHED_HEADS) break;  // a block for each
     }
 #endif
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
             atomicMax(&block.most_tokens, pos);
         } else {
             due = true;
-            if (row * PARTS >= begin) list(row);  // in the block that has the row's first item
+            if (row * PARTS >= begin) list(slot, row);  // in the block that has the row's first item
         }
     }
     for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + PARTS); i += blockDim.x) {

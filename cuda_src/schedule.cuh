@@ -6,7 +6,8 @@ constexpr int MAX_ROWS = 512;
 
 // One per engine, all zeros at first and after every step.
 struct Schedule {
-    int due;             // how many rows to flush
-    u32 ticket;          // flush blocks that are done
-    int rows[MAX_ROWS];  // which, in any order
+    int due;              // how many rows to flush
+    int claimed;          // items of the flush, beyond those that its blocks begin with
+    u32 ticket;           // flush blocks that are done
+    alignas(8) int2 rows[MAX_ROWS];  // which, in any order: slot and row
 };

@@ -81,7 +81,7 @@ class SketchEngine(StandardEngine):
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
         self._dense = packed.dense
         self._ridge = np.float32(ridge)
-        self._schedule = cupy.zeros(2 + MAX_ROWS, dtype=np.int32)  # from the read kernel to the flush kernel
+        self._schedule = cupy.zeros(4 + 2 * MAX_ROWS, dtype=np.int32)  # from the read kernel to the flush kernel
         self._sketch_type = 0 if bf16 else 2
         self._rank_max = int(max(packed.heads[:, 0].max(), 1))
         if self.arrays.activation is not None:
