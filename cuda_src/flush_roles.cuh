@@ -68,6 +68,11 @@ __device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, in
 #endif
 }
 
+// All blocks begin together: the first keys, with which more has to be done, had better not queue behind everybody's states.
+__device__ __forceinline__ void wait_begun(const Flush& f, const Item& first) {
+    if (first.exists()) f.m.keys[0].delivery.wait(0);
+}
+
 // Warps that fold; keys that are operands as they come leave them the rest as well, each with its own block of rows.
 __device__ __forceinline__ void fold_items(const Flush& f) {
     const int block = threadIdx.x / 32;
@@ -76,6 +81,7 @@ __device__ __forceinline__ void fold_items(const Flush& f) {
         if (RAW && item.exists()) f.m.rows[n % PLACES][block].fetch(f.home(item, block));
     };
     Items items(f);
+    wait_begun(f, items.now);
     fetch(items.now, 0);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n;
@@ -98,6 +104,7 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     };
     auto fetch = [&](const Item& item, int n) { each(item, n, [](Rows& rows, float* home) { rows.fetch(home); }); };
     Items items(f);
+    wait_begun(f, items.now);
     fetch(items.now, 0);
     if (PLACES > 1) fetch(items.ahead(1), 1);
     for (; items.now.exists(); items.advance()) {
