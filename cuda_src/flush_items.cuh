@@ -28,7 +28,7 @@ struct alignas(8) Item {
 // at a time for all. Multiprocessors differ in how fast memory serves them, and items in their ranks: with even
 // shares the last blocks ended up to a tenth after the rest.
 struct ItemQueue {
-    static constexpr int LENGTH = 8, AHEAD = 3, TOGETHER = 2;
+    static constexpr int LENGTH = 8, AHEAD = RAW ? 2 : 3, TOGETHER = 2;
     Item items[LENGTH];
     WarpGate known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with so many
 
@@ -181,7 +181,7 @@ struct Items {
     }
 };
 
-// The server's claims. Each has two loads to wait for, which other work lies between.
+// The server's claims, in three steps, as the first two wait for the device's memory.
 struct Claims {
     const Flush& flush;
     int number;
@@ -194,4 +194,5 @@ struct Claims {
         const int i = __shfl_sync(ALL, number, 0) + ItemQueue::AHEAD * gridDim.x;
         item = i < flush.count * HEADS ? item_of(i, flush.schedule->rows[i / HEADS]) : NO_ITEM;
     }
+    __device__ __forceinline__ void put(int n) { flush.m.queue.put(n + ItemQueue::AHEAD, item); }
 };

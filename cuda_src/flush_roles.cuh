@@ -178,27 +178,30 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
     Items items(f);
     Claims claims{f};
     if (serves) {
-        claims.begin();
+        if (!RAW) claims.begin();
         fetch(items.now, 0);
         fetch_values(items.now);
         if (KEYS > 1) fetch(items.ahead(1), 1);
         solve(items.now, 0);
-        claims.find();
+        if (!RAW) claims.find();
     }
     for (; items.now.exists(); items.advance()) {
         const int n = items.n;
         if (serves) {
-            m.queue.put(n + ItemQueue::AHEAD, claims.item);
+            // As late as it may be: the sooner after its claim an item is fetched, the closer in memory is what all blocks fetch
+            // at a time. A team wants its keys at once, and the claim was begun with the item before.
+            if (!RAW) claims.put(n);
             claims.begin();
             const Item next = items.ahead(1);
             if (SOLVES > 1) solve(next, n + 1);
+            if (RAW) claims.find(), claims.put(n);
             if (next.exists()) {
                 wait_used(m, n);
                 fetch_values(next);
                 if (RAW) fetch(items.ahead(KEYS), n + KEYS);
                 if (SOLVES == 1) solve(next, n + 1);
             }
-            claims.find();
+            if (!RAW) claims.find();
         }
 #if SKETCHED_HEADS
         if (!finishes) continue;

@@ -25,7 +25,7 @@ constexpr int ITEMS_AT = (sizeof(WarpMemory) - 1) / 128 * 128;
 __device__ __forceinline__ constexpr int rounded(int bytes) { return (bytes + 127) / 128 * 128; }
 
 // Bytes a cycle that a block's warps ask for at first, one warp after the other: about what memory brings, as measured on H200.
-constexpr int PACE = 16;
+constexpr int PACE = 12;
 
 // What the warps have in common: items begin to begin + count - 1, of which each has claimed one at first.
 struct Reading {
