@@ -62,6 +62,7 @@ template <int PLACES> struct MemoryOf {
     Solve solve[SOLVES];
     WarpGate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
     WarpGate folded[PLACES];
+    WarpGate begun;  // once: the first keys are there
     ItemQueue queue;
 #if SKETCHED_HEADS
     SketchMemory sketch;
@@ -70,7 +71,7 @@ template <int PLACES> struct MemoryOf {
 
     // By one thread; a barrier of the block must follow.
     __device__ __forceinline__ void init() {
-        queue.init();
+        begun.init(1), queue.init();
         met.init(TEAM / 32);
         for (WarpGate& gate : ready) gate.init(TEAM / 32);
         for (WarpGate& gate : used) gate.init(NWARPS);

@@ -68,25 +68,22 @@ __device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, in
 #endif
 }
 
-// All blocks begin together: the first keys, with which more has to be done, had better not queue behind everybody's states.
-__device__ __forceinline__ void wait_begun(const Flush& f, const Item& first) {
-    if (first.exists()) f.m.keys[0].delivery.wait(0);
-}
-
 // Warps that fold; keys that are operands as they come leave them the rest as well, each with its own block of rows.
 __device__ __forceinline__ void fold_items(const Flush& f) {
+    Memory& m = f.m;
     const int block = threadIdx.x / 32;
     int turn = 0;
     auto fetch = [&](const Item& item, int n) {
-        if (RAW && item.exists()) f.m.rows[n % PLACES][block].fetch(f.home(item, block));
+        if (RAW && item.exists()) m.rows[n % PLACES][block].fetch(f.home(item, block));
     };
     Items items(f);
-    wait_begun(f, items.now);
+    // All blocks begin together: the first keys, with which more has to be done, had better not queue behind everybody's states.
+    if (RAW && items.now.exists()) m.keys[0].delivery.wait(0);
     fetch(items.now, 0);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n;
         if (RAW && PLACES > 1) wait_sent(), fetch(items.ahead(1), n + 1);
-        fold_item(f, items.now, n, f.m.rows[n % PLACES][block]);
+        fold_item(f, items.now, n, m.rows[n % PLACES][block]);
         if (RAW) sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn);
         if (RAW && PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
     }
@@ -104,7 +101,7 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     };
     auto fetch = [&](const Item& item, int n) { each(item, n, [](Rows& rows, float* home) { rows.fetch(home); }); };
     Items items(f);
-    wait_begun(f, items.now);
+    if (items.now.exists()) f.m.begun.wait(0);  // as in fold_items
     fetch(items.now, 0);
     if (PLACES > 1) fetch(items.ahead(1), 1);
     for (; items.now.exists(); items.advance()) {
@@ -135,6 +132,7 @@ __device__ __forceinline__ void prepare_items(const Flush& f) {
         GateInput<1> input;
         input.load(f.gate_input, items.now.head(), member % K);
         m.keys[n % KEYS].delivery.wait(n / KEYS);
+        if (n == 0 && member < 32) m.begun.arrive();
         wait_used(m, n - PREPARED);
         prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], input, f.folded(items.now), member, meet);
         if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
