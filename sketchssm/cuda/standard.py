@@ -74,7 +74,7 @@ class StandardEngine:
         check_layer(layer)
         self.layer = layer
         self.slots = slots
-        self.value_rows = 8 if layer.erases else 16  # measured on H200
+        self.value_rows = 4 if layer.erases else 8  # measured on H200
         self.arrays = DeviceArrays(activation, output, gate is not None)
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
