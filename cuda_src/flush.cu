@@ -3,7 +3,7 @@
 // Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds
 // the sketch and its map, and writes the state back. A fixed number of blocks claims the (row, head) items in turn, so
 // that all of them work on one stretch of memory at a time. A block's warps have different tasks (flush_roles.cuh) and
-// hardly wait for each other: gates in shared memory say when something is there and when it has been used.
+// hardly wait for each other: latches in shared memory say when something is there and when it has been used.
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
 // buffered something, without an output. mode LOAD: new states, nothing to fold.

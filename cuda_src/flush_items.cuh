@@ -1,7 +1,7 @@
 // What a block of the flush has in shared memory, and the items that it takes in turn.
 #pragma once
 #include "schedule.cuh"
-#include "warp_gate.cuh"
+#include "warp_latch.cuh"
 #include "sketch_layout.cuh"
 #include "fold.cuh"
 #include "maps.cuh"
@@ -30,11 +30,11 @@ struct alignas(8) Item {
 struct ItemQueue {
     static constexpr int LENGTH = 8, AHEAD = RAW ? 2 : 3, TOGETHER = 2;
     Item items[LENGTH];
-    WarpGate known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with so many
+    WarpLatch known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with so many
 
     __device__ __forceinline__ void init() {
-        for (WarpGate& gate : known) gate.init(1);
-        for (WarpGate& gate : left) gate.init(WARPS);
+        for (WarpLatch& latch : known) latch.init(1);
+        for (WarpLatch& latch : left) latch.init(WARPS);
     }
     // The block's nth, of which the warp may not be done with more than AHEAD less.
     __device__ __forceinline__ Item get(int n) {
@@ -60,23 +60,23 @@ template <int PLACES> struct MemoryOf {
     ValueStage values;
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
-    WarpGate used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
-    WarpGate folded[PLACES];
-    WarpGate begun;  // once: the first keys are there
+    WarpLatch used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
+    WarpLatch folded[PLACES];
+    WarpLatch begun;  // once: the first keys are there
     ItemQueue queue;
 #if SKETCHED_HEADS
     SketchMemory sketch;
-    SketchGates sketched;
+    SketchLatches sketched;
 #endif
 
     // By one thread; a barrier of the block must follow.
     __device__ __forceinline__ void init() {
         begun.init(1), queue.init();
         met.init(TEAM / 32);
-        for (WarpGate& gate : ready) gate.init(TEAM / 32);
-        for (WarpGate& gate : used) gate.init(NWARPS);
-        for (WarpGate& gate : solved) gate.init(1);
-        for (WarpGate& gate : folded) gate.init(NWARPS);
+        for (WarpLatch& latch : ready) latch.init(TEAM / 32);
+        for (WarpLatch& latch : used) latch.init(NWARPS);
+        for (WarpLatch& latch : solved) latch.init(1);
+        for (WarpLatch& latch : folded) latch.init(NWARPS);
         for (KeyStage& stage : keys) stage.delivery.init();
         values.delivery.init();
         for (auto& place : rows)

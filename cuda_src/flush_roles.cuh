@@ -1,4 +1,4 @@
-// The flush's warps, by their tasks. Each goes through the block's items in turn; gates are what they wait for.
+// The flush's warps, by their tasks. Each goes through the block's items in turn; latches are what they wait for.
 #pragma once
 #include "flush_items.cuh"
 

@@ -74,11 +74,11 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
 }
 
 // Solves for the map, forward and back, a lane its own channels of all rows.
-__device__ __forceinline__ void store_dense(SketchMemory& m, SketchGates& gates, sketch_t* packed, int rank, float mu, float ridge) {
+__device__ __forceinline__ void store_dense(SketchMemory& m, SketchLatches& latches, sketch_t* packed, int rank, float mu, float ridge) {
     const int lane = threadIdx.x % 32, last = (rank - 1) / PANEL * PANEL;
     const float scale = 1.f / mu;
     gram_of_columns(m, rank, mu, ridge);
-    gates.columns_read.arrive();
+    latches.columns_read.arrive();
     factor_gram(m, rank);
     float x[PANEL][MINE], l[PANEL];
     auto solved = [&](int i) { return &m.parts[0][i][MINE * lane]; };
@@ -164,5 +164,5 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchGates& gates,
             if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + MINE * lane);
         }
     }
-    gates.sums_read.arrive();
+    latches.sums_read.arrive();
 }

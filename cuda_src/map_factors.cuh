@@ -24,7 +24,7 @@ __device__ __forceinline__ void dots_of_columns(SketchMemory& m, int rank) {
 
 // Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. Shared
 // memory is read first, and then left to the next item.
-__device__ __forceinline__ void store_factors(SketchMemory& m, SketchGates& gates, sketch_t* packed, const sketch_t* projection, int rank,
+__device__ __forceinline__ void store_factors(SketchMemory& m, SketchLatches& latches, sketch_t* packed, const sketch_t* projection, int rank,
                                               float mu, float ridge) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, SketchGates& gate
         for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? m.dots[g][i] : 0.f;
         residual[e] = g < rank ? m.dots[g][PIVOTS] / mu : 0.f;
     }
-    gates.columns_read.arrive(), gates.sums_read.arrive();
+    latches.columns_read.arrive(), latches.sums_read.arrive();
 
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)

@@ -13,11 +13,11 @@
 #endif
 
 // A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches.
-__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates, Rows* rows, int group, int member, sketch_t* packed,
+__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& latches, Rows* rows, int group, int member, sketch_t* packed,
                                              int rank, int& turn) {
     const int lane = threadIdx.x % 32;
-    [[maybe_unused]] WarpGate& met = gates.met[group];
-    if (turn > 0) gates.columns_read.wait(turn - 1);
+    [[maybe_unused]] WarpLatch& met = latches.met[group];
+    if (turn > 0) latches.columns_read.wait(turn - 1);
     m.basis.delivery.wait(turn);
     sketch_columns(m, rows, group, member, rank);
 #pragma unroll
@@ -28,10 +28,10 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates
     if constexpr (LEFT > 0) {
         met.arrive();
         met.wait(2 * turn);
-        if (turn > 0) gates.sums_read.wait(turn - 1);
+        if (turn > 0) latches.sums_read.wait(turn - 1);
         left_products(m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
     }
-    gates.full.arrive();
+    latches.full.arrive();
     if (LEFT > 0) met.arrive();
 #pragma unroll 1
     for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(m, group * GROUP_BLOCKS + i, packed, rank);
@@ -40,22 +40,22 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchGates& gates
 }
 
 // The rest of it, by one other warp. `then` is what may happen once the basis has been used.
-template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchGates& gates, [[maybe_unused]] sketch_t* packed,
+template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& latches, [[maybe_unused]] sketch_t* packed,
                                                                     [[maybe_unused]] const sketch_t* projection, int rank,
                                                                     [[maybe_unused]] float ridge, int& turn, Then then) {
-    gates.full.wait(turn++);
+    latches.full.wait(turn++);
     then();
 #if MAP == 2
-    gates.columns_read.arrive();
+    latches.columns_read.arrive();
 #else
     float mu = 0;
 #pragma unroll
     for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
     mu = mu > 0.f ? mu / K : 1.f;
 #if MAP == 0
-    store_factors(m, gates, packed, projection, rank, mu, ridge);
+    store_factors(m, latches, packed, projection, rank, mu, ridge);
 #else
-    store_dense(m, gates, packed, rank, mu, ridge);
+    store_dense(m, latches, packed, rank, mu, ridge);
 #endif
 #endif
 }

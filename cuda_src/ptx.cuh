@@ -75,9 +75,9 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// An object in shared memory that opens when `count` arrivals have come, once a round; rounds are counted from 0. What
+// An mbarrier, an object in shared memory that opens when `count` arrivals have come, once a round; rounds are counted from 0. What
 // a thread wrote before it arrived is seen by those that waited.
-struct Gate {
+struct Latch {
     unsigned long long state;
 
     // Once, by one thread; a barrier of the block must follow.
@@ -104,12 +104,12 @@ struct Gate {
     __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
 };
 
-// A gate that opens when copies from global to shared memory have landed. One warp sends for all: it copies, then
+// A latch that opens when copies from global to shared memory have landed. One warp sends for all: it copies, then
 // ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings long ones.
 struct Delivery {
-    Gate gate;
+    Latch latch;
 
-    __device__ __forceinline__ void init() { gate.init(32); }
+    __device__ __forceinline__ void init() { latch.init(32); }
     // Rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory.
     __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
         char* const to = static_cast<char*>(shared);
@@ -126,10 +126,10 @@ struct Delivery {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
         if (lane < count) {
-            asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(gate.address()), "r"(bytes) : "memory");
+            asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(latch.address()), "r"(bytes) : "memory");
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                              static_cast<u32>(__cvta_generic_to_shared(static_cast<char*>(shared) + lane * shared_stride))),
-                         "l"(static_cast<const char*>(global) + lane * global_stride), "r"(bytes), "r"(gate.address())
+                         "l"(static_cast<const char*>(global) + lane * global_stride), "r"(bytes), "r"(latch.address())
                          : "memory");
         }
 #else
@@ -137,9 +137,9 @@ struct Delivery {
 #endif
     }
     __device__ __forceinline__ void end() {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(gate.address()) : "memory");
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(latch.address()) : "memory");
     }
-    __device__ __forceinline__ void wait(int round) { gate.wait(round); }
+    __device__ __forceinline__ void wait(int round) { latch.wait(round); }
 };
 
 // Copies up to 32 rows of `bytes` (a multiple of 16) from shared memory, whose writers have released them to copies, to one
@@ -177,23 +177,23 @@ __device__ __forceinline__ void wait_sent() {
 // Copies from global to shared memory that only the warp waits for which sent them. From sm_90 on one lane says how many
 // bytes a round will bring; before, every lane waits for its own pieces.
 struct Arrival {
-    Gate gate;
+    Latch latch;
 
     // Once, by one thread; the warp must meet after it.
     __device__ __forceinline__ void init() {
 #if __CUDA_ARCH__ >= 900
-        gate.init(1);
+        latch.init(1);
 #endif
     }
     __device__ __forceinline__ void expect(int bytes) {
 #if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(gate.address()), "r"(bytes) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(latch.address()), "r"(bytes) : "memory");
 #endif
     }
     __device__ __forceinline__ void wait(int round) {
         copy_async_wait<0>();
 #if __CUDA_ARCH__ >= 900
-        gate.wait(round);
+        latch.wait(round);
 #endif
     }
 };
@@ -204,7 +204,7 @@ __device__ __forceinline__ void copy_pieces(char* shared, const void* global, in
     if (bytes > 0)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                          static_cast<u32>(__cvta_generic_to_shared(shared))),
-                     "l"(global), "r"(bytes), "r"(arrival.gate.address())
+                     "l"(global), "r"(bytes), "r"(arrival.latch.address())
                      : "memory");
 #else
     for (int piece = 0; piece < 32; piece++) {

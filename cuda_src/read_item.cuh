@@ -6,9 +6,9 @@
 // Whether products along K go to the tensor cores: operands as they lie in memory, decays that are no part of them.
 constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH == BF16 && W <= 16;
 constexpr int TOGETHER = MATRIX && GROUP % 2 == 0 ? 2 : 1;
-constexpr int PARTS = HEADS / TOGETHER;  // items of a row
-constexpr int PARTS_OF_KEY = GROUP / TOGETHER;
-constexpr int LANES = 32 / TOGETHER;     // lanes of a head, where heads are worked on side by side
+constexpr int PARTS = HEADS / TOGETHER;         // items of a row
+constexpr int PARTS_OF_KEY = GROUP / TOGETHER;  // items of a row that share a key head
+constexpr int LANES = 32 / TOGETHER;            // lanes of a head, where heads are worked on side by side
 
 // Without erasure all heads of a key take the same products of keys and query: the block works them out once. Where
 // products go token by token, keys are done with long before the rest of an item, and are fetched apart from it.

@@ -1,7 +1,7 @@
 // State read and buffer output of heads with a sketch, from shared memory: o = U c + sum over tokens of w_s v_s.
 #pragma once
 #include "read_item.cuh"
-#include "warp_gate.cuh"
+#include "warp_latch.cuh"
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 constexpr int RANKS = (RANK_MAX + 7) / 8 * 8;
@@ -23,7 +23,7 @@ struct Scratch {
 // Products of a row's tokens with its query at one key head, where the block works them out.
 struct Scores {
     float of[16];
-    WarpGate known;
+    WarpLatch known;
 };
 
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are

@@ -9,7 +9,7 @@
 // it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp does
 // while the others go on (maps.cuh).
 #pragma once
-#include "warp_gate.cuh"
+#include "warp_latch.cuh"
 #include "stage.cuh"
 #include "sketch_layout.cuh"
 
@@ -44,14 +44,14 @@ struct SketchMemory {
     float squares[NWARPS];
 };
 
-struct SketchGates {
-    WarpGate full;                     // U and all shares of S U are there
-    WarpGate columns_read, sums_read;  // the one has been used, or the other
-    WarpGate met[GROUPS];
+struct SketchLatches {
+    WarpLatch full;                     // U and all shares of S U are there
+    WarpLatch columns_read, sums_read;  // the one has been used, or the other
+    WarpLatch met[GROUPS];
 
     __device__ __forceinline__ void init() {
         full.init(GROUPS * SHARERS), columns_read.init(1), sums_read.init(1);
-        for (WarpGate& gate : met) gate.init(SHARERS);
+        for (WarpLatch& latch : met) latch.init(SHARERS);
     }
 };
 

@@ -146,3 +146,8 @@ LAYERS = {
     "kda-raw": Layer("kda", 3, 128, 128, 3),
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
+# reads take heads in pairs that share keys: not here
+SINGLE_HEADS = {
+    "mamba2-3": Layer("mamba2", 6, 128, 64, 2),
+    "gdn-1": Layer("gdn", 3, 128, 128, 3),
+}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cuda_support import (
     LAYERS,
+    SINGLE_HEADS,
     error,
     evaluated,
     make_plan,
@@ -94,13 +95,13 @@ def test_replay(name, activation, window, rng, cupy):
 RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, *SINGLE_HEADS])
 @pytest.mark.parametrize("kind", ["lowrank", "prior", "offline", "ridge", "exact"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_sketch(name, kind, stored, rng, cupy):
     from sketchssm.cuda.engines import SketchEngine
 
-    layer = LAYERS[name]
+    layer = (LAYERS | SINGLE_HEADS)[name]
     ranks = np.resize(RANKS[layer.kind], layer.heads)
     ridge = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001}.get(kind, 0.0)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=ridge)
@@ -126,6 +127,31 @@ def test_sketch(name, kind, stored, rng, cupy):
     if dense.any():
         assert error(got[reads][:, dense], want[reads][:, dense]) < EXACT
     assert error(got[reads][:, ~dense], want[reads][:, ~dense]) < STORED[stored]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])
+@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
+def test_claims_of_a_flush_do_not_matter(name, kind, rng, cupy):
+    """Bitwise equal results where three blocks take all items, or a block has one at most."""
+    from sketchssm.cuda.engines import SketchEngine
+
+    layer, batch = LAYERS[name], 50
+    ranks = np.resize([*RANKS[layer.kind], DENSE], layer.heads)
+    plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01)
+    tokens = tokens_to_device(make_tokens(layer, batch, 33, "bfloat16", rng), "bfloat16")
+    start = cupy.asarray(rng.standard_normal((batch, *layer.state_shape)).astype(np.float32))
+    results = []
+    for blocks in (3, 1000):
+        engine = SketchEngine(plan, batch, output="float32")
+        out = cupy.full((batch, 33, layer.heads, layer.value_dim), np.nan, np.float32)
+        kernel, shared, _ = engine._kernel(1)
+        engine._launches["flush_step"] = kernel, shared, blocks
+        engine.load_state(start, cupy.arange(batch))
+        engine.step(tokens, cupy.arange(batch)[::-1].copy(), out)
+        engine.flush(cupy.arange(batch))
+        results.append([x.get() for x in (out, engine.state, engine.sketch, engine.position)])
+    assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+    assert all(np.isfinite(x).all() for x in results[0][:2])
 
 
 @pytest.mark.parametrize("pivots", [1, 2, 3, 5, 8])

@@ -76,7 +76,7 @@ struct Post {
     void (*finish)(Post** lanes, unsigned mask);
 };
 
-enum State { READY, AT_WARP, AT_BLOCK, AT_GATE, RETURNED };
+enum State { READY, AT_WARP, AT_BLOCK, AT_LATCH, RETURNED };
 
 struct Fiber {
     uint3 index;
@@ -85,7 +85,7 @@ struct Fiber {
     Place where;
     unsigned mask;
     Post* post;
-    const void* gate;  // that it waits at
+    const void* latch;  // that it waits at
     struct Copy { void* to; const void* from; std::size_t bytes, batch; };
     std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
     std::size_t batch;         // of the next copy
@@ -185,7 +185,7 @@ inline std::string describe_deadlock() {
         std::snprintf(mask, sizeof mask, "a warp operation of lanes %08x", f.mask);
         text += "\n  thread " + std::to_string(first) + (last > first ? " to " + std::to_string(last) : "") + ": " +
                 (f.state == RETURNED ? "returned"
-                                     : (f.state == AT_BLOCK ? "__syncthreads" : f.state == AT_GATE ? "a gate" : mask) + (" at " + describe(f.where)));
+                                     : (f.state == AT_BLOCK ? "__syncthreads" : f.state == AT_LATCH ? "a latch" : mask) + (" at " + describe(f.where)));
     }
     return text;
 }
@@ -270,16 +270,16 @@ inline void meet_warp(unsigned mask, Post& post, const Place& where) {
     run_another();
 }
 
-// Waits until somebody opens a gate.
-inline void wait_at(const void* gate, const Place& where) {
-    current->state = AT_GATE, current->where = where, current->mask = 0, current->gate = gate;
+// Waits until somebody opens a latch.
+inline void wait_at(const void* latch, const Place& where) {
+    current->state = AT_LATCH, current->where = where, current->mask = 0, current->latch = latch;
     run_another();
 }
-inline void open(const void* gate) {
+inline void open(const void* latch) {
     for (unsigned first = 0; first < threads; first += WARP) {
         unsigned mask = 0;
         for (unsigned i = first; i < std::min(threads, first + WARP); i++)
-            if (fibers[i].state == AT_GATE && fibers[i].gate == gate) mask |= 1u << (i - first);
+            if (fibers[i].state == AT_LATCH && fibers[i].latch == latch) mask |= 1u << (i - first);
         wake(fibers + first, mask);
     }
 }

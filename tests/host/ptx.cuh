@@ -109,8 +109,8 @@ inline void wait_since(u32, u32) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
-// Gates as ptx.cuh describes them.
-struct Gate {
+// Latches as ptx.cuh describes them.
+struct Latch {
     u16 count, arrived;
     u32 rounds;  // that are over
 
@@ -122,15 +122,15 @@ struct Gate {
     }
     void wait(int round, HOST_PLACE) {
         while (static_cast<int>(rounds) <= round) host::wait_at(this, where);
-        if (static_cast<int>(rounds) > round + 1) host::fail("a gate has gone two rounds on, at " + host::describe(where));
+        if (static_cast<int>(rounds) > round + 1) host::fail("a latch has gone two rounds on, at " + host::describe(where));
     }
 };
 
 // Copies land at the first wait; until then their target holds NaN.
 struct Delivery {
-    Gate gate;
+    Latch latch;
 
-    void init() { gate.init(host::WARP); }
+    void init() { latch.init(host::WARP); }
     void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
         if (bytes % 16) host::fail("a row of a copy is no multiple of 16 bytes");
         for (int i = host::lane(); i < count; i += host::WARP)
@@ -139,9 +139,9 @@ struct Delivery {
     void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
         rows(shared, shared_stride, global, global_stride, count, bytes);
     }
-    void end() { gate.arrive(); }
+    void end() { latch.arrive(); }
     void wait(int round, HOST_PLACE) {
-        gate.wait(round, where);
+        latch.wait(round, where);
         host::land(this);
     }
 };

@@ -80,11 +80,11 @@ extern "C" __global__ void copies(const float4* x, float4* out) {
     for (int n = 0; n < 3; n++) out[n * 32 + i] = shared[n][i];
 }
 
-// One warp makes numbers, the others use them: two buffers, one gate each for what is there and for what has been used.
+// One warp makes numbers, the others use them: two buffers, one latch each for what is there and for what has been used.
 // `waits` 0: the maker does not wait until numbers have been used; -1: nor do users until they are there.
 extern "C" __global__ void pipeline(float* out, int rounds, int waits) {
     __shared__ float numbers[2][32];
-    __shared__ Gate full[2], used[2];
+    __shared__ Latch full[2], used[2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, users = blockDim.x / 32 - 1;
     if (threadIdx.x == 0)
         for (int i = 0; i < 2; i++) full[i].init(32), used[i].init(users);
@@ -103,15 +103,15 @@ extern "C" __global__ void pipeline(float* out, int rounds, int waits) {
     }
 }
 
-// Thread 32 waits for the first round of a gate that thread 0 has opened `rounds` times.
+// Thread 32 waits for the first round of a latch that thread 0 has opened `rounds` times.
 extern "C" __global__ void late(int rounds) {
-    __shared__ Gate gate;
-    if (threadIdx.x == 0) gate.init(1);
+    __shared__ Latch latch;
+    if (threadIdx.x == 0) latch.init(1);
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int i = 0; i < rounds; i++) gate.arrive();
+        for (int i = 0; i < rounds; i++) latch.arrive();
     __syncthreads();
-    if (threadIdx.x == 32) gate.wait(0);
+    if (threadIdx.x == 32) latch.wait(0);
 }
 
 // Warp 0 asks for rows and a block, twice; all see what has landed.

@@ -104,18 +104,18 @@ def test_copies_land_at_their_wait(module):
     assert np.isnan(out[1:]).all()  # a later batch, and one that has not ended
 
 
-def test_gates_hold_makers_and_users(module):
+def test_latches_hold_makers_and_users(module):
     """Two buffers and many rounds: a number is seen when it has been made and before it is made anew."""
     out = np.zeros((9, 3, 32), np.float32)
     module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(1)))
     assert np.array_equal(out, np.broadcast_to(100 * np.arange(9)[:, None, None] + np.arange(32)[::-1], out.shape))
 
 
-def test_a_missing_wait_at_a_gate_shows(module, order):
+def test_a_missing_wait_at_a_latch_shows(module, order):
     """Users that don't wait see NaN; a maker that does not wait runs away from its users."""
     out = np.zeros((9, 3, 32), np.float32)
     if order == 0:  # the first warp goes as far as it can
-        with pytest.raises(RuntimeError, match=r"a gate has gone two rounds on, at selftest.cu:\d+"):
+        with pytest.raises(RuntimeError, match=r"a latch has gone two rounds on, at selftest.cu:\d+"):
             module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(0)))
         return
     seen = 0
@@ -126,13 +126,13 @@ def test_a_missing_wait_at_a_gate_shows(module, order):
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
-def test_a_gate_knows_which_round_is_over(module, rounds):
+def test_a_latch_knows_which_round_is_over(module, rounds):
     """A device tells rounds apart by their parity alone: who comes two late would wait for another one."""
     late = module.get_function("late")
     if rounds == 1:
         late((1,), (64,), (np.int32(rounds),))
         return
-    with pytest.raises(RuntimeError, match="thread 32: a gate at" if rounds == 0 else "gone two rounds on"):
+    with pytest.raises(RuntimeError, match="thread 32: a latch at" if rounds == 0 else "gone two rounds on"):
         late((1,), (64,), (np.int32(rounds),))
 
 
@@ -180,7 +180,7 @@ def test_arrivals_land_at_their_wait(module):
 def test_arrivals_wait_for_the_bytes_that_were_announced(module, announced):
     """A device would wait for ever as well, or for the next round's."""
     x, out = np.zeros((2, 32, 8), np.float32), np.zeros((2, 32, 9), np.float32)
-    with pytest.raises(RuntimeError, match="thread 0 to 31: a gate at"):
+    with pytest.raises(RuntimeError, match="thread 0 to 31: a latch at"):
         module.get_function("arrivals")((1,), (32,), (x, out, np.int32(announced)))
 
 

@@ -1,4 +1,4 @@
-// Gates that whole warps open.
+// Latches that whole warps open.
 #pragma once
 #include "common.cuh"
 
@@ -8,15 +8,15 @@ constexpr int ARRIVING = 32;
 constexpr int ARRIVING = 1;
 #endif
 
-// Opens when so many warps have arrived, once a round; see Gate.
-struct WarpGate {
-    Gate gate;
+// Opens when so many warps have arrived, once a round; see Latch.
+struct WarpLatch {
+    Latch latch;
 
-    __device__ __forceinline__ void init(int warps) { gate.init(warps * ARRIVING); }
+    __device__ __forceinline__ void init(int warps) { latch.init(warps * ARRIVING); }
     // What any lane has done before is seen by those that waited.
     __device__ __forceinline__ void arrive() {
         __syncwarp();
-        if (threadIdx.x % 32 < ARRIVING) gate.arrive();
+        if (threadIdx.x % 32 < ARRIVING) latch.arrive();
     }
-    __device__ __forceinline__ void wait(int round) { gate.wait(round); }
+    __device__ __forceinline__ void wait(int round) { latch.wait(round); }
 };
