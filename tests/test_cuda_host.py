@@ -285,7 +285,7 @@ def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
 @pytest.mark.parametrize("blocks", [1, 2, 40])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_claims_of_a_flush_do_not_matter(name, blocks, rng, cupy):
-    """Bitwise equal results whichever blocks take the items: one all of them, far more than a queue holds, or each its own.
+    """Bitwise equal results whichever blocks take the items: one takes all, more than a queue holds, or each its own.
 
     One head in three has a sketch: in between, warps may get ahead of the one that finishes sketches.
     """
