@@ -23,13 +23,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int warp = threadIdx.x / 32;
     int count = 0;
-    const int i = blockIdx.x + threadIdx.x * gridDim.x;  // the thread's item, of those that the block begins with
+    const int own = blockIdx.x + threadIdx.x * gridDim.x;  // the thread's item, of those that the block begins with
     int2 entry = make_int2(0, 0);
     auto find = [&] {
-        if (threadIdx.x < ItemQueue::AHEAD) entry = schedule->rows[min(i / HEADS, MAX_ROWS - 1)];
+        if (threadIdx.x < ItemQueue::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
     };
     if (mode == STEP) {
-        find();  // if there are so many: asked for together
+        find();  // loaded together with their number: past that it is an old entry, which nobody uses
         count = schedule->due;
         // nobody else looks at the cursors now: rows that are due stand at their window's last place.
         // Atomics, as nobody has to wait for what they return.
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
         find();
     }
     if (threadIdx.x == 0) m.init();
-    if (threadIdx.x < ItemQueue::AHEAD) m.queue.items[threadIdx.x] = i < count * HEADS ? item_of(i, entry) : NO_ITEM;
+    if (threadIdx.x < ItemQueue::AHEAD) m.queue.items[threadIdx.x] = own < count * HEADS ? item_of(own, entry) : NO_ITEM;
     if (RAW && W < WP && warp == SERVER)
         for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
     __syncthreads();

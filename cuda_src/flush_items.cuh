@@ -29,14 +29,16 @@ struct alignas(8) Item {
 // shares the last blocks ended up to a tenth after the rest.
 struct ItemQueue {
     static constexpr int LENGTH = 8, AHEAD = RAW ? 2 : 3, TOGETHER = 2;
+    static_assert(AHEAD >= KEYS + !RAW && AHEAD >= 2, "the server fetches keys, and movers a state, only of items that are known");
+    static_assert(AHEAD + TOGETHER <= LENGTH && LENGTH % TOGETHER == 0, "the server waits for nobody who waits for it");
     Item items[LENGTH];
-    WarpLatch known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with so many
+    WarpLatch known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with TOGETHER neighbouring ones
 
     __device__ __forceinline__ void init() {
         for (WarpLatch& latch : known) latch.init(1);
         for (WarpLatch& latch : left) latch.init(WARPS);
     }
-    // The block's nth, of which the warp may not be done with more than AHEAD less.
+    // The block's nth item, which the warp has not left yet: at most AHEAD beyond the one that it is at.
     __device__ __forceinline__ Item get(int n) {
         if (n >= AHEAD) known[n % LENGTH].wait((n - AHEAD) / LENGTH);
         return items[n % LENGTH];

@@ -4,7 +4,7 @@
 
 constexpr int MAX_ROWS = 512;
 
-// One per engine, all zeros at first and after every step.
+// One per engine. All zeros at first, and all but the rows after every step.
 struct Schedule {
     int due;              // how many rows to flush
     int claimed;          // items of the flush, beyond those that its blocks begin with

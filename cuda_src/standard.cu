@@ -5,7 +5,7 @@
 // can write, but not before it can read: o = s^T q + w (k . q), so both products come from one reduction. Rows lie side by
 // side, LANES lanes to each, which sum a product in few steps and then all know it.
 //
-// -D constants besides common.cuh's: ROWS (4, 8 or 16; divides V).
+// -D constants besides common.cuh's: ROWS (even, at most 32; divides V).
 #include "log_decay.cuh"
 
 constexpr int WARPS = 4;

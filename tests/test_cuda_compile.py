@@ -105,6 +105,25 @@ def test_nothing_big_spills(compiled):
     assert not over, f"bytes spilt by each thread, at most {SPILL_BYTES} allowed: {over}"
 
 
+def test_two_states_fit(tmp_path):
+    """A block that has a multiprocessor for itself has room for the next state: up to rank 16 in dense maps."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc, the CUDA compiler, is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", standin)
+        chosen = variants()
+    for name, places in (
+        ("kimi-linear-exact-flush", 2),
+        ("kimi-linear-lowrank-flush", 2),
+        ("qwen3-next-exact-flush", 1),
+    ):
+        source, ptx = tmp_path / "sizes.cu", tmp_path / "sizes.ptx"
+        source.write_text(source_text("flush") + 'extern "C" __device__ int places = PLACES;')
+        options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *chosen[name].options)
+        subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
+        assert f" places = {places};" in ptx.read_text(), name
+
+
 def test_nothing_is_touched_before_the_wait(tmp_path):
     """Kernels start before the one ahead has ended; the compiler must not have moved an access past their wait."""
     if shutil.which("nvcc") is None:
