@@ -13,7 +13,7 @@ from gpu.cuda_support import make_plan
 from host import standin
 from samples import gate_of
 
-from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
+from sketchssm.cuda.engines import SCHEDULE_WORDS, ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.slots import SLOTS
 from sketchssm.recurrence import DENSE, Layer
@@ -65,13 +65,18 @@ def variants():
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What nvcc had to say about every variant: the engines name them, without a device."""
+def chosen():
+    """The variants, where there is nvcc to compile them: the engines name them, without a device."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc, the CUDA compiler, is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", standin)
-        chosen = variants()
+        return variants()
+
+
+@pytest.fixture(scope="module")
+def compiled(chosen, tmp_path_factory):
+    """What nvcc had to say about every variant."""
     folder = tmp_path_factory.mktemp("nvcc")
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
 
@@ -105,32 +110,27 @@ def test_nothing_big_spills(compiled):
     assert not over, f"bytes spilt by each thread, at most {SPILL_BYTES} allowed: {over}"
 
 
-def test_two_states_fit(tmp_path):
-    """A block that has a multiprocessor for itself has room for the next state: up to rank 16 in dense maps."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc, the CUDA compiler, is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", standin)
-        chosen = variants()
+def test_sizes(chosen, tmp_path):
+    """A block that has a multiprocessor for itself has room for the next state: up to rank 16 in dense maps.
+
+    And what the kernels pass on has the size that the host makes room for.
+    """
     for name, places in (
         ("kimi-linear-exact-flush", 2),
         ("kimi-linear-lowrank-flush", 2),
         ("qwen3-next-exact-flush", 1),
     ):
         source, ptx = tmp_path / "sizes.cu", tmp_path / "sizes.ptx"
-        source.write_text(source_text("flush") + 'extern "C" __device__ int places = PLACES;')
+        sizes = 'extern "C" __device__ int places = PLACES, schedule = sizeof(Schedule);'
+        source.write_text(source_text("flush") + sizes)
         options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *chosen[name].options)
         subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
         assert f" places = {places};" in ptx.read_text(), name
+        assert f" schedule = {4 * SCHEDULE_WORDS};" in ptx.read_text(), name
 
 
-def test_nothing_is_touched_before_the_wait(tmp_path):
+def test_nothing_is_touched_before_the_wait(chosen, tmp_path):
     """Kernels start before the one ahead has ended; the compiler must not have moved an access past their wait."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc, the CUDA compiler, is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", standin)
-        chosen = variants()
     for name in (
         "qwen3-next-standard",
         "qwen3-next-lowrank-read",

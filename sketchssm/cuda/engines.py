@@ -18,6 +18,8 @@ from sketchssm.reference.maps import RIDGE_FLOOR
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
 MAX_ROWS = 512
+SCHEDULE_WORDS = 4 + 2 * MAX_ROWS
+"""Of `Schedule` in ``cuda_src/schedule.cuh``, with what aligns its rows."""
 LEAST_READ_WARPS = 4
 """Warps of a block of the read kernel, however little it has to read. It needs two: those without items work out
 products of keys that others wait for, and put tokens into the ring."""
@@ -81,7 +83,7 @@ class SketchEngine(StandardEngine):
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
         self._dense = packed.dense
         self._ridge = np.float32(ridge)
-        self._schedule = cupy.zeros(4 + 2 * MAX_ROWS, dtype=np.int32)  # from the read kernel to the flush kernel
+        self._schedule = cupy.zeros(SCHEDULE_WORDS, dtype=np.int32)  # from the read kernel to the flush kernel
         self._sketch_type = 0 if bf16 else 2
         self._rank_max = int(max(packed.heads[:, 0].max(), 1))
         if self.arrays.activation is not None:
