@@ -87,6 +87,8 @@ template <int LANES> __device__ __forceinline__ float group_sum(float x) {
     return x;
 }
 __device__ __forceinline__ float warp_sum(float x) { return group_sum<32>(x); }
+// The largest size of a number in the warp.
+__device__ __forceinline__ float warp_most(float x) { return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x)))); }
 
 template <int HALF, int BIT> __device__ __forceinline__ void exchange(float* x) {
     if constexpr (HALF > 0) {

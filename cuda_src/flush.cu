@@ -52,9 +52,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     const Flush flush{m, state, slot_stride, cursor, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, sketch_stride, projection, basis,
                       heads, q, k, v, g, beta, out, tokens, t, schedule, mode, ridge, count};
     if (warp < NWARPS) fold_items(flush);
-    else if (warp <= FINISHER) serve_items(flush, warp == SERVER, warp == FINISHER);
+    else if (warp < FINISHER + FINISHERS) serve_items(flush, warp == SERVER, warp - FINISHER);
     else if constexpr (!RAW) {
-        if (warp < TEAM_WARPS) move_items(flush);
+        if (warp == MOVER) move_items(flush);
+        else if (warp < TEAM_WARPS) sketch_items(flush);
         else prepare_items(flush);
     }
 

@@ -9,11 +9,13 @@
 enum { STEP = 0, FOLD = 1, LOAD = 2 };
 
 // Warps of a block by their tasks: they fold (a block of rows each), then one serves and one finishes sketches, or one does both
-// where more warps would leave them fewer registers than they need; where there are more, SHARERS move and sketch states,
+// where more warps would leave them fewer registers than they need; where there are more, one moves states, SHARERS sketch them,
 // and the team prepares keys.
 constexpr bool BOTH = RAW && !ERASES && (NWARPS + 2) * MIN_BLOCKS > 20;  // 20 warps on a multiprocessor have 96 registers each
-constexpr int SERVER = NWARPS, FINISHER = NWARPS + !BOTH, MOVERS = NWARPS + 2, TEAM_WARPS = MOVERS + SHARERS;
-constexpr int WARPS = RAW ? FINISHER + 1 : TEAM_WARPS + TEAM / 32;
+constexpr int SERVER = NWARPS, FINISHER = NWARPS + !BOTH, MOVER = FINISHER + FINISHERS;
+static_assert(RAW || SHARERS <= NWARPS, "who sketches waits for the rows that it makes U of");
+constexpr int SKETCHERS = MOVER + 1, TEAM_WARPS = SKETCHERS + (SKETCHED_HEADS ? SHARERS : 0);
+constexpr int WARPS = RAW ? FINISHER + FINISHERS : TEAM_WARPS + TEAM / 32;
 constexpr int SETS = RAW ? KEYS : PREPARED;  // of operands that warps which fold read
 
 // One item: a slot, and a row and one of its heads.
@@ -29,7 +31,7 @@ struct alignas(8) Item {
 // shares the last blocks ended up to a tenth after the rest.
 struct ItemQueue {
     static constexpr int LENGTH = 8, AHEAD = RAW ? 2 : 3, TOGETHER = 2;
-    static_assert(AHEAD >= KEYS + !RAW && AHEAD >= 2, "the server fetches keys, and movers a state, only of items that are known");
+    static_assert(AHEAD >= KEYS + !RAW && AHEAD >= 2, "the server fetches keys, and the mover a state, only of items that are known");
     static_assert(AHEAD + TOGETHER <= LENGTH && LENGTH % TOGETHER == 0, "the server waits for nobody who waits for it");
     Item items[LENGTH];
     WarpLatch known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with TOGETHER neighbouring ones
@@ -62,8 +64,10 @@ template <int PLACES> struct MemoryOf {
     ValueStage values;
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
-    WarpLatch used[SETS], solved[SOLVES], ready[KEYS], met;  // operands have been used, or are prepared; the team is ready, or has met
-    WarpLatch folded[PLACES];
+    TeamMemory team[2];
+    WarpLatch used[SETS], solved[SOLVES];  // operands have been used, or are prepared
+    WarpLatch tabled[SOLVES], ready[KEYS], met;  // the team has made the Gram matrix, is done with its keys, or has met
+    WarpLatch folded[PLACES][NWARPS], sketchers_left[PLACES];  // rows there are folded; the state is no longer needed by those that sketch
     WarpLatch begun;  // once: the first keys are there
     ItemQueue queue;
 #if SKETCHED_HEADS
@@ -75,10 +79,13 @@ template <int PLACES> struct MemoryOf {
     __device__ __forceinline__ void init() {
         begun.init(1), queue.init();
         met.init(TEAM / 32);
+        for (WarpLatch& latch : tabled) latch.init(TEAM / 32);
         for (WarpLatch& latch : ready) latch.init(TEAM / 32);
         for (WarpLatch& latch : used) latch.init(NWARPS);
         for (WarpLatch& latch : solved) latch.init(1);
-        for (WarpLatch& latch : folded) latch.init(NWARPS);
+        for (auto& place : folded)
+            for (WarpLatch& latch : place) latch.init(1);
+        for (WarpLatch& latch : sketchers_left) latch.init(SHARERS);
         for (KeyStage& stage : keys) stage.delivery.init();
         values.delivery.init();
         for (auto& place : rows)

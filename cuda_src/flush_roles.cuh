@@ -50,7 +50,7 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     squares = SKETCHED_HEADS ? warp_sum(squares) : 0.f;
     if (lane == 0) rows.squares = squares;
     m.used[n % SETS].arrive();
-    if (!RAW) m.folded[n % PLACES].arrive();
+    if (!RAW) m.folded[n % PLACES][block].arrive();
     if (f.mode != STEP) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -60,12 +60,17 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     }
 }
 
-// A warp's part of an item's sketch, if its head has one.
-__device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, int n, int group, int member, int& turn) {
+// A warp's part of an item's sketch, if its head has one; `then` is what may happen when its rows are no longer needed.
+template <class Then>
+__device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, int n, int group, int member, int& turn, Then then) {
 #if SKETCHED_HEADS
     const int4 info = f.heads[item.head()];
-    if (info.x > 0) share_sketch(f.m.sketch, f.m.sketched, f.m.rows[n % PLACES], group, member, f.packed(item, info), info.x, turn);
+    if (info.x > 0) {
+        share_sketch(f.m.sketch, f.m.sketched, f.m.rows[n % PLACES], group, member, f.packed(item, info), info.x, turn, then);
+        return;
+    }
 #endif
+    then();
 }
 
 // Warps that fold; keys that are operands as they come leave them the rest as well, each with its own block of rows.
@@ -84,33 +89,46 @@ __device__ __forceinline__ void fold_items(const Flush& f) {
         const int n = items.n;
         if (RAW && PLACES > 1) wait_sent(), fetch(items.ahead(1), n + 1);
         fold_item(f, items.now, n, m.rows[n % PLACES][block]);
-        if (RAW) sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn);
-        if (RAW && PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
+        if (RAW)
+            sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn, [&] {
+                if (PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
+            });
     }
     wait_sent();  // what has not been read goes with the block
 }
 
-// Where they do not: warps that bring states, sketch them when they are folded, and store them.
+// Where they do not: a warp that brings states, and stores them when they are folded.
 __device__ __forceinline__ void move_items(const Flush& f) {
-    const int member = threadIdx.x / 32 - MOVERS;
-    int turn = 0;
-    auto each = [&](const Item& item, int n, auto work) {
+    auto fetch = [&](const Item& item, int n) {
         if (!item.exists()) return;
 #pragma unroll 1
-        for (int block = member; block < NWARPS; block += SHARERS) work(f.m.rows[n % PLACES][block], f.home(item, block));
+        for (int block = 0; block < NWARPS; block++) f.m.rows[n % PLACES][block].fetch(f.home(item, block));
     };
-    auto fetch = [&](const Item& item, int n) { each(item, n, [](Rows& rows, float* home) { rows.fetch(home); }); };
     Items items(f);
     if (items.now.exists()) f.m.begun.wait(0);  // as in fold_items
     fetch(items.now, 0);
     if (PLACES > 1) fetch(items.ahead(1), 1);
     for (; items.now.exists(); items.advance()) {
-        const int n = items.n;
-        f.m.folded[n % PLACES].wait(n / PLACES);
-        each(items.now, n, [](Rows& rows, float* home) { rows.store(home); });
-        sketch_item(f, items.now, n, 0, member, turn);
+        const int n = items.n, place = n % PLACES, round = n / PLACES;
+#pragma unroll 1
+        for (int block = 0; block < NWARPS; block++) {
+            f.m.folded[place][block].wait(round);
+            f.m.rows[place][block].store(f.home(items.now, block));
+        }
+        if (SKETCHED_HEADS) f.m.sketchers_left[place].wait(round);
         wait_sent();
         fetch(items.ahead(PLACES), n + PLACES);
+    }
+}
+
+// And warps that sketch them, each the blocks of rows that it makes U of as soon as they are folded.
+__device__ __forceinline__ void sketch_items(const Flush& f) {
+    const int member = threadIdx.x / 32 - SKETCHERS;
+    int turn = 0;
+    for (Items items(f); items.now.exists(); items.advance()) {
+        const int place = items.n % PLACES;
+        for (int block = member; block < NWARPS; block += SHARERS) f.m.folded[place][block].wait(items.n / PLACES);
+        sketch_item(f, items.now, items.n, 0, member, turn, [&] { f.m.sketchers_left[place].arrive(); });
     }
 }
 
@@ -133,15 +151,19 @@ __device__ __forceinline__ void prepare_items(const Flush& f) {
         input.load(f.gate_input, items.now.head(), member % K);
         m.keys[n % KEYS].delivery.wait(n / KEYS);
         if (n == 0 && member < 32) m.begun.arrive();
-        wait_used(m, n - PREPARED);
-        prepare(m.prepared[n % PREPARED], m.solve[n % SOLVES], m.keys[n % KEYS], input, f.folded(items.now), member, meet);
+        prepare(
+            m.prepared[n % PREPARED], m.solve[n % SOLVES], m.team[n % 2], m.keys[n % KEYS], input, f.folded(items.now), member, meet,
+            [&] {
+                if (KIND == KDA) m.tabled[n % SOLVES].arrive();
+            }, [&] { wait_used(m, n - PREPARED); });
         if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
         m.ready[n % KEYS].arrive();
     }
 }
 
-// One warp that fetches tokens and solves ahead of those that fold, and one that finishes sketches; or one for both.
-__device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool finishes) {
+// One warp that fetches tokens and solves ahead of those that fold, and some that finish sketches, each a `member` from 0 on; or one
+// for both.
+__device__ __forceinline__ void serve_items(const Flush& f, bool serves, int member) {
     Memory& m = f.m;
     auto fetch = [&](const Item& item, int n) {
         if (!item.exists()) return;
@@ -152,26 +174,35 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
     auto fetch_values = [&](const Item& item) {
         if (item.exists()) m.values.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
     };
+    auto follow = [&](int n) {  // as soon as the team is done with item n's keys
+        m.ready[n % KEYS].wait(n / KEYS);
+        fetch(m.queue.get(n + KEYS), n + KEYS);
+    };
     auto solve = [&](const Item& item, int n) {
         if (!item.exists()) return;
         const float gate = f.gate_of(item), erased = f.beta_of(item);
         if (RAW) {
             if (ERASES) m.keys[n % KEYS].delivery.wait(n / KEYS);
             wait_used(m, n - SOLVES);  // whose solve lay where this one will
+        } else if (KIND == KDA) {
+            m.tabled[n % SOLVES].wait(n / SOLVES);
         } else {
-            m.ready[n % KEYS].wait(n / KEYS);
-            fetch(m.queue.get(n + KEYS), n + KEYS);
+            follow(n);
         }
-        prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], gate, erased);
+        prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], m.team[n % 2], gate, erased);
+    };
+    auto pass_on = [&](const Item& item, int n) {
+        if (!item.exists()) return;
+        if (KIND == KDA) follow(n);
         m.solved[n % SOLVES].arrive();
     };
 #if SKETCHED_HEADS
     int turn = 0;
     auto find_head = [&](const Item& item) { return item.exists() ? f.heads[item.head()] : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
-        if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
+        if (member == 0 && info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
     };
-    if (finishes) fetch_basis(find_head(m.queue.get(0)));
+    if (member == 0) fetch_basis(find_head(m.queue.get(0)));
 #endif
     Items items(f);
     Claims claims{f};
@@ -180,7 +211,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
         fetch(items.now, 0);
         fetch_values(items.now);
         if (KEYS > 1) fetch(items.ahead(1), 1);
-        solve(items.now, 0);
+        solve(items.now, 0), pass_on(items.now, 0);
         if (!RAW) claims.find();
     }
     for (; items.now.exists(); items.advance()) {
@@ -191,21 +222,22 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, bool fi
             if (!RAW) claims.put(n);
             claims.begin();
             const Item next = items.ahead(1);
-            if (SOLVES > 1) solve(next, n + 1);
+            solve(next, n + 1);
+            if (RAW || PREPARED > 1) pass_on(next, n + 1);
             if (RAW) claims.find(), claims.put(n);
             if (next.exists()) {
                 wait_used(m, n);
                 fetch_values(next);
                 if (RAW) fetch(items.ahead(KEYS), n + KEYS);
-                if (SOLVES == 1) solve(next, n + 1);
+                if (!RAW && PREPARED == 1) pass_on(next, n + 1);
             }
             if (!RAW) claims.find();
         }
 #if SKETCHED_HEADS
-        if (!finishes) continue;
+        if (member < 0) continue;
         const int4 info = f.heads[items.now.head()], coming = find_head(items.ahead(1));
         if (info.x == 0) fetch_basis(coming);
-        else finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
+        else finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, member, turn++,
                       [&] { fetch_basis(coming); });
 #endif
     }

@@ -9,125 +9,144 @@
 
 constexpr int UNROLLED = 2;  // pieces of the state in a stretch of code: more would not fit in the instruction cache
 
-// Predictions from the state at the window's start: S^T k, or S^T D_{1:s} k for decays per channel.
+// Predictions from the state at the window's start: k^T S, or k^T D_{1:s} S for decays per channel. The state is their right
+// operand, which it is as it comes from memory.
 __device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateRows& rows, const KeyStage& stage,
                                         const PreparedKeys& keys) {
-    const int r = threadIdx.x % 32 / 4;
-    float rest[UNROLLED][BLOCKS][2][4] = {};  // other chains of products
+    float rest[UNROLLED][BLOCKS][2][4] = {};  // other chains of products; in registers, as the loop is unrolled by as much
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
         Piece piece;
         piece.load(rows, step);
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
+        for (int b = 0; b < BLOCKS; b++) {
+            const LeftOperand key = load_keys(stage, keys, b, step);
 #pragma unroll
-            for (int t = 0; t < 2; t++) {
-                float key[4];
-                load_key(key, stage, keys, 16 * b + 8 * t + r, 16 * step);
-                mma_float4(predicted[b][t], rest[step % UNROLLED][b][t], piece.s[0], piece.s[1], key, RAW);
-            }
+            for (int t = 0; t < 2; t++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    key.multiply<RAW, false>(i, predicted[b][t], rest[step % UNROLLED][b][t], piece.s[t][2 * i], piece.s[t][2 * i + 1]);
+        }
     }
 #pragma unroll
     for (int i = 0; i < UNROLLED * BLOCKS * 8; i++)
         predicted[i / 8 % BLOCKS][i / 4 % 2][i % 4] += rest[i / (8 * BLOCKS)][i / 8 % BLOCKS][i / 4 % 2][i % 4];
 }
 
-// w = N (v - decayed predictions), in place of the values.
-__device__ __forceinline__ void erase(Values& values, const float (&predicted)[BLOCKS][2][4], const Solve& solve) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+// What the window's end has of w = N (v - decayed predictions): see Solve. In units of what it returns, and then of at most 2^15.
+__device__ __forceinline__ float erase(Values& writes, const ValueStage& values, int count, float (&predicted)[BLOCKS][2][4],
+                                       const Solve& solve) {
+    const int first = threadIdx.x / 32 * 16;
+    float most = 0;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (int t = 0; t < 2; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int s = 16 * b + 8 * (e / 2) + threadIdx.x % 32 / 4;
+                float& x = predicted[b][t][e];
+                const float value = s < count ? widen<ACT>(values.v[s % W][first + value_at(t, e % 2)]) : 0.f;
+                x = solve.weight[s] * (value - (KIND == KDA ? 1.f : solve.upto[s]) * x);
+                most = fmaxf(most, fabsf(x));
+            }
+    const float power = power_for<HALF_EXPONENT>(warp_most(most));
     float write[BLOCKS][2][4] = {};
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
+        u32 a[2][4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const float scale = KIND == KDA ? 1.f : solve.upto[token_of(b, e)];
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                values.v[b][half][e] -= scale * predicted[b][e / 2][2 * half + e % 2];
+        for (int i = 0; i < 4; i++) {
+            const float* const pair = &predicted[b][i % 2][i / 2 * 2];
+            half_slices(power * pair[0], power * pair[1], a[0][i], a[1][i]);
+            a[0][i] = transpose_8x8(a[0][i]), a[1][i] = transpose_8x8(a[1][i]);
         }
-        const Operand<3> a(values.v[b][0], values.v[b][1]);
 #pragma unroll
         for (int to = b; to < BLOCKS; to++)
 #pragma unroll
             for (int t = 0; t < 2; t++) {
-                const float* const n = &solve.n[16 * to + 8 * t + r][16 * b + 2 * c];
-                const float2 lower = *reinterpret_cast<const float2*>(n), upper = *reinterpret_cast<const float2*>(n + 8);
-                u32 x[3][2];
-                slices<3>(lower.x, lower.y, &x[0][0], 2);
-                slices<3>(upper.x, upper.y, &x[0][1], 2);
-#pragma unroll
-                for (int i = 0; i < 3; i++)
-#pragma unroll
-                    for (int j = 0; i + j < 3; j++) mma_bf16(write[to][t], a.a[i], x[j][0], x[j][1]);
+                const uint4 n = solve.operands()[operand_of(to, b, t)][threadIdx.x % 32];
+                mma_half(write[to][t], a[1], n.x, n.y);
+                mma_half(write[to][t], a[0], n.z, n.w);
+                mma_half(write[to][t], a[0], n.x, n.y);
             }
     }
+    // Sums of WP products.
+    constexpr float UNIT = 1 << (SOLVE_EXPONENT + 1 + (BLOCKS == 1 ? 4 : 5));
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) values.v[b][half][e] = write[b][e / 2][2 * half + e % 2];
+            for (int e = 0; e < 4; e++) writes.v[b][half][e] = write[b][e / 2][2 * half + e % 2] * (1 / UNIT);
+    return UNIT * inverse_of_power(power);
 }
 
 // What the window writes to the warp's rows: w, decayed to the window's end, as operands.
 struct Writes {
-    u32 a[BLOCKS][3][4];
+    static constexpr int SLICED = RAW ? 3 : 2;  // bf16 or fp16
+    u32 a[BLOCKS][SLICED][4];
     float kept;  // of the state; for decays per channel it lies with the keys
+    float unit;  // of products of operands that are not RAW
 
     // Keys come from `stage` where they are operands as they are, else from `keys`.
     __device__ __forceinline__ void prepare(StateRows& rows, ValueStage& from, int round, int count, const KeyStage& stage,
                                             const PreparedKeys& keys, const Solve& solve) {
-        float predicted[BLOCKS][2][4] = {};
-        if constexpr (ERASES) predict(predicted, rows, stage, keys);
-        from.delivery.wait(round);
         Values values;
-        values.load(from, count);
-        if constexpr (ERASES) erase(values, predicted, solve);
+        unit = 1;
+        if constexpr (ERASES) {
+            float predicted[BLOCKS][2][4] = {};
+            predict(predicted, rows, stage, keys);
+            from.delivery.wait(round);
+            unit = erase(values, from, count, predicted, solve);
+        } else {
+            from.delivery.wait(round);
+            values.load(from, count);
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            if constexpr (KIND != KDA) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float scale = solve.after[token_of(b, e)];
-                    values.v[b][0][e] *= scale, values.v[b][1][e] *= scale;
-                }
-            }
-            const Operand<3> w(values.v[b][0], values.v[b][1]);
-#pragma unroll
-            for (int i = 0; i < 12; i++) a[b][i / 4][i % 4] = w.a[i / 4][i % 4];
+            for (int i = 0; i < 8 * BLOCKS; i++) values.v[i / 8][i / 4 % 2][i % 4] *= solve.after[token_of(i / 8, i % 4)];
+            if constexpr (!RAW) unit = values.scale();
         }
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* const pair = &values.v[b][i % 2][i / 2 * 2];
+                if constexpr (RAW) slices<3>(unit * pair[0], unit * pair[1], &a[b][0][i], 4);
+                else half_slices(pair[0], pair[1], a[b][0][i], a[b][1][i]);
+            }
         kept = KIND == KDA ? 0.f : solve.whole();
+        if constexpr (!RAW) unit *= keys.unit;
     }
 
     // Folds the window into a piece.
     __device__ __forceinline__ void fold(Piece& piece, int step, const KeyStage& stage, const PreparedKeys& keys) const {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
         // Summed apart from the state: the tensor cores round toward zero, which would shrink it at every flush.
-        // Where there are many, in two chains.
-        constexpr int CHAINS = TERMS > 1 ? 2 : 1;
-        float sums[CHAINS][2][4] = {};
+        float sums[2][4] = {};
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
+        for (int b = 0; b < BLOCKS; b++) {
+            if constexpr (RAW) {  // tokens are rows in memory and columns of the operand
+                const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[16 * b + r][16 * step + 4 * c]);
+                const uint2 y = *reinterpret_cast<const uint2*>(&stage.k[16 * b + 8 + r][16 * step + 4 * c]);
+                const uint2 key[2] = {make_uint2(transpose_8x8(x.x), transpose_8x8(y.x)), make_uint2(transpose_8x8(x.y), transpose_8x8(y.y))};
 #pragma unroll
-            for (int j = 0; j < TERMS; j++) {
-                uint2 key[2];
-                if constexpr (RAW) {  // tokens are rows in memory and columns of the operand
-                    const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[16 * b + r][16 * step + 4 * c]);
-                    const uint2 y = *reinterpret_cast<const uint2*>(&stage.k[16 * b + 8 + r][16 * step + 4 * c]);
-                    key[0] = make_uint2(transpose_8x8(x.x), transpose_8x8(y.x));
-                    key[1] = make_uint2(transpose_8x8(x.y), transpose_8x8(y.y));
-                } else {
+                for (int i = 0; i < 3; i++)
 #pragma unroll
-                    for (int t = 0; t < 2; t++) {
-                        const int place = 16 * step + 8 * t + r;
-                        key[t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : place][4 * c]);
-                    }
-                }
+                    for (int t = 0; t < 2; t++) mma_bf16(sums[t], a[b][i], key[t].x, key[t].y);
+            } else {
+                uint2 key[2][2];
 #pragma unroll
-                for (int i = 0; i + j < 3; i++)
+                for (int j = 0; j < 2; j++)
 #pragma unroll
-                    for (int t = 0; t < 2; t++) mma_bf16(sums[i % CHAINS][t], a[b][i], key[t].x, key[t].y);
+                    for (int t = 0; t < 2; t++)
+                        key[j][t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : 16 * step + 8 * t + r][4 * c]);
+                // 0 with 1, 1 with 0, 0 with 0: the large ones last
+#pragma unroll
+                for (int i = 0; i < 3; i++)
+#pragma unroll
+                    for (int t = 0; t < 2; t++) mma_half(sums[t], a[b][i == 1], key[i == 0][t].x, key[i == 0][t].y);
             }
+        }
         float whole[4] = {kept, kept, kept, kept};
         if constexpr (KIND == KDA) {
             const float4 x = *reinterpret_cast<const float4*>(&keys.whole[16 * step + 4 * c]);
@@ -137,8 +156,8 @@ struct Writes {
         for (int i = 0; i < 8; i++) {
             const int t = i / 4, half = i % 4 / 2, e = i % 2;
             float& s = piece.s[half][2 * t + e];
-            const int at = 2 * half + e;
-            s = whole[2 * t + e] * s + (CHAINS > 1 ? sums[0][t][at] + sums[CHAINS - 1][t][at] : sums[0][t][at]);
+            const float sum = sums[t][2 * half + e];
+            s = RAW ? whole[2 * t + e] * s + sum : whole[2 * t + e] * s + unit * sum;
         }
     }
 };

@@ -1,4 +1,4 @@
-// The dense map (ridge, exact) from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu, by Cholesky.
+// The dense map (ridge, exact) from exact blocks, by one warp or two: (U^T U / mu + ridge I)^-1 (S U)^T / mu, by Cholesky.
 //
 // Works on panels of 8 columns of U, in registers. Places past the rank hold zeros, and the ridge on the diagonal.
 #pragma once
@@ -73,39 +73,46 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
     }
 }
 
-// Solves for the map, forward and back, a lane its own channels of all rows.
-__device__ __forceinline__ void store_dense(SketchMemory& m, SketchLatches& latches, sketch_t* packed, int rank, float mu, float ridge) {
-    const int lane = threadIdx.x % 32, last = (rank - 1) / PANEL * PANEL;
+// Solves for the map, forward and back, a lane its own channels of all rows. The first warp, `member` 0, factors for all.
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
+                                            float ridge, int member, int turn) {
+    constexpr int OWNED = MINE / FINISHERS;
+    const int channel = OWNED * (32 * member + threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
     const float scale = 1.f / mu;
-    gram_of_columns(m, rank, mu, ridge);
+    if (SUMS > 1 && turn > 0) latches.sums_read[(turn - 1) % SUMS].wait((turn - 1) / SUMS);  // nobody solves with the last factor
+    if (member == 0) gram_of_columns(m, rank, mu, ridge);
     latches.columns_read.arrive();
-    factor_gram(m, rank);
-    float x[PANEL][MINE], l[PANEL];
-    auto solved = [&](int i) { return &m.parts[0][i][MINE * lane]; };
+    if (member == 0) factor_gram(m, rank);
+    if (FINISHERS > 1) {
+        if (member == 0) latches.factored.arrive();
+        else latches.factored.wait(turn);
+    }
+    float x[PANEL][OWNED], l[PANEL];
+    auto solved = [&](int i) { return &sums.parts[0][i][channel]; };
     auto keep = [&](int first) {
 #pragma unroll
         for (int i = 0; i < PANEL; i++) {
-            Packed<FP32, MINE> row;
+            Packed<FP32, OWNED> row;
             row.set(x[i]);
             if (first + i < rank) row.store(solved(first + i));
         }
     };
-    auto subtract = [&](int i, float factor, const Packed<FP32, MINE>& row) {
+    auto subtract = [&](int i, float factor, const Packed<FP32, OWNED>& row) {
 #pragma unroll
-        for (int n = 0; n < MINE; n++) x[i][n] -= factor * row[n];
+        for (int n = 0; n < OWNED; n++) x[i][n] -= factor * row[n];
     };
     for (int first = 0; first <= last; first += PANEL) {
 #pragma unroll
         for (int i = 0; i < PANEL; i++) {
 #pragma unroll
-            for (int n = 0; n < MINE; n++) x[i][n] = 0;
-            if (first + i < rank) sum_parts(m, first + i, x[i]);
+            for (int n = 0; n < OWNED; n++) x[i][n] = 0;
+            if (first + i < rank) sum_parts(sums, first + i, channel, x[i]);
 #pragma unroll
-            for (int n = 0; n < MINE; n++) x[i][n] *= scale;
+            for (int n = 0; n < OWNED; n++) x[i][n] *= scale;
         }
 #pragma unroll 1
         for (int j = 0; j < first; j += 4) {
-            Packed<FP32, MINE> rows[4];
+            Packed<FP32, OWNED> rows[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) rows[n].load(solved(j + n));
 #pragma unroll
@@ -120,7 +127,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchLatches& latc
         for (int i = 0; i < PANEL; i++) {
             load_floats(l, &m.gram[first + i][first]);
 #pragma unroll
-            for (int n = 0; n < MINE; n++) {
+            for (int n = 0; n < OWNED; n++) {
 #pragma unroll
                 for (int j = 0; j < i; j++) x[i][n] -= l[j] * x[j][n];
                 x[i][n] *= l[i];
@@ -132,14 +139,14 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchLatches& latc
         if (first < last) {
 #pragma unroll
             for (int i = 0; i < PANEL; i++) {
-                Packed<FP32, MINE> row;
+                Packed<FP32, OWNED> row;
                 row.load(solved(first + i));
 #pragma unroll
-                for (int n = 0; n < MINE; n++) x[i][n] = row[n];
+                for (int n = 0; n < OWNED; n++) x[i][n] = row[n];
             }
 #pragma unroll 1
             for (int j = first + PANEL; j < rank; j++) {
-                Packed<FP32, MINE> row;
+                Packed<FP32, OWNED> row;
                 row.load(solved(j));
                 load_floats(l, &m.gram[j][first]);
 #pragma unroll
@@ -150,7 +157,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchLatches& latc
         for (int i = PANEL - 1; i >= 0; i--) {
             load_floats(l, &m.gram[first + i][first]);
 #pragma unroll
-            for (int n = 0; n < MINE; n++) {
+            for (int n = 0; n < OWNED; n++) {
                 x[i][n] *= l[i];
 #pragma unroll
                 for (int j = 0; j < i; j++) x[j][n] -= l[j] * x[i][n];
@@ -159,10 +166,10 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, SketchLatches& latc
         if (first > 0) keep(first);
 #pragma unroll
         for (int i = 0; i < PANEL; i++) {
-            Packed<SKETCH, MINE> rounded;
+            Packed<SKETCH, OWNED> rounded;
             rounded.set(x[i]);
-            if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + MINE * lane);
+            if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + channel);
         }
     }
-    latches.sums_read.arrive();
+    latches.sums_read[turn % SUMS].arrive();
 }

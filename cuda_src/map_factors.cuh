@@ -24,8 +24,8 @@ __device__ __forceinline__ void dots_of_columns(SketchMemory& m, int rank) {
 
 // Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. Shared
 // memory is read first, and then left to the next item.
-__device__ __forceinline__ void store_factors(SketchMemory& m, SketchLatches& latches, sketch_t* packed, const sketch_t* projection, int rank,
-                                              float mu, float ridge) {
+__device__ __forceinline__ void store_factors(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* packed,
+                                              const sketch_t* projection, int rank, float mu, float ridge) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
     const float scale = rsqrtf(mu);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, SketchLatches& la
     for (int i = 0; i < PIVOTS; i++) {
 #pragma unroll
         for (int n = 0; n < MINE; n++) image[i][n] = 0;
-        if (i < p) sum_parts(m, i, image[i]);
+        if (i < p) sum_parts(sums, i, MINE * lane, image[i]);
 #pragma unroll
         for (int j = 0; j <= i; j++) r[j][i] = i < p ? m.dots[i][j] : 0.f;
     }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, SketchLatches& la
         for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? m.dots[g][i] : 0.f;
         residual[e] = g < rank ? m.dots[g][PIVOTS] / mu : 0.f;
     }
-    latches.columns_read.arrive(), latches.sums_read.arrive();
+    latches.columns_read.arrive(), latches.sums_read[0].arrive();
 
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, SketchLatches& la
     const float missed = PRIOR ? fmaxf(1.f - warp_sum(squares) / K, 0.f) : 0.f;
 
     constexpr int TRIANGLE = PIVOTS * (PIVOTS + 1) / 2, CHUNKS = (TRIANGLE + 15) / 16;
-    float sums[CHUNKS][16] = {};  // L^T D^-1 L, its lower triangle by rows
+    float products[CHUNKS][16] = {};  // L^T D^-1 L, its lower triangle by rows
     float scaled[EACH][PIVOTS];   // D^-1 L
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -111,13 +111,13 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, SketchLatches& la
 #pragma unroll
             for (int j = 0; j <= i; j++) {
                 const int at = i * (i + 1) / 2 + j;
-                sums[at / 16][at % 16] += low[e][i] * scaled[e][j];
+                products[at / 16][at % 16] += low[e][i] * scaled[e][j];
             }
         }
     }
     float total[CHUNKS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) total[i] = warp_sums(sums[i]);
+    for (int i = 0; i < CHUNKS; i++) total[i] = warp_sums(products[i]);
 
     auto take = [&](int e, int g, const Packed<SKETCH, MINE>& row) {  // B - Pi Diag(w) L
 #pragma unroll

@@ -6,16 +6,16 @@ constexpr int MINE = K / 32;  // channels of a lane: neighbours
 // A pivot that lies this close to the ones before it, in squares, is left out: PIVOT_TOLERANCE squared.
 constexpr float INDEPENDENT = 9e-6f;
 
-// This lane's channels of row i of S U, summed over groups.
-__device__ __forceinline__ void sum_parts(const SketchMemory& m, int i, float (&x)[MINE]) {
+// Neighbouring channels of row i of S U, summed over groups.
+template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, int i, int channel, float (&x)[N]) {
 #pragma unroll
-    for (int n = 0; n < MINE; n++) x[n] = 0;
+    for (int n = 0; n < N; n++) x[n] = 0;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-        Packed<FP32, MINE> part;
-        part.load(&m.parts[group][i][MINE * (threadIdx.x % 32)]);
+        Packed<FP32, N> part;
+        part.load(&sums.parts[group][i][channel]);
 #pragma unroll
-        for (int n = 0; n < MINE; n++) x[n] += part[n];
+        for (int n = 0; n < N; n++) x[n] += part[n];
     }
 }
 
@@ -42,7 +42,10 @@ __device__ __forceinline__ void multiply_columns(const SketchMemory& m, int rank
     for (int step = 0; step < V / 16; step++) {
         float upper[4], lower[4], other[4];
         load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
-        mma_float4(dots, rest, upper, lower, other, false);
+        LeftOperand columns;
+        columns.set(0, upper), columns.set(1, lower);
+#pragma unroll
+        for (int n = 0; n < 2; n++) columns.multiply<false, false>(n, dots, rest, other[2 * n], other[2 * n + 1]);
 #pragma unroll
         for (int n = 0; n < 4; n++) squares[0] += upper[n] * upper[n], squares[1] += lower[n] * lower[n];
     }

@@ -1,4 +1,4 @@
-// The end of a sketch: what is stored, from U and the groups' sums of S U, by one warp that has nothing else in its registers.
+// The end of a sketch: what is stored, from U and the groups' sums of S U, by warps that have nothing else in their registers.
 //
 // factors (lowrank, prior): the pivots are Q = U_p R^-1, with R the Cholesky factor of their Gram matrix, so that
 // B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a dense
@@ -12,9 +12,11 @@
 #include "map_dense.cuh"
 #endif
 
-// A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches.
+// A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches, and
+// `then` is what may happen once the group has read the warp's rows.
+template <class Then>
 __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& latches, Rows* rows, int group, int member, sketch_t* packed,
-                                             int rank, int& turn) {
+                                             int rank, int& turn, Then then) {
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] WarpLatch& met = latches.met[group];
     if (turn > 0) latches.columns_read.wait(turn - 1);
@@ -28,22 +30,24 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& lat
     if constexpr (LEFT > 0) {
         met.arrive();
         met.wait(2 * turn);
-        if (turn > 0) latches.sums_read.wait(turn - 1);
-        left_products(m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
+        if (turn >= SUMS) latches.sums_read[turn % SUMS].wait(turn / SUMS - 1);
+        left_products(m.sums[turn % SUMS], m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
     }
     latches.full.arrive();
-    if (LEFT > 0) met.arrive();
+    if (LEFT > 0) met.arrive(), met.wait(2 * turn + 1);
+    then();
 #pragma unroll 1
     for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(m, group * GROUP_BLOCKS + i, packed, rank);
-    if (LEFT > 0) met.wait(2 * turn + 1);  // the group has read this warp's rows
+    __syncwarp();  // before other lanes put the next columns there
     turn++;
 }
 
-// The rest of it, by one other warp. `then` is what may happen once the basis has been used.
-template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& latches, [[maybe_unused]] sketch_t* packed,
-                                                                    [[maybe_unused]] const sketch_t* projection, int rank,
-                                                                    [[maybe_unused]] float ridge, int& turn, Then then) {
-    latches.full.wait(turn++);
+// The rest of it, by FINISHERS other warps. `then` is what may happen once the basis has been used.
+template <class Then>
+__device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& latches, [[maybe_unused]] sketch_t* packed,
+                                              [[maybe_unused]] const sketch_t* projection, int rank, [[maybe_unused]] float ridge,
+                                              [[maybe_unused]] int member, int turn, Then then) {
+    latches.full.wait(turn);
     then();
 #if MAP == 2
     latches.columns_read.arrive();
@@ -53,9 +57,9 @@ template <class Then> __device__ __forceinline__ void finish_sketch(SketchMemory
     for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
     mu = mu > 0.f ? mu / K : 1.f;
 #if MAP == 0
-    store_factors(m, latches, packed, projection, rank, mu, ridge);
+    store_factors(m, m.sums[0], latches, packed, projection, rank, mu, ridge);
 #else
-    store_dense(m, latches, packed, rank, mu, ridge);
+    store_dense(m, m.sums[turn % SUMS], latches, packed, rank, mu, ridge, member, turn);
 #endif
 #endif
 }

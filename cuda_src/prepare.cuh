@@ -3,29 +3,73 @@
 #pragma once
 #include "stage.cuh"
 
-constexpr int TERMS = RAW ? 1 : 3;                   // slices of a key
 constexpr int TEAM = 256;                            // threads that prepare keys: two for a channel at most
 constexpr int KEYS = !RAW && W > 16 ? 1 : 2;  // items whose keys are in shared memory at a time
 
-// Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies row by row in float32, and D_{s+1:n} k_s
-// (k_s) in bf16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
+// Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies in float32 in the order of LeftOperand; D_{s+1:n} k_s / d_s
+// (k_s), times a power of two, in fp16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
+// See Solve for d_s.
 struct PreparedKeys {
-    alignas(16) u16 ends[TERMS][RAW ? 1 : BLOCKS][RAW ? 1 : K][16];
-    alignas(16) float starts[RAW ? 1 : WP][RAW ? 4 : ROW];
+    alignas(16) u16 ends[2][RAW ? 1 : BLOCKS][RAW ? 1 : K][16];
+    alignas(16) float4 starts[RAW ? 1 : BLOCKS][RAW ? 1 : STEPS][2][RAW ? 1 : 32];  // lane l of half i at l ^ 4i: stores hit all banks
     alignas(16) float whole[KIND == KDA ? K : 4];  // D_{1:n}
     alignas(16) float query[RAW ? 4 : K];
+    float unit;  // of `ends`
+
+    // Tokens s and s + 8 of 16, side by side.
+    __device__ __forceinline__ float* start(int s, int channel) {
+        const int in = channel % 16, i = in % 4 / 2, lane = (s % 8 * 4 + in / 4) ^ (4 * i);
+        return reinterpret_cast<float*>(&starts[RAW ? 0 : s / 16][RAW ? 0 : channel / 16][i][RAW ? 0 : lane]) + 2 * (in % 2);
+    }
 };
 constexpr int PREPARED = RAW || W > 16 || MOST_SHARED < 200000 ? 1 : 2;  // items whose prepared keys are in shared memory at a time
-constexpr int SOLVES = RAW ? 2 : PREPARED;
+// One more than prepared keys: whoever prepares the next one has seen that this one was used.
+constexpr int SOLVES = RAW ? 2 : PREPARED + 1;
+
+// What a team's warps tell each other, written before they meet. One may be an item ahead of another.
+struct TeamMemory {
+    float sums[KIND == KDA ? K : 1];   // of the later half's log-decays
+    float decays[K / 32][KIND == KDA ? WP : 1];  // the largest of a token's, or 1, in 32 channels each: see KEPT
+    float most[RAW ? 1 : TEAM / 32];   // the largest key of each warp's
+};
+
+// Log-decay over half a window of a channel that keeps more than 2^-6. Where there is one nothing is forgotten, and largest decays
+// count as 1: fp16 has range enough.
+constexpr float KEPT = -4.16f;
+constexpr int SOLVE_EXPONENT = 12;  // of a column's largest element as an operand
+
+// Lane s: the power of two that is next above a token's largest decay; 0 for none.
+__device__ __forceinline__ float decay_power(const TeamMemory& team) {
+    const int lane = threadIdx.x % 32;
+    float most = lane < WP ? 0.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < K / 32; i++)
+        if (lane < WP) most = fmaxf(most, team.decays[i][lane % (KIND == KDA ? WP : 1)]);
+    return __uint_as_float((__float_as_uint(most) + 0x7fffffu) & 0x7f800000u);
+}
+
+// Which operand holds rows 16 to + 8 t .. + 7 of N, columns 16 from .. + 15.
+__device__ __forceinline__ int operand_of(int to, int from, int t) { return 2 * (to + from) + t; }
 
 // What one warp works out for all: the triangular solve of the delta rule (the Gram matrix, then the decayed one, then N),
 // and scalar decays.
+//
+// What is written for token s counts at the window's end as far as its key has not decayed: by d_s = D_{s+1:n}, and for decays
+// per channel at most by the product d_s of powers of two next above what each later token leaves (decay_power). So that tokens which
+// have been forgotten leave the range of fp16 to others, the operands are Diag(d) N Diag(1 / weight), and what they multiply is
+// Diag(weight) (v - predictions).
 struct Solve {
-    alignas(16) float n[ERASES ? WP : 1][ERASES ? WP + 8 : 4];  // padded, so that 8-byte reads of 4 rows hit all banks
-    float upto[WP], after[WP];  // D_{1:s} and D_{s+1:n}
+    alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
+    float weight[WP];           // the power of two that its column of Diag(d) N calls for
+    static constexpr int SCALARS = KIND == KDA ? 1 : WP;
+    float upto[SCALARS], after[SCALARS];  // D_{1:s} and D_{s+1:n}, if they are scalars
 
-    // Lane s gives token s's log-decay, 0 past the last.
-    __device__ __forceinline__ void set_decays(float gate) {
+    // These as right operands, in the Gram matrix's place: a lane's {2c, 2c+1}, {8+2c, 9+2c} of row r, in two fp16 slices.
+    __device__ __forceinline__ uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
+    __device__ __forceinline__ const uint4 (*operands() const)[32] { return reinterpret_cast<const uint4(*)[32]>(n); }
+
+    // Lane s gives token s's log-decay, 0 past the last, and gets D_{s+1:n}.
+    __device__ __forceinline__ float set_decays(float gate) {
         const int lane = threadIdx.x % 32;
         float before = gate, behind = __shfl_down_sync(ALL, gate, 1);
         if (lane == 31) behind = 0;
@@ -35,52 +79,48 @@ struct Solve {
             if (lane >= d) before += x;
             if (lane + d < 32) behind += y;
         }
-        if (lane < WP) upto[lane] = decay(before), after[lane] = decay(behind);
+        const float left = decay(behind);
+        if (lane < SCALARS) upto[lane] = decay(before), after[lane] = left;
+        return left;
     }
-    __device__ __forceinline__ float whole() const { return upto[WP - 1]; }
+    __device__ __forceinline__ float whole() const { return upto[SCALARS - 1]; }
 };
 
-template <int N> __device__ __forceinline__ void slice_into(float x, u16 (&to)[N]) {
+// Raw keys or prepared ones of a block of 16 tokens, in 16 channels.
+__device__ __forceinline__ LeftOperand load_keys(const KeyStage& stage, const PreparedKeys& m, int block, int step) {
+    const int lane = threadIdx.x % 32;
+    LeftOperand keys;
 #pragma unroll
-    for (int i = 0; i < N; i++) to[i] = static_cast<u16>(__float_as_uint(x) >> 16), x = rest(x);
-}
-
-// Channels 4c to 4c + 3 of 16 of a token: of raw keys, or of prepared ones.
-__device__ __forceinline__ void load_key(float (&key)[4], const KeyStage& stage, const PreparedKeys& m, int token, int first) {
-    const int at = first + 4 * (threadIdx.x % 4);
-    if constexpr (RAW) {
-        const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[token][at]);
-        key[0] = __uint_as_float(x.x << 16), key[1] = __uint_as_float(x.x & 0xffff0000u);
-        key[2] = __uint_as_float(x.y << 16), key[3] = __uint_as_float(x.y & 0xffff0000u);
-    } else {
-        const float4 x = *reinterpret_cast<const float4*>(&m.starts[RAW ? 0 : token][at]);
-        key[0] = x.x, key[1] = x.y, key[2] = x.z, key[3] = x.w;
+    for (int i = 0; i < 2; i++) {
+        if constexpr (RAW) {
+            keys.set(i, *reinterpret_cast<const uint2*>(&stage.k[16 * block + 8 * i + lane / 4][16 * step + 4 * (lane % 4)]));
+        } else {
+            const float4 x = m.starts[RAW ? 0 : block][RAW ? 0 : step][i][RAW ? 0 : lane ^ (4 * i)];
+            keys.a[i][0] = x.x, keys.a[i][1] = x.y, keys.a[i][2] = x.z, keys.a[i][3] = x.w;
+        }
     }
+    return keys;
 }
 
-// Gram matrix of keys under scalar decays in 16 x 8 pieces down to the diagonal; one warp.
+// Gram matrix of keys under scalar decays, in blocks of 16 x 16 down to the diagonal; one warp.
 __device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage, const PreparedKeys& m) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll 1
-    for (int piece = 0; piece < BLOCKS * (BLOCKS + 1); piece++) {
-        const int rows = piece < 2 ? 0 : 16, columns = 8 * (piece < 2 ? piece : piece - 2);
-        float sum[4] = {}, rest[4] = {};
+    for (int pair = 0; pair < BLOCKS * (BLOCKS + 1) / 2; pair++) {
+        const int to = min(pair, 1), from = pair / 2;
+        float sum[2][4] = {}, rest[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            float upper[4], lower[4], other[4];
-            load_key(upper, stage, m, rows + r, 16 * step);
-            load_key(lower, stage, m, rows + 8 + r, 16 * step);
-            load_key(other, stage, m, columns + r, 16 * step);
-            if constexpr (RAW) {
+            const LeftOperand rows = load_keys(stage, m, to, step), columns = BLOCKS == 1 ? rows : load_keys(stage, m, from, step);
 #pragma unroll
-                for (int i = 0; i < 4; i += 2)
-                    mma_tf32(i ? rest : sum, upper[i], lower[i], upper[i + 1], lower[i + 1], other[i], other[i + 1]);
-            } else {
-                mma_float4(sum, rest, upper, lower, other, false);
-            }
+            for (int t = 0; t < 2; t++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    rows.multiply<RAW, RAW>(i, RAW && i ? rest[t] : sum[t], rest[t], columns.a[i][t], columns.a[i][2 + t]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) table.n[ERASES ? rows + r + 8 * (i / 2) : 0][columns + 2 * c + i % 2] = sum[i] + rest[i];
+        for (int i = 0; i < 8; i++)
+            table.n[ERASES ? 16 * to + r + 8 * (i % 4 / 2) : 0][16 * from + 8 * (i / 4) + 2 * c + i % 2] = sum[i / 4][i % 4] + rest[i / 4][i % 4];
     }
     __syncwarp();
 }
@@ -98,10 +138,10 @@ __device__ __forceinline__ void decay_gram(Solve& table, float gate) {
     __syncwarp();
 }
 
-// N from the decayed Gram matrix by forward substitution, a column a lane; lane s gives token s's beta. One warp.
-__device__ __forceinline__ void substitute(Solve& table, float beta) {
+// N from the decayed Gram matrix by forward substitution, a column a lane, as operands; lane s gives token s's beta and d_s. One warp.
+__device__ __forceinline__ void substitute(Solve& table, float beta, float left) {
     const int lane = threadIdx.x % 32;
-    float n[WP];
+    float n[WP], most = 0;
 #pragma unroll
     for (int s = 0; s < WP; s++) {
         float sum[2] = {s == lane ? 1.f : 0.f, 0};
@@ -109,37 +149,64 @@ __device__ __forceinline__ void substitute(Solve& table, float beta) {
         for (int i = 0; i < s; i++) sum[i % 2] -= table.n[ERASES ? s : 0][i] * n[i];
         n[s] = __shfl_sync(ALL, beta, s) * (sum[0] + sum[1]);
     }
-    __syncwarp();
+    if (__any_sync(ALL, left != 1.f)) {
 #pragma unroll
-    for (int s = 0; s < WP; s++)
-        if (lane < WP) table.n[ERASES ? s : 0][lane] = n[s];
+        for (int s = 0; s < WP; s++) n[s] *= __shfl_sync(ALL, left, s);
+    }
+#pragma unroll
+    for (int s = 0; s < WP; s++) most = fmaxf(most, fabsf(n[s]));
+    const float power = power_for<SOLVE_EXPONENT>(most);
+    if (lane < WP) table.weight[lane] = inverse_of_power(power);
+    __syncwarp();
+    const int at = lane % 16, slot = at % 8 / 2 * 8 + at / 8 * 2 + at % 2;  // among the half-words of a row's four lanes
+#pragma unroll
+    for (int s = 0; s < WP; s++) {
+        u32 high, low;
+        half_slices(power * n[s], 0, high, low);
+        if (lane < WP && lane / 16 <= s / 16) {
+            u16* const to = reinterpret_cast<u16*>(&table.operands()[operand_of(s / 16, lane / 16, s / 8 % 2)][s % 8 * 4]) + slot;
+            to[0] = static_cast<u16>(high), to[4] = static_cast<u16>(low);
+        }
+    }
     __syncwarp();
 }
 
-// Keeps a key's decayed channel as an operand of the update.
-__device__ __forceinline__ void store_end(PreparedKeys& m, int s, int channel, float x) {
-    const int place = channel / 16 * 16 + place_of(channel % 16), token = 4 * (s % 8 / 2) + 2 * (s % 16 / 8) + s % 2;
-    u16 parts[TERMS];
-    slice_into(x, parts);
+// The largest of the warp's share of the raw keys, in every lane; decayed ones are no larger.
+__device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, int member) {
+    constexpr int N = 16 / sizeof(act_t);
+    float most = 0;
+    for (int i = member; i < count * K / N; i += TEAM) {
+        Packed<ACT, N> keys;
+        keys.load(&stage.k[0][0] + i * N);
 #pragma unroll
-    for (int i = 0; i < TERMS; i++) m.ends[i][RAW ? 0 : s / 16][RAW ? 0 : place][token] = parts[i];
+        for (int n = 0; n < N; n++) most = fmaxf(most, fabsf(keys[n]));
+    }
+    return warp_most(most);
 }
 
 // Scalar decays: keys as they are. A team prepares keys, whose members are numbered from 0.
-__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member) {
-    for (int i = member; i < WP * K; i += TEAM) {
-        const float x = i / K < count ? widen<ACT>(stage.k[i / K][i % K]) : 0.f;
-        m.starts[RAW ? 0 : i / K][i % K] = x;
-        store_end(m, i / K, i % K, x);
+__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float power) {
+    for (int i = member; i < WP / 2 * K; i += TEAM) {
+        const int s = i / K / 8 * 16 + i / K % 8, channel = i % K, place = channel / 16 * 16 + place_of(channel % 16);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float x = s + 8 * half < count ? widen<ACT>(stage.k[(s + 8 * half) % W][channel]) : 0.f;
+            m.start(s, channel)[half] = x;
+            u32 slices[2];
+            half_slices(power * x, 0, slices[0], slices[1]);
+#pragma unroll
+            for (int j = 0; j < 2; j++) m.ends[j][RAW ? 0 : s / 16][RAW ? 0 : place][s % 8 / 2 * 4 + 2 * half + s % 2] = static_cast<u16>(slices[j]);
+        }
     }
 }
 
 // Decays per channel, in place of their logs: a thread has half of a channel's tokens, and returns the sum of what it took.
 // Raw gates are all taken before the first decay is put where they may lie; `input` is of the thread's channel.
 template <class Meet>
-__device__ __forceinline__ float take_decays(KeyStage& stage, const GateInput<1>& input, int count, int member, Meet meet) {
+__device__ __forceinline__ float take_decays(TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count, int member,
+                                             Meet meet) {
     constexpr int HALF = WP / 2;
-    const int channel = member % K, first = member / K * HALF;
+    const int channel = member % K, first = member / K * HALF, lane = member % 32;
     auto each = [&](auto work) {
 #pragma unroll
         for (int i = 0; i < HALF; i++)
@@ -154,44 +221,65 @@ __device__ __forceinline__ float take_decays(KeyStage& stage, const GateInput<1>
     } else {
         each([&](int, float& x) { sum += x, x = decay(x); });
     }
+    if (member >= 2 * K) return sum;
+    float largest = 1;  // of the lane's token
+    if (!__any_sync(ALL, sum > KEPT)) {
+#pragma unroll 1
+        for (int i = 0; first + i < count && i < HALF; i++) {
+            const float most = warp_most(stage.g[(first + i) % GATE_ROWS][channel % GATES]);
+            if (lane == i) largest = most;
+        }
+    }
+    if (lane < HALF) team.decays[channel / 32][(first + lane) % (KIND == KDA ? WP : 1)] = largest;
     return sum;
 }
 
-// Keys decayed from the window's start by the threads of the first half, to its end by the others. `sum` is of the first
-// half's log-decays, the others' stand where their decay will.
-__device__ __forceinline__ void decay_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float sum) {
+// Keys decayed from the window's start by the threads of the first half, to its end by the others. `sum` is of all log-decays.
+__device__ __forceinline__ void decay_keys(PreparedKeys& m, const TeamMemory& team, const KeyStage& stage, int count, int member, float sum,
+                                           float power) {
     const int channel = member % K;
     auto key = [&](int s) { return s < count ? widen<ACT>(stage.k[s % W][channel]) : 0.f; };
     auto gate = [&](int s) { return s < count ? stage.g[s % GATE_ROWS][channel % GATES] : 1.f; };
-    float whole = 1;
     if (member < K) {
-#pragma unroll 8
-        for (int s = 0; s < WP; s++) {
-            whole *= gate(s);
-            m.starts[RAW ? 0 : s][channel] = whole * key(s);
+        float whole = 1;
+#pragma unroll 1
+        for (int first = 0; first < WP; first += 16) {
+            float upper[8];
+#pragma unroll
+            for (int s = 0; s < 16; s++) {
+                whole *= gate(first + s);
+                const float x = whole * key(first + s);
+                if (s < 8) upper[s] = x;
+                else *reinterpret_cast<float2*>(m.start(first + s - 8, channel)) = make_float2(upper[s - 8], x);
+            }
         }
-        float& x = m.whole[KIND == KDA ? channel : 0];
-        x = decay(sum + x);  // more exact than the product: states take it up in every window
+        m.whole[KIND == KDA ? channel : 0] = decay(sum);  // more exact than the product: states take it up in every window
     } else if (member < 2 * K) {
         const int place = channel / 16 * 16 + place_of(channel % 16);
+        float whole = power;
+        auto fill = [&](auto part) {
 #pragma unroll 1
-        for (int block = BLOCKS - 1; block >= 0; block--) {
-            u32 packed[TERMS][8];
+            for (int block = BLOCKS - 1; block >= 0; block--) {
+                u32 packed[2][8];
 #pragma unroll
-            for (int s = 14; s >= 0; s -= 2) {
-                const float odd = whole * key(16 * block + s + 1);
-                whole *= gate(16 * block + s + 1);
-                const float even = whole * key(16 * block + s);
-                whole *= gate(16 * block + s);
-                slices<TERMS>(even, odd, &packed[0][2 * (s % 8 / 2) + s / 8], 8);
-            }
+                for (int s = 14; s >= 0; s -= 2) {
+                    const float odd = whole * key(16 * block + s + 1);
+                    whole *= part(16 * block + s + 1);
+                    const float even = whole * key(16 * block + s);
+                    whole *= part(16 * block + s);
+                    half_slices(even, odd, packed[0][s % 8 + s / 8], packed[1][s % 8 + s / 8]);
+                }
 #pragma unroll
-            for (int i = 0; i < TERMS; i++) {
-                uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
-                to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
-                to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
+                for (int i = 0; i < 2; i++) {
+                    uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
+                    to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
+                    to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
+                }
             }
-        }
+        };
+        const float inverse = inverse_of_power(decay_power(team));
+        if (__any_sync(ALL, inverse != 1.f)) fill([&](int s) { return gate(s) * __shfl_sync(ALL, inverse, s); });
+        else fill(gate);
     }
 }
 
@@ -205,11 +293,13 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
         if (s < count) {
             Packed<ACT, OWN> last;
-            last.load(&stage.k[s % W][OWN * lane]);
+            last.load(&stage.k[s][OWN * lane]);
             float key[OWN];
 #pragma unroll
             for (int i = 0; i < OWN; i++) key[i] = last[i];
             for (int first = (s - 1) / 8 * 8; first >= 0 && s > 0; first -= 8) {
+                const float* const decays = &stage.g[0][OWN * lane % GATES] + first * GATES;
+                const act_t* const others = &stage.k[first][OWN * lane];
                 float sums[8];
 #pragma unroll
                 for (int n = 7; n >= 0; n--) {
@@ -218,8 +308,7 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
                     if (j >= s) continue;
                     Packed<FP32, OWN> one;
                     Packed<ACT, OWN> other;
-                    one.load(&stage.g[(j + 1) % GATE_ROWS][OWN * lane % GATES]);
-                    other.load(&stage.k[j][OWN * lane]);
+                    one.load(decays + (n + 1) * GATES), other.load(others + n * KEY_ROW);
 #pragma unroll
                     for (int i = 0; i < OWN; i++) {
                         key[i] *= one[i];
@@ -237,30 +326,56 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
 }
 
 // All of it where keys are no operands as they come, but for N. Leaves decays in place of log-decays per channel. `meet` brings
-// the team together; at the end it has yet to meet.
-template <class Meet>
-__device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, KeyStage& stage, const GateInput<1>& input, int count, int member,
-                                        Meet meet) {
-    for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
+// the team together, `tabled` says that the decayed Gram matrix is there, and `free` waits until the last keys have been used.
+template <class Meet, class Tabled, class Free>
+__device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count,
+                                        int member, Meet meet, Tabled tabled, Free free) {
+    const float own = most_of_keys(stage, count, member);
+    if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = own;
+    float sum = 0;
     if constexpr (KIND == KDA) {
-        const float sum = take_decays(stage, input, count, member, meet);
-        if (member >= K && member < 2 * K) m.whole[KIND == KDA ? member - K : 0] = sum;
-        meet();
-        decay_keys(m, stage, count, member, sum);
-        decayed_gram(table, stage, count, member);
-    } else {
-        copy_keys(m, stage, count, member);
+        sum = take_decays(team, stage, input, count, member, meet);
+        if (member >= K && member < 2 * K) team.sums[KIND == KDA ? member - K : 0] = sum;
     }
+    meet();
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < TEAM / 32; i++) most = fmaxf(most, team.most[RAW ? 0 : i]);
+    const float power = power_for<HALF_EXPONENT>(most);
+    if (KIND == KDA && member < K) sum += team.sums[KIND == KDA ? member : 0];
+    if constexpr (KIND == KDA) decayed_gram(table, stage, count, member);
+    tabled();
+    free();
+    for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
+    if (member == 0) m.unit = inverse_of_power(power);
+    if constexpr (KIND == KDA) decay_keys(m, team, stage, count, member, sum, power);
+    else copy_keys(m, stage, count, member, power);
 }
 
 // Scalar decays, and N: from keys for scalar decays, else from their decayed Gram matrix. Lane s gives token s's log-decay
 // and beta. One warp.
-__device__ __forceinline__ void prepare_solve(Solve& solve, const KeyStage& stage, const PreparedKeys& m, float gate, float beta) {
-    if (KIND != KDA) solve.set_decays(gate);
+__device__ __forceinline__ void prepare_solve(Solve& solve, const KeyStage& stage, const PreparedKeys& m, const TeamMemory& team, float gate,
+                                              float beta) {
+    float left;
+    if constexpr (KIND == KDA) {
+        left = decay_power(team);
+        if (__any_sync(ALL, left != 1.f)) {
+            const int lane = threadIdx.x % 32;
+            left = __shfl_down_sync(ALL, left, 1);
+            if (lane == 31) left = 1;
+#pragma unroll 1
+            for (int d = 1; d < 32; d *= 2) {
+                const float x = __shfl_down_sync(ALL, left, d);
+                if (lane + d < 32) left *= x;
+            }
+        }
+    } else {
+        left = solve.set_decays(gate);
+    }
     if (ERASES && KIND != KDA) {
         gram_of_keys(solve, stage, m);
         decay_gram(solve, gate);
     }
-    if (ERASES) substitute(solve, beta);
+    if (ERASES) substitute(solve, beta, left);
     __syncwarp();
 }

@@ -31,6 +31,13 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], float a0, float a1, floa
           "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+// As mma_bf16, with fp16 operands.
+__device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Transposes an 8 x 8 matrix of 16-bit elements: a thread gives [r][2c, 2c+1] and gets [2c, 2c+1][r].
 __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     u32 y;
@@ -104,6 +111,16 @@ struct Latch {
     __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
 };
 
+#if __CUDA_ARCH__ >= 900
+// True in one lane of a whole warp. The compiler knows that it is one: bulk copies, whose operands are the warp's, otherwise
+// come in a loop over lanes, with a wait in every round.
+__device__ __forceinline__ bool elected() {
+    u32 yes;
+    asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\tselp.u32 %0, 1, 0, one;\n\t}" : "=r"(yes));
+    return yes;
+}
+#endif
+
 // A latch that opens when copies from global to shared memory have landed. One warp sends for all: it copies, then
 // ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings long ones.
 struct Delivery {
@@ -121,7 +138,23 @@ struct Delivery {
             copy_async_16(to + row * shared_stride + at, from + row * global_stride + at);
         }
     }
-    // The same for up to 32 long ones.
+    // COUNT long rows of `bytes`, one after the other in global memory.
+    template <int COUNT> __device__ __forceinline__ void stretch(void* shared, int shared_stride, const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 900
+        if (elected()) {
+            asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(latch.address()), "r"(COUNT * bytes) : "memory");
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                                 static_cast<u32>(__cvta_generic_to_shared(static_cast<char*>(shared) + i * shared_stride))),
+                             "l"(static_cast<const char*>(global) + i * bytes), "r"(bytes), "r"(latch.address())
+                             : "memory");
+        }
+#else
+        rows(shared, shared_stride, global, bytes, COUNT, bytes);
+#endif
+    }
+    // Up to 32 long rows, a lane each.
     __device__ __forceinline__ void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
@@ -142,22 +175,23 @@ struct Delivery {
     __device__ __forceinline__ void wait(int round) { latch.wait(round); }
 };
 
-// Copies up to 32 rows of `bytes` (a multiple of 16) from shared memory, whose writers have released them to copies, to one
+// Copies COUNT rows of `bytes` (a multiple of 16) from shared memory, whose writers have released them to copies, to one
 // stretch of global memory; whole warps. The shared memory may be written again after the wait.
-__device__ __forceinline__ void send(void* global, const void* shared, int shared_stride, int count, int bytes) {
-    const int lane = threadIdx.x % 32;
+template <int COUNT> __device__ __forceinline__ void send(void* global, const void* shared, int shared_stride, int bytes) {
     char* const to = static_cast<char*>(global);
     const char* const from = static_cast<const char*>(shared);
 #if __CUDA_ARCH__ >= 900
-    if (lane < count) {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + lane * bytes),
-                     "r"(static_cast<u32>(__cvta_generic_to_shared(from + lane * shared_stride))), "r"(bytes)
-                     : "memory");
+    if (elected()) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + i * bytes),
+                         "r"(static_cast<u32>(__cvta_generic_to_shared(from + i * shared_stride))), "r"(bytes)
+                         : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
 #else
     const int pieces = bytes / 16;
-    for (int i = lane; i < count * pieces; i += 32)
+    for (int i = threadIdx.x % 32; i < COUNT * pieces; i += 32)
         *reinterpret_cast<uint4*>(to + 16 * i) = *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
 #endif
 }
@@ -233,5 +267,17 @@ __device__ __forceinline__ float half_to_float(u16 x) {
 __device__ __forceinline__ u16 float_to_half(float x) {
     u16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+// A pair rounded to fp16, the first in the low half-word, and back.
+__device__ __forceinline__ u32 floats_to_halves(float x, float y) {
+    u32 z;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
+    return z;
+}
+__device__ __forceinline__ float2 halves_to_floats(u32 x) {
+    float2 y;
+    asm("{\n\t.reg .f16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}" : "=f"(y.x), "=f"(y.y) : "r"(x));
     return y;
 }

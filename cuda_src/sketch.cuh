@@ -1,13 +1,13 @@
 // From an updated state to its sketch U = S^T Phi, and to products of vectors of V with the state.
 //
 // Products along K (U) take pieces of the state as they lie; products along V (S U, of which the coefficient maps are
-// made) take them transposed by 8 x 8 blocks within the warp. Two slices of 8 bits per factor are plenty for what is
-// stored in bf16 (2^-16 against 2^-9), and one is enough for such a sketch's basis and for the state in S U.
+// made) take them transposed by 8 x 8 blocks within the warp. For a sketch that is stored in bf16, 11 bits of the state and
+// 8 of the basis are plenty in U, and two slices of U and 8 bits of the state in S U; for float32 two slices of each.
 //
 // Products along V are sums over blocks of 16 value rows. Warps that sketch go in groups, each with some blocks: a warp makes U
 // of its own blocks, and S U for its share of the channels, from all blocks of its group. So the group must meet, but what
-// it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp does
-// while the others go on (maps.cuh).
+// it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp or two
+// do while the others go on (maps.cuh).
 #pragma once
 #include "warp_latch.cuh"
 #include "stage.cuh"
@@ -27,15 +27,24 @@ struct Basis {
     Delivery delivery;
 
     __device__ __forceinline__ void fetch(const uint2* basis, int rank) {
-        delivery.blocks(columns, 0, basis, 0, 1, (rank + 7) / 8 * static_cast<int>(sizeof(columns[0])));
+        delivery.stretch<1>(columns, 0, basis, (rank + 7) / 8 * static_cast<int>(sizeof(columns[0])));
         delivery.end();
     }
 };
 
+// Warps that finish sketches. Where a team prepares keys there is room for two that solve for a dense map, each in half of the channels.
+constexpr int FINISHERS = MAP == OWN && !RAW && K == 128 ? 2 : 1;
+
+// Each group's share of S U.
+struct Sums {
+    alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];
+};
+constexpr int SUMS = WP == 16 && RANK_MAX <= 16 ? FINISHERS : 1;  // where there is room, the next sums come while a map is being made
+
 struct SketchMemory {
     Basis basis;
     alignas(16) float u[RANK_MAX][COLUMN];
-    alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];  // a group's share of S U
+    Sums sums[SUMS];
 #if MAP == 0
     float dots[RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
 #elif MAP == 1
@@ -46,11 +55,13 @@ struct SketchMemory {
 
 struct SketchLatches {
     WarpLatch full;                     // U and all shares of S U are there
-    WarpLatch columns_read, sums_read;  // the one has been used, or the other
+    WarpLatch columns_read, sums_read[SUMS];  // the one has been used, or the other
+    WarpLatch factored;                 // the Gram matrix of U
     WarpLatch met[GROUPS];
 
     __device__ __forceinline__ void init() {
-        full.init(GROUPS * SHARERS), columns_read.init(1), sums_read.init(1);
+        full.init(GROUPS * SHARERS), columns_read.init(FINISHERS), factored.init(1);
+        for (WarpLatch& latch : sums_read) latch.init(FINISHERS);
         for (WarpLatch& latch : met) latch.init(SHARERS);
     }
 };
@@ -60,27 +71,43 @@ template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& 
     const int lane = threadIdx.x % 32;
     auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * SHARERS; };
     auto exists = [&](int i) { return GROUP_BLOCKS % SHARERS == 0 || member + i * SHARERS < GROUP_BLOCKS; };
-    float high[OWN_BLOCKS][TILES][4] = {}, low[OWN_BLOCKS][TILES][4] = {};
+    float sum[OWN_BLOCKS][2][4] = {}, rest[OWN_BLOCKS][2][4] = {};
 #pragma unroll(2 / OWN_BLOCKS)
-    for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < STEPS; step++) {
+        LeftOperand basis;
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            const auto& columns = m.basis.columns[first / 8 + tile % TILES][step];
+            if (tile < TILES) basis.set(tile, columns[0][lane]);
+            else basis.set(tile, make_uint2(0, 0));
+            if constexpr (SLICES > 1) {
+                LeftOperand more;
+                more.set(tile, tile < TILES ? columns[SLICES - 1][lane] : make_uint2(0, 0));
+#pragma unroll
+                for (int j = 0; j < 4; j++) basis.a[j / 2][tile + j % 2 * 2] += more.a[j / 2][tile + j % 2 * 2];
+            }
+        }
 #pragma unroll
         for (int i = 0; i < OWN_BLOCKS; i++) {
             Piece piece;
             piece.load(rows[exists(i) ? block(i) : block(0)].state, step);
-            const Operand<2> a(piece.s[0], piece.s[1]);
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                const auto& b = m.basis.columns[first / 8 + tile][step];
-                mma_bf16(high[i][tile], a.a[0], b[0][lane].x, b[0][lane].y);
-                mma_bf16(low[i][tile], a.a[1], b[0][lane].x, b[0][lane].y);
-                if constexpr (SLICES > 1) mma_bf16(low[i][tile], a.a[0], b[SLICES - 1][lane].x, b[SLICES - 1][lane].y);
-            }
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    basis.multiply<SLICES == 1, SLICES == 1>(j, sum[i][half], rest[i][half], piece.s[half][2 * j], piece.s[half][2 * j + 1]);
         }
-#pragma unroll
-    for (int j = 0; j < OWN_BLOCKS * TILES * 4; j++) {
-        const int i = j / (4 * TILES), tile = j / 4 % TILES, e = j % 4, column = first + 8 * tile + 2 * (lane % 4) + e % 2;
-        if (column < rank && exists(i)) m.u[column][16 * block(i) + value_row(e / 2)] = high[i][tile][e] + low[i][tile][e];
     }
+#pragma unroll
+    for (int i = 0; i < OWN_BLOCKS; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = first + lane / 4 + e / 2 * 8;
+                if (e / 2 < TILES && column < rank && exists(i))
+                    m.u[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
+            }
 }
 __device__ __forceinline__ void sketch_columns(SketchMemory& m, Rows* rows, int group, int member, int rank) {
     for (int first = 0; first < rank; first += 16)
@@ -98,10 +125,10 @@ __device__ __forceinline__ void store_columns(const SketchMemory& m, int block, 
     }
 }
 
-// parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the channels of
+// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the channels of
 // the warp that is `member`. For maps that are stored in bf16 the state is rounded to it: one and the same
 // matrix for all columns, so that solving with them enlarges nothing.
-template <int TILES> __device__ __forceinline__ void left_tiles(SketchMemory& m, Rows* rows, int group, int member, int first, int count) {
+template <int TILES> __device__ __forceinline__ void left_tiles(Sums& sums, SketchMemory& m, Rows* rows, int group, int member, int first, int count) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
@@ -152,15 +179,15 @@ template <int TILES> __device__ __forceinline__ void left_tiles(SketchMemory& m,
             const float(&x)[2][4] = sum[own][tile];
             const float4 product = make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
             if (8 * tile + r < count && step < STEPS)
-                *reinterpret_cast<float4*>(&m.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
+                *reinterpret_cast<float4*>(&sums.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
         }
 }
-__device__ __forceinline__ void left_products(SketchMemory& m, Rows* rows, int group, int member, int count) {
+__device__ __forceinline__ void left_products(Sums& sums, SketchMemory& m, Rows* rows, int group, int member, int count) {
     if constexpr (LEFT <= 8) {
-        left_tiles<1>(m, rows, group, member, 0, count);
+        left_tiles<1>(sums, m, rows, group, member, 0, count);
     } else {
         for (int first = 0; first < count; first += 16)
-            if (count - first > 8) left_tiles<2>(m, rows, group, member, first, count - first);
-            else left_tiles<1>(m, rows, group, member, first, count - first);
+            if (count - first > 8) left_tiles<2>(sums, m, rows, group, member, first, count - first);
+            else left_tiles<1>(sums, m, rows, group, member, first, count - first);
     }
 }

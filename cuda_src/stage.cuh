@@ -11,9 +11,7 @@ constexpr int SHARERS = !RAW || NWARPS % 4 == 0 ? 4 : NWARPS % 3 == 0 ? 3 : NWAR
 constexpr int GROUP_BLOCKS = RAW ? SHARERS : NWARPS;
 
 constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
-constexpr int ROW = K + 16;  // a row of operands, padded: 4 rows, of which a warp reads at once, lie in different banks
-
-constexpr int KEY_ROW = RAW ? ROW : K;
+constexpr int KEY_ROW = RAW ? K + 16 : K;  // padded where it is an operand's: 4 rows, of which a warp reads at once, lie in different banks
 constexpr int GATE_ROWS = KIND == KDA ? W : 1;
 
 // Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them. Raw gates come
@@ -32,7 +30,7 @@ struct KeyStage {
         constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
         delivery.rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
         if (GATE && RAW_GATE) delivery.blocks(given_gates(0), sizeof(g[0]), ring.g, GATE, buffered, GATE);
-        else if (GATE) delivery.blocks(g, 0, ring.g, 0, buffered > 0, buffered * GATE);
+        else if (GATE && buffered > 0) delivery.stretch<1>(g, 0, ring.g, buffered * GATE);
         if (own) {
             delivery.rows(k[buffered], 0, token.k, 0, 1, KEY);
             delivery.rows(q, 0, token.q, 0, 1, KEY);
@@ -67,13 +65,13 @@ struct Rows {
     float squares;  // sum of
 
     __device__ __forceinline__ void fetch(const float* from) {
-        delivery.blocks(state.data, STRIDE, from, BYTES, 2, BYTES);
+        delivery.stretch<2>(state.data, STRIDE, from, BYTES);
         delivery.end();
     }
-    __device__ __forceinline__ void store(float* to) const { send(to, state.data, STRIDE, 2, BYTES); }
+    __device__ __forceinline__ void store(float* to) const { send<2>(to, state.data, STRIDE, BYTES); }
 };
 
-// This thread's values: rows r and r + 8 of operands, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}, the order of operands.
+// This thread's part of values that are written: rows r and r + 8 of operands, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}.
 __device__ __forceinline__ int token_of(int block, int e) { return 16 * block + 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2; }
 struct Values {
     float v[BLOCKS][2][4];
@@ -88,5 +86,15 @@ struct Values {
                     const int s = token_of(b, e);
                     v[b][half][e] = s < count ? widen<ACT>(values.v[s % W][first + value_row(half)]) : 0.f;
                 }
+    }
+    // Brings the warp's values into the range of fp16; returns what they are multiples of.
+    __device__ __forceinline__ float scale() {
+        float most = 0;
+#pragma unroll
+        for (int i = 0; i < 8 * BLOCKS; i++) most = fmaxf(most, fabsf(v[i / 8][i / 4 % 2][i % 4]));
+        const float power = power_for<HALF_EXPONENT>(warp_most(most));
+#pragma unroll
+        for (int i = 0; i < 8 * BLOCKS; i++) v[i / 8][i / 4 % 2][i % 4] *= power;
+        return inverse_of_power(power);
     }
 };

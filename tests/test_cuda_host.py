@@ -14,6 +14,7 @@ from gpu.cuda_support import (
     run_pair,
     slot_table,
     tokens_to_device,
+    with_blocks,
 )
 from host import compiler, standin
 
@@ -139,11 +140,13 @@ def test_sketch(name, kind, stored, rng, cupy):
     check_sketch(plan, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
 
 
-def check_sketch(plan, stored, activation, rng, cupy, gate=None):
+def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
     layer, length = plan.layer, 2 * plan.window + 4
     device = SketchEngine(plan, 5, stored, activation=activation, output="float32", gate=gate)
     oracle = reference.SketchEngine(evaluated(plan), 5)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    if blocks:
+        with_blocks(device, blocks)
     device.reset(cupy.arange(5))
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
     device.load_state(cupy.asarray(start), cupy.arange(5))
@@ -183,11 +186,23 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
     check_sketch(plan, "bfloat16", activation, rng, cupy)
 
 
-def test_sketch_in_little_shared_memory(rng, cupy, monkeypatch):
+@pytest.mark.parametrize(
+    ("layer", "kind", "window", "activation"),
+    [(Layer("kda", 3, 128, 128, 3), "ridge", 16, "bfloat16"), (Layer("gdn", 3, 128, 64, 1), "exact", 8, "float16")],
+    ids=lambda x: x.kind if isinstance(x, Layer) else None,
+)
+def test_dense_maps_by_two_warps(layer, kind, window, activation, rng, cupy):
+    """Ranks up to 16, with room for two items' sums; one block has all items, so that they follow each other."""
+    plan = make_plan(layer, [9, DENSE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
+    check_sketch(plan, "bfloat16", activation, rng, cupy, blocks=1)
+
+
+@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
+def test_sketch_in_little_shared_memory(kind, rng, cupy, monkeypatch):
     """One place for the state and one buffer of prepared keys, as on sm_80."""
     monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
     monkeypatch.setattr(modules, "_modules", {})
-    plan = make_plan(LAYERS["kda"], np.array([9, DENSE, 3]), rng, map="lowrank", ridge=0.1)
+    plan = make_plan(LAYERS["kda"], np.array([9, DENSE, 3]), rng, map=kind, ridge=RIDGE[kind])
     check_sketch(plan, "bfloat16", "bfloat16", rng, cupy)
 
 
@@ -221,6 +236,29 @@ def test_gates_of_one_strength(name, gate, rng, cupy):
         tokens.g[..., ::3] = -0.1  # next to channels that keep most of what they hold
     got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (20, 1)), "bfloat16")
     assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(("gate", "size"), [(-12.0, 1e5), (-np.inf, 1e17)])
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        *((name, "bfloat16") for name in ("mamba2", "gdn", "kda")),
+        *((name, "float16") for name in ("mamba2-80", "gdn-96")),
+    ],
+)
+def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng, cupy):
+    """A huge state, and huge values written to it, which are gone (or of the others' size) at the window's end."""
+    layer = LAYERS[name]
+    device = poisoned(ReplayEngine(layer, 2, 16, activation=activation, output="float32"))
+    oracle = reference.ReplayEngine(layer, 2, 16)
+    start = size * rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    tokens = make_tokens(layer, 2, 16, activation, rng, hard_gates=False)
+    tokens.v[:, :3] = round_to(tokens.v[:, :3] * 1e4, activation)
+    tokens.g[:, 5] = gate
+    run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (16, 1)), activation)
     assert error(device.state.get(), oracle.state) < EXACT
 
 
@@ -306,8 +344,7 @@ def test_claims_of_a_flush_do_not_matter(name, blocks, rng, cupy):
     outs = [cupy.empty((5, 20, layer.heads, layer.value_dim), np.float32) for _ in engines]
     for engine, out in zip(engines, outs, strict=True):
         if engine is engines[1]:
-            kernel, shared, _ = engine._kernel(1)
-            engine._launches["flush_step"] = kernel, shared, blocks
+            with_blocks(engine, blocks)
         engine.load_state(cupy.asarray(start), cupy.arange(5))
         engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), out)
         engine.flush(cupy.arange(5))

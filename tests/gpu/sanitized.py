@@ -2,7 +2,7 @@
 
 import cupy
 import numpy as np
-from cuda_support import LAYERS, make_plan, make_tokens, named_gate, tokens_to_device
+from cuda_support import LAYERS, make_plan, make_tokens, named_gate, tokens_to_device, with_blocks
 
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine
 from sketchssm.cuda.standard import StandardEngine
@@ -37,7 +37,12 @@ def main():
         run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, gate, rng)
         for kind in MAPS.get((name, activation), ("lowrank", "ridge")):
             plan = make_plan(layer, np.resize([9, DENSE, 3], layer.heads), rng, map=kind, window=WINDOW)
-            run(SketchEngine(plan, SLOTS, **options), layer, activation, gate, rng)
+            engine = SketchEngine(plan, SLOTS, **options)
+            if (
+                kind != "prior"
+            ):  # one block for all items: more than its queue holds, in turn in the same shared memory
+                with_blocks(engine, 1)
+            run(engine, layer, activation, gate, rng)
     print("all kernels have run")
 
 

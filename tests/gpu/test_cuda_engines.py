@@ -13,6 +13,7 @@ from cuda_support import (
     run_pair,
     slot_table,
     tokens_to_device,
+    with_blocks,
 )
 
 from sketchssm.recurrence import DENSE
@@ -129,23 +130,25 @@ def test_sketch(name, kind, stored, rng, cupy):
     assert error(got[reads][:, ~dense], want[reads][:, ~dense]) < STORED[stored]
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
-def test_claims_of_a_flush_do_not_matter(name, kind, rng, cupy):
+@pytest.mark.parametrize(
+    ("name", "activation", "window"),
+    [(name, "bfloat16", 16) for name in ("mamba2", "gdn", "kda", "kda-64")]
+    + [("mamba2", "float16", 8), ("gdn", "float32", 16), ("gdn", "bfloat16", 32), ("kda", "bfloat16", 32)],
+)
+def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cupy):
     """Bitwise equal results where three blocks take all items, or a block has one at most."""
     from sketchssm.cuda.engines import SketchEngine
 
     layer, batch = LAYERS[name], 50
     ranks = np.resize([*RANKS[layer.kind], DENSE], layer.heads)
-    plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01)
-    tokens = tokens_to_device(make_tokens(layer, batch, 33, "bfloat16", rng), "bfloat16")
+    plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01, window=window)
+    tokens = tokens_to_device(make_tokens(layer, batch, 33, activation, rng), activation)
     start = cupy.asarray(rng.standard_normal((batch, *layer.state_shape)).astype(np.float32))
     results = []
     for blocks in (3, 1000):
-        engine = SketchEngine(plan, batch, output="float32")
+        engine = with_blocks(SketchEngine(plan, batch, activation=activation, output="float32"), blocks)
         out = cupy.full((batch, 33, layer.heads, layer.value_dim), np.nan, np.float32)
-        kernel, shared, _ = engine._kernel(1)
-        engine._launches["flush_step"] = kernel, shared, blocks
         engine.load_state(start, cupy.arange(batch))
         engine.step(tokens, cupy.arange(batch)[::-1].copy(), out)
         engine.flush(cupy.arange(batch))

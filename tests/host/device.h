@@ -464,6 +464,22 @@ inline unsigned ballot(unsigned mask, bool vote, const Place& where) {
     meet_warp(mask, post, where);
     return post.result;
 }
+struct Largest : Post {
+    unsigned x, result;
+    explicit Largest(unsigned x_) : Post{answer}, x(x_) {}
+    static void answer(Post** lanes, unsigned mask) {
+        unsigned most = 0;
+        for (int i = 0; i < WARP; i++)
+            if (mask >> i & 1) most = std::max(most, static_cast<Largest*>(lanes[i])->x);
+        for (int i = 0; i < WARP; i++)
+            if (mask >> i & 1) static_cast<Largest*>(lanes[i])->result = most;
+    }
+};
+inline unsigned largest(unsigned mask, unsigned x, const Place& where) {
+    Largest post(x);
+    meet_warp(mask, post, where);
+    return post.result;
+}
 inline void no_answer(Post**, unsigned) {}
 
 // Asynchronous copies land at the wait; until then their target holds NaN.
@@ -520,6 +536,8 @@ template <class T> T __shfl_down_sync(unsigned mask, T x, unsigned by, int width
 inline unsigned __ballot_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where); }
 inline int __any_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) != 0; }
 inline int __all_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) == mask; }
+
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) { return host::largest(mask, x, where); }
 
 // One CPU thread runs everything, so atomics need no care and fences do nothing.
 template <class T> T atomicAdd(T* at, std::type_identity_t<T> x) { const T old = *at; *at = old + x; return old; }

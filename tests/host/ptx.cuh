@@ -14,6 +14,12 @@ constexpr int MOST_SHARED = HOST_MOST_SHARED;
 namespace host {
 
 inline float bf16_at(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); }
+inline float half_at(u32 pair, int i) {
+    const u16 bits = static_cast<u16>(pair >> 16 * i);
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return static_cast<float>(half);
+}
 
 inline float toward_zero(double x) {
     const float y = static_cast<float>(x);
@@ -22,7 +28,7 @@ inline float toward_zero(double x) {
 
 // Matrix fragments as ptx.cuh describes them. The sum is exact to double precision and then rounded toward zero:
 // tensor cores drop low bits too, though not the same ones.
-struct Mma : Post {
+template <float at(u32, int)> struct Mma : Post {
     float* d;
     const u32 *a, *b;
     Mma(float* d_, const u32* a_, const u32* b_) : Post{answer}, d(d_), a(a_), b(b_) {}
@@ -32,8 +38,8 @@ struct Mma : Post {
             const auto* const mine = static_cast<const Mma*>(lanes[lane]);
             const int r = lane / 4, c = 2 * (lane % 4);
             for (int i = 0; i < 2; i++) {
-                for (int n = 0; n < 4; n++) a[r + 8 * (n % 2)][c + 8 * (n / 2) + i] = bf16_at(mine->a[n], i);
-                for (int n = 0; n < 2; n++) b[c + 8 * n + i][r] = bf16_at(mine->b[n], i);
+                for (int n = 0; n < 4; n++) a[r + 8 * (n % 2)][c + 8 * (n / 2) + i] = at(mine->a[n], i);
+                for (int n = 0; n < 2; n++) b[c + 8 * n + i][r] = at(mine->b[n], i);
             }
         }
         for (int lane = 0; lane < WARP; lane++)
@@ -86,7 +92,12 @@ struct Transpose : Post {
 
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLACE) {
     const u32 b[2] = {b0, b1};
-    host::Mma post(d, a, b);
+    host::Mma<host::bf16_at> post(d, a, b);
+    host::meet_warp(~0u, post, where);
+}
+inline void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLACE) {
+    const u32 b[2] = {b0, b1};
+    host::Mma<host::half_at> post(d, a, b);
     host::meet_warp(~0u, post, where);
 }
 
@@ -136,6 +147,9 @@ struct Delivery {
         for (int i = host::lane(); i < count; i += host::WARP)
             host::deliver(this, static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * global_stride, bytes);
     }
+    template <int COUNT> void stretch(void* shared, int shared_stride, const void* global, int bytes) {
+        rows(shared, shared_stride, global, bytes, COUNT, bytes);
+    }
     void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
         rows(shared, shared_stride, global, global_stride, count, bytes);
     }
@@ -147,11 +161,11 @@ struct Delivery {
 };
 
 // A lane sends a row; its source is read at the wait.
-inline void send(void* global, const void* shared, int shared_stride, int count, int bytes, HOST_PLACE) {
+template <int COUNT> void send(void* global, const void* shared, int shared_stride, int bytes, HOST_PLACE) {
     if (bytes % 16) host::fail("a row that is sent is no multiple of 16 bytes");
     __syncwarp(~0u, where);
     const int lane = host::lane();
-    if (lane < count)
+    if (lane < COUNT)
         host::current->sent.push_back({static_cast<char*>(global) + lane * bytes, static_cast<const char*>(shared) + lane * shared_stride,
                                        static_cast<std::size_t>(bytes), 0});
 }
@@ -182,14 +196,12 @@ inline u16 float_to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
-inline float half_to_float(u16 x) {
-    _Float16 half;
-    std::memcpy(&half, &x, 2);
-    return static_cast<float>(half);
-}
+inline float half_to_float(u16 x) { return host::half_at(x, 0); }
 inline u16 float_to_half(float x) {
     const _Float16 half = static_cast<_Float16>(x);
     u16 bits;
     std::memcpy(&bits, &half, 2);
     return bits;
 }
+inline u32 floats_to_halves(float x, float y) { return float_to_half(x) | static_cast<u32>(float_to_half(y)) << 16; }
+inline float2 halves_to_floats(u32 x) { return {host::half_at(x, 0), host::half_at(x, 1)}; }

@@ -4,13 +4,14 @@
 extern "C" __global__ void shuffles(const int* source, float* out) {
     const int lane = threadIdx.x % 32, at = blockIdx.x * blockDim.x + threadIdx.x;
     const float x = 100 * (threadIdx.x / 32) + lane;
-    float* const mine = out + 6 * at;
+    float* const mine = out + 7 * at;
     mine[0] = __shfl_sync(0xffffffffu, x, source[lane]);
     mine[1] = __shfl_xor_sync(0xffffffffu, x, 5);
     mine[2] = __shfl_up_sync(0xffffffffu, x, 3);
     mine[3] = __shfl_down_sync(0xffffffffu, x, 7);
     mine[4] = __shfl_down_sync(0xffffffffu, x, 1, 8);
     mine[5] = __shfl_xor_sync(0xffffu << (lane & 16), x, 9);
+    mine[6] = __reduce_max_sync(0xffffu << (lane & 16), at ^ 9);
 }
 
 extern "C" __global__ void votes(const int* flags, u32* out) {
@@ -123,7 +124,7 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
     for (int round = 0; round < 2; round++) {
         if (threadIdx.x < 32) {
             delivery.rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
-            delivery.blocks(block[round], 0, x + 32 * round, 0, 1, sizeof block[0]);
+            delivery.stretch<1>(block[round], 0, x + 32 * round, sizeof block[0]);
             delivery.end();
         }
         float* const mine = out + (round * blockDim.x + threadIdx.x) * 4;
@@ -144,7 +145,7 @@ extern "C" __global__ void sends(float* out, int spoil, int waits) {
     float(&mine)[2][68] = rows[threadIdx.x / 32];
     for (int round = 0; round < 2; round++) {
         for (int i = threadIdx.x % 32; i < 128; i += 32) mine[i / 64][i % 64] = 1000 * round + i;
-        send(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof mine[0], 2, 64 * sizeof(float));
+        send<2>(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof mine[0], 64 * sizeof(float));
         if (spoil) mine[0][threadIdx.x % 32] = -1;
         if (round < waits) wait_sent();
     }
@@ -172,13 +173,15 @@ extern "C" __global__ void arrivals(const float* x, float* out, int bytes) {
     }
 }
 
-extern "C" __global__ void product(const u16* a, const u16* b, float* d) {
+extern "C" __global__ void product(const u16* a, const u16* b, float* d, bool halves) {
     const int r = threadIdx.x / 4, c = 2 * (threadIdx.x % 4);
     auto pair = [](const u16* x, int stride) { return static_cast<u32>(x[0]) | static_cast<u32>(x[stride]) << 16; };
     const u32 left[4] = {pair(a + r * 16 + c, 1), pair(a + (r + 8) * 16 + c, 1), pair(a + r * 16 + c + 8, 1),
                          pair(a + (r + 8) * 16 + c + 8, 1)};
     float sum[4] = {d[r * 8 + c], d[r * 8 + c + 1], d[(r + 8) * 8 + c], d[(r + 8) * 8 + c + 1]};
-    mma_bf16(sum, left, pair(b + c * 8 + r, 8), pair(b + (c + 8) * 8 + r, 8));
+    const u32 right[2] = {pair(b + c * 8 + r, 8), pair(b + (c + 8) * 8 + r, 8)};
+    if (halves) mma_half(sum, left, right[0], right[1]);
+    else mma_bf16(sum, left, right[0], right[1]);
     for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + c + i % 2] = sum[i];
 }
 
@@ -192,11 +195,13 @@ extern "C" __global__ void product_tf32(const float* a, const float* b, float* d
 
 extern "C" __global__ void transpose(const u32* x, u32* y) { y[threadIdx.x] = transpose_8x8(x[threadIdx.x]); }
 
-extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide, int n) {
+extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide, u32* pairs, float2* wide_pairs, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         bf16[i] = float_to_bf16(x[i]);
         half[i] = float_to_half(x[i]);
         wide[i] = half_to_float(bits[i]);
+        pairs[i] = floats_to_halves(x[i], x[n - 1 - i]);
+        wide_pairs[i] = halves_to_floats(bits[i] | static_cast<u32>(bits[n - 1 - i]) << 16);
     }
 }
 

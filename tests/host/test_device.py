@@ -33,7 +33,7 @@ def order(request, monkeypatch):
 
 def test_shuffles(module, rng):
     source = rng.integers(0, 32, 32).astype(np.int32)
-    out = np.full((2, 2, 32, 6), np.nan, np.float32)  # blocks, warps, lanes
+    out = np.full((2, 2, 32, 7), np.nan, np.float32)  # blocks, warps, lanes
     module.get_function("shuffles")((2,), (64,), (source, out))
     lane = np.arange(32)
     want = np.stack(
@@ -43,7 +43,9 @@ def test_shuffles(module, rng):
         ],
         axis=-1,
     )
-    assert np.array_equal(out, np.broadcast_to(want, (2, 2, 32, 6)) + 100 * np.arange(2)[:, None, None])
+    assert np.array_equal(out[..., :6], np.broadcast_to(want, (2, 2, 32, 6)) + 100 * np.arange(2)[:, None, None])
+    at = np.arange(128).reshape(8, 16) ^ 9
+    assert np.array_equal(out[..., 6].reshape(8, 16), np.repeat(at.max(axis=1, keepdims=True), 16, axis=1))
 
 
 def test_votes(module, rng):
@@ -184,11 +186,14 @@ def test_arrivals_wait_for_the_bytes_that_were_announced(module, announced):
         module.get_function("arrivals")((1,), (32,), (x, out, np.int32(announced)))
 
 
-def test_matrix_product(module, rng):
-    a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((16, 16), (16, 8)))
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_matrix_product(module, rng, dtype):
+    a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
     start = rng.standard_normal((16, 8)).astype(np.float32)
     d = start.copy()
-    module.get_function("product")((1,), (32,), (a.view(np.uint16), b.view(np.uint16), d))
+    module.get_function("product")(
+        (1,), (32,), (a.view(np.uint16), b.view(np.uint16), d, np.bool_(dtype is np.float16))
+    )
     want = a.astype(np.float64) @ b.astype(np.float64) + start
     assert np.allclose(d, want, rtol=2**-23, atol=0)
     assert np.all(np.abs(d) <= np.abs(want))
@@ -223,12 +228,17 @@ def test_conversions_round_as_the_device(module, rng):
     x = bits.view(np.float32)
     half_bits = np.resize(np.arange(1 << 16, dtype=np.uint16), x.size)
     bf16, half, wide = np.zeros(x.size, np.uint16), np.zeros(x.size, np.uint16), np.zeros(x.size, np.float32)
-    module.get_function("conversions")((2,), (64,), (x, bf16, half, half_bits, wide, np.int32(x.size)))
+    pairs, wide_pairs = np.zeros(x.size, np.uint32), np.zeros((x.size, 2), np.float32)
+    module.get_function("conversions")(
+        (2,), (64,), (x, bf16, half, half_bits, wide, pairs, wide_pairs, np.int32(x.size))
+    )
     nan = np.isnan(x)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         assert np.array_equal(bf16[~nan], x[~nan].astype(ml_dtypes.bfloat16).view(np.uint16))
         assert np.array_equal(half[~nan], x[~nan].astype(np.float16).view(np.uint16))
         assert np.array_equal(wide, half_bits.view(np.float16).astype(np.float32), equal_nan=True)
+    assert np.array_equal(pairs.view(np.uint16).reshape(-1, 2), np.stack([half, half[::-1]], axis=1))
+    assert np.array_equal(wide_pairs, np.stack([wide, wide[::-1]], axis=1), equal_nan=True)
     assert np.all(bf16[nan] == 0x7FFF)
     assert np.isnan(half[nan].view(np.float16)).all()
 
