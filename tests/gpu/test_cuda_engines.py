@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel
 # float32 arithmetic over a few hundred tokens; the reference is float64 on the same rounded inputs
 EXACT = 2e-6
 # sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row; in float32, what two
-# bf16 slices of an operand leave out (2^-16) of U and S U, several times
+# bf16 slices leave out (2^-16) of the basis, of the state and U in S U, several times
 STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 
 
