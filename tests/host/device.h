@@ -448,38 +448,26 @@ template <class T> T shuffle_from(unsigned mask, T x, int source, const Place& w
 }
 inline int lane() { return current->number % WARP; }
 
-struct Ballot : Post {
-    bool vote;
-    unsigned result;
-    explicit Ballot(bool x) : Post{answer}, vote(x) {}
-    static void answer(Post** lanes, unsigned mask) {
-        unsigned votes = 0;
-        for (int i = 0; i < WARP; i++) votes |= mask >> i & 1 ? unsigned(static_cast<Ballot*>(lanes[i])->vote) << i : 0;
-        for (int i = 0; i < WARP; i++)
-            if (mask >> i & 1) static_cast<Ballot*>(lanes[i])->result = votes;
-    }
-};
-inline unsigned ballot(unsigned mask, bool vote, const Place& where) {
-    Ballot post(vote);
-    meet_warp(mask, post, where);
-    return post.result;
-}
-struct Largest : Post {
+// What all lanes of the mask give, put together for all of them: join(so far, a lane's x, the lane).
+template <unsigned join(unsigned, unsigned, int)> struct Joined : Post {
     unsigned x, result;
-    explicit Largest(unsigned x_) : Post{answer}, x(x_) {}
+    explicit Joined(unsigned x_) : Post{answer}, x(x_) {}
     static void answer(Post** lanes, unsigned mask) {
-        unsigned most = 0;
+        unsigned whole = 0;
         for (int i = 0; i < WARP; i++)
-            if (mask >> i & 1) most = std::max(most, static_cast<Largest*>(lanes[i])->x);
+            if (mask >> i & 1) whole = join(whole, static_cast<Joined*>(lanes[i])->x, i);
         for (int i = 0; i < WARP; i++)
-            if (mask >> i & 1) static_cast<Largest*>(lanes[i])->result = most;
+            if (mask >> i & 1) static_cast<Joined*>(lanes[i])->result = whole;
     }
 };
-inline unsigned largest(unsigned mask, unsigned x, const Place& where) {
-    Largest post(x);
+template <unsigned join(unsigned, unsigned, int)> unsigned joined(unsigned mask, unsigned x, const Place& where) {
+    Joined<join> post(x);
     meet_warp(mask, post, where);
     return post.result;
 }
+inline unsigned add_vote(unsigned votes, unsigned vote, int lane) { return votes | vote << lane; }
+inline unsigned larger(unsigned most, unsigned x, int) { return std::max(most, x); }
+inline unsigned ballot(unsigned mask, bool vote, const Place& where) { return joined<add_vote>(mask, vote, where); }
 inline void no_answer(Post**, unsigned) {}
 
 // Asynchronous copies land at the wait; until then their target holds NaN.
@@ -537,7 +525,7 @@ inline unsigned __ballot_sync(unsigned mask, int vote, HOST_PLACE) { return host
 inline int __any_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) != 0; }
 inline int __all_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) == mask; }
 
-inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) { return host::largest(mask, x, where); }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) { return host::joined<host::larger>(mask, x, where); }
 
 // One CPU thread runs everything, so atomics need no care and fences do nothing.
 template <class T> T atomicAdd(T* at, std::type_identity_t<T> x) { const T old = *at; *at = old + x; return old; }
