@@ -21,9 +21,6 @@ __device__ __forceinline__ u32 upper_halves(float x, float y) {
 }
 __device__ __forceinline__ float rest(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
-// A pair rounded to bf16, the first in the low half-word.
-__device__ __forceinline__ u32 round_pair(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
-
 // What tf32 leaves of a float: 13 more bits.
 __device__ __forceinline__ float below_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 

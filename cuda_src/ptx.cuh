@@ -45,6 +45,16 @@ __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     return y;
 }
 
+// Four 8 x 8 matrices of 16-bit elements from shared memory, each transposed: lane l gives row l % 8 of matrix l / 8, 16 bytes at a
+// multiple of 16, and gets [2c, 2c+1][r] of each.
+__device__ __forceinline__ void load_transposed(u32 (&x)[4], const void* shared, int offset) {
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(shared)) + offset;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Starts a copy of 16 bytes from global to shared memory, past the L1 cache.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
     u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
@@ -127,16 +137,22 @@ struct Delivery {
     Latch latch;
 
     __device__ __forceinline__ void init() { latch.init(32); }
-    // Rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory.
-    __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+    // Rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory. `place` says where in a row of global memory the
+    // piece lies that comes to a byte of it in shared memory.
+    template <class Place>
+    __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes,
+                                         const Place& place) {
         char* const to = static_cast<char*>(shared);
         const char* const from = static_cast<const char*>(global);
         const int pieces = bytes / 16;
 #pragma unroll 4
         for (int i = threadIdx.x % 32; i < count * pieces; i += 32) {
             const int row = i / pieces, at = i % pieces * 16;
-            copy_async_16(to + row * shared_stride + at, from + row * global_stride + at);
+            copy_async_16(to + row * shared_stride + at, from + row * global_stride + place(row, at));
         }
+    }
+    __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
     }
     // COUNT long rows of `bytes`, one after the other in global memory.
     template <int COUNT> __device__ __forceinline__ void stretch(void* shared, int shared_stride, const void* global, int bytes) {
@@ -208,8 +224,8 @@ __device__ __forceinline__ void wait_sent() {
     __syncwarp();
 }
 
-// Copies from global to shared memory that only the warp waits for which sent them. From sm_90 on one lane says how many
-// bytes a round will bring; before, every lane waits for its own pieces.
+// Copies from global to shared memory that only the warp waits for which sent them. From sm_90 on one lane sends them all, and says
+// how many bytes that is; before, every lane waits for its own pieces.
 struct Arrival {
     Latch latch;
 
@@ -219,37 +235,45 @@ struct Arrival {
         latch.init(1);
 #endif
     }
-    __device__ __forceinline__ void expect(int bytes) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(latch.address()), "r"(bytes) : "memory");
-#endif
-    }
     __device__ __forceinline__ void wait(int round) {
-        copy_async_wait<0>();
 #if __CUDA_ARCH__ >= 900
         latch.wait(round);
+#else
+        copy_async_wait<0>();
 #endif
     }
 };
 
-// Starts one copy a lane of `bytes` (a multiple of 16, none for 0); a whole warp.
-__device__ __forceinline__ void copy_pieces(char* shared, const void* global, int bytes, Arrival& arrival) {
+// Starts a round's copies, of `all` bytes: `pieces` calls what it is given with (shared, global, bytes) for each, bytes a multiple of 16
+// (none for 0); a whole warp, with the same values in all lanes.
+template <class Pieces> __device__ __forceinline__ void copy_pieces(const Pieces& pieces, [[maybe_unused]] int all, Arrival& arrival) {
 #if __CUDA_ARCH__ >= 900
-    if (bytes > 0)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         static_cast<u32>(__cvta_generic_to_shared(shared))),
-                     "l"(global), "r"(bytes), "r"(arrival.latch.address())
-                     : "memory");
-#else
-    for (int piece = 0; piece < 32; piece++) {
-        const int size = __shfl_sync(0xffffffffu, bytes, piece);
-        if (size == 0) continue;
-        const i64 to = __shfl_sync(0xffffffffu, reinterpret_cast<i64>(shared), piece);
-        const i64 from = __shfl_sync(0xffffffffu, reinterpret_cast<i64>(global), piece);
-        for (int i = threadIdx.x % 32 * 16; i < size; i += 512)
-            copy_async_16(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(from + i));
+    if (elected()) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(arrival.latch.address()), "r"(all) : "memory");
+        pieces([&](void* shared, const void* global, int bytes) {
+            if (bytes > 0)
+                asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                                 static_cast<u32>(__cvta_generic_to_shared(shared))),
+                             "l"(global), "r"(bytes), "r"(arrival.latch.address())
+                             : "memory");
+        });
     }
+#else
+    pieces([&](void* shared, const void* global, int bytes) {
+        for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512)
+            copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
+    });
+    copy_async_commit();
 #endif
+}
+
+// The next number of a counter in shared memory, one for the whole warp. (An increment with a bound: the compiler would first gather
+// the lanes of a plain sum, though there is only one.)
+__device__ __forceinline__ int next_number(int& counter) {
+    u32 number = 0;
+    if (threadIdx.x % 32 == 0)
+        asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "r"(static_cast<u32>(__cvta_generic_to_shared(&counter))) : "memory");
+    return static_cast<int>(__shfl_sync(0xffffffffu, number, 0));
 }
 
 __device__ __forceinline__ u16 float_to_bf16(float x) {
@@ -268,6 +292,13 @@ __device__ __forceinline__ u16 float_to_half(float x) {
     u16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
+}
+
+// A pair rounded to bf16, the first in the low half-word.
+__device__ __forceinline__ u32 floats_to_bf16(float x, float y) {
+    u32 z;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
+    return z;
 }
 
 // A pair rounded to fp16, the first in the low half-word, and back.

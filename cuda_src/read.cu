@@ -42,9 +42,10 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const int first_key = begin / PARTS_OF_KEY, keys = SCORED ? (end - 1) / PARTS_OF_KEY - first_key + 1 : 0;
     Scores* const scores = reinterpret_cast<Scores*>(block.rows + rows);
     const Share share{block.rows, first_row, tokens, t};
-    if (threadIdx.x == 0) block.most_tokens = -1, block.most_elements = 0, block.claimed = block.appended = 0;
+    const NewTokens new_tokens(arg, begin * TOGETHER, end * TOGETHER);
+    if (threadIdx.x == 0) block.most_tokens = -1, block.most_elements = 0, block.claimed = block.appended = 0, block.pieces = new_tokens.pieces();
     for (int i = threadIdx.x; i < keys; i += blockDim.x) scores[i].known.init(1);
-    if (warp == static_cast<int>(blockDim.x) / 64 && lane < PIECES) block.pieces[lane].set(arg, lane);
+    if (lane < 2) block.arrivals[warp][lane].init();
     __syncthreads();
 #endif
     wait_for_kernel_before();
@@ -85,8 +86,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     // As many warps as have room for an item.
     const int pool_at = rounded(BLOCK_BYTES + rows * static_cast<int>(sizeof(int2)) + keys * static_cast<int>(sizeof(Scores)));
     const int largest = Item::bytes(BOTH, block.most_tokens, block.most_elements), room = ITEMS_AT + rounded(largest);
-    const int sharing = min(min(static_cast<int>(blockDim.x) / 32, count), (shared_bytes - pool_at) / room);
-    const int part_bytes = (shared_bytes - pool_at) / sharing / 128 * 128;
+    // At least one: the host asks for as much (read_shared_bytes).
+    const int fit = __popc(__ballot_sync(ALL, (lane + 1) * room <= shared_bytes - pool_at));  // without a division, for which all would wait
+    const int sharing = min(min(static_cast<int>(blockDim.x) / 32, count), fit), part_bytes = 128 * quotient((shared_bytes - pool_at) / 128, sharing);
     // by the warps that fetch last
     const int scoring = (sharing + 1) / 2;
     if (SCORED && warp >= scoring)
@@ -100,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
             if (warp == 0 && !due) start_kernel_after();
         });
     }
-    append_tokens(arg, share, begin, end, block.appended);
+    // A warp without items takes pieces of the newest tokens, as long as there are any.
+    for (int piece; (piece = next_number(block.appended)) < block.pieces;) new_tokens.append(share, piece);
 #endif
 }
 #endif

@@ -4,7 +4,7 @@
 
 // What the newest tokens of a block's heads, from `from` to `to` - 1, put into one of the ring's arrays, LENGTH elements each.
 // Heads count on from row to row. A warp moves a piece of it at a time.
-template <int ROW_HEADS, int LENGTH, class T> struct Newest {
+template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct Newest {
     struct alignas(LENGTH == 1 ? sizeof(T) : 16) Chunk {
         T x[LENGTH == 1 ? 1 : 16 / sizeof(T)];
     };
@@ -25,8 +25,9 @@ template <int ROW_HEADS, int LENGTH, class T> struct Newest {
             into[n] = nullptr;
             if (!Share::goes_on(entry.x, entry.y)) continue;
             x[n] = *place<ROW_HEADS * CHUNKS>(reinterpret_cast<const Chunk*>(input), share.at(row), own);
-            into[n] = place<ROW_HEADS * W * CHUNKS>(reinterpret_cast<Chunk*>(ring), entry.x,
-                                                    (own / CHUNKS * W + entry.y) * CHUNKS + own % CHUNKS);
+            constexpr int EACH = sizeof(Chunk) / sizeof(T);
+            const int at = own % CHUNKS ^ (VALUES ? turn_of(entry.y) / EACH : 0);
+            into[n] = place<ROW_HEADS * W * CHUNKS>(reinterpret_cast<Chunk*>(ring), entry.x, (own / CHUNKS * W + entry.y) * CHUNKS + at);
         }
 #pragma unroll
         for (int n = 0; n < LOADS; n++)
@@ -34,25 +35,26 @@ template <int ROW_HEADS, int LENGTH, class T> struct Newest {
     }
 };
 
-// Puts the newest tokens of items begin to end - 1 into the ring: a warp without items takes pieces as long as there are any.
-__device__ __forceinline__ void append_tokens(const Arguments& arg, const Share& share, int begin, int end, int& claimed) {
-    const int from = begin * TOGETHER, to = end * TOGETHER;
-    const Newest<HEADS, V, act_t> values{arg.ring_v, arg.v, from, to};
-    const Newest<KEY_HEADS, K, act_t> keys{arg.ring_k, arg.k, (from + GROUP - 1) / GROUP, (to + GROUP - 1) / GROUP};
-    const Newest<HEADS, GATES, gate_t> gates{arg.ring_g, arg.g, from, to};
-    const Newest<HEADS, 1, float> betas{arg.ring_beta, arg.beta, from, ERASES ? to : from};
-    for (;;) {
-        int piece = threadIdx.x % 32 == 0 ? atomicAdd(&claimed, 1) : 0;
-        piece = __shfl_sync(ALL, piece, 0);
-        auto append = [&](const auto& newest) {
-            const bool own = piece < newest.pieces();
+// What the newest tokens of heads `from` to `to` - 1 put into the ring.
+struct NewTokens {
+    Newest<HEADS, V, act_t, true> values;
+    Newest<KEY_HEADS, K, act_t> keys;
+    Newest<HEADS, GATES, gate_t> gates;
+    Newest<HEADS, 1, float> betas;
+
+    __device__ __forceinline__ NewTokens(const Arguments& arg, int from, int to)
+        : values{arg.ring_v, arg.v, from, to}, keys{arg.ring_k, arg.k, (from + GROUP - 1) / GROUP, (to + GROUP - 1) / GROUP},
+          gates{arg.ring_g, arg.g, from, to}, betas{arg.ring_beta, arg.beta, from, ERASES ? to : from} {}
+    __device__ __forceinline__ int pieces() const { return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces(); }
+    __device__ __forceinline__ void append(const Share& share, int piece) const {
+        auto take = [&](const auto& newest) {
+            const bool own = piece >= 0 && piece < newest.pieces();
             if (own) newest.append(share, piece);
             piece -= newest.pieces();
-            return own;
         };
-        if (!append(values) && !append(keys) && !append(gates) && !append(betas)) return;
+        take(values), take(keys), take(gates), take(betas);
     }
-}
+};
 
 // Products of a row's query with its tokens, at the key heads from `first` on: one at a time for each of `warps` warps, of
 // which this is that number.

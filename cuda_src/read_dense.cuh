@@ -8,7 +8,7 @@ constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp holds in f
 typedef ValueShare<32> Whole;
 typedef Packed<ACT, Whole::WIDTH> WholeValue[Whole::COUNT];
 
-// Puts the newest token into the ring; its values have been fetched.
+// Puts the newest token into the ring; its values have been fetched. Only where no head has a sketch: nothing is turned.
 __device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const WholeValue& values, int pos,
                                              int head) {
     const int lane = threadIdx.x % 32;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
             const int mine = s + lane % 4;
             const float weight = __shfl_sync(ALL, window.weight, mine);
             if (mine <= pos && row < SHARE)
-                buffer += weight * widen<ACT>(mine < pos ? ring.v[mine * V + value] : token.v[value]);
+                buffer += weight * widen<ACT>(mine < pos ? ring.v[mine * V + (value ^ turn_of(mine))] : token.v[value]);
         }
         buffer += __shfl_xor_sync(ALL, buffer, 1);
         buffer += __shfl_xor_sync(ALL, buffer, 2);

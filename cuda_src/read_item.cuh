@@ -75,10 +75,10 @@ struct Heads {
     }
 };
 
-// What a warp works on, and which half; nothing where no row goes on, and no row after the last.
+// What a warp works on, and which half, of so many bytes; none where no row goes on, and no row after the last.
 struct Work {
-    int row, part, slot, pos, half;
-    bool reads;
+    int row, part, slot, pos, half, bytes;
+    __device__ __forceinline__ bool reads() const { return bytes > 0; }
 };
 
 // Gates and betas of the tokens of an item; 0 after the newest.

@@ -1,21 +1,22 @@
-// State read and buffer output of heads with a sketch, from shared memory: o = U c + sum over tokens of w_s v_s.
+// What heads with a sketch need for their output, from shared memory: weights of the tokens, and what maps and pivots make of the query.
 #pragma once
 #include "read_item.cuh"
 #include "warp_latch.cuh"
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
-constexpr int RANKS = (RANK_MAX + 7) / 8 * 8;
+// Of a head, with room for whole tiles: coefficients, eight at a time, and where rows are operands weights of all of them, 16 at a time.
+constexpr int WEIGHTS = OPERANDS ? (RANK_MAX + W - 1 + 15) / 16 * 16 : (RANK_MAX + 7) / 8 * 8;
 
 // Small results that the lanes of a warp exchange.
 struct Scratch {
     union {
         alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
         struct {
-            alignas(16) float c[TOGETHER][RANKS];     // rows of the map times x, then the coefficients
+            alignas(16) float c[TOGETHER][WEIGHTS];   // rows of the map times x, then the coefficients or all weights
             float y[TOGETHER * PIVOT_SLOTS + 8];      // B^T x
         };
     };
-    float weight[TOGETHER][W];                       // c_s
+    float weight[TOGETHER][W];                       // c_s; 0 after the newest
     float part[TOGETHER][16];                        // gdn: the query that is left is -sum_s part_s k_s, times decay
     float whole[TOGETHER];                           // decay of the whole window
 };
@@ -53,9 +54,29 @@ struct Left {
     }
 };
 
+// Scalar decays of a lane's tokens: from each to the newest, and of the window up to each.
+struct Decays {
+    float after[TURNS], whole[TURNS];
+
+    __device__ __forceinline__ explicit Decays(const Gates& gates) {
+        const int s = threadIdx.x % SPAN;
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            float sum = __shfl_down_sync(ALL, gates.g[i], 1, SPAN);  // of later tokens' gates
+            if (s == SPAN - 1) sum = 0;
+#pragma unroll
+            for (int d = 1; d < 16; d *= 2) {
+                const float y = __shfl_down_sync(ALL, sum, d, SPAN);
+                if (s + d < SPAN) sum += y;
+            }
+            after[i] = decay(sum), whole[i] = decay(sum + gates.g[i]);
+        }
+    }
+};
+
 // Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
 // after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) has no decays in it.
-__device__ __forceinline__ void solve(const float* with_query, const Gates& gates, int pos, Scratch& scratch) {
+__device__ __forceinline__ void solve(const float* with_query, const Gates& gates, const Decays& decays, int pos, Scratch& scratch) {
     const int lane = threadIdx.x % 32, s = lane % SPAN;
     float e[TURNS], row[16];
 #pragma unroll
@@ -71,28 +92,27 @@ __device__ __forceinline__ void solve(const float* with_query, const Gates& gate
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             if (8 * half > pos) continue;
+            // Two tokens at a time: every lane takes the later one out of the earlier one itself, so that their shuffles do not follow
+            // one another.
 #pragma unroll
-            for (int j = 8 * half + 7 - half; j >= 8 * half && j > 0; j--) {
-                const float other = s < j ? row[j] : 0.f;
+            for (int j = 8 * half + 7; j > 8 * half; j -= 2)
 #pragma unroll
-                for (int i = 0; i < TURNS; i++) e[i] -= __shfl_sync(ALL, e[i], j, SPAN) * (gates.beta[i] * other);
-            }
+                for (int i = 0; i < TURNS; i++) {
+                    const float with_later = gates.beta[i] * row[j], with_earlier = gates.beta[i] * row[j - 1];
+                    const float later = __shfl_sync(ALL, e[i], j, SPAN);
+                    const float earlier = __shfl_sync(ALL, e[i], j - 1, SPAN) - __shfl_sync(ALL, with_later, j - 1, SPAN) * later;
+                    if (s < j) e[i] -= with_later * later;
+                    if (s < j - 1) e[i] -= with_earlier * earlier;
+                }
         }
     }
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
-        float after = __shfl_down_sync(ALL, gates.g[i], 1, SPAN);  // sum of later tokens' gates
-        if (s == SPAN - 1) after = 0;
-#pragma unroll
-        for (int d = 1; d < 16; d *= 2) {
-            const float y = __shfl_down_sync(ALL, after, d, SPAN);
-            if (s + d < SPAN) after += y;
-        }
         const int h = lane / SPAN + i * HEADS_AT_ONCE;
         if (h >= TOGETHER || s >= 16) continue;
-        if (s < W) scratch.weight[h][s] = decay(after) * e[i];
+        if (s < W) scratch.weight[h][s] = decays.after[i] * e[i];
         if (ERASES) scratch.part[h][s] = s == 15 ? -1.f : e[i];
-        if (s == 0) scratch.whole[h] = decay(after + gates.g[i]);
+        if (s == 0) scratch.whole[h] = decays.whole[i];
     }
 }
 
@@ -146,9 +166,10 @@ struct Query {
 
 // Products along K without erasure: of maps and pivots with the query, eight rows at a time.
 __device__ __forceinline__ void project_query(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const MapRows& first_rows, const float* scores,
+                                              const Gates& gates, const MapRows& first_rows, Scores& scores,
                                               Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const Decays decays(gates);
     Query query;
     query.load(item.query());
     const void* pivots[PIVOT_TILES + 1];
@@ -162,7 +183,9 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const Item& 
 #pragma unroll
         for (int n = 0; n < PIVOT_TILES; n++) query.multiply(y[n], chunk(pivots[n], i), i);
     }
-    solve(scores, gates, item.pos, scratch);
+    scores.known.wait(0);
+    __syncwarp();
+    solve(scores.of, gates, decays, item.pos, scratch);
 #pragma unroll
     for (int h = 0; h < TOGETHER; h++)
         if (c == h) scratch.c[h][r] = Query::product(z[h]);
@@ -191,10 +214,15 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
     const u32 none = pos < 0;
     const act_t* const query = item.query();
     const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
+    const Decays decays(gates);
+    // Tiles of eight columns: the first eight rows of each head's map, the pivots of all, the second eight rows.
+    constexpr int PIVOT = TOGETHER, SECOND = TOGETHER + PIVOT_TILES, TILES = SECOND + (RANK_MAX > 8 ? TOGETHER : 0);
+    MapRows second_rows;  // where a rank has none, products with what is there are nobody's
+    second_rows.load(arg, item, heads, 8);
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(item, heads, n);
-    float scores[2][4] = {}, z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
+    float scores[2][4] = {}, z[TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
         const uint4 low = chunk(lower, i), high = chunk(upper, i);
@@ -204,7 +232,9 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
 #pragma unroll
         for (int h = 0; h < TOGETHER; h++) tokens.multiply(z[h], first_rows.of[h].x[i]);
 #pragma unroll
-        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(y[n], chunk(pivots[n], i));
+        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(z[PIVOT + n], chunk(pivots[n], i));
+#pragma unroll
+        for (int n = SECOND; n < TILES; n++) tokens.multiply(z[n], second_rows.of[n - SECOND].x[i]);
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -214,38 +244,51 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
         };
         put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
     }
-    MapRows more;  // the second eight of each head: on their way while weights are found
-    more.load(arg, item, heads, 8);
     __syncwarp();
-    solve(scratch.product[MATRIX && ERASES ? 15 : 0], gates, pos, scratch);
+    solve(scratch.product[MATRIX && ERASES ? 15 : 0], gates, decays, pos, scratch);
     __syncwarp();
+    float parts[TOGETHER][2];  // of the thread's rows r and r + 8
+#pragma unroll
+    for (int h = 0; h < TOGETHER; h++) parts[h][0] = -scratch.part[h][r], parts[h][1] = -scratch.part[h][r + 8];
     // Columns 2c and 2c + 1 of 8 rows' products: what the effective query makes of them, but for its decay.
-    auto put = [&](const float (&d)[4], int h, float* to) {
-        const float upper = -scratch.part[h][r], lower = -scratch.part[h][r + 8];
-        float x = upper * d[0] + lower * d[2], y = upper * d[1] + lower * d[3];
-#pragma unroll
-        for (int bit = 4; bit < 32; bit *= 2) {
-            x += __shfl_xor_sync(ALL, x, bit);
-            y += __shfl_xor_sync(ALL, y, bit);
-        }
-        if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x, y);
+    auto sum = [&](const float (&d)[4], int h, float (&x)[2]) {
+        const float upper = h ? parts[TOGETHER - 1][0] : parts[0][0], lower = h ? parts[TOGETHER - 1][1] : parts[0][1];
+        x[0] = upper * d[0] + lower * d[2], x[1] = upper * d[1] + lower * d[3];
     };
-#pragma unroll
-    for (int h = 0; h < TOGETHER; h++) put(z[h], h, scratch.c[h]);
-#pragma unroll
-    for (int n = 0; n < PIVOT_TILES; n++)
-        put(y[n], min((8 * n + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), &scratch.y[8 * n]);
-    auto tile = [&](int h, int first, const Row& rows) {
-        float d[4] = {};
-#pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i++) Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
-        put(d, h, &scratch.c[h][first]);
+    auto put = [&](const float (&x)[2], float* to) {
+        if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x[0], x[1]);
     };
+    auto add_lanes = [&](auto& x) {  // chains side by side
+#pragma unroll
+        for (int bit = 4; bit < 32; bit *= 2)
+#pragma unroll
+            for (auto& pair : x)
+#pragma unroll
+                for (float& y : pair) y += __shfl_xor_sync(ALL, y, bit);
+    };
+    float x[TILES][2];
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+        sum(z[n], n < PIVOT ? n : n >= SECOND ? n - SECOND : min((8 * (n - PIVOT) + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), x[n]);
+    add_lanes(x);
+#pragma unroll
+    for (int h = 0; h < TOGETHER; h++) put(x[h], scratch.c[h]);
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++) put(x[PIVOT + n], &scratch.y[8 * n]);
 #pragma unroll
     for (int h = 0; h < TOGETHER; h++) {
-        if (heads.rank[h] > 8) tile(h, 8, more.of[h]);
+        if constexpr (TILES > SECOND)
+            if (heads.rank[h] > 8) put(x[SECOND + h], &scratch.c[h][8]);
 #pragma unroll 1
-        for (int first = 16; first < heads.rank[h]; first += 8) tile(h, first, load_map(arg, item, heads, h, first));
+        for (int first = 16; first < heads.rank[h]; first += 8) {
+            const Row rows = load_map(arg, item, heads, h, first);
+            float d[4] = {}, more[1][2];
+#pragma unroll
+            for (int i = 0; i < KEY_CHUNKS; i++) Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
+            sum(d, h, more[0]);
+            add_lanes(more);
+            put(more[0], &scratch.c[h][first]);
+        }
     }
 }
 
@@ -259,86 +302,48 @@ __device__ __forceinline__ void look_back(const Item& item, const Gates& gates, 
     for (int n = 0; n < LK; n++) x[n] = window.x[n];
 }
 
-// What N at a time of `count` rows make of it, LK channels a lane.
-template <int N>
-__device__ __forceinline__ void multiply_rows(const sketch_t* rows, int count, const float (&x)[LK], float* to) {
-    const int lane = threadIdx.x % 32;
-    for (int first = 0; first < count; first += N) {
-        float sums[N];
+// N rows of a map or of pivots, LK channels a lane.
+template <int N> struct LaneRows {
+    Packed<SKETCH, LK> of[N];
+
+    // Those from `first` on, of `count` (not none).
+    __device__ __forceinline__ void load(const sketch_t* rows, int first, int count) {
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            Packed<SKETCH, LK> row;
-            row.load(rows + min(first + j, count - 1) * K + lane * LK);
-            sums[j] = 0;
-#pragma unroll
-            for (int n = 0; n < LK; n++) sums[j] += row[n] * x[n];
-        }
-        const float sum = group_sums<32>(sums);
-        if (lane % (32 / N) == 0) to[first + lane / (32 / N)] = sum;
+        for (int j = 0; j < N; j++) of[j].load(rows + min(first + j, count - 1) * K + threadIdx.x % 32 * LK);
     }
+    // What they make of the effective query.
+    __device__ __forceinline__ void multiply(const float (&x)[LK], float* to) const {
+        float sums[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int n = 0; n < LK; n++) sums[j] += of[j][n] * x[n];
+        const float sum = group_sums<32>(sums);
+        if (threadIdx.x % (32 / N) == 0) to[threadIdx.x % 32 / (32 / N)] = sum;
+    }
+};
+typedef LaneRows<8> LaneMap;
+
+// Rows of a head's map: of the projection of all its states, or the state's own.
+__device__ __forceinline__ const sketch_t* map_of(const Arguments& arg, const Item& item, const Heads& heads) {
+    return MAP == OWN ? item.sketches() + heads.rank[0] * V : arg.projection + heads.projection[0];
 }
 
-// What maps and pivots make of the effective query.
-__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const float (&x)[LK],
-                                        Scratch& scratch) {
+// What maps and pivots make of the effective query; the map's first rows are there.
+__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const LaneMap& first_rows,
+                                        const float (&x)[LK], Scratch& scratch) {
     const int rank = heads.rank[0];
     if (threadIdx.x % 32 == 0) scratch.whole[0] = 1;
-    // the projection of the whole head, or this state's own map
-    multiply_rows<8>(MAP == OWN ? item.sketches() + rank * V : arg.projection + heads.projection[0], rank, x, scratch.c[0]);
-    if (MAP == FACTORS) multiply_rows<PIVOTS_2>(item.sketches() + rank * V, pivots_of(rank), x, scratch.y);
-}
-
-// The output of an item, once maps and pivots have met the query.
-__device__ __forceinline__ void read_values(const Item& item, const Heads& heads, out_t* output, Scratch& scratch) {
-    const int h = threadIdx.x % 32 / LANES, pos = item.pos, rank = heads.rank[h], p = pivots_of(rank);
-    const sketch_t *const u = item.sketches() + heads.at[h], *const f = u + rank * V + p * K, *const w = f + rank * p;
-    for (int j = threadIdx.x % LANES; j < rank; j += LANES) {  // c = w z + F (B^T x)
-        float own = scratch.c[h][j];
-        if (MAP == FACTORS) {
-            own *= widen<SKETCH>(w[j]);
-#pragma unroll
-            for (int i = 0; i < PIVOTS; i++)
-                if (i < p) own += widen<SKETCH>(f[j * p + i]) * scratch.y[h * PIVOT_SLOTS + i];
-        }
-        scratch.c[h][j] = scratch.whole[h] * own;
+    LaneMap rows = first_rows;
+    for (int first = 0; first < rank; first += 8) {
+        LaneMap next;
+        if (first + 8 < rank) next.load(map_of(arg, item, heads), first + 8, rank);
+        rows.multiply(x, scratch.c[0] + first);
+        rows = next;
     }
-    __syncwarp();
-
-    typedef ValueShare<LANES> Own;
-    float o[Own::COUNT][Own::WIDTH] = {};
-    auto add = [&](const auto& x, float weight, int i) {
-#pragma unroll
-        for (int n = 0; n < Own::WIDTH; n++) o[i][n] += weight * x[n];
-    };
-#pragma unroll 4
-    for (int j = 0; j < rank; j++) {
-#pragma unroll
-        for (int i = 0; i < Own::COUNT; i++) {
-            if (Own::at(i) >= V) continue;
-            Packed<SKETCH, Own::WIDTH> x;
-            x.load(u + j * V + Own::at(i));
-            add(x, scratch.c[h][j], i);
-        }
-    }
-    const act_t* const values = item.values(h);
-#pragma unroll 4
-    for (int s = 0; s < pos; s++) {
-#pragma unroll
-        for (int i = 0; i < Own::COUNT; i++) {
-            if (Own::at(i) >= V) continue;
-            Packed<ACT, Own::WIDTH> x;
-            x.load(values + s * V + Own::at(i));
-            add(x, scratch.weight[h][s], i);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < Own::COUNT; i++) {
-        if (Own::at(i) >= V || rank == 0) continue;
-        Packed<ACT, Own::WIDTH> x;
-        x.load(item.newest(h) + Own::at(i));
-        add(x, scratch.weight[h][pos], i);
-        Packed<OUT, Own::WIDTH> rounded;
-        rounded.set(o[i]);
-        rounded.store(output + h * V + Own::at(i));
+    if (MAP == FACTORS) {
+        LaneRows<PIVOTS_2> pivots;
+        pivots.load(item.sketches() + rank * V, 0, pivots_of(rank));
+        pivots.multiply(x, scratch.y);
     }
 }

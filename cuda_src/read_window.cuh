@@ -24,10 +24,10 @@ struct Tokens {
     const gate_t* g;  // kda
 };
 
-// Goes back over tokens 0 to pos, four at a time: three reductions' latency less than one by one. `gate` and `beta`
-// are token `lane`'s (0 after the newest). Within four, with x and k_m carried on by the decays in between,
+// Goes back over tokens 0 to pos, two at a time: half the reductions of one by one, one after the other, for a few products more.
+// `gate` and `beta` are token `lane`'s (0 after the newest). Within a block, with x and k_m carried on by the decays in between,
 // c_i = beta_i (<k_i, x> - sum over m < i of c_m <k_i, k_m>), i and m counting back.
-constexpr int BLOCK = 4;
+constexpr int BLOCK = 2;
 
 __device__ __forceinline__ WindowRead read_window(const Tokens& tokens, const GateInput<LK>& input, int pos, float gate,
                                                   float beta) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ WindowRead read_window(const Tokens& tokens, const Ga
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) key[i] = coming[i], gates[i] = coming_gates[i];
         fetch(first - BLOCK);
-        constexpr int DOTS = ERASES ? 16 : BLOCK;
+        constexpr int DOTS = ERASES ? 4 : BLOCK;  // with x and among themselves, to a power of two
         float dots[DOTS] = {}, carried[BLOCK][LK], one[BLOCK], write[BLOCK];
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {

@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_columns(const SketchMemory& m, int block, 
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
         pair.set({m.u[g][row], m.u[g][row + 1]});
-        pair.store(packed + g * V + row);
+        pair.store(packed + g * V + (row ^ turn_of(g)));
     }
 }
 
@@ -156,8 +156,8 @@ template <int TILES> __device__ __forceinline__ void left_tiles(Sums& sums, Sket
             for (int t = 0; t < 2; t++) {
                 u32 upper[SLICES], lower[SLICES];
                 if constexpr (SLICES == 1) {
-                    upper[0] = round_pair(piece.s[0][2 * t], piece.s[0][2 * t + 1]);
-                    lower[0] = round_pair(piece.s[1][2 * t], piece.s[1][2 * t + 1]);
+                    upper[0] = floats_to_bf16(piece.s[0][2 * t], piece.s[0][2 * t + 1]);
+                    lower[0] = floats_to_bf16(piece.s[1][2 * t], piece.s[1][2 * t + 1]);
                 } else {
                     slices<SLICES>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
                     slices<SLICES>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);

@@ -4,8 +4,8 @@
 //     U (G, V)  |  C (G, K)                       map of its own (exact, ridge)
 //     U (G, V)                                    shared map (offline)
 //
-// padded to 16 bytes a head. B is the paper's S Q / sqrt(mu) less what the diagonal part of the map already sees,
-// B - Pi Diag(w) L, so that C x = w z + F (B^T x) with z = Pi^T x, and L need not be kept.
+// padded to 16 bytes a head. Rows of U are turned as those of values are (window.cuh). B is the paper's S Q / sqrt(mu) less what the
+// diagonal part of the map already sees, B - Pi Diag(w) L, so that C x = w z + F (B^T x) with z = Pi^T x, and L need not be kept.
 //
 // `heads[h]` is {rank (0 for a dense head), offset in a slot, offset of its projection (G, K), offset of its basis
 // in fragments}; `order` lists the dense heads, then the sketched ones.

@@ -51,7 +51,8 @@ struct ValueStage {
 
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int VALUES = V * sizeof(act_t);
-        delivery.rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES);
+        delivery.rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES,
+                      [](int row, int byte) { return byte ^ turn_of(row) * static_cast<int>(sizeof(act_t)); });
         if (own) delivery.rows(v[buffered], 0, token.v, 0, 1, VALUES);
         delivery.end();
     }

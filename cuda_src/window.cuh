@@ -1,6 +1,15 @@
-// The window's buffered tokens, as they lie in memory.
+// The window's buffered tokens, as they lie in memory; for kernels with read.cu's -D constants.
 #pragma once
 #include "log_decay.cuh"
+
+// Where values and sketches are bf16, reads multiply rows of values and of U on the tensor cores. These take eight rows at a time from
+// shared memory, 16 bytes of each, and rows come there as they lie: all eight would meet the same banks. So rows are
+// turned: pieces of 16 bytes change places within TURNED channels, differently in neighbouring rows.
+constexpr bool OPERANDS = ACT == BF16 && SKETCH == BF16 && SKETCHED_HEADS > 0;
+constexpr int TURNED = V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
+
+// Channel n of the value in that place of the ring, or of that column of U, lies at n ^ turn_of(row).
+__device__ __forceinline__ constexpr int turn_of(u32 row) { return OPERANDS ? row / (64 / TURNED) % (TURNED / 8) * 8 : 0; }
 
 // Ring of raw inputs, one entry per slot: k (key_heads, W, K), v (heads, W, V), g (heads, W, 1 or K), beta (heads, W).
 struct Ring {

@@ -2,6 +2,7 @@
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
@@ -175,6 +176,8 @@ def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
         (Layer("mamba2", 6, 128, 64, 2), "ridge", 4, "bfloat16"),
         (Layer("mamba2", 4, 64, 96, 4), "lowrank", 8, "bfloat16"),
         (Layer("gdn", 3, 128, 128, 1), "lowrank", 16, "bfloat16"),
+        (Layer("gdn", 4, 64, 80, 2), "lowrank", 16, "bfloat16"),
+        (Layer("mamba2", 4, 64, 96, 2), "ridge", 8, "bfloat16"),
     ],
     ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
 )
@@ -184,6 +187,43 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
         layer, np.resize([9, DENSE, 33, 1, 40], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
     )
     check_sketch(plan, "bfloat16", activation, rng, cupy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value_dim"), [("mamba2", 80), ("gdn", 96), ("mamba2", 128), ("kda", 64), ("kda", 80)]
+)
+def test_output_types(name, value_dim, rng, cupy):
+    """Outputs of 16 bits, which reads put together otherwise, are those in float32, rounded."""
+    layer = Layer(name, 6, 64, value_dim, 6 if name == "kda" else 3)
+    plan = make_plan(layer, [1, 9, DENSE, 20, 3, DENSE], rng, window=8)
+    tokens = tokens_to_device(make_tokens(layer, 3, 9, "bfloat16", rng), "bfloat16")
+    start = cupy.asarray(rng.standard_normal((3, *layer.state_shape)).astype(np.float32))
+    outs = {}
+    for output in ("float32", "bfloat16", "float16"):
+        engine = poisoned(SketchEngine(plan, 3, output=output))
+        engine.load_state(start, cupy.arange(3))
+        outs[output] = cupy.full((3, 9, 6, value_dim), np.nan, ml_dtypes.bfloat16 if output == "bfloat16" else output)
+        engine.step(tokens, cupy.arange(3), outs[output])
+    for output in ("bfloat16", "float16"):
+        assert np.array_equal(outs[output], outs["float32"].astype(outs[output].dtype))
+
+
+@pytest.mark.parametrize("neighbour", [DENSE, 4])
+def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
+    """Two heads with sketches share products, and both are spoilt in part; a dense head keeps it to itself."""
+    layer = Layer("gdn", 4, 64, 64, 2)
+    plan = make_plan(layer, [neighbour, 5, 3, 9], rng, window=8)
+    tokens = make_tokens(layer, 2, 6, "bfloat16", rng, hard_gates=False)
+    tokens.v[0, 1, 0, 5] = np.inf
+    engine = poisoned(SketchEngine(plan, 2, activation="bfloat16", output="float32"))
+    engine.load_state(cupy.asarray(rng.standard_normal((2, *layer.state_shape)).astype(np.float32)), cupy.arange(2))
+    out = cupy.zeros((2, 6, 4, 64), np.float32)
+    engine.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), out)
+    spoilt = (~np.isfinite(out.get())).sum(axis=-1)
+    want = np.zeros((2, 6, 4), int)
+    want[0, 1:, 0] = 1 if neighbour == DENSE else 2  # every 16th channel of 32
+    want[0, 1:, 1] = 0 if neighbour == DENSE else 2
+    assert np.array_equal(spoilt, want)
 
 
 @pytest.mark.parametrize(

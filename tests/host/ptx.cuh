@@ -88,6 +88,21 @@ struct Transpose : Post {
     }
 };
 
+struct LoadTransposed : Post {
+    u32* x;
+    const char* row;
+    LoadTransposed(u32* x_, const char* row_) : Post{answer}, x(x_), row(row_) {}
+    static void answer(Post** lanes, unsigned) {
+        for (int lane = 0; lane < WARP; lane++)
+            for (int n = 0; n < 4; n++) {
+                u16 pair[2];
+                for (int i = 0; i < 2; i++)
+                    std::memcpy(&pair[i], static_cast<LoadTransposed*>(lanes[8 * n + 2 * (lane % 4) + i])->row + lane / 4 * 2, 2);
+                static_cast<LoadTransposed*>(lanes[lane])->x[n] = pair[0] | static_cast<u32>(pair[1]) << 16;
+            }
+    }
+};
+
 }  // namespace host
 
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLACE) {
@@ -110,6 +125,13 @@ inline u32 transpose_8x8(u32 x, HOST_PLACE) {
     host::Transpose post(x);
     host::meet_warp(~0u, post, where);
     return post.y;
+}
+
+inline void load_transposed(u32 (&x)[4], const void* shared, int offset, HOST_PLACE) {
+    const char* const row = static_cast<const char*>(shared) + offset;
+    if (reinterpret_cast<std::uintptr_t>(row) % 16) host::fail("a row of a matrix is not aligned to 16 bytes");
+    host::LoadTransposed post(x, row);
+    host::meet_warp(~0u, post, where);
 }
 
 inline void copy_async_16(void* shared, const void* global) { host::copy_later(shared, global, 16); }
@@ -143,9 +165,15 @@ struct Delivery {
 
     void init() { latch.init(host::WARP); }
     void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
+    }
+    template <class Place>
+    void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes, const Place& place) {
         if (bytes % 16) host::fail("a row of a copy is no multiple of 16 bytes");
-        for (int i = host::lane(); i < count; i += host::WARP)
-            host::deliver(this, static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * global_stride, bytes);
+        for (int row = 0; row < count; row++)
+            for (int at = host::lane() * 16; at < bytes; at += host::WARP * 16)
+                host::deliver(this, static_cast<char*>(shared) + row * shared_stride + at,
+                              static_cast<const char*>(global) + row * global_stride + place(row, at), 16);
     }
     template <int COUNT> void stretch(void* shared, int shared_stride, const void* global, int bytes) {
         rows(shared, shared_stride, global, bytes, COUNT, bytes);
@@ -175,21 +203,25 @@ inline void wait_sent(HOST_PLACE) {
     __syncwarp(~0u, where);
 }
 
-// Every lane copies, and waits for, its own pieces, as before sm_90; and for as many bytes as have been announced, as from then on.
+// Every lane copies, and waits for, its own pieces, as before sm_90; and as many bytes as are announced must come, as from then on.
 struct Arrival {
-    u32 expected, copied;  // bytes of all rounds
-
-    void init() { expected = copied = 0; }
-    void expect(int bytes) { expected += bytes; }
-    void wait(int, HOST_PLACE) {
-        while (copied != expected) host::wait_at(this, where);
-        copy_async_wait<0>();
-    }
+    void init() {}
+    void wait(int) { copy_async_wait<0>(); }
 };
-inline void copy_pieces(char* shared, const void* global, int bytes, Arrival& arrival) {
-    for (int i = 0; i < bytes; i += 16) copy_async_16(shared + i, static_cast<const char*>(global) + i);
-    arrival.copied += bytes;
-    if (arrival.copied == arrival.expected) host::open(&arrival);
+template <class Pieces> void copy_pieces(const Pieces& pieces, int all, Arrival&) {
+    pieces([&](void* shared, const void* global, int bytes) {
+        if (bytes % 16) host::fail("a piece of a copy is no multiple of 16 bytes");
+        for (int i = 16 * host::lane(); i < bytes; i += 16 * host::WARP)
+            copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
+        all -= bytes;
+    });
+    copy_async_commit();
+    if (all) host::fail("a copy brings other bytes than were announced");
+}
+
+inline int next_number(int& counter, HOST_PLACE) {
+    const int number = host::lane() == 0 ? counter++ : 0;
+    return __shfl_sync(~0u, number, 0, 32, where);
 }
 
 inline u16 float_to_bf16(float x) {
@@ -203,5 +235,6 @@ inline u16 float_to_half(float x) {
     std::memcpy(&bits, &half, 2);
     return bits;
 }
+inline u32 floats_to_bf16(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
 inline u32 floats_to_halves(float x, float y) { return float_to_half(x) | static_cast<u32>(float_to_half(y)) << 16; }
 inline float2 halves_to_floats(u32 x) { return {host::half_at(x, 0), host::half_at(x, 1)}; }

@@ -115,15 +115,17 @@ extern "C" __global__ void late(int rounds) {
     if (threadIdx.x == 32) latch.wait(0);
 }
 
-// Warp 0 asks for rows and a block, twice; all see what has landed.
+// Warp 0 asks for rows, for rows whose halves change places, and for a block, twice; all see what has landed.
 extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
-    alignas(16) __shared__ float rows[2][3][12], block[2][16];
+    alignas(16) __shared__ float rows[2][3][12], turned[2][3][8], block[2][16];
     __shared__ Delivery delivery;
     if (threadIdx.x == 0) delivery.init();
     __syncthreads();
     for (int round = 0; round < 2; round++) {
         if (threadIdx.x < 32) {
             delivery.rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
+            delivery.rows(turned[round], sizeof turned[0][0], x + 32 * round, 8 * sizeof(float), 3, 32,
+                          [](int row, int byte) { return byte ^ row % 2 * 16; });
             delivery.stretch<1>(block[round], 0, x + 32 * round, sizeof block[0]);
             delivery.end();
         }
@@ -135,6 +137,7 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
         const int lane = threadIdx.x % 32;
         mine[1] = rows[round][lane % 3][lane % 12];
         mine[2] = block[round][lane % 16];
+        mine[3] = turned[round][lane % 3][lane % 8];
         __syncthreads();
     }
 }
@@ -151,27 +154,34 @@ extern "C" __global__ void sends(float* out, int spoil, int waits) {
     }
 }
 
-// Lanes bring pieces of different sizes, some of them none and 496 bytes together, twice; they look at them before the wait and after it.
-extern "C" __global__ void arrivals(const float* x, float* out, int bytes) {
-    alignas(16) __shared__ float pieces[2][32][8];
+// Three pieces, one of them empty, 768 bytes together, twice; one lane looks at them before the wait, all after it.
+extern "C" __global__ void arrivals(const float* x, float* out, int announced) {
+    constexpr int LENGTH = 192;
+    alignas(16) __shared__ float pieces[2][LENGTH];
     __shared__ Arrival arrival;
-    const int lane = threadIdx.x, words = lane % 3 * 4;
+    const int lane = threadIdx.x;
     if (lane == 0) arrival.init();
     __syncwarp();
     for (int round = 0; round < 2; round++) {
-        if (lane == 0) arrival.expect(bytes);
+        float *const to = pieces[round], *const mine = out + round * (LENGTH + 1);
+        const float* const from = x + round * LENGTH;
+        copy_pieces(
+            [&](auto&& copy) {
+                copy(to, from, 64);
+                copy(to + 16, from + 16, 0);
+                copy(to + 16, from + 16, 704);
+            },
+            announced, arrival);
         __syncwarp();
-        copy_pieces(reinterpret_cast<char*>(pieces[round][lane]), x + (round * 32 + lane) * 8, words * sizeof(float), arrival);
-        copy_async_commit();
-        __syncwarp();
-        float* const mine = out + (round * 32 + lane) * 9;
-        mine[8] = pieces[round][(lane + 1) % 32][0];
+        if (lane == 0) mine[0] = to[LENGTH - 1];
         __syncwarp();
         arrival.wait(round);
         __syncwarp();
-        for (int i = 0; i < 8; i++) mine[i] = pieces[round][(lane + 1) % 32][i];
+        for (int i = lane; i < LENGTH; i += 32) mine[1 + i] = to[i];
     }
 }
+
+extern "C" __global__ void warp_numbers(int* counter, int* out) { out[threadIdx.x] = next_number(*counter); }
 
 extern "C" __global__ void product(const u16* a, const u16* b, float* d, bool halves) {
     const int r = threadIdx.x / 4, c = 2 * (threadIdx.x % 4);
@@ -195,11 +205,24 @@ extern "C" __global__ void product_tf32(const float* a, const float* b, float* d
 
 extern "C" __global__ void transpose(const u32* x, u32* y) { y[threadIdx.x] = transpose_8x8(x[threadIdx.x]); }
 
-extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide, u32* pairs, float2* wide_pairs, int n) {
+// Rows of 16 elements, of which lanes give eight; those of the last matrix backwards.
+extern "C" __global__ void load_four_transposed(const u16* x, u32* y, int first) {
+    alignas(16) __shared__ u16 rows[32 * 16];
+    const int lane = threadIdx.x;
+    for (int i = lane; i < 32 * 16; i += 32) rows[i] = x[i];
+    __syncwarp();
+    u32 words[4];
+    load_transposed(words, rows, (lane < 24 ? lane : 55 - lane) * 32 + first);
+    for (int n = 0; n < 4; n++) y[32 * n + lane] = words[n];
+}
+
+extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide, u32* bf16_pairs, u32* pairs,
+                                       float2* wide_pairs, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         bf16[i] = float_to_bf16(x[i]);
         half[i] = float_to_half(x[i]);
         wide[i] = half_to_float(bits[i]);
+        bf16_pairs[i] = floats_to_bf16(x[i], x[n - 1 - i]);
         pairs[i] = floats_to_halves(x[i], x[n - 1 - i]);
         wide_pairs[i] = halves_to_floats(bits[i] | static_cast<u32>(bits[n - 1 - i]) << 16);
     }

@@ -149,6 +149,7 @@ def test_deliveries_land_at_a_wait(module):
         assert np.array_equal(out[n, there, 1], (32 * n + 8 * row + column)[there])
         assert np.isnan(out[n, ~there, 1]).all()
         assert np.array_equal(out[n, :, 2], 32 * n + lane % 16)
+        assert np.array_equal(out[n, :, 3], 32 * n + 8 * row + (lane % 8 ^ row % 2 * 4))
     with pytest.raises(RuntimeError, match="a row of a copy is no multiple of 16 bytes"):
         module.get_function("deliveries")((1,), (64,), (x, out, np.int32(20)))
 
@@ -168,22 +169,25 @@ def test_sent_rows_are_read_until_the_wait(module, spoil):
 
 
 def test_arrivals_land_at_their_wait(module):
-    x, out = np.arange(512, dtype=np.float32).reshape(2, 32, 8), np.zeros((2, 32, 9), np.float32)
-    module.get_function("arrivals")((1,), (32,), (x, out, np.int32(496)))
-    assert np.isnan(out[:, :, 8]).all()
-    for lane in range(32):
-        other = (lane + 1) % 32
-        words = other % 3 * 4
-        assert np.array_equal(out[:, lane, :words], x[:, other, :words])
-        assert np.isnan(out[:, lane, words:8]).all()
+    x, out = np.arange(384, dtype=np.float32).reshape(2, 192), np.zeros((2, 193), np.float32)
+    module.get_function("arrivals")((1,), (32,), (x, out, np.int32(768)))
+    assert np.isnan(out[:, 0]).all()
+    assert np.array_equal(out[:, 1:], x)
 
 
-@pytest.mark.parametrize("announced", [480, 512])
-def test_arrivals_wait_for_the_bytes_that_were_announced(module, announced):
-    """A device would wait for ever as well, or for the next round's."""
-    x, out = np.zeros((2, 32, 8), np.float32), np.zeros((2, 32, 9), np.float32)
-    with pytest.raises(RuntimeError, match="thread 0 to 31: a latch at"):
+@pytest.mark.parametrize("announced", [752, 784])
+def test_arrivals_bring_the_bytes_that_were_announced(module, announced):
+    """A device would wait for ever, or for the next round's."""
+    x, out = np.zeros((2, 192), np.float32), np.zeros((2, 193), np.float32)
+    with pytest.raises(RuntimeError, match="a copy brings other bytes than were announced"):
         module.get_function("arrivals")((1,), (32,), (x, out, np.int32(announced)))
+
+
+def test_a_warp_takes_one_number(module):
+    counter, out = np.full(1, 5, np.int32), np.zeros(96, np.int32)
+    module.get_function("warp_numbers")((1,), (96,), (counter, out))
+    assert sorted(out.reshape(3, 32)[:, 0]) == [5, 6, 7] and counter == 8
+    assert np.all(out.reshape(3, 32) == out.reshape(3, 32)[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -217,6 +221,19 @@ def test_transpose(module, rng):
     assert np.array_equal(out, x.T)
 
 
+def test_transposed_loads(module, rng):
+    x = rng.integers(0, 1 << 16, (32, 16)).astype(np.uint16)
+    kernel = module.get_function("load_four_transposed")
+    for first in (0, 8):
+        out = np.zeros((4, 8, 8), np.uint16)
+        kernel((1,), (32,), (x, out.view(np.uint32), np.int32(2 * first)))
+        want = x[:, first : first + 8].reshape(4, 8, 8).swapaxes(1, 2)
+        want[3] = want[3, :, ::-1]
+        assert np.array_equal(out, want)
+    with pytest.raises(RuntimeError, match="a row of a matrix is not aligned to 16 bytes"):
+        kernel((1,), (32,), (x, out.view(np.uint32), np.int32(8)))
+
+
 def test_conversions_round_as_the_device(module, rng):
     bits = np.concatenate(
         [
@@ -228,15 +245,17 @@ def test_conversions_round_as_the_device(module, rng):
     x = bits.view(np.float32)
     half_bits = np.resize(np.arange(1 << 16, dtype=np.uint16), x.size)
     bf16, half, wide = np.zeros(x.size, np.uint16), np.zeros(x.size, np.uint16), np.zeros(x.size, np.float32)
-    pairs, wide_pairs = np.zeros(x.size, np.uint32), np.zeros((x.size, 2), np.float32)
+    bf16_pairs, pairs = np.zeros((2, x.size), np.uint32)
+    wide_pairs = np.zeros((x.size, 2), np.float32)
     module.get_function("conversions")(
-        (2,), (64,), (x, bf16, half, half_bits, wide, pairs, wide_pairs, np.int32(x.size))
+        (2,), (64,), (x, bf16, half, half_bits, wide, bf16_pairs, pairs, wide_pairs, np.int32(x.size))
     )
     nan = np.isnan(x)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         assert np.array_equal(bf16[~nan], x[~nan].astype(ml_dtypes.bfloat16).view(np.uint16))
         assert np.array_equal(half[~nan], x[~nan].astype(np.float16).view(np.uint16))
         assert np.array_equal(wide, half_bits.view(np.float16).astype(np.float32), equal_nan=True)
+    assert np.array_equal(bf16_pairs.view(np.uint16).reshape(-1, 2), np.stack([bf16, bf16[::-1]], axis=1))
     assert np.array_equal(pairs.view(np.uint16).reshape(-1, 2), np.stack([half, half[::-1]], axis=1))
     assert np.array_equal(wide_pairs, np.stack([wide, wide[::-1]], axis=1), equal_nan=True)
     assert np.all(bf16[nan] == 0x7FFF)
