@@ -18,7 +18,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     const act_t* q, const act_t* k, const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots,
     int batch, int tokens, int t, Schedule* schedule, int mode, float ridge) {
     start_kernel_after();
+    auto move_cursors = [&] {  // atomics, as nobody has to wait for what they return
+        for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
+            const i64 slot = slots[row];
+            if (slot >= 0) atomicInc(reinterpret_cast<u32*>(&cursor[slot]), W - 1);
+        }
+    };
+    // Mostly nothing is due, and that is known before the read has ended: then only one block stays to wait for it.
+    const bool idle = mode == STEP && schedule->is_idle();
+    if (idle && blockIdx.x > 0) return;
+    if (idle) move_cursors();
     wait_for_kernel_before();
+    if (mode == STEP && blockIdx.x == 0 && threadIdx.x == 0) schedule->forget();
+    if (idle) return;
     extern __shared__ uint4 shared[];
     Memory& m = *reinterpret_cast<Memory*>(shared);
     const int warp = threadIdx.x / 32;
@@ -31,13 +43,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
     if (mode == STEP) {
         find();  // loaded together with their number: past that it is an old entry, which nobody uses
         count = schedule->due;
-        // nobody else looks at the cursors now: rows that are due stand at their window's last place.
-        // Atomics, as nobody has to wait for what they return.
-        if (blockIdx.x == 0)
-            for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
-                const i64 slot = slots[row];
-                if (slot >= 0) atomicInc(reinterpret_cast<u32*>(&cursor[slot]), W - 1);
-            }
+        if (blockIdx.x == 0) move_cursors();  // nobody else looks at them now: rows that are due stand at their window's last place
         if (count == 0) return;
     } else {
         count = list_rows(schedule->rows, cursor, slots, batch, mode);

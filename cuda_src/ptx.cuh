@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 }
 
 // Where the host lets a kernel start before the one ahead in the stream has ended: waits until that one has, and all that it
-// wrote is seen. Every thread comes here before it touches what others write or read, and no such pointer is __restrict__:
+// wrote is seen. Every thread comes here before it touches what others write or read, but for what docs/cuda.md names, and no such pointer is __restrict__:
 // the compiler would be free to read through it earlier.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
@@ -75,6 +75,17 @@ __device__ __forceinline__ void start_kernel_after() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// What one thread stores, and all that it has seen before, is seen by who loads it, in any kernel.
+__device__ __forceinline__ void store_release(int* at, int x) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
+__device__ __forceinline__ int load_acquire(const int* at) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
+// Asks for a line in the L2 cache.
+__device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // Cycles of the multiprocessor's clock, which wraps; and a wait until so many have passed since then.
 __device__ __forceinline__ u32 clock_now() {

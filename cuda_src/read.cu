@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
     float* ring_beta, const float* gate_input, const sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const int4* heads,
     const int* order, const act_t* q, const act_t* k, const act_t* v, const gate_t* g, const float* beta, out_t* out,
-    const i64* slots, int batch, int tokens, int t, Schedule* schedule, int shared_bytes) {
+    const i64* slots, int batch, int tokens, int t, Schedule* schedule, int slot_count, int shared_bytes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{state, slot_stride, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, projection, sketch_stride,
                         heads, q, k, v, g, beta, out};
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         for (int i = lane; i < count; i += 32) place<HEADS * V>(out, row * tokens + t, first)[i] = narrow<OUT>(0.f);
     };
     auto list = [&](int slot, int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = make_int2(slot, row); };
-#if SKETCHED_HEADS  // what takes no memory of the device comes before the wait
+#if SKETCHED_HEADS  // what nobody changes comes before the wait
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
     // An even share, all heads of a row one after the other.
@@ -47,6 +47,16 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     for (int i = threadIdx.x; i < keys; i += blockDim.x) scores[i].known.init(1);
     if (lane < 2) block.arrivals[warp][lane].init();
     __syncthreads();
+    for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + PARTS); i += blockDim.x) {
+        const int part = i % PARTS;
+        block.heads[part].load(heads, part);  // which nobody ever changes
+        atomicMax(&block.most_elements, block.heads[part].elements);
+    }
+    // Slots may still be changing: what they seem to be only says which cursors to bring nearer.
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+        const i64 slot = const_cast<const volatile i64*>(slots)[first_row + i];
+        if (slot >= 0 && slot < slot_count) prefetch(&cursor[slot]);
+    }
 #endif
     wait_for_kernel_before();
 #if DENSE_HEADS
@@ -75,12 +85,13 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
             if (row * PARTS >= begin) list(slot, row);  // in the block that has the row's first item
         }
     }
-    for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + PARTS); i += blockDim.x) {
-        const int part = i % PARTS;
-        block.heads[part].load(heads, part);
-        atomicMax(&block.most_elements, block.heads[part].elements);
-    }
     due = __syncthreads_or(due);
+    // Flushes may begin, but not where there is something to flush: on a multiprocessor that was set up for a read's shared memory
+    // they are slower. By a warp that fetches last.
+    if (!due && threadIdx.x == blockDim.x - 1) {
+        if (DENSE_HEADS == 0) schedule->has_none_due();  // a dense head looks at its cursor when its turn comes
+        start_kernel_after();
+    }
     if (block.most_tokens < 0) return;  // all rows are due
 
     // As many warps as have room for an item.
@@ -97,10 +108,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         char* const lower = reinterpret_cast<char*>(shared) + pool_at + warp * part_bytes + ITEMS_AT;
         WarpMemory& memory = *reinterpret_cast<WarpMemory*>(lower - ITEMS_AT);
         const Reading reading{arg, block, share, scores, first_key, begin, count, sharing};
-        read_items(reading, memory, lower, lower - ITEMS_AT + part_bytes, start, [&] {
-            // not where there is something to flush: on a multiprocessor that was set up for a read's shared memory it is slower
-            if (warp == 0 && !due) start_kernel_after();
-        });
+        read_items(reading, memory, lower, lower - ITEMS_AT + part_bytes, start);
     }
     // A warp without items takes pieces of the newest tokens, as long as there are any.
     for (int piece; (piece = next_number(block.appended)) < block.pieces;) new_tokens.append(share, piece);

@@ -29,7 +29,7 @@ __device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(
 
 // Bytes a cycle that a block's warps ask for at first, one warp after the other: less than memory brings, so that not all come
 // together again for what follows. Measured on H200.
-constexpr int PACE = 14;
+constexpr int PACE = 16;
 
 // What the warps have in common: items begin to begin + count - 1, of which each has claimed one at first.
 struct Reading {
@@ -41,11 +41,8 @@ struct Reading {
 };
 
 // A warp's work, in its memory from `lower` to `upper`. Of two items that have room at once, or of an item's two halves, one
-// lies at the lower end and the next at the upper end. The block begins at `start`; `begun` is called when the warp's first bytes are
-// on their way.
-template <class Begun>
-__device__ __forceinline__ void read_items(const Reading& of, WarpMemory& memory, char* const lower, char* const upper, u32 start,
-                                           const Begun& begun) {
+// lies at the lower end and the next at the upper end. The block begins at `start`.
+__device__ __forceinline__ void read_items(const Reading& of, WarpMemory& memory, char* const lower, char* const upper, u32 start) {
     const Arguments& arg = of.arg;
     const int lane = threadIdx.x % 32;
     Arrival(&arrivals)[2] = of.block.arrivals[threadIdx.x / 32];
@@ -88,7 +85,6 @@ __device__ __forceinline__ void read_items(const Reading& of, WarpMemory& memory
         wait_since(start, threadIdx.x / 32 * Item::bytes(BOTH, work.pos, heads_of(work).elements) / PACE);
         send(coming_gates, work);
     }
-    begun();
 
     // First rows of maps: those of a shared projection are on their way long before they are multiplied with.
     MapRows first_rows;

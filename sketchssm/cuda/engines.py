@@ -18,7 +18,7 @@ from sketchssm.reference.maps import RIDGE_FLOOR
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
 MAX_ROWS = 512
-SCHEDULE_WORDS = 4 + 2 * MAX_ROWS
+SCHEDULE_WORDS = 6 + 2 * MAX_ROWS
 """Of `Schedule` in ``cuda_src/schedule.cuh``, with what aligns its rows."""
 LEAST_READ_WARPS = 4
 """Warps of a block of the read kernel, however little it has to read. It needs two: those without items work out
@@ -201,9 +201,14 @@ class SketchEngine(StandardEngine):
             items = batch * parts
             blocks = max(min(items, most), -(-items // most_items))
             warps = min(max(-(-items // blocks), LEAST_READ_WARPS), most_warps)
-        args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, np.int32(shared))
-        kernel(blocks, 32 * warps, args, shared)
-        self._flush(state, inputs, STEP)
+        limits = np.int32(self.slots), np.int32(shared)
+        args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, *limits)
+        try:
+            kernel(blocks, 32 * warps, args, shared)
+            self._flush(state, inputs, STEP)
+        except BaseException:  # the next flush must not take what this read leaves for its own
+            self._schedule.fill(0)
+            raise
 
     def _flush(self, state: tuple[Any, ...], inputs: tuple[Any, ...], mode: int) -> None:
         kernel, shared, blocks = self._kernel(1)

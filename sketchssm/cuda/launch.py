@@ -59,7 +59,7 @@ class Launcher:
     launch : callable
         The driver's ``cuLaunchKernelEx``.
     overlaps : bool
-        Whether the kernel may start before the one ahead of it has ended. It must then wait before its first access to
+        Whether the kernel may start before the one ahead of it has ended. It must then wait before it relies on
         global memory that anybody writes.
     """
 

@@ -16,12 +16,14 @@ pytestmark = pytest.mark.gpu
 STEPS, REPLAYS = 70, 30
 """Steps of a graph, no multiple of the window, so that each replay flushes elsewhere; and its replays."""
 
-RANKS = [7, DENSE, 16, 2]
+SKETCHES = {"dense-heads": ("gdn", [7, DENSE, 16, 2]), "gdn": ("gdn", [7, 3, 16, 2]), "kda": ("kda", [7, 16, 2])}
+"""Kind and ranks. Flushes leave before a read has ended only where no head is dense."""
 
 
 def make_head(system, slots, rng, monkeypatch, overlaps):
     """A warm head; its kernels overlap as the library has it, or never."""
-    layer = LAYERS["gdn"]
+    kind, ranks = SKETCHES.get(system, ("gdn", None))
+    layer = LAYERS[kind]
     with monkeypatch.context() as patch:
         if not overlaps:
             patch.setattr(launch, "OVERLAP", 1 << 30)
@@ -30,16 +32,19 @@ def make_head(system, slots, rng, monkeypatch, overlaps):
         elif system == "replay":
             head = ss.ReplayHead(layer, slots, "cuda")
         else:
-            head = ss.SketchHead(make_plan(layer, RANKS, rng), slots, "cuda")
+            head = ss.SketchHead(make_plan(layer, ranks, rng), slots, "cuda")
         head.warmup()
     return head
 
 
-@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+@pytest.mark.parametrize("system", ["standard", "replay", *SKETCHES])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_order(torch, system, batch, rng, monkeypatch):
-    """Thousands of steps that feed on each other's outputs through kernels of PyTorch: the bits of one at a time."""
-    layer = LAYERS["gdn"]
+    """Thousands of steps that feed on each other's outputs through kernels of PyTorch: the bits of one at a time.
+
+    A kernel changes the slots as well, between steps that follow at once.
+    """
+    layer = LAYERS[SKETCHES[system][0] if system in SKETCHES else "gdn"]
     tokens = make_tokens(layer, batch, STEPS, "bfloat16", rng, hard_gates=False)
     moved = [torch.from_numpy(x).cuda().to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
     given = [[x[:, t].contiguous() for x in moved] for t in range(STEPS)]
@@ -49,14 +54,17 @@ def test_order(torch, system, batch, rng, monkeypatch):
     outputs = [torch.zeros(layer.heads * batch * layer.value_dim, device="cuda", dtype=torch.bfloat16) for _ in heads]
     outputs = [x.view(batch, layer.heads, layer.value_dim) for x in outputs]
     values = [torch.empty_like(x) for x in outputs]
-    slots = torch.arange(batch, device="cuda")
+    slots = [torch.arange(batch, device="cuda") for _ in heads]
+    orders = [torch.from_numpy(rng.permutation(2 * batch)[:batch]).cuda() for _ in range(STEPS)]
 
     def step(which, t):
         q, k, v, g, beta = given[t]
         if t % 3 == 0:  # else steps follow each other with nothing in between
             torch.mul(outputs[which], 0.5, out=values[which])
             v = values[which].add_(v)
-        heads[which].step(q, k, v, g, beta, slots=slots, out=outputs[which])
+        if t % 4 == 0:
+            slots[which].copy_(orders[t])
+        heads[which].step(q, k, v, g, beta, slots=slots[which], out=outputs[which])
 
     for which in (0, 1):  # views of all arrays are made before the capture
         for t in range(STEPS):

@@ -137,6 +137,9 @@ inline void load_transposed(u32 (&x)[4], const void* shared, int offset, HOST_PL
 inline void copy_async_16(void* shared, const void* global) { host::copy_later(shared, global, 16); }
 inline void wait_for_kernel_before() {}  // kernels run one after the other
 inline void start_kernel_after() {}
+inline void prefetch(const void*) {}
+inline void store_release(int* at, int x) { *at = x; }
+inline int load_acquire(const int* at) { return *at; }
 inline u32 clock_now() { return 0; }  // of no account here
 inline void wait_since(u32, u32) {}
 inline void copy_async_commit() { host::current->batch++; }
@@ -154,6 +157,8 @@ struct Latch {
         host::open(this);
     }
     void wait(int round, HOST_PLACE) {
+        // parity alone tells rounds apart: one that has not begun would seem to be over
+        if (round > static_cast<int>(rounds)) host::fail("a latch is waited for a round too early, at " + host::describe(where));
         while (static_cast<int>(rounds) <= round) host::wait_at(this, where);
         if (static_cast<int>(rounds) > round + 1) host::fail("a latch has gone two rounds on, at " + host::describe(where));
     }
