@@ -8,7 +8,7 @@
 
 enum { STEP = 0, FOLD = 1, LOAD = 2 };
 
-// Warps of a block by their tasks: they fold (a block of rows each), then one serves and one finishes sketches, or one does both
+// Warps of a block by their tasks: they fold (a block of rows each), then one serves and one or two finish sketches, or one does both
 // where more warps would leave them fewer registers than they need; where there are more, one moves states, SHARERS sketch them,
 // and the team prepares keys.
 constexpr bool BOTH = RAW && !ERASES && (NWARPS + 2) * MIN_BLOCKS > 20;  // 20 warps on a multiprocessor have 96 registers each
@@ -31,7 +31,7 @@ struct alignas(8) Item {
 // shares the last blocks ended up to a tenth after the rest.
 struct ItemQueue {
     static constexpr int LENGTH = 8, AHEAD = RAW ? 2 : 3, TOGETHER = 2;
-    static_assert(AHEAD >= KEYS + !RAW && AHEAD >= 2, "the server fetches keys, and the mover a state, only of items that are known");
+    static_assert(AHEAD >= KEYS + !RAW && AHEAD >= 2, "the server or the mover fetches keys, and the mover a state, only of items that are known");
     static_assert(AHEAD + TOGETHER <= LENGTH && LENGTH % TOGETHER == 0, "the server waits for nobody who waits for it");
     Item items[LENGTH];
     WarpLatch known[LENGTH], left[LENGTH / TOGETHER];  // an item is there; all warps are done with TOGETHER neighbouring ones

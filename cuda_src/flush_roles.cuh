@@ -97,8 +97,21 @@ __device__ __forceinline__ void fold_items(const Flush& f) {
     wait_sent();  // what has not been read goes with the block
 }
 
-// Where they do not: a warp that brings states, and stores them when they are folded.
+// Starts the copies of an item's keys.
+__device__ __forceinline__ void fetch_keys(const Flush& f, const Item& item, int n) {
+    if (!item.exists()) return;
+    KeyStage& stage = f.m.keys[n % KEYS];
+    if (RAW && f.mode != STEP) stage.clear(f.buffered(item));
+    stage.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
+}
+
+// Where they do not: a warp that brings states, and stores them when they are folded. It brings keys as well, but for a block's first ones,
+// as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory.
 __device__ __forceinline__ void move_items(const Flush& f) {
+    auto follow = [&](int n) {
+        f.m.solved[n % SOLVES].wait(n / SOLVES);
+        fetch_keys(f, f.m.queue.get(n + KEYS), n + KEYS);
+    };
     auto fetch = [&](const Item& item, int n) {
         if (!item.exists()) return;
 #pragma unroll 1
@@ -108,6 +121,7 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     if (items.now.exists()) f.m.begun.wait(0);  // as in fold_items
     fetch(items.now, 0);
     if (PLACES > 1) fetch(items.ahead(1), 1);
+    if (items.now.exists()) follow(0);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n, place = n % PLACES, round = n / PLACES;
 #pragma unroll 1
@@ -115,6 +129,7 @@ __device__ __forceinline__ void move_items(const Flush& f) {
             f.m.folded[place][block].wait(round);
             f.m.rows[place][block].store(f.home(items.now, block));
         }
+        if (items.ahead(1).exists()) follow(n + 1);
         if (SKETCHED_HEADS) f.m.sketchers_left[place].wait(round);
         wait_sent();
         fetch(items.ahead(PLACES), n + PLACES);
@@ -161,22 +176,12 @@ __device__ __forceinline__ void prepare_items(const Flush& f) {
     }
 }
 
-// One warp that fetches tokens and solves ahead of those that fold, and some that finish sketches, each a `member` from 0 on; or one
-// for both.
+// One warp that claims items, fetches tokens (keys only at first, where there is a mover) and solves ahead of those that fold, and some
+// that finish sketches in turn, each a `member` from 0 on; or one for both.
 __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int member) {
     Memory& m = f.m;
-    auto fetch = [&](const Item& item, int n) {
-        if (!item.exists()) return;
-        KeyStage& stage = m.keys[n % KEYS];
-        if (RAW && f.mode != STEP) stage.clear(f.buffered(item));
-        stage.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
-    };
     auto fetch_values = [&](const Item& item) {
         if (item.exists()) m.values.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
-    };
-    auto follow = [&](int n) {  // as soon as the team is done with item n's keys
-        m.ready[n % KEYS].wait(n / KEYS);
-        fetch(m.queue.get(n + KEYS), n + KEYS);
     };
     auto solve = [&](const Item& item, int n) {
         if (!item.exists()) return;
@@ -187,20 +192,20 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
         } else if (KIND == KDA) {
             m.tabled[n % SOLVES].wait(n / SOLVES);
         } else {
-            follow(n);
+            m.ready[n % KEYS].wait(n / KEYS);
         }
         prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], m.team[n % 2], gate, erased);
     };
     auto pass_on = [&](const Item& item, int n) {
         if (!item.exists()) return;
-        if (KIND == KDA) follow(n);
+        if (KIND == KDA) m.ready[n % KEYS].wait(n / KEYS);  // whoever folds needs the keys as well
         m.solved[n % SOLVES].arrive();
     };
 #if SKETCHED_HEADS
     int turn = 0;
     auto find_head = [&](const Item& item) { return item.exists() ? f.heads[item.head()] : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
-        if (member == 0 && info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
+        if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
     };
     if (member == 0) fetch_basis(find_head(m.queue.get(0)));
 #endif
@@ -208,9 +213,9 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
     Claims claims{f};
     if (serves) {
         if (!RAW) claims.begin();
-        fetch(items.now, 0);
+        fetch_keys(f, items.now, 0);
         fetch_values(items.now);
-        if (KEYS > 1) fetch(items.ahead(1), 1);
+        if (KEYS > 1) fetch_keys(f, items.ahead(1), 1);
         solve(items.now, 0), pass_on(items.now, 0);
         if (!RAW) claims.find();
     }
@@ -228,7 +233,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
             if (next.exists()) {
                 wait_used(m, n);
                 fetch_values(next);
-                if (RAW) fetch(items.ahead(KEYS), n + KEYS);
+                if (RAW) fetch_keys(f, items.ahead(KEYS), n + KEYS);
                 if (!RAW && PREPARED == 1) pass_on(next, n + 1);
             }
             if (!RAW) claims.find();
@@ -236,9 +241,14 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
 #if SKETCHED_HEADS
         if (member < 0) continue;
         const int4 info = f.heads[items.now.head()], coming = find_head(items.ahead(1));
-        if (info.x == 0) fetch_basis(coming);
-        else finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, member, turn++,
-                      [&] { fetch_basis(coming); });
+        if (info.x > 0) {
+            if (turn % FINISHERS == member)
+                finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
+                              [&] { fetch_basis(coming); });
+            turn++;
+        } else if ((turn + FINISHERS - 1) % FINISHERS == member) {  // who has seen that the last basis has been used
+            fetch_basis(coming);
+        }
 #endif
     }
 }

@@ -7,7 +7,8 @@
 #pragma once
 #include "prepare.cuh"
 
-constexpr int UNROLLED = 2;  // pieces of the state in a stretch of code: more would not fit in the instruction cache
+// Pieces of the state in a stretch of code: more would not fit in the instruction cache, beside what a team and sketchers have there.
+constexpr int UNROLLED = RAW ? 2 : 1;
 
 // Predictions from the state at the window's start: k^T S, or k^T D_{1:s} S for decays per channel. The state is their right
 // operand, which it is as it comes from memory.

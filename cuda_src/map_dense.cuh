@@ -1,175 +1,118 @@
-// The dense map (ridge, exact) from exact blocks, by one warp or two: (U^T U / mu + ridge I)^-1 (S U)^T / mu, by Cholesky.
+// The dense map (ridge, exact) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu.
 //
-// Works on panels of 8 columns of U, in registers. Places past the rank hold zeros, and the ridge on the diagonal.
+// The matrix is W^-1 W^-T for a lower triangle W, which one elimination gives; the map is W^T W (S U)^T / mu, two products on the
+// tensor cores. Places past the rank hold zeros, and the ridge on the diagonal.
 #pragma once
 #include "map_sums.cuh"
 
-constexpr int PANEL = 8;
-
-// Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+// U^T U / mu + ridge I of 8 TILES columns. `between` is what comes when U has been read, before the last matrix is overwritten.
+template <int TILES, class Between>
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge, Between between) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float dots[TILES][4], squares[TILES];
+    multiply_first_columns<TILES, TILES>(m.columns[0], rank, dots, squares);
     const float scale = 1.f / mu;
-#pragma unroll 1
-    for (int i = 0; i < rank; i += 16)
-#pragma unroll 1
-        for (int j = 0; j < min(i + 16, rank); j += 8) {
-            float dots[4], squares[2];
-            multiply_columns(m, rank, i, j, dots, squares);
+    between();
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
-                if (row < RANKS) m.gram[row][column] = dots[e] * scale + (row == column ? ridge : 0.f);
-            }
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int e = 0; e < 2 * TILES; e++) {
+            const int row = r + 8 * (e / 2), column = 8 * tile + 2 * c + e % 2;
+            m.gram[row][column] = dots[tile][e] * scale + (row == column ? ridge : 0.f);
         }
     __syncwarp();
 }
 
-// Cholesky factor in place of the lower triangle; its diagonal holds the inverse. A lane has row first + lane of a panel.
-__device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
-    constexpr int EACH = (RANKS + 31) / 32;
-    const int lane = threadIdx.x % 32;
+// W times `scale`, in place of the matrix. A lane has a column of it, or of the unit matrix, on which the same rows are subtracted from
+// others. The row that is subtracted is always the first: a loop, as its code must fit beside that of all other warps.
+template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, float scale) {
+    constexpr int N = 8 * TILES;
+    const int lane = threadIdx.x % 32, column = lane % N;
+    float x[N];
+    load_floats(x, m.gram[column]);  // which is a row of it as well
+    if (lane / N % 2)
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = i == column ? 1.f : 0.f;
+    __syncwarp();
 #pragma unroll 1
-    for (int first = 0; first < rank; first += PANEL) {
-        float a[EACH][PANEL];
+    for (int j = 0; j < N; j++) {
+        const float root = rsqrtf(fmaxf(__shfl_sync(ALL, x[0], j), 1e-20f)), own = x[0] * root;
+        if (lane / N == 1) m.gram[j][column] = scale * own;
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const float* const row = m.gram[min(first + lane + 32 * e, RANKS - 1)];
-            load_floats(a[e], row + first);
+        for (int i = 1; i < N; i++) x[i - 1] = x[i] - __shfl_sync(ALL, x[i], j) * (own * root);
+        x[N - 1] = 0;
+    }
+    __syncwarp();
+}
+
+// W^T W (S U)^T, 32 channels at a time: a lane's four neighbours are rows r and r + 8 of two left operands. `then` is what may happen once
+// W has been read.
+template <int TILES, class Then>
+__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums, sketch_t* map, int rank, Then then) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float first[TILES][TILES][2], second[TILES][TILES][2];  // W^T and W as right operands; tiles of zeros are left out
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int n = 0; n <= i; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) first[i][n][e] = m.gram[8 * i + r][8 * n + c + 4 * e], second[i][n][e] = m.gram[8 * i + 2 * c + e][8 * n + r];
+    then();
 #pragma unroll 1
-            for (int j = 0; j < first; j += 4) {
-                float own[4];
-                load_floats(own, row + j);
+    for (int channel = 4 * r; channel < K; channel += 32) {
+        float x[2 * TILES][4];
 #pragma unroll
-                for (int n = 0; n < PANEL; n++) {
-                    float other[4];
-                    load_floats(other, &m.gram[first + n][j]);
+        for (int q = 0; q < 2 * TILES; q++) {
+            x[q][0] = x[q][1] = x[q][2] = x[q][3] = 0;
+            if (4 * q + c < rank) sum_parts(sums, 4 * q + c, channel, x[q]);
+        }
+        float rows[2][TILES][4] = {};
 #pragma unroll
-                    for (int i = 0; i < 4; i++) a[e][n] -= own[i] * other[i];
-                }
+        for (int half = 0; half < 2; half++) {
+            float y[TILES][4] = {};
+            LeftOperand left;
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) left.a[n][e] = x[2 * n + e / 2][2 * half + e % 2];
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+                for (int n = 0; n <= i; n++) left.multiply<false, false>(n, y[i], y[i], first[i][n][0], first[i][n][1]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {  // columns 2c and 2c + 1 of 8 are taken for c and c + 4
+                left.a[i][0] = y[i][0], left.a[i][1] = y[i][2], left.a[i][2] = y[i][1], left.a[i][3] = y[i][3];
+#pragma unroll
+                for (int n = 0; n <= i; n++) left.multiply<false, false>(i, rows[half][n], rows[half][n], second[i][n][0], second[i][n][1]);
             }
         }
 #pragma unroll
-        for (int j = 0; j < PANEL; j++) {
-            const float inverse = rsqrtf(fmaxf(__shfl_sync(ALL, a[0][j], j), 1e-20f));
+        for (int n = 0; n < TILES; n++)
 #pragma unroll
-            for (int e = 0; e < EACH; e++) a[e][j] *= inverse;
-#pragma unroll
-            for (int n = j + 1; n < PANEL; n++) {
-                const float other = __shfl_sync(ALL, a[0][j], n);
-#pragma unroll
-                for (int e = 0; e < EACH; e++) a[e][n] -= a[e][j] * other;
+            for (int e = 0; e < 2; e++) {
+                const int row = 8 * n + 2 * c + e;
+                Packed<SKETCH, 4> rounded;
+                rounded.set({rows[0][n][e], rows[0][n][2 + e], rows[1][n][e], rows[1][n][2 + e]});
+                if (row < rank) rounded.store(map + row * K + channel);
             }
-            if (lane == j) a[0][j] = inverse;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int e = 0; e < EACH; e++)
-            if (first + lane + 32 * e < RANKS) {
-                float4* const to = reinterpret_cast<float4*>(&m.gram[first + lane + 32 * e][first]);
-                to[0] = make_float4(a[e][0], a[e][1], a[e][2], a[e][3]), to[1] = make_float4(a[e][4], a[e][5], a[e][6], a[e][7]);
-            }
-        __syncwarp();
     }
 }
 
-// Solves for the map, forward and back, a lane its own channels of all rows. The first warp, `member` 0, factors for all.
-__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
-                                            float ridge, int member, int turn) {
-    constexpr int OWNED = MINE / FINISHERS;
-    const int channel = OWNED * (32 * member + threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
-    const float scale = 1.f / mu;
-    if (SUMS > 1 && turn > 0) latches.sums_read[(turn - 1) % SUMS].wait((turn - 1) / SUMS);  // nobody solves with the last factor
-    if (member == 0) gram_of_columns(m, rank, mu, ridge);
-    latches.columns_read.arrive();
-    if (member == 0) factor_gram(m, rank);
-    if (FINISHERS > 1) {
-        if (member == 0) latches.factored.arrive();
-        else latches.factored.wait(turn);
-    }
-    float x[PANEL][OWNED], l[PANEL];
-    auto solved = [&](int i) { return &sums.parts[0][i][channel]; };
-    auto keep = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < PANEL; i++) {
-            Packed<FP32, OWNED> row;
-            row.set(x[i]);
-            if (first + i < rank) row.store(solved(first + i));
-        }
-    };
-    auto subtract = [&](int i, float factor, const Packed<FP32, OWNED>& row) {
-#pragma unroll
-        for (int n = 0; n < OWNED; n++) x[i][n] -= factor * row[n];
-    };
-    for (int first = 0; first <= last; first += PANEL) {
-#pragma unroll
-        for (int i = 0; i < PANEL; i++) {
-#pragma unroll
-            for (int n = 0; n < OWNED; n++) x[i][n] = 0;
-            if (first + i < rank) sum_parts(sums, first + i, channel, x[i]);
-#pragma unroll
-            for (int n = 0; n < OWNED; n++) x[i][n] *= scale;
-        }
-#pragma unroll 1
-        for (int j = 0; j < first; j += 4) {
-            Packed<FP32, OWNED> rows[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++) rows[n].load(solved(j + n));
-#pragma unroll
-            for (int i = 0; i < PANEL; i++) {
-                float factors[4];
-                load_floats(factors, &m.gram[first + i][j]);
-#pragma unroll
-                for (int n = 0; n < 4; n++) subtract(i, factors[n], rows[n]);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < PANEL; i++) {
-            load_floats(l, &m.gram[first + i][first]);
-#pragma unroll
-            for (int n = 0; n < OWNED; n++) {
-#pragma unroll
-                for (int j = 0; j < i; j++) x[i][n] -= l[j] * x[j][n];
-                x[i][n] *= l[i];
-            }
-        }
-        if (first < last) keep(first);
-    }
-    for (int first = last; first >= 0; first -= PANEL) {
-        if (first < last) {
-#pragma unroll
-            for (int i = 0; i < PANEL; i++) {
-                Packed<FP32, OWNED> row;
-                row.load(solved(first + i));
-#pragma unroll
-                for (int n = 0; n < OWNED; n++) x[i][n] = row[n];
-            }
-#pragma unroll 1
-            for (int j = first + PANEL; j < rank; j++) {
-                Packed<FP32, OWNED> row;
-                row.load(solved(j));
-                load_floats(l, &m.gram[j][first]);
-#pragma unroll
-                for (int i = 0; i < PANEL; i++) subtract(i, l[i], row);
-            }
-        }
-#pragma unroll
-        for (int i = PANEL - 1; i >= 0; i--) {
-            load_floats(l, &m.gram[first + i][first]);
-#pragma unroll
-            for (int n = 0; n < OWNED; n++) {
-                x[i][n] *= l[i];
-#pragma unroll
-                for (int j = 0; j < i; j++) x[j][n] -= l[j] * x[i][n];
-            }
-        }
-        if (first > 0) keep(first);
-#pragma unroll
-        for (int i = 0; i < PANEL; i++) {
-            Packed<SKETCH, OWNED> rounded;
-            rounded.set(x[i]);
-            if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + channel);
-        }
-    }
-    latches.sums_read[turn % SUMS].arrive();
+template <int TILES>
+__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* map, int rank, float mu,
+                                            float ridge, int turn) {
+    gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
+        latches.columns_read[0].arrive();
+        if (FINISHERS > 1 && turn > 0) latches.gram_read.wait(turn - 1);
+    });
+    eliminate<TILES>(m, rsqrtf(mu));
+    multiply_dense<TILES>(m, sums, map, rank, [&] {
+        if (FINISHERS > 1) latches.gram_read.arrive();
+    });
+}
+
+__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
+                                            float ridge, int turn) {
+    if (RANK_MAX > 8 && rank > 8) store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn);
+    else store_tiles<1>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn);
 }

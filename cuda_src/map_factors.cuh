@@ -2,41 +2,52 @@
 #pragma once
 #include "map_sums.cuh"
 
-// dots[g] = products of column g of U with the pivots, and with itself.
-__device__ __forceinline__ void dots_of_columns(SketchMemory& m, int rank) {
+// A row for each column of U: its products with the pivots, and with itself.
+typedef float ColumnDots[RANK_MAX][DOTS];
+
+__device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    auto put = [&](int g, float first, float second, float square) {
+        if (g >= rank) return;
+        if (2 * c < PIVOTS) to[g][2 * c] = first;
+        if (2 * c + 1 < PIVOTS) to[g][2 * c + 1] = second;
+        if (c == 0) to[g][PIVOTS] = square;
+    };
+    if (rank <= 8) {
+        float dots[1][4], squares[1];
+        multiply_first_columns<1, 1>(u, rank, dots, squares);
+        put(r, dots[0][0], dots[0][1], squares[0]);
+    } else if (RANK_MAX > 8) {
+        float dots[1][4], squares[2];
+        multiply_first_columns<2, 1>(u, rank, dots, squares);
+        put(r, dots[0][0], dots[0][1], squares[0]), put(8 + r, dots[0][2], dots[0][3], squares[1]);
+    }
 #pragma unroll 1
-    for (int i = 0; i < rank; i += 16) {
+    for (int i = 16; RANK_MAX > 16 && i < rank; i += 16) {
         float dots[4], squares[2];
-        multiply_columns(m, rank, i, 0, dots, squares);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int g = i + 8 * half + r;
-            if (g >= rank) continue;
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (2 * c + e < PIVOTS) m.dots[g][2 * c + e] = dots[2 * half + e];
-            if (c == 0) m.dots[g][PIVOTS] = squares[half];
-        }
+        multiply_columns(u, rank, i, 0, dots, squares);
+        put(i + r, dots[0], dots[1], squares[0]), put(i + 8 + r, dots[2], dots[3], squares[1]);
     }
     __syncwarp();
 }
 
-// Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. Shared
-// memory is read first, and then left to the next item.
-__device__ __forceinline__ void store_factors(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* packed,
-                                              const sketch_t* projection, int rank, float mu, float ridge) {
+// Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. U and the sums
+// are read first, and then left to the next item.
+__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, WarpLatch& columns_read,
+                                              WarpLatch& sums_read, sketch_t* packed, const sketch_t* projection, int rank, float mu,
+                                              float ridge) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
     const float scale = rsqrtf(mu);
-    constexpr int AHEAD = 8;  // rows of the projection that come in while the small factors are computed
+    constexpr int AHEAD = RAW ? 8 : 2;  // rows of the projection that come in time; where many warps share an instruction cache, in short code
     Packed<SKETCH, MINE> rows[AHEAD];
 #pragma unroll
     for (int g = 0; g < AHEAD; g++) {
         rows[g].clear();
         if (g < rank) rows[g].load(projection + g * K + MINE * lane);
     }
-    dots_of_columns(m, rank);
+    dots_of_columns(dots, u, rank);
+    columns_read.arrive();
 
     constexpr int EACH = (RANK_MAX + 31) / 32;  // columns of U of a lane
     float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the diagonal's inverse
@@ -48,16 +59,16 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, const Sums& sums,
         for (int n = 0; n < MINE; n++) image[i][n] = 0;
         if (i < p) sum_parts(sums, i, MINE * lane, image[i]);
 #pragma unroll
-        for (int j = 0; j <= i; j++) r[j][i] = i < p ? m.dots[i][j] : 0.f;
+        for (int j = 0; j <= i; j++) r[j][i] = i < p ? dots[i][j] : 0.f;
     }
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         const int g = lane + 32 * e;
 #pragma unroll
-        for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? m.dots[g][i] : 0.f;
-        residual[e] = g < rank ? m.dots[g][PIVOTS] / mu : 0.f;
+        for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? dots[g][i] : 0.f;
+        residual[e] = g < rank ? dots[g][PIVOTS] / mu : 0.f;
     }
-    latches.columns_read.arrive(), latches.sums_read[0].arrive();
+    sums_read.arrive();
 
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)
@@ -119,24 +130,27 @@ __device__ __forceinline__ void store_factors(SketchMemory& m, const Sums& sums,
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) total[i] = warp_sums(products[i]);
 
-    auto take = [&](int e, int g, const Packed<SKETCH, MINE>& row) {  // B - Pi Diag(w) L
-#pragma unroll
-        for (int i = 0; i < PIVOTS; i++) {
-            const float seen = __shfl_sync(ALL, residual[e] * scaled[e][i], g % 32);
-#pragma unroll
-            for (int n = 0; n < MINE; n++) image[i][n] -= row[n] * seen;
-        }
-    };
-#pragma unroll
-    for (int g = 0; g < AHEAD; g++)
-        if (g < rank) take(0, g, rows[g]);
+    // B - Pi Diag(w) L, with the products' places for Diag(w) L. Rows that follow come while those that are there are taken.
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-        for (int g = e ? 32 * e : AHEAD; g < min(rank, 32 * e + 32); g++) {
-            Packed<SKETCH, MINE> row;
-            row.load(projection + g * K + MINE * lane);
-            take(e, g, row);
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++)
+            if (lane + 32 * e < rank) dots[lane + 32 * e][i] = residual[e] * scaled[e][i];
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < rank; first += AHEAD)
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const int g = first + n;
+            if (g >= rank) break;
+            const Packed<SKETCH, MINE> row = rows[n];
+            if (g + AHEAD < rank) rows[n].load(projection + (g + AHEAD) * K + MINE * lane);
+#pragma unroll
+            for (int i = 0; i < PIVOTS; i++)
+#pragma unroll
+                for (int c = 0; c < MINE; c++) image[i][c] -= row[c] * dots[g][i];
         }
+    __syncwarp();  // before other lanes put the next products there
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
         Packed<SKETCH, MINE> rounded;

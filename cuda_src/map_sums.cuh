@@ -13,7 +13,7 @@ template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, int
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         Packed<FP32, N> part;
-        part.load(&sums.parts[group][i][channel]);
+        part.load(sums.at(group, i, channel));
 #pragma unroll
         for (int n = 0; n < N; n++) x[n] += part[n];
     }
@@ -30,13 +30,13 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
 
 // Products of columns i to i + 15 of U with columns j to j + 7, as they lie in an accumulator, and, in every lane of four,
 // squares of columns i + r and i + 8 + r. Places past the rank get zeros.
-__device__ __forceinline__ void multiply_columns(const SketchMemory& m, int rank, int i, int j, float (&dots)[4], float (&squares)[2]) {
+__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4], float (&squares)[2]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float rest[4] = {};
     dots[0] = dots[1] = dots[2] = dots[3] = squares[0] = squares[1] = 0;
     auto load = [&](float (&x)[4], int g, int step) {
         x[0] = x[1] = x[2] = x[3] = 0;
-        if (g < rank) load_floats(x, &m.u[g][16 * step + 4 * c]);
+        if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
     };
 #pragma unroll 2
     for (int step = 0; step < V / 16; step++) {
@@ -52,4 +52,37 @@ __device__ __forceinline__ void multiply_columns(const SketchMemory& m, int rank
 #pragma unroll
     for (int e = 0; e < 4; e++) dots[e] += rest[e];
     squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
+}
+
+// The same for the first 8 TILES columns with the first 8 RIGHT of them; of the squares, those of column 8 tile + r.
+template <int TILES, int RIGHT>
+__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4], float (&squares)[TILES]) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float sum[RIGHT][2][4] = {}, rest[RIGHT][2][4] = {};  // four chains of products
+#pragma unroll
+    for (float& x : squares) x = 0;
+#pragma unroll 2
+    for (int step = 0; step < V / 16; step++) {
+        float x[2][4] = {};
+        LeftOperand columns;
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            if (tile < TILES && 8 * tile + r < rank) load_floats(x[tile], &u.of[8 * tile + r][16 * step + 4 * c]);
+            columns.set(tile, x[tile]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < RIGHT; tile++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) columns.multiply<false, false>(n, sum[tile][n], rest[tile][n], x[tile][2 * n], x[tile][2 * n + 1]);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) squares[tile] += x[tile][n] * x[tile][n];
+    }
+#pragma unroll
+    for (int tile = 0; tile < RIGHT; tile++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) dots[tile][e] = (sum[tile][0][e] + rest[tile][0][e]) + (sum[tile][1][e] + rest[tile][1][e]);
+#pragma unroll
+    for (float& x : squares) x = group_sum<4>(x);
 }

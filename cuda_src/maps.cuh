@@ -8,8 +8,10 @@
 #include "map_sums.cuh"
 #if MAP == 0
 #include "map_factors.cuh"
-#elif MAP == 1
+#elif MAP == 1 && RANK_MAX <= 16
 #include "map_dense.cuh"
+#elif MAP == 1
+#include "map_panels.cuh"
 #endif
 
 // A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches, and
@@ -19,47 +21,55 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& lat
                                              int rank, int& turn, Then then) {
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] WarpLatch& met = latches.met[group];
-    if (turn > 0) latches.columns_read.wait(turn - 1);
+    Columns& u = m.columns[turn % COLUMN_SETS];
+    if (turn >= COLUMN_SETS) latches.columns_read[turn % COLUMN_SETS].wait(turn / COLUMN_SETS - 1);
     m.basis.delivery.wait(turn);
-    sketch_columns(m, rows, group, member, rank);
+    sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
     for (int i = 0; i < OWN_BLOCKS; i++) {
         const int block = group * GROUP_BLOCKS + member + i * SHARERS;
-        if (lane == 0 && block < NWARPS) m.squares[block] = rows[block].squares;
+        if (lane == 0 && block < NWARPS) u.squares[block] = rows[block].squares;
     }
     if constexpr (LEFT > 0) {
         met.arrive();
         met.wait(2 * turn);
         if (turn >= SUMS) latches.sums_read[turn % SUMS].wait(turn / SUMS - 1);
-        left_products(m.sums[turn % SUMS], m, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
+        left_products(m.sums[turn % SUMS], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
     }
-    latches.full.arrive();
+    latches.full[turn % FINISHERS].arrive();
     if (LEFT > 0) met.arrive(), met.wait(2 * turn + 1);
     then();
+    if constexpr (COLUMN_SETS == 1) {
 #pragma unroll 1
-    for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(m, group * GROUP_BLOCKS + i, packed, rank);
-    __syncwarp();  // before other lanes put the next columns there
+        for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(u, group * GROUP_BLOCKS + i, packed, rank);
+        __syncwarp();  // before other lanes put the next columns there
+    }
     turn++;
 }
 
-// The rest of it, by FINISHERS other warps. `then` is what may happen once the basis has been used.
+// The rest of it, by another warp. `then` is what may happen once the basis has been used.
 template <class Then>
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& latches, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const sketch_t* projection, int rank, [[maybe_unused]] float ridge,
-                                              [[maybe_unused]] int member, int turn, Then then) {
-    latches.full.wait(turn);
+                                              int turn, Then then) {
+    latches.full[turn % FINISHERS].wait(turn / FINISHERS);
     then();
+    [[maybe_unused]] const Columns& u = m.columns[turn % COLUMN_SETS];
+    [[maybe_unused]] WarpLatch& columns_read = latches.columns_read[turn % COLUMN_SETS];
+    if constexpr (COLUMN_SETS > 1) store_columns(u, packed, rank);
 #if MAP == 2
-    latches.columns_read.arrive();
+    columns_read.arrive();
 #else
     float mu = 0;
 #pragma unroll
-    for (int i = 0; i < NWARPS; i++) mu += m.squares[i];
+    for (int i = 0; i < NWARPS; i++) mu += u.squares[i];
     mu = mu > 0.f ? mu / K : 1.f;
 #if MAP == 0
-    store_factors(m, m.sums[0], latches, packed, projection, rank, mu, ridge);
+    store_factors(m.dots[turn % FINISHERS], m.sums[turn % SUMS], u, columns_read, latches.sums_read[turn % SUMS], packed, projection, rank, mu,
+                  ridge);
 #else
-    store_dense(m, m.sums[turn % SUMS], latches, packed, rank, mu, ridge, member, turn);
+    store_dense(m, m.sums[turn % SUMS], latches, packed, rank, mu, ridge, turn);  // has one set of columns
+    latches.sums_read[turn % SUMS].arrive();
 #endif
 #endif
 }

@@ -146,7 +146,13 @@ __device__ __forceinline__ void substitute(Solve& table, float beta, float left)
     for (int s = 0; s < WP; s++) {
         float sum[2] = {s == lane ? 1.f : 0.f, 0};
 #pragma unroll
-        for (int i = 0; i < s; i++) sum[i % 2] -= table.n[ERASES ? s : 0][i] * n[i];
+        for (int i = 0; i < s; i += 4) {
+            const float4 x = *reinterpret_cast<const float4*>(&table.n[ERASES ? s : 0][i]);
+            const float row[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (i + j < s) sum[j % 2] -= row[j] * n[i + j];
+        }
         n[s] = __shfl_sync(ALL, beta, s) * (sum[0] + sum[1]);
     }
     if (__any_sync(ALL, left != 1.f)) {
@@ -160,12 +166,13 @@ __device__ __forceinline__ void substitute(Solve& table, float beta, float left)
     __syncwarp();
     const int at = lane % 16, slot = at % 8 / 2 * 8 + at / 8 * 2 + at % 2;  // among the half-words of a row's four lanes
 #pragma unroll
-    for (int s = 0; s < WP; s++) {
-        u32 high, low;
-        half_slices(power * n[s], 0, high, low);
+    for (int s = 0; s < WP; s += 2) {
+        u32 slices[2];
+        half_slices(power * n[s], power * n[s + 1], slices[0], slices[1]);
         if (lane < WP && lane / 16 <= s / 16) {
             u16* const to = reinterpret_cast<u16*>(&table.operands()[operand_of(s / 16, lane / 16, s / 8 % 2)][s % 8 * 4]) + slot;
-            to[0] = static_cast<u16>(high), to[4] = static_cast<u16>(low);
+#pragma unroll
+            for (int j = 0; j < 2; j++) to[4 * j] = static_cast<u16>(slices[j]), to[32 + 4 * j] = static_cast<u16>(slices[j] >> 16);
         }
     }
     __syncwarp();

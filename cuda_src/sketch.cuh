@@ -32,42 +32,55 @@ struct Basis {
     }
 };
 
-// Warps that finish sketches. Where a team prepares keys there is room for two that solve for a dense map, each in half of the channels.
-constexpr int FINISHERS = MAP == OWN && !RAW && K == 128 ? 2 : 1;
+// Warps that finish sketches, in turns. Where a team prepares keys there is room for two.
+constexpr int FINISHERS = !RAW && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
 
 // Each group's share of S U.
 struct Sums {
     alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];
+
+    // Neighbouring channels of a row. Four rows that are read at once lie in different banks.
+    __device__ __forceinline__ const float* at(int group, int row, int channel) const { return &parts[group][row][channel ^ row % 4 * 8]; }
+    __device__ __forceinline__ float* at(int group, int row, int channel) { return &parts[group][row][channel ^ row % 4 * 8]; }
 };
-constexpr int SUMS = WP == 16 && RANK_MAX <= 16 ? FINISHERS : 1;  // where there is room, the next sums come while a map is being made
+constexpr int SUMS = MAP != SHARED && !RAW && WP == 16 && RANK_MAX <= 16 ? 2 : 1;  // where there is room, the next sums come while a map is being made
+
+// U, a column a row, and the squares of each block of the state's rows.
+struct Columns {
+    alignas(16) float of[RANK_MAX][COLUMN];
+    float squares[NWARPS];
+};
+constexpr int COLUMN_SETS = MAP == FACTORS && PIVOTS <= 4 ? SUMS : 1;  // so may the next columns; else they would take a state's place
 
 struct SketchMemory {
     Basis basis;
-    alignas(16) float u[RANK_MAX][COLUMN];
+    Columns columns[COLUMN_SETS];
     Sums sums[SUMS];
 #if MAP == 0
-    float dots[RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
+    float dots[FINISHERS][RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
 #elif MAP == 1
     alignas(16) float gram[RANKS][RANKS + (RAW ? 4 : 0)];  // padded where there is room
 #endif
-    float squares[NWARPS];
 };
 
 struct SketchLatches {
-    WarpLatch full;                     // U and all shares of S U are there
-    WarpLatch columns_read, sums_read[SUMS];  // the one has been used, or the other
-    WarpLatch factored;                 // the Gram matrix of U
+    WarpLatch full[FINISHERS];          // U and all shares of S U are there
+    WarpLatch columns_read[COLUMN_SETS], sums_read[SUMS];  // the one has been used, or the other
+    WarpLatch gram_read;                // the Gram matrix has been used
     WarpLatch met[GROUPS];
 
     __device__ __forceinline__ void init() {
-        full.init(GROUPS * SHARERS), columns_read.init(FINISHERS), factored.init(1);
-        for (WarpLatch& latch : sums_read) latch.init(FINISHERS);
+        gram_read.init(1);
+        for (WarpLatch& latch : columns_read) latch.init(1);
+        for (WarpLatch& latch : full) latch.init(GROUPS * SHARERS);
+        for (WarpLatch& latch : sums_read) latch.init(1);
         for (WarpLatch& latch : met) latch.init(SHARERS);
     }
 };
 
 // U of a warp's own blocks of value rows, 8 TILES columns from `first` on; read by the group after it has met.
-template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& m, Rows* rows, int group, int member, int first, int rank) {
+template <int TILES>
+__device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Rows* rows, int group, int member, int first, int rank) {
     const int lane = threadIdx.x % 32;
     auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * SHARERS; };
     auto exists = [&](int i) { return GROUP_BLOCKS % SHARERS == 0 || member + i * SHARERS < GROUP_BLOCKS; };
@@ -77,7 +90,7 @@ template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& 
         LeftOperand basis;
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
-            const auto& columns = m.basis.columns[first / 8 + tile % TILES][step];
+            const auto& columns = from.columns[first / 8 + tile % TILES][step];
             if (tile < TILES) basis.set(tile, columns[0][lane]);
             else basis.set(tile, make_uint2(0, 0));
             if constexpr (SLICES > 1) {
@@ -106,29 +119,43 @@ template <int TILES> __device__ __forceinline__ void sketch_tiles(SketchMemory& 
             for (int e = 0; e < 4; e++) {
                 const int column = first + lane / 4 + e / 2 * 8;
                 if (e / 2 < TILES && column < rank && exists(i))
-                    m.u[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
+                    u.of[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
             }
 }
-__device__ __forceinline__ void sketch_columns(SketchMemory& m, Rows* rows, int group, int member, int rank) {
+__device__ __forceinline__ void sketch_columns(Columns& u, const Basis& basis, Rows* rows, int group, int member, int rank) {
     for (int first = 0; first < rank; first += 16)
-        if (rank - first > 8) sketch_tiles<2>(m, rows, group, member, first, rank);
-        else sketch_tiles<1>(m, rows, group, member, first, rank);
+        if (rank - first > 8) sketch_tiles<2>(u, basis, rows, group, member, first, rank);
+        else sketch_tiles<1>(u, basis, rows, group, member, first, rank);
 }
 
 // A block's rows of U into the packed sketch.
-__device__ __forceinline__ void store_columns(const SketchMemory& m, int block, sketch_t* packed, int rank) {
+__device__ __forceinline__ void store_columns(const Columns& u, int block, sketch_t* packed, int rank) {
     const int lane = threadIdx.x % 32, row = 16 * block + lane % 8 * 2;
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
-        pair.set({m.u[g][row], m.u[g][row + 1]});
+        pair.set({u.of[g][row], u.of[g][row + 1]});
         pair.store(packed + g * V + (row ^ turn_of(g)));
+    }
+}
+
+// All of them, by one warp.
+__device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed, int rank) {
+#pragma unroll 2
+    for (int i = threadIdx.x % 32; i < rank * (V / 4); i += 32) {
+        const int g = i / (V / 4), row = i % (V / 4) * 4;
+        Packed<FP32, 4> x;
+        x.load(&u.of[g][row]);
+        Packed<SKETCH, 4> rounded;
+        rounded.set({x[0], x[1], x[2], x[3]});
+        rounded.store(packed + g * V + (row ^ turn_of(g)));
     }
 }
 
 // sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the channels of
 // the warp that is `member`. For maps that are stored in bf16 the state is rounded to it: one and the same
 // matrix for all columns, so that solving with them enlarges nothing.
-template <int TILES> __device__ __forceinline__ void left_tiles(Sums& sums, SketchMemory& m, Rows* rows, int group, int member, int first, int count) {
+template <int TILES>
+__device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, Rows* rows, int group, int member, int first, int count) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
@@ -141,7 +168,7 @@ template <int TILES> __device__ __forceinline__ void left_tiles(Sums& sums, Sket
             u32(&x)[4] = a[tile];
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
-                const float* const u = &m.u[first + 8 * tile + r][16 * i + c];
+                const float* const u = &columns.of[first + 8 * tile + r][16 * i + c];
                 slices<2>(u[0], u[8], &x[0], 1);
                 slices<2>(u[4], u[12], &x[2], 1);
             }
@@ -179,15 +206,15 @@ template <int TILES> __device__ __forceinline__ void left_tiles(Sums& sums, Sket
             const float(&x)[2][4] = sum[own][tile];
             const float4 product = make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
             if (8 * tile + r < count && step < STEPS)
-                *reinterpret_cast<float4*>(&sums.parts[group][first + 8 * tile + r][16 * step + 4 * c]) = product;
+                *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
         }
 }
-__device__ __forceinline__ void left_products(Sums& sums, SketchMemory& m, Rows* rows, int group, int member, int count) {
+__device__ __forceinline__ void left_products(Sums& sums, const Columns& u, Rows* rows, int group, int member, int count) {
     if constexpr (LEFT <= 8) {
-        left_tiles<1>(sums, m, rows, group, member, 0, count);
+        left_tiles<1>(sums, u, rows, group, member, 0, count);
     } else {
         for (int first = 0; first < count; first += 16)
-            if (count - first > 8) left_tiles<2>(sums, m, rows, group, member, first, count - first);
-            else left_tiles<1>(sums, m, rows, group, member, first, count - first);
+            if (count - first > 8) left_tiles<2>(sums, u, rows, group, member, first, count - first);
+            else left_tiles<1>(sums, u, rows, group, member, first, count - first);
     }
 }

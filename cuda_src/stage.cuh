@@ -14,7 +14,7 @@ constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operan
 constexpr int KEY_ROW = RAW ? K + 16 : K;  // padded where it is an operand's: 4 rows, of which a warp reads at once, lie in different banks
 constexpr int GATE_ROWS = KIND == KDA ? W : 1;
 
-// Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp brings them. Raw gates come
+// Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp at a time brings them. Raw gates come
 // into the ends of the rows where their decays will lie.
 struct KeyStage {
     alignas(16) act_t k[WP][KEY_ROW];

@@ -228,11 +228,17 @@ def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
 
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "activation"),
-    [(Layer("kda", 3, 128, 128, 3), "ridge", 16, "bfloat16"), (Layer("gdn", 3, 128, 64, 1), "exact", 8, "float16")],
+    [
+        (Layer("kda", 3, 128, 128, 3), "ridge", 16, "bfloat16"),
+        (Layer("kda", 3, 128, 128, 3), "lowrank", 16, "bfloat16"),
+        (Layer("kda", 3, 64, 80, 3), "prior", 16, "bfloat16"),
+        (Layer("kda", 3, 128, 128, 3), "lowrank", 32, "bfloat16"),
+        (Layer("gdn", 3, 128, 64, 1), "exact", 8, "float16"),
+    ],
     ids=lambda x: x.kind if isinstance(x, Layer) else None,
 )
-def test_dense_maps_by_two_warps(layer, kind, window, activation, rng, cupy):
-    """Ranks up to 16, with room for two items' sums; one block has all items, so that they follow each other."""
+def test_finishers_in_turn(layer, kind, window, activation, rng, cupy):
+    """Ranks up to 16, with room for two items' sums and columns; one block has all items, one after the other."""
     plan = make_plan(layer, [9, DENSE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
     check_sketch(plan, "bfloat16", activation, rng, cupy, blocks=1)
 
@@ -440,3 +446,52 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
     for other in results[1:]:
         for array, same in zip(results[0], other, strict=True):
             assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["kda", "kda-raw"])
+def test_decays_that_a_team_leaves_the_server(name, rng, cupy, monkeypatch):
+    """One block, all channels forgetting, any order of threads: an item's decays stay until they have been read."""
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    tokens = make_tokens(layer, 4, 17, "bfloat16", rng, hard_gates=False, gate=gate)
+    tokens.g[...] = round_to(rng.uniform(-3, -1, tokens.g.shape) * (1 if gate is None else -2), "bfloat16")
+    moved = tokens_to_device(tokens, "bfloat16", gate)
+    start = rng.standard_normal((4, *layer.state_shape)).astype(np.float32)
+    states = []
+    for order in (0, 1, 2, 3, 0x5EED, 0xACE):
+        monkeypatch.setattr(standin, "order", order)
+        engine = poisoned(
+            SketchEngine(make_plan(layer, [9, 16, 3], np.random.default_rng(0)), 4, output="float32", gate=gate)
+        )
+        with_blocks(engine, 1)
+        engine.load_state(cupy.asarray(start), cupy.arange(4))
+        engine.step(moved, cupy.arange(4), cupy.empty((4, 17, layer.heads, layer.value_dim), np.float32))
+        states.append(engine.state)
+    for state in states[1:]:
+        assert np.array_equal(states[0].view(np.uint8), state.view(np.uint8))
+
+
+def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
+    """Between its two launches, where a read has reported that nothing is due."""
+    layer = LAYERS["gdn"]
+    plan = make_plan(layer, [7, 3, 16, 2], rng, window=4)
+    engines = [poisoned(SketchEngine(plan, 2, output="float32")) for _ in range(2)]
+    tokens = make_tokens(layer, 1, 6, "bfloat16", rng)
+    outs = [cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32) for _ in engines]
+
+    def step(which, t, slot):
+        one = tokens_to_device(token(tokens, t), "bfloat16")
+        engines[which].step(one, cupy.asarray([slot]), outs[which])
+
+    for engine in engines:
+        engine.reset(cupy.arange(2))
+    for t in range(6):
+        for which in (0, 1):
+            if t == 3 and which == 1:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(engines[1], "_flush", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                    step(1, 0, 1)
+            step(which, t, 0)
+        assert np.array_equal(*outs)
+    assert np.array_equal(engines[0].state[0], engines[1].state[0])
+    assert np.isfinite(outs[0]).all()

@@ -1,0 +1,168 @@
+// The dense map (ridge, exact) of more than 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu, by Cholesky.
+//
+// Works on panels of 8 columns of U, in registers. Places past the rank hold zeros, and the ridge on the diagonal.
+#pragma once
+#include "map_sums.cuh"
+
+constexpr int PANEL = 8;
+
+// Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const float scale = 1.f / mu;
+#pragma unroll 1
+    for (int i = 0; i < rank; i += 16)
+#pragma unroll 1
+        for (int j = 0; j < min(i + 16, rank); j += 8) {
+            float dots[4], squares[2];
+            multiply_columns(m.columns[0], rank, i, j, dots, squares);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
+                if (row < RANKS) m.gram[row][column] = dots[e] * scale + (row == column ? ridge : 0.f);
+            }
+        }
+    __syncwarp();
+}
+
+// Cholesky factor in place of the lower triangle; its diagonal holds the inverse. A lane has row first + lane of a panel.
+__device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
+    constexpr int EACH = (RANKS + 31) / 32;
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = 0; first < rank; first += PANEL) {
+        float a[EACH][PANEL];
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const float* const row = m.gram[min(first + lane + 32 * e, RANKS - 1)];
+            load_floats(a[e], row + first);
+#pragma unroll 1
+            for (int j = 0; j < first; j += 4) {
+                float own[4];
+                load_floats(own, row + j);
+#pragma unroll
+                for (int n = 0; n < PANEL; n++) {
+                    float other[4];
+                    load_floats(other, &m.gram[first + n][j]);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) a[e][n] -= own[i] * other[i];
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < PANEL; j++) {
+            const float inverse = rsqrtf(fmaxf(__shfl_sync(ALL, a[0][j], j), 1e-20f));
+#pragma unroll
+            for (int e = 0; e < EACH; e++) a[e][j] *= inverse;
+#pragma unroll
+            for (int n = j + 1; n < PANEL; n++) {
+                const float other = __shfl_sync(ALL, a[0][j], n);
+#pragma unroll
+                for (int e = 0; e < EACH; e++) a[e][n] -= a[e][j] * other;
+            }
+            if (lane == j) a[0][j] = inverse;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+            if (first + lane + 32 * e < RANKS) {
+                float4* const to = reinterpret_cast<float4*>(&m.gram[first + lane + 32 * e][first]);
+                to[0] = make_float4(a[e][0], a[e][1], a[e][2], a[e][3]), to[1] = make_float4(a[e][4], a[e][5], a[e][6], a[e][7]);
+            }
+        __syncwarp();
+    }
+}
+
+// Solves for the map, forward and back, a lane its own channels of all rows, in place of the sums.
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
+                                            float ridge, [[maybe_unused]] int turn) {
+    const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
+    const float scale = 1.f / mu;
+    gram_of_columns(m, rank, mu, ridge);
+    latches.columns_read[0].arrive();
+    factor_gram(m, rank);
+    float x[PANEL][MINE], l[PANEL];
+    auto solved = [&](int i) { return sums.at(0, i, channel); };
+    auto keep = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < PANEL; i++) {
+            Packed<FP32, MINE> row;
+            row.set(x[i]);
+            if (first + i < rank) row.store(solved(first + i));
+        }
+    };
+    auto subtract = [&](int i, float factor, const Packed<FP32, MINE>& row) {
+#pragma unroll
+        for (int n = 0; n < MINE; n++) x[i][n] -= factor * row[n];
+    };
+    for (int first = 0; first <= last; first += PANEL) {
+#pragma unroll
+        for (int i = 0; i < PANEL; i++) {
+#pragma unroll
+            for (int n = 0; n < MINE; n++) x[i][n] = 0;
+            if (first + i < rank) sum_parts(sums, first + i, channel, x[i]);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) x[i][n] *= scale;
+        }
+#pragma unroll 1
+        for (int j = 0; j < first; j += 4) {
+            Packed<FP32, MINE> rows[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) rows[n].load(solved(j + n));
+#pragma unroll
+            for (int i = 0; i < PANEL; i++) {
+                float factors[4];
+                load_floats(factors, &m.gram[first + i][j]);
+#pragma unroll
+                for (int n = 0; n < 4; n++) subtract(i, factors[n], rows[n]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < PANEL; i++) {
+            load_floats(l, &m.gram[first + i][first]);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) {
+#pragma unroll
+                for (int j = 0; j < i; j++) x[i][n] -= l[j] * x[j][n];
+                x[i][n] *= l[i];
+            }
+        }
+        if (first < last) keep(first);
+    }
+    for (int first = last; first >= 0; first -= PANEL) {
+        if (first < last) {
+#pragma unroll
+            for (int i = 0; i < PANEL; i++) {
+                Packed<FP32, MINE> row;
+                row.load(solved(first + i));
+#pragma unroll
+                for (int n = 0; n < MINE; n++) x[i][n] = row[n];
+            }
+#pragma unroll 1
+            for (int j = first + PANEL; j < rank; j++) {
+                Packed<FP32, MINE> row;
+                row.load(solved(j));
+                load_floats(l, &m.gram[j][first]);
+#pragma unroll
+                for (int i = 0; i < PANEL; i++) subtract(i, l[i], row);
+            }
+        }
+#pragma unroll
+        for (int i = PANEL - 1; i >= 0; i--) {
+            load_floats(l, &m.gram[first + i][first]);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) {
+                x[i][n] *= l[i];
+#pragma unroll
+                for (int j = 0; j < i; j++) x[j][n] -= l[j] * x[i][n];
+            }
+        }
+        if (first > 0) keep(first);
+#pragma unroll
+        for (int i = 0; i < PANEL; i++) {
+            Packed<SKETCH, MINE> rounded;
+            rounded.set(x[i]);
+            if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + channel);
+        }
+    }
+}
