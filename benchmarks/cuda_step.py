@@ -24,7 +24,7 @@ from sketchssm.plan import MAPS
 def flat(name, result):
     """A result's numbers under a system's name."""
     buffered = name in ("replay", "sketch")
-    if not buffered:
+    if not buffered:  # nor where a sketch's head decodes exactly
         times = {"": (result.microseconds, result.fraction)}
     else:
         times = {
@@ -46,8 +46,9 @@ def measure(shape, batch, bandwidth, args):
     gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
     work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
     row = {"shape": shape, "batch": batch, "map": args.map} | ({} if gate is None else {"raw_gate": True})
-    systems = zip(("standard", "replay", "sketch"), bench.systems(layer, args.window, [plan], gate), strict=True)
-    for name, system in systems:
+    listed = bench.systems(layer, args.window, [plan], gate)
+    exact = bench.systems(layer, args.window, [plan], gate, exact=batch)[-1]
+    for name, system in zip(("standard", "replay", "sketch", "exact"), [*listed, exact], strict=True):
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, seconds=args.seconds))
     for peer in bench.PEERS if "peers" in args.systems else ():

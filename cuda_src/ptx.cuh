@@ -84,6 +84,10 @@ __device__ __forceinline__ int load_acquire(const int* at) {
     return x;
 }
 
+// No instruction, but a use: what x comes from stands ahead of it.
+__device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)); }
+
 // Asks for a line in the L2 cache.
 __device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 

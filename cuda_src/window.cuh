@@ -1,6 +1,6 @@
 // The window's buffered tokens, as they lie in memory; for kernels with read.cu's -D constants.
 #pragma once
-#include "log_decay.cuh"
+#include "token.cuh"
 
 // Where values and sketches are bf16, reads multiply rows of values and of U on the tensor cores. These take eight rows at a time from
 // shared memory, 16 bytes of each, and rows come there as they lie: all eight would meet the same banks. So rows are
@@ -20,16 +20,4 @@ struct Ring {
     __device__ __forceinline__ Ring(act_t* k_, act_t* v_, gate_t* g_, float* beta_, i64 slot, int head)
         : k(k_ + (slot * KEY_HEADS + head / GROUP) * W * K), v(v_ + (slot * HEADS + head) * W * V),
           g(g_ + (slot * HEADS + head) * W * GATES), beta(beta_ + (slot * HEADS + head) * W) {}
-};
-
-// One row's newest token, at one head.
-struct Token {
-    const act_t *q, *k, *v;
-    const gate_t* g;
-    const float* beta;
-
-    __device__ __forceinline__ Token(const act_t* q_, const act_t* k_, const act_t* v_, const gate_t* g_,
-                                     const float* beta_, i64 at, int head)
-        : q(q_ + (at * KEY_HEADS + head / GROUP) * K), k(k_ + (at * KEY_HEADS + head / GROUP) * K),
-          v(v_ + (at * HEADS + head) * V), g(g_ + (at * HEADS + head) * GATES), beta(beta_ + at * HEADS + head) {}
 };

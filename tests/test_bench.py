@@ -87,6 +87,15 @@ class TestBytes:
             packed + state + moved + 4 * ring, 4 * state + moved + 7 * ring + packed
         )
 
+    def test_exact_rows(self):
+        """Of steps that a sketch's head decodes exactly: standard decode's bytes, and only up to so many rows."""
+        plan = bench.random_plan(LAYER, 3, 8, "lowrank", 2)
+        standard, _, sketch = bench.systems(LAYER, 8, [plan])
+        exact = bench.systems(LAYER, 8, [plan], exact=2)[-1]
+        assert exact.name == f"{sketch.name}, exact"
+        for batch, like in ((1, standard), (2, standard), (3, sketch)):
+            assert bench.step_bytes(exact, LAYER, batch, 8) == bench.step_bytes(like, LAYER, batch, 8)
+
     def test_raw_gates(self):
         """On a device they have the activations' two bytes; on the host they are converted as they come in."""
         layer = SHAPES["kda"]
@@ -159,18 +168,23 @@ class TestDevice:
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     def test_command(self, kind, cupy, monkeypatch, tmp_path):
         """All systems, windows whose cursors advance from graph to graph, several sets of slots."""
-        layer, option = (LAYER, "--peers") if kind == "gdn" else (Layer("kda", 2, 64, 64, 2), "--raw-gate")
+        layer, chosen = LAYER, ["--batch", 2, "--peers"]
+        if kind == "kda":
+            layer, chosen = Layer("kda", 2, 64, 64, 2), ["--batch", "2,3", "--raw-gate", "--exact-rows", 2]
         monkeypatch.setattr(bench, "SHAPES", {"tiny": layer})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
         monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
         monkeypatch.setattr(device, "LEAST", 1)
         monkeypatch.setattr(device, "PASSING", 100_000)  # a few sets of slots
         file = tmp_path / "out.json"
-        options = ["--batch", 2, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, option, "--json", file]
+        options = [*chosen, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, "--json", file]
         printed = invoke(*options).output
         report = json.loads(file.read_text())
         assert report["device"] == "host"
-        assert [r["system"] for r in report["results"]][:2] == ["standard", "replay"]
+        systems = [r["system"] for r in report["results"]]
+        sketches = ["lowrank"] if kind == "gdn" else ["exact", "lowrank"]
+        assert systems[:2] == ["standard", "replay"]
+        assert [name.split()[-1] for name in systems if "sketch" in name] == sketches
         for found in report["results"]:
             assert found["backend"] == "cuda"
             assert found["error"] < ROUNDED

@@ -174,7 +174,9 @@ def random_plan(
     return SketchPlan(basis, ranks, window, map, pivots)
 
 
-def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None) -> list[System]:
+def systems(
+    layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None, exact: int = 0
+) -> list[System]:
     """List what a benchmark compares: standard, replay, and one sketch for each plan.
 
     Parameters
@@ -187,12 +189,15 @@ def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateIn
         Plans of the sketches.
     gate : GateInput, optional
         Of heads that take raw gate inputs.
+    exact : int, default 0
+        Rows of the steps to be timed, if the sketches' heads are to decode them exactly.
 
     Returns
     -------
     list of System
         Entries for `measure` and `measure_device`.
     """
+    tail = ", exact" if exact else ""
     return exact_systems(layer, window, gate) + [
-        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}", gate) for plan in plans
+        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}{tail}", gate, exact) for plan in plans
     ]

@@ -21,6 +21,7 @@ from sketchssm.plan import MAPS
 if TYPE_CHECKING:
     from sketchssm.bench import BenchResult
     from sketchssm.cli.output import Output
+    from sketchssm.evaluate.systems import System
     from sketchssm.gates import GateInput
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import Layer
@@ -41,6 +42,13 @@ class Case:
     window: int
     plans: list[SketchPlan]
     gate: GateInput | None
+    exact: bool
+
+    def systems(self) -> list[System]:
+        """What is timed; of sketches, the exact decode of so few rows."""
+        from sketchssm import bench
+
+        return bench.systems(self.layer, self.window, self.plans, self.gate, self.batch if self.exact else 0)
 
 
 @click.command("bench")
@@ -67,6 +75,13 @@ class Case:
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
 )
+@click.option(
+    "--exact-rows",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Have sketches decode steps of up to so many rows exactly.",
+)
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
 @click.option(
@@ -85,6 +100,7 @@ def command(
     maps: tuple[str, ...],
     pivots: int,
     seconds: float | None,
+    exact_rows: int,
     raw_gate: bool,
     peers: bool,
     plot: Path | None,
@@ -127,7 +143,10 @@ def command(
                 bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)
             ]
             plans = [bench.random_plan(layer, r, window, m, pivots, seed) for r in spread for m in chosen]
-            cases += [Case(shape, layer, batch, window, plans, gate) for batch in batches or BATCHES[kind]]
+            cases += [
+                Case(shape, layer, batch, window, plans, gate, batch <= exact_rows)
+                for batch in batches or BATCHES[kind]
+            ]
     output = Output(json_file)
     time = _on_device if kind == "cuda" else _on_host(backend)
     report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed, peers)
@@ -155,11 +174,10 @@ def _on_host(backend: str) -> Timing:
         with output.progress("timing", len(cases)) as step:
             for case in cases:
                 step(f"{case.shape}, batch {case.batch}, window {case.window}")
-                listed = bench.systems(case.layer, case.window, case.plans, case.gate)
                 results += bench.measure(
                     case.shape,
                     case.layer,
-                    listed,
+                    case.systems(),
                     case.batch,
                     case.window,
                     bandwidth,
@@ -182,8 +200,8 @@ def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, pee
     results = []
     with output.progress("compiling", len(cases) + 1) as step:
         step("compiling")
-        listed = {id(case): bench.systems(case.layer, case.window, case.plans, case.gate) for case in cases}
-        one_batch = {(case.shape, case.window): case for case in cases}
+        listed = {id(case): case.systems() for case in cases}
+        one_batch = {(case.shape, case.window, case.exact): case for case in cases}
         compiled = bench.compile_all([system for case in one_batch.values() for system in listed[id(case)]])
         bandwidth = bench.device_bandwidth()
         for case in cases:

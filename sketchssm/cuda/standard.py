@@ -25,6 +25,9 @@ TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
 
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 
+STANDARD_THREADS = 128
+"""Of a block, WARPS in ``cuda_src/standard_rows.cuh``."""
+
 
 @cache
 def _type(dtype: Any, name: str) -> int:
@@ -139,9 +142,14 @@ class StandardEngine:
         if not batch or not length:
             return
         kernel, _, _ = self._kernel(0)
-        tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
         state, counts = (self.state, self._slot_stride, self._gate), (np.int32(batch), np.int32(length))
-        kernel(-(-tasks // 4), 128, (*state, *self._pointers(tokens), out, slots, *counts))
+        args = (*state, *self._pointers(tokens), out, slots, *counts)
+        kernel(self._standard_blocks(batch), STANDARD_THREADS, args)
+
+    def _standard_blocks(self, batch: int) -> int:
+        """Blocks that have a warp for every few value rows."""
+        tasks = batch * self.layer.heads * (self.layer.value_dim // self.value_rows)
+        return -(-32 * tasks // STANDARD_THREADS)
 
     def _check(self, tokens: Tokens, out: Any) -> None:
         for name in self.arrays.activations:

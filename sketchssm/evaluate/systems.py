@@ -46,6 +46,8 @@ class System:
         The plan of a sketch.
     gate : GateInput or None
         What its head makes log-decays of raw gate inputs with; `compare` has log-decays alone.
+    exact_rows : int
+        A sketch's: most rows of a step that its head decodes exactly.
     """
 
     name: str
@@ -53,6 +55,7 @@ class System:
     reduction: float
     plan: SketchPlan | None = None
     gate: GateInput | None = None
+    exact_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def exact_systems(layer: Layer, window: int = 16, gate: GateInput | None = None)
     ]
 
 
-def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None) -> System:
+def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, exact_rows: int = 0) -> System:
     """Make the entry of a sketch.
 
     Parameters
@@ -130,13 +133,16 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None) ->
         What to call it.
     gate : GateInput, optional
         Of a head that takes raw gate inputs.
+    exact_rows : int, default 0
+        Most rows of a step that its head decodes exactly.
 
     Returns
     -------
     System
         An entry for `compare`.
     """
-    return System(name, partial(SketchHead, plan, gate=gate), traffic.plan_reduction(plan), plan, gate)
+    build = partial(SketchHead, plan, gate=gate, exact_rows=exact_rows)
+    return System(name, build, traffic.plan_reduction(plan), plan, gate, exact_rows)
 
 
 def compare(

@@ -158,3 +158,35 @@ def with_blocks(engine, blocks):
     kernel, shared, _ = engine._kernel(1)
     engine._launches["flush_step"] = kernel, shared, blocks
     return engine
+
+
+def run_mixed(device, oracle, layer, steps, activation, rng, gate=None):
+    """Feed both engines steps of 1 to 4 rows and 1 to 3 tokens, with a flush of some slots in between.
+
+    Returns outputs of both ``(tokens, heads, V)`` and which of them an exact state has given: those of small steps,
+    and of flushes.
+    """
+    import cupy
+
+    slots, window = oracle.position.size, oracle.window
+    gots, wants, exact = [], [], []
+    for _ in range(steps):
+        rows, length = rng.integers(1, 5), rng.integers(1, 4)
+        table = slot_table(rows, slots, 1, rng)[0]
+        tokens = make_tokens(layer, rows, length, activation, rng, gate=gate)
+        out = cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
+        want, where = np.empty(tokens.v.shape), oracle.position[table]
+        device.step(tokens_to_device(tokens, activation, gate), cupy.asarray(table), out)
+        oracle.step(tokens if gate is None else tokens._replace(g=gate.log_decays(tokens.g)), table, want)
+        for t in range(length):
+            ends = where >= window - 1
+            gots.append(out.get()[:, t])
+            wants.append(want[:, t])
+            exact.append(ends | (rows <= oracle.exact_rows) | (table < 0))
+            where = np.where(ends, 0, where + 1)
+        if rng.uniform() < 0.1:
+            some = rng.permutation(slots)[:2]
+            device.flush(cupy.asarray(some))
+            oracle.flush(some)
+        assert np.array_equal(device.position.get(), oracle.position)
+    return np.concatenate(gots), np.concatenate(wants), np.concatenate(exact)

@@ -16,7 +16,12 @@ pytestmark = pytest.mark.gpu
 STEPS, REPLAYS = 70, 30
 """Steps of a graph, no multiple of the window, so that each replay flushes elsewhere; and its replays."""
 
-SKETCHES = {"dense-heads": ("gdn", [7, DENSE, 16, 2]), "gdn": ("gdn", [7, 3, 16, 2]), "kda": ("kda", [7, 16, 2])}
+SKETCHES = {
+    "dense-heads": ("gdn", [7, DENSE, 16, 2]),
+    "gdn": ("gdn", [7, 3, 16, 2]),
+    "kda": ("kda", [7, 16, 2]),
+    "exact": ("gdn", [7, 3, 16, 2]),
+}
 """Kind and ranks. Flushes leave before a read has ended only where no head is dense."""
 
 
@@ -32,7 +37,9 @@ def make_head(system, slots, rng, monkeypatch, overlaps):
         elif system == "replay":
             head = ss.ReplayHead(layer, slots, "cuda")
         else:
-            head = ss.SketchHead(make_plan(layer, ranks, rng), slots, "cuda")
+            head = ss.SketchHead(
+                make_plan(layer, ranks, rng), slots, "cuda", exact_rows=64 if system == "exact" else 0
+            )
         head.warmup()
     return head
 
