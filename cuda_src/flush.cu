@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
             if (slot >= 0) atomicInc(reinterpret_cast<u32*>(&cursor[slot]), W - 1);
         }
     };
-    // Mostly nothing is due, and that is known before the read has ended: then only one block stays to wait for it.
-    const bool idle = mode == STEP && schedule->is_idle();
+    // Mostly nothing is due, and that is known before the read has ended, if no head is dense: then only one block stays to wait for it.
+    const bool idle = DENSE_HEADS == 0 && mode == STEP && schedule->is_idle();
     if (idle && blockIdx.x > 0) return;
     if (idle) move_cursors();
     wait_for_kernel_before();

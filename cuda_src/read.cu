@@ -52,10 +52,13 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         block.heads[part].load(heads, part);  // which nobody ever changes
         atomicMax(&block.most_elements, block.heads[part].elements);
     }
-    // Slots may still be changing: what they seem to be only says which cursors to bring nearer.
+    // Slots may still be changing: what they seem to be only says which cursors to bring nearer, and to load beside them.
+    int seeming = 0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         const i64 slot = const_cast<const volatile i64*>(slots)[first_row + i];
-        if (slot >= 0 && slot < slot_count) prefetch(&cursor[slot]);
+        if (slot < 0 || slot >= slot_count) continue;
+        prefetch(&cursor[slot]);
+        if (i == threadIdx.x) seeming = static_cast<int>(slot);
     }
 #endif
     wait_for_kernel_before();
@@ -76,7 +79,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const u32 start = clock_now();
     bool due = false;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        const int row = first_row + i, slot = static_cast<int>(slots[row]), pos = slot < 0 ? 0 : cursor[slot];
+        int pos = cursor[seeming];
+        const int row = first_row + i, slot = static_cast<int>(slots[row]);
+        if (slot != seeming) pos = slot < 0 ? 0 : cursor[slot];
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || Share::goes_on(slot, pos)) {
             atomicMax(&block.most_tokens, pos);
