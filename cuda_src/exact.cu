@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) exact_step(
         __threadfence();
     }
     if (__shfl_sync(ALL, before, 0) + 1 < WARPS_OF_A_ROW) return;
+    __syncwarp();
     fill<KEY_HEADS * W * K>(ring_k, slot, 0), fill<HEADS * W * V>(ring_v, slot, 0);
     fill<HEADS * W * GATES>(ring_g, slot, OPEN);
     if constexpr (ERASES) fill<HEADS * W>(ring_beta, slot, 0);

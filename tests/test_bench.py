@@ -88,13 +88,13 @@ class TestBytes:
         )
 
     def test_exact_rows(self):
-        """Of steps that a sketch's head decodes exactly: standard decode's bytes, and only up to so many rows."""
+        """What a sketch's head decodes exactly moves standard decode's bytes."""
         plan = bench.random_plan(LAYER, 3, 8, "lowrank", 2)
-        standard, _, sketch = bench.systems(LAYER, 8, [plan])
-        exact = bench.systems(LAYER, 8, [plan], exact=2)[-1]
-        assert exact.name == f"{sketch.name}, exact"
-        for batch, like in ((1, standard), (2, standard), (3, sketch)):
-            assert bench.step_bytes(exact, LAYER, batch, 8) == bench.step_bytes(like, LAYER, batch, 8)
+        standard, _, sketch, exact = bench.systems(LAYER, 8, [plan], exact=True)
+        assert exact.name == f"{sketch.name}, decoded exactly"
+        assert bench.step_bytes(exact, LAYER, 3, 8) == bench.step_bytes(standard, LAYER, 3, 8)
+        found = bench.measure("tiny", LAYER, [exact], 3, 8, 1e9, backend="reference", seconds=0)
+        assert found[0].error == 0  # the reference's, which must decode exactly as well
 
     def test_raw_gates(self):
         """On a device they have the activations' two bytes; on the host they are converted as they come in."""
@@ -182,7 +182,7 @@ class TestDevice:
         report = json.loads(file.read_text())
         assert report["device"] == "host"
         systems = [r["system"] for r in report["results"]]
-        sketches = ["lowrank"] if kind == "gdn" else ["exact", "lowrank"]
+        sketches = ["lowrank"] if kind == "gdn" else ["lowrank", "exactly", "lowrank"]
         assert systems[:2] == ["standard", "replay"]
         assert [name.split()[-1] for name in systems if "sketch" in name] == sketches
         for found in report["results"]:

@@ -67,3 +67,12 @@ def test_the_ring_of_an_exact_slot_changes_nothing(rng, cupy):  # noqa: F811
     device.flush(cupy.asarray([1]))
     assert device.position.tolist() == [0, 0]
     assert np.array_equal(device.state, before)
+
+
+def test_no_tokens(rng, cupy):  # noqa: F811
+    """Nothing is launched for them, and cursors stay."""
+    layer = Layer("gdn", 4, 64, 64, 2)
+    device = SketchEngine(make_plan(layer, [3, DENSE, 5, 2], rng, window=8), 2, output="float32", exact_rows=2)
+    tokens = make_tokens(layer, 2, 0, "bfloat16", rng)
+    device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), cupy.zeros((2, 0, 4, 64), np.float32))
+    assert device.position.tolist() == [0, 0]

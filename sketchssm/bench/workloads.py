@@ -175,9 +175,9 @@ def random_plan(
 
 
 def systems(
-    layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None, exact: int = 0
+    layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None, exact: bool = False
 ) -> list[System]:
-    """List what a benchmark compares: standard, replay, and one sketch for each plan.
+    """List what a benchmark compares: standard, replay, and for each plan a sketch.
 
     Parameters
     ----------
@@ -189,15 +189,17 @@ def systems(
         Plans of the sketches.
     gate : GateInput, optional
         Of heads that take raw gate inputs.
-    exact : int, default 0
-        Rows of the steps to be timed, if the sketches' heads are to decode them exactly.
+    exact : bool, default False
+        Whether to add the sketches' heads as they decode few rows.
 
     Returns
     -------
     list of System
         Entries for `measure` and `measure_device`.
     """
-    tail = ", exact" if exact else ""
-    return exact_systems(layer, window, gate) + [
-        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}{tail}", gate, exact) for plan in plans
-    ]
+    listed = exact_systems(layer, window, gate)
+    for tail in ("", ", decoded exactly")[: 1 + exact]:
+        listed += [
+            sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}{tail}", gate, bool(tail)) for plan in plans
+        ]
+    return listed

@@ -45,10 +45,10 @@ class Case:
     exact: bool
 
     def systems(self) -> list[System]:
-        """What is timed; of sketches, the exact decode of so few rows."""
+        """What is timed."""
         from sketchssm import bench
 
-        return bench.systems(self.layer, self.window, self.plans, self.gate, self.batch if self.exact else 0)
+        return bench.systems(self.layer, self.window, self.plans, self.gate, self.exact)
 
 
 @click.command("bench")
@@ -80,7 +80,7 @@ class Case:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Have sketches decode steps of up to so many rows exactly.",
+    help="Time steps of up to so many rows as sketches decode them exactly, too.",
 )
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")

@@ -40,12 +40,14 @@ class SketchEngine(ReplayEngine):
         super().warmup(activation)
         if self._exact_rows:
             exact_rows, self._exact_rows = self._exact_rows, 0
-            super().warmup(activation)
-            self._exact_rows = exact_rows
+            try:
+                super().warmup(activation)
+            finally:
+                self._exact_rows = exact_rows
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
-        if slots.size > self._exact_rows:
+        if not out.size or slots.size > self._exact_rows:
             super().step(tokens, slots, out)
             return
         live = slots[slots >= 0]

@@ -63,7 +63,7 @@ class SketchEngine(StandardEngine):
         See `StandardEngine`.
     """
 
-    _exact_rows = 0
+    _exact_rows = 0  # of buffered replay, which is an engine without a plan
 
     def __init__(
         self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16", exact_rows: int = 0, **memory: Any
@@ -95,7 +95,8 @@ class SketchEngine(StandardEngine):
         self._dense = packed.dense
         self._ridge = np.float32(ridge)
         self._schedule = cupy.zeros(SCHEDULE_WORDS, dtype=np.int32)  # from the read kernel to the flush kernel
-        self._done = cupy.zeros(slots if self._exact_rows else 1, dtype=np.uint32)  # warps of exact_step
+        if self._exact_rows:
+            self._done = cupy.zeros(slots, dtype=np.uint32)  # warps that have left a slot's ring to the last one
         self._sketch_type = 0 if bf16 else 2
         self._rank_max = int(max(packed.heads[:, 0].max(), 1))
         if self.arrays.activation is not None:
@@ -151,9 +152,8 @@ class SketchEngine(StandardEngine):
                 blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, self._flush_threads, shared
                 )
-            elif (
-                name == "read_step" and self._dense < self.layer.heads
-            ):  # one block shares all there is out to its warps
+            elif name == "read_step" and self._dense < self.layer.heads:
+                # one block shares all there is out to its warps
                 shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
                 names = ("read_parts", "read_most_items", "read_most_warps")
                 self._read_limits = tuple(size_of(module, name) for name in names)
@@ -188,7 +188,7 @@ class SketchEngine(StandardEngine):
         self._check(tokens, out)
         if not self._ready:
             self._prepare()
-        if not out.shape[0]:
+        if not out.shape[0] or not out.shape[1]:
             return
         if out.shape[0] <= self._exact_rows:
             self._exact(tokens, slots, out)

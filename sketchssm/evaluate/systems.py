@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["System", "SystemResult", "compare", "exact_systems", "relative_error", "sketch_system"]
 
+ANY_ROWS = 1 << 31
+
 
 @dataclass(frozen=True)
 class System:
@@ -46,8 +48,8 @@ class System:
         The plan of a sketch.
     gate : GateInput or None
         What its head makes log-decays of raw gate inputs with; `compare` has log-decays alone.
-    exact_rows : int
-        A sketch's: most rows of a step that its head decodes exactly.
+    exact : bool
+        Of a sketch: whether its head decodes every step exactly, as it does few rows.
     """
 
     name: str
@@ -55,7 +57,7 @@ class System:
     reduction: float
     plan: SketchPlan | None = None
     gate: GateInput | None = None
-    exact_rows: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def exact_systems(layer: Layer, window: int = 16, gate: GateInput | None = None)
     ]
 
 
-def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, exact_rows: int = 0) -> System:
+def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, exact: bool = False) -> System:
     """Make the entry of a sketch.
 
     Parameters
@@ -133,16 +135,16 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, ex
         What to call it.
     gate : GateInput, optional
         Of a head that takes raw gate inputs.
-    exact_rows : int, default 0
-        Most rows of a step that its head decodes exactly.
+    exact : bool, default False
+        Whether its head decodes every step exactly.
 
     Returns
     -------
     System
         An entry for `compare`.
     """
-    build = partial(SketchHead, plan, gate=gate, exact_rows=exact_rows)
-    return System(name, build, traffic.plan_reduction(plan), plan, gate, exact_rows)
+    build = partial(SketchHead, plan, gate=gate, exact_rows=ANY_ROWS if exact else 0)
+    return System(name, build, traffic.plan_reduction(plan), plan, gate, exact)
 
 
 def compare(

@@ -130,7 +130,7 @@ class SketchEngine(ReplayEngine):
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
-        if out.shape[0] > self.exact_rows:
+        if not out.shape[1] or out.shape[0] > self.exact_rows:
             super().step(tokens, slots, out)
             return
         live = slots[slots >= 0]
