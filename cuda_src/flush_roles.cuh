@@ -154,16 +154,15 @@ __device__ __forceinline__ void wait_used(Memory& m, int n) {  // operands of it
 // The team that makes operands of keys.
 __device__ __forceinline__ void prepare_items(const Flush& f) {
     Memory& m = f.m;
-    const int member = threadIdx.x - 32 * TEAM_WARPS;
     int meeting = 0;
     auto meet = [&] {
         m.met.arrive();
         m.met.wait(meeting++);
     };
     for (Items items(f); items.now.exists(); items.advance()) {
-        const int n = items.n;
+        const int n = items.n, member = anew(threadIdx.x) - 32 * TEAM_WARPS;
         GateInput<1> input;
-        input.load(f.gate_input, items.now.head(), member % K);
+        input.load(f.gate_input, items.now.head(), channel_of(member));
         m.keys[n % KEYS].delivery.wait(n / KEYS);
         if (n == 0 && member < 32) m.begun.arrive();
         prepare(

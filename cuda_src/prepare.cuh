@@ -7,7 +7,7 @@ constexpr int TEAM = 256;                            // threads that prepare key
 constexpr int KEYS = !RAW && W > 16 ? 1 : 2;  // items whose keys are in shared memory at a time
 
 // Keys that are no operands as they come. D_{1:s} k_s (scalar decays: k_s) lies in float32 in the order of LeftOperand; D_{s+1:n} k_s / d_s
-// (k_s), times a power of two, in fp16 slices in the order of operands: a place of 16 channels, then tokens {2c, 2c+1, 8+2c, 9+2c} of 16.
+// (k_s), times a power of two, in fp16 slices: a place of 16 channels, then 16 tokens, of which a lane of an operand takes four neighbours.
 // See Solve for d_s.
 struct PreparedKeys {
     alignas(16) u16 ends[2][RAW ? 1 : BLOCKS][RAW ? 1 : K][16];
@@ -28,28 +28,36 @@ constexpr int SOLVES = RAW ? 2 : PREPARED + 1;
 
 // What a team's warps tell each other, written before they meet. One may be an item ahead of another.
 struct TeamMemory {
-    float sums[KIND == KDA ? K : 1];   // of the later half's log-decays
-    float decays[K / 32][KIND == KDA ? WP : 1];  // the largest of a token's, or 1, in 32 channels each: see KEPT
-    float most[RAW ? 1 : TEAM / 32];   // the largest key of each warp's
+    alignas(16) float decays[KIND == KDA ? K / 16 : 1][KIND == KDA ? WP : 1];  // the largest of a token's, or 1, in 16 channels each: see KEPT
+    float most[RAW ? 1 : TEAM / 32];                               // the largest key of each warp's
+    int steep[RAW ? 1 : TEAM / 32];                                // whether a channel of the warp's forgets too much for TILED
 };
 
-// Log-decay over half a window of a channel that keeps more than 2^-6. Where there is one nothing is forgotten, and largest decays
-// count as 1: fp16 has range enough.
-constexpr float KEPT = -4.16f;
+// Log-decay over 8 tokens of a channel that keeps more than 2^-6 over half a window. Where there is one nothing is forgotten, and
+// largest decays count as 1: fp16 has range enough.
+constexpr float KEPT = -4.16f * 16 / WP;
+// The Gram matrix on the tensor cores, where every channel keeps more than 2^-40 over half a window.
+constexpr bool TILED = KIND == KDA && WP == 16;
+constexpr float STEEP = -27.7f;
 constexpr int SOLVE_EXPONENT = 12;  // of a column's largest element as an operand
 
 // Lane s: the power of two that is next above a token's largest decay; 0 for none.
 __device__ __forceinline__ float decay_power(const TeamMemory& team) {
     const int lane = threadIdx.x % 32;
-    float most = lane < WP ? 0.f : 1.f;
+    float most = 0;
 #pragma unroll
-    for (int i = 0; i < K / 32; i++)
-        if (lane < WP) most = fmaxf(most, team.decays[i][lane % (KIND == KDA ? WP : 1)]);
+    for (int i = 0; i < K / 16; i += 32 / WP) most = fmaxf(most, team.decays[KIND == KDA ? i + lane / WP : 0][KIND == KDA ? lane % WP : 0]);
+    if (WP < 32) {
+        most = fmaxf(most, __shfl_xor_sync(ALL, most, 16));
+        if (lane >= WP) most = 1;
+    }
     return __uint_as_float((__float_as_uint(most) + 0x7fffffu) & 0x7f800000u);
 }
 
-// Which operand holds rows 16 to + 8 t .. + 7 of N, columns 16 from .. + 15.
+// Which operand holds 8 of rows 16 to .. + 15 of N, columns 16 from .. + 15; and which of them, in which place, row s of the 16 is.
 __device__ __forceinline__ int operand_of(int to, int from, int t) { return 2 * (to + from) + t; }
+__device__ __forceinline__ constexpr int tile_of(int s) { return RAW ? s / 8 : s % 4 / 2; }
+__device__ __forceinline__ constexpr int place_in_tile(int s) { return RAW ? s % 8 : s / 4 * 2 + s % 2; }
 
 // What one warp works out for all: the triangular solve of the delta rule (the Gram matrix, then the decayed one, then N),
 // and scalar decays.
@@ -170,7 +178,7 @@ __device__ __forceinline__ void substitute(Solve& table, float beta, float left)
         u32 slices[2];
         half_slices(power * n[s], power * n[s + 1], slices[0], slices[1]);
         if (lane < WP && lane / 16 <= s / 16) {
-            u16* const to = reinterpret_cast<u16*>(&table.operands()[operand_of(s / 16, lane / 16, s / 8 % 2)][s % 8 * 4]) + slot;
+            u16* const to = reinterpret_cast<u16*>(&table.operands()[operand_of(s / 16, lane / 16, tile_of(s % 16))][place_in_tile(s % 16) * 4]) + slot;
 #pragma unroll
             for (int j = 0; j < 2; j++) to[4 * j] = static_cast<u16>(slices[j]), to[32 + 4 * j] = static_cast<u16>(slices[j] >> 16);
         }
@@ -202,92 +210,193 @@ __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage
             u32 slices[2];
             half_slices(power * x, 0, slices[0], slices[1]);
 #pragma unroll
-            for (int j = 0; j < 2; j++) m.ends[j][RAW ? 0 : s / 16][RAW ? 0 : place][s % 8 / 2 * 4 + 2 * half + s % 2] = static_cast<u16>(slices[j]);
+            for (int j = 0; j < 2; j++) m.ends[j][RAW ? 0 : s / 16][RAW ? 0 : place][s % 8 + 8 * half] = static_cast<u16>(slices[j]);
         }
     }
 }
 
-// Decays per channel, in place of their logs: a thread has half of a channel's tokens, and returns the sum of what it took.
-// Raw gates are all taken before the first decay is put where they may lie; `input` is of the thread's channel.
-template <class Meet>
-__device__ __forceinline__ float take_decays(TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count, int member,
-                                             Meet meet) {
-    constexpr int HALF = WP / 2;
-    const int channel = member % K, first = member / K * HALF, lane = member % 32;
-    auto each = [&](auto work) {
-#pragma unroll
-        for (int i = 0; i < HALF; i++)
-            if (member < 2 * K && first + i < count) work(i, stage.g[(first + i) % GATE_ROWS][channel % GATES]);
-    };
-    float sum = 0;
-    if constexpr (RAW_GATE) {
-        float taken[HALF];
-        each([&](int i, float&) { sum += taken[i] = input.log_decay(widen<GATE_TYPE>(stage.given_gates(first + i)[channel]), 0); });
-        meet();
-        each([&](int i, float& x) { x = decay(taken[i]); });
-    } else {
-        each([&](int, float& x) { sum += x, x = decay(x); });
-    }
-    if (member >= 2 * K) return sum;
-    float largest = 1;  // of the lane's token
-    if (!__any_sync(ALL, sum > KEPT)) {
-#pragma unroll 1
-        for (int i = 0; first + i < count && i < HALF; i++) {
-            const float most = warp_most(stage.g[(first + i) % GATE_ROWS][channel % GATES]);
-            if (lane == i) largest = most;
-        }
-    }
-    if (lane < HALF) team.decays[channel / 32][(first + lane) % (KIND == KDA ? WP : 1)] = largest;
-    return sum;
+// A team's thread: its channel, and which half of each 16 tokens it takes. A warp has 16 channels, in the order of `ends`, where a
+// thread's 8 tokens are 16 bytes.
+__device__ __forceinline__ int channel_of(int member) {
+    const int place = member % 32 / 2;
+    return member / 32 * 16 % K + 4 * (place % 8 / 2) + place / 8 * 2 + place % 2;
 }
 
-// Keys decayed from the window's start by the threads of the first half, to its end by the others. `sum` is of all log-decays.
-__device__ __forceinline__ void decay_keys(PreparedKeys& m, const TeamMemory& team, const KeyStage& stage, int count, int member, float sum,
-                                           float power) {
-    const int channel = member % K;
-    auto key = [&](int s) { return s < count ? widen<ACT>(stage.k[s % W][channel]) : 0.f; };
-    auto gate = [&](int s) { return s < count ? stage.g[s % GATE_ROWS][channel % GATES] : 1.f; };
-    if (member < K) {
-        float whole = 1;
-#pragma unroll 1
-        for (int first = 0; first < WP; first += 16) {
-            float upper[8];
+// What a thread keeps of its tokens while an item is prepared.
+struct ChannelTokens {
+    float key[BLOCKS][8], decay_of[BLOCKS][8], product[BLOCKS], sum;  // product of decays in each block, and sum of all log-decays
+
+    __device__ __forceinline__ void multiply() {
 #pragma unroll
-            for (int s = 0; s < 16; s++) {
-                whole *= gate(first + s);
-                const float x = whole * key(first + s);
-                if (s < 8) upper[s] = x;
-                else *reinterpret_cast<float2*>(m.start(first + s - 8, channel)) = make_float2(upper[s - 8], x);
-            }
+        for (int b = 0; b < BLOCKS; b++) {
+            product[b] = decay_of[b][0];
+#pragma unroll
+            for (int i = 1; i < 8; i++) product[b] *= decay_of[b][i];
         }
-        m.whole[KIND == KDA ? channel : 0] = decay(sum);  // more exact than the product: states take it up in every window
-    } else if (member < 2 * K) {
-        const int place = channel / 16 * 16 + place_of(channel % 16);
-        float whole = power;
-        auto fill = [&](auto part) {
-#pragma unroll 1
-            for (int block = BLOCKS - 1; block >= 0; block--) {
-                u32 packed[2][8];
+    }
+    // Tokens that are not there: keys of 0, decays of 1.
+    __device__ __forceinline__ void take(TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count, int member) {
+        const int channel = channel_of(member), half = member % 2;
+        float gate[BLOCKS][8];
+        auto load = [&](bool whole) {
 #pragma unroll
-                for (int s = 14; s >= 0; s -= 2) {
-                    const float odd = whole * key(16 * block + s + 1);
-                    whole *= part(16 * block + s + 1);
-                    const float even = whole * key(16 * block + s);
-                    whole *= part(16 * block + s);
-                    half_slices(even, odd, packed[0][s % 8 + s / 8], packed[1][s % 8 + s / 8]);
-                }
+            for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    uint4* const to = reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : block][RAW ? 0 : place][0]);
-                    to[0] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
-                    to[1] = make_uint4(packed[i][4], packed[i][5], packed[i][6], packed[i][7]);
+                for (int i = 0; i < 8; i++) {
+                    const int s = 16 * b + 8 * half + i;
+                    key[b][i] = gate[b][i] = 0;
+                    if (!whole && s >= count) continue;
+                    key[b][i] = widen<ACT>(stage.k[s][channel]);
+                    if constexpr (RAW_GATE) gate[b][i] = input.log_decay(widen<GATE_TYPE>(stage.given_gates(s)[channel]), 0);
+                    else gate[b][i] = stage.g[s % GATE_ROWS][channel % GATES];
                 }
-            }
         };
-        const float inverse = inverse_of_power(decay_power(team));
-        if (__any_sync(ALL, inverse != 1.f)) fill([&](int s) { return gate(s) * __shfl_sync(ALL, inverse, s); });
-        else fill(gate);
+        if (count == WP) load(true);
+        else load(false);
+        float most = 0;
+        bool steep = false;
+        sum = 0;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            float whole = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                whole += gate[b][i], most = fmaxf(most, fabsf(key[b][i]));
+                decay_of[b][i] = decay(gate[b][i]);
+            }
+            sum += whole;
+            steep = steep || !(whole > STEEP);
+            const u32 kept = __ballot_sync(ALL, whole > KEPT);
+            float largest[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) largest[i] = 1;
+            if ((kept & 0x55555555u) == 0 || (kept & 0xaaaaaaaau) == 0) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const float lower = warp_most(half ? 0.f : decay_of[b][i]), upper = warp_most(half ? decay_of[b][i] : 0.f);
+                    if ((kept & 0x55555555u << half) == 0) largest[i] = half ? upper : lower;
+                }
+            }
+            if (member % 32 < 2) {
+                float4* const to = reinterpret_cast<float4*>(&team.decays[KIND == KDA ? member / 32 : 0][KIND == KDA ? 16 * b + 8 * half : 0]);
+                to[0] = make_float4(largest[0], largest[1], largest[2], largest[3]);
+                to[1] = make_float4(largest[4], largest[5], largest[6], largest[7]);
+            }
+        }
+        most = warp_most(most), steep = __any_sync(ALL, steep);
+        if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = most, team.steep[RAW ? 0 : member / 32] = steep;
+        multiply();
     }
+    // Into the place of log-decays: the decays themselves, or their products from the first of the 8 on.
+    __device__ __forceinline__ void put(KeyStage& stage, int member, bool products) const {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            float x = 1;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                x = products ? x * decay_of[b][i] : decay_of[b][i];
+                stage.g[(16 * b + 8 * (member % 2) + i) % GATE_ROWS][channel_of(member) % GATES] = x;
+            }
+        }
+    }
+    // Keys decayed from the window's start, where they are not made with the Gram matrix.
+    __device__ __forceinline__ void decay_from_start(PreparedKeys& m, int member) const {
+        float before = 1;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            const float other = __shfl_xor_sync(ALL, product[b], 1);
+            float whole = member % 2 ? before * other : before;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                whole *= decay_of[b][i];
+                m.start(16 * b + i, channel_of(member))[member % 2] = whole * key[b][i];
+            }
+            before *= product[b] * other;
+        }
+    }
+    // Keys decayed to its end, as operands.
+    __device__ __forceinline__ void decay_to_end(PreparedKeys& m, const TeamMemory& team, int member, float power) {
+        const int half = member % 2;
+        const float inverse = inverse_of_power(decay_power(team));
+        if (__any_sync(ALL, inverse != 1.f)) {
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) decay_of[b][i] *= __shfl_sync(ALL, inverse, 16 * b + 8 * half + i);
+            multiply();
+        }
+        float after = power;
+#pragma unroll
+        for (int b = BLOCKS - 1; b >= 0; b--) {
+            const float other = __shfl_xor_sync(ALL, product[b], 1);
+            float whole = half ? after : after * other;
+            u32 packed[2][4];
+#pragma unroll
+            for (int i = 7; i > 0; i -= 2) {
+                const float odd = whole * key[b][i];
+                whole *= decay_of[b][i];
+                const float even = whole * key[b][i - 1];
+                whole *= decay_of[b][i - 1];
+                half_slices(even, odd, packed[0][i / 2], packed[1][i / 2]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                *reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : b][RAW ? 0 : member / 32 * 16 % K + member % 32 / 2][8 * half]) =
+                    make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
+            after *= product[b] * other;
+        }
+    }
+};
+
+// A warp's share of the decayed Gram matrix <D_{j+1:s} k_j, k_s>, of 16 channels, on the tensor cores; returns keys decayed from the
+// window's start as well. Both halves of the window have a point of their own from which decays are taken, its start: a key is decayed from
+// there, or divided by that, so no channel may forget too much in half a window (STEEP). The share comes where the decays lie.
+__device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int member) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, first = member / 32 * 16 % K, channel = first + 4 * c;
+    auto row = [&](int s) -> float* { return &stage.g[s % GATE_ROWS][channel % GATES]; };
+    Packed<FP32, 4> before;
+    before.load(row(7));
+    LeftOperand keys, own;
+    float over[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int s = 8 * half + r;
+        Packed<FP32, 4> upto;
+        upto.load(row(s));
+        Packed<ACT, 4> key;
+        key.clear();
+        if (s < count) key.load(&stage.k[s][channel]);
+        float x[4], y[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            x[e] = key[e] * upto[e];
+            y[e] = half ? x[e] * before[e] : x[e];
+            over[half][e] = __fdividef(key[e], upto[e]);
+        }
+        own.set(half, x), keys.set(half, y);
+    }
+    float sum[2][4] = {}, rest[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        keys.multiply<false, false>(i, sum[0], rest[0], over[0][2 * i], over[0][2 * i + 1]);
+        own.multiply<false, false>(i, sum[1], rest[1], over[1][2 * i], over[1][2 * i + 1]);  // of rows from 8 on
+    }
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int t = 0; t <= half; t++)
+            *reinterpret_cast<float2*>(&stage.g[(8 * half + r) % GATE_ROWS][(first + (8 * t + 2 * c ^ 8 * (r % 2))) % GATES]) =
+                make_float2(sum[t][2 * half] + rest[t][2 * half], sum[t][2 * half + 1] + rest[t][2 * half + 1]);
+    return keys;
+}
+// The sum of all shares; a thread has a place of the matrix.
+__device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, int member) {
+    const int s = member / WP, j = member % WP;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < K / 16; i++) sum += stage.g[s % GATE_ROWS][(16 * (i ^ s % 2) + (j ^ 8 * (s % 2))) % GATES];
+    table.n[ERASES ? s % WP : 0][j] = sum;
 }
 
 // Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal, for decays per channel: going back from token s, its key
@@ -332,31 +441,61 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
     }
 }
 
-// All of it where keys are no operands as they come, but for N. Leaves decays in place of log-decays per channel. `meet` brings
-// the team together, `tabled` says that the decayed Gram matrix is there, and `free` waits until the last keys have been used.
+// All of it where keys are no operands as they come, but for N. `meet` brings the team together, `tabled` says that the
+// decayed Gram matrix is there, and `free` waits until the last keys have been used.
 template <class Meet, class Tabled, class Free>
 __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count,
                                         int member, Meet meet, Tabled tabled, Free free) {
-    const float own = most_of_keys(stage, count, member);
-    if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = own;
-    float sum = 0;
+    const bool works = member < 2 * K;  // a warp does, or does not
+    [[maybe_unused]] ChannelTokens own;
+    [[maybe_unused]] LeftOperand starts;
     if constexpr (KIND == KDA) {
-        sum = take_decays(team, stage, input, count, member, meet);
-        if (member >= K && member < 2 * K) team.sums[KIND == KDA ? member - K : 0] = sum;
+        if (works) own.take(team, stage, input, count, member);
+        else if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = 0, team.steep[RAW ? 0 : member / 32] = 0;
+        if (RAW_GATE) meet();  // decays may lie where raw gates of others are
+        if (works) {
+            own.put(stage, member, TILED);
+            __syncwarp();
+            if (TILED) starts = tile_gram(stage, count, member);
+        }
+    } else {
+        const float most = most_of_keys(stage, count, member);
+        if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = most;
     }
     meet();
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < TEAM / 32; i++) most = fmaxf(most, team.most[RAW ? 0 : i]);
-    const float power = power_for<HALF_EXPONENT>(most);
-    if (KIND == KDA && member < K) sum += team.sums[KIND == KDA ? member : 0];
-    if constexpr (KIND == KDA) decayed_gram(table, stage, count, member);
+    const float power = power_for<HALF_EXPONENT>(warp_most(team.most[RAW ? 0 : member % (TEAM / 32)]));
+    if constexpr (KIND == KDA) {
+        const bool steep = __any_sync(ALL, team.steep[RAW ? 0 : member % (TEAM / 32)]);
+        if (TILED && !steep) {
+            sum_tiles(table, stage, member);
+        } else {
+            if (TILED) {
+                if (works) own.put(stage, member, false);
+                meet();
+            }
+            decayed_gram(table, stage, count, member);
+        }
+    }
     tabled();
     free();
     for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
     if (member == 0) m.unit = inverse_of_power(power);
-    if constexpr (KIND == KDA) decay_keys(m, team, stage, count, member, sum, power);
-    else copy_keys(m, stage, count, member, power);
+    if constexpr (KIND == KDA) {
+        if (!works) return;
+        const int lane = member % 32;
+        if (TILED) {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                m.starts[0][RAW ? 0 : member / 32 % STEPS][i][RAW ? 0 : lane ^ 4 * i] = make_float4(starts.a[i][0], starts.a[i][1], starts.a[i][2], starts.a[i][3]);
+        } else {
+            own.decay_from_start(m, member);
+        }
+        own.decay_to_end(m, team, member, power);
+        const float all = own.sum + __shfl_xor_sync(ALL, own.sum, 1);
+        if (member % 2 == 0) m.whole[KIND == KDA ? channel_of(member) : 0] = decay(all);  // more exact than the product: states take it up in every window
+    } else {
+        copy_keys(m, stage, count, member, power);
+    }
 }
 
 // Scalar decays, and N: from keys for scalar decays, else from their decayed Gram matrix. Lane s gives token s's log-decay

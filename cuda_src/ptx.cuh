@@ -88,6 +88,12 @@ __device__ __forceinline__ int load_acquire(const int* at) {
 __device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)); }
 
+// The same number, of which the compiler does not know that: it works out anew what follows from it, rather than to keep that in registers.
+__device__ __forceinline__ int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Asks for a line in the L2 cache.
 __device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 

@@ -12,7 +12,7 @@ constexpr int GROUP_BLOCKS = RAW ? SHARERS : NWARPS;
 
 constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
 constexpr int KEY_ROW = RAW ? K + 16 : K;  // padded where it is an operand's: 4 rows, of which a warp reads at once, lie in different banks
-constexpr int GATE_ROWS = KIND == KDA ? W : 1;
+constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // a team leaves WP rows where they were
 
 // Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp at a time brings them. Raw gates come
 // into the ends of the rows where their decays will lie.
@@ -72,8 +72,11 @@ struct Rows {
     __device__ __forceinline__ void store(float* to) const { send<2>(to, state.data, STRIDE, BYTES); }
 };
 
-// This thread's part of values that are written: rows r and r + 8 of operands, tokens 16 block + {2c, 2c+1, 8+2c, 9+2c}.
-__device__ __forceinline__ int token_of(int block, int e) { return 16 * block + 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2; }
+// This thread's part of values that are written: rows r and r + 8 of operands, whose columns 2c, 2c+1, 8+2c, 9+2c are tokens of 16:
+// the same where keys come as they are, else neighbours.
+__device__ __forceinline__ int token_of(int block, int e) {
+    return 16 * block + (RAW ? 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2 : 4 * (threadIdx.x % 4) + e);
+}
 struct Values {
     float v[BLOCKS][2][4];
     __device__ __forceinline__ void load(const ValueStage& values, int count) {
