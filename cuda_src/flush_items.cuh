@@ -67,7 +67,7 @@ template <int PLACES> struct MemoryOf {
     TeamMemory team[2];
     WarpLatch used[SETS], solved[SOLVES];  // operands have been used, or are prepared
     WarpLatch tabled[SOLVES], ready[KEYS], met;  // the team has made the Gram matrix, is done with its keys, or has met
-    WarpLatch folded[PLACES][NWARPS], sketchers_left[PLACES];  // rows there are folded; the state is no longer needed by those that sketch
+    WarpLatch folded[PLACES][NWARPS], sketched_rows[PLACES][NWARPS];  // rows there are folded, or no longer needed by those that sketch
     WarpLatch begun;  // once: the first keys are there
     ItemQueue queue;
 #if SKETCHED_HEADS
@@ -85,7 +85,8 @@ template <int PLACES> struct MemoryOf {
         for (WarpLatch& latch : solved) latch.init(1);
         for (auto& place : folded)
             for (WarpLatch& latch : place) latch.init(1);
-        for (WarpLatch& latch : sketchers_left) latch.init(SHARERS);
+        for (auto& place : sketched_rows)
+            for (WarpLatch& latch : place) latch.init(SHARERS);
         for (KeyStage& stage : keys) stage.delivery.init();
         values.delivery.init();
         for (auto& place : rows)
@@ -195,14 +196,16 @@ struct Items {
 struct Claims {
     const Flush& flush;
     int number;
-    Item item;
+    int2 entry;
 
     __device__ __forceinline__ void begin() {
         if (threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->claimed, 1);
     }
     __device__ __forceinline__ void find() {
-        const int i = __shfl_sync(ALL, number, 0) + ItemQueue::AHEAD * gridDim.x;
-        item = i < flush.count * HEADS ? item_of(i, flush.schedule->rows[i / HEADS]) : NO_ITEM;
+        number = __shfl_sync(ALL, number, 0) + ItemQueue::AHEAD * gridDim.x;
+        entry = flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row an old one, which nobody uses
     }
-    __device__ __forceinline__ void put(int n) { flush.m.queue.put(n + ItemQueue::AHEAD, item); }
+    __device__ __forceinline__ void put(int n) {
+        flush.m.queue.put(n + ItemQueue::AHEAD, number < flush.count * HEADS ? item_of(number, entry) : NO_ITEM);
+    }
 };

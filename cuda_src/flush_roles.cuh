@@ -60,7 +60,7 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     }
 }
 
-// A warp's part of an item's sketch, if its head has one; `then` is what may happen when its rows are no longer needed.
+// A warp's part of an item's sketch, if its head has one; `then` as in share_sketch.
 template <class Then>
 __device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, int n, int group, int member, int& turn, Then then) {
 #if SKETCHED_HEADS
@@ -70,7 +70,7 @@ __device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, in
         return;
     }
 #endif
-    then();
+    leave_rows(member, then);
 }
 
 // Warps that fold; keys that are operands as they come leave them the rest as well, each with its own block of rows.
@@ -90,7 +90,7 @@ __device__ __forceinline__ void fold_items(const Flush& f) {
         if (RAW && PLACES > 1) wait_sent(), fetch(items.ahead(1), n + 1);
         fold_item(f, items.now, n, m.rows[n % PLACES][block]);
         if (RAW)
-            sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn, [&] {
+            sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn, [&](int) {
                 if (PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
             });
     }
@@ -114,8 +114,12 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     };
     auto fetch = [&](const Item& item, int n) {
         if (!item.exists()) return;
+        const float* from = f.home(item, 0);
 #pragma unroll 1
-        for (int block = 0; block < NWARPS; block++) f.m.rows[n % PLACES][block].fetch(f.home(item, block));
+        for (int block = 0; block < NWARPS; block++, from += 16 * K) {
+            if (SKETCHED_HEADS && n >= PLACES) f.m.sketched_rows[n % PLACES][block].wait(n / PLACES - 1);
+            f.m.rows[n % PLACES][block].fetch(from);
+        }
     };
     Items items(f);
     if (items.now.exists()) f.m.begun.wait(0);  // as in fold_items
@@ -123,14 +127,14 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     if (PLACES > 1) fetch(items.ahead(1), 1);
     if (items.now.exists()) follow(0);
     for (; items.now.exists(); items.advance()) {
-        const int n = items.n, place = n % PLACES, round = n / PLACES;
+        const int n = items.n, place = n % PLACES;
+        float* to = f.home(items.now, 0);
 #pragma unroll 1
-        for (int block = 0; block < NWARPS; block++) {
-            f.m.folded[place][block].wait(round);
-            f.m.rows[place][block].store(f.home(items.now, block));
+        for (int block = 0; block < NWARPS; block++, to += 16 * K) {
+            f.m.folded[place][block].wait(n / PLACES);
+            f.m.rows[place][block].store(to);
         }
         if (items.ahead(1).exists()) follow(n + 1);
-        if (SKETCHED_HEADS) f.m.sketchers_left[place].wait(round);
         wait_sent();
         fetch(items.ahead(PLACES), n + PLACES);
     }
@@ -143,7 +147,7 @@ __device__ __forceinline__ void sketch_items(const Flush& f) {
     for (Items items(f); items.now.exists(); items.advance()) {
         const int place = items.n % PLACES;
         for (int block = member; block < NWARPS; block += SHARERS) f.m.folded[place][block].wait(items.n / PLACES);
-        sketch_item(f, items.now, items.n, 0, member, turn, [&] { f.m.sketchers_left[place].arrive(); });
+        sketch_item(f, items.now, items.n, 0, member, turn, [&](int block) { f.m.sketched_rows[place][block].arrive(); });
     }
 }
 
@@ -228,14 +232,14 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
             const Item next = items.ahead(1);
             solve(next, n + 1);
             if (RAW || PREPARED > 1) pass_on(next, n + 1);
-            if (RAW) claims.find(), claims.put(n);
+            claims.find();  // what it loads has come when it is put, where that is later
+            if (RAW) claims.put(n);
             if (next.exists()) {
                 wait_used(m, n);
                 fetch_values(next);
                 if (RAW) fetch_keys(f, items.ahead(KEYS), n + KEYS);
                 if (!RAW && PREPARED == 1) pass_on(next, n + 1);
             }
-            if (!RAW) claims.find();
         }
 #if SKETCHED_HEADS
         if (member < 0) continue;

@@ -47,7 +47,7 @@ __device__ __forceinline__ float erase(Values& writes, const ValueStage& values,
             for (int e = 0; e < 4; e++) {
                 const int s = 16 * b + 8 * (e / 2) + threadIdx.x % 32 / 4;
                 float& x = predicted[b][t][e];
-                const float value = s < count ? widen<ACT>(values.v[s % W][first + value_at(t, e % 2)]) : 0.f;
+                const float value = s < count ? values.at(s, first + value_at(t, e % 2)) : 0.f;
                 x = solve.weight[s] * (value - (KIND == KDA ? 1.f : solve.upto[s]) * x);
                 most = fmaxf(most, fabsf(x));
             }

@@ -98,21 +98,23 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
     }
 }
 
-template <int TILES>
+template <int TILES, class Wait>
 __device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* map, int rank, float mu,
-                                            float ridge, int turn) {
+                                            float ridge, int turn, Wait wait_sums) {
     gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
         latches.columns_read[0].arrive();
         if (FINISHERS > 1 && turn > 0) latches.gram_read.wait(turn - 1);
     });
     eliminate<TILES>(m, rsqrtf(mu));
+    wait_sums();
     multiply_dense<TILES>(m, sums, map, rank, [&] {
         if (FINISHERS > 1) latches.gram_read.arrive();
     });
 }
 
+template <class Wait>
 __device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
-                                            float ridge, int turn) {
-    if (RANK_MAX > 8 && rank > 8) store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn);
-    else store_tiles<1>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn);
+                                            float ridge, int turn, Wait wait_sums) {
+    if (RANK_MAX > 8 && rank > 8) store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn, wait_sums);
+    else store_tiles<1>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn, wait_sums);
 }

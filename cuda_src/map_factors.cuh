@@ -33,9 +33,10 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
 
 // Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. U and the sums
 // are read first, and then left to the next item.
+template <class Wait>
 __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, WarpLatch& columns_read,
                                               WarpLatch& sums_read, sketch_t* packed, const sketch_t* projection, int rank, float mu,
-                                              float ridge) {
+                                              float ridge, Wait wait_sums) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
     const float scale = rsqrtf(mu);
@@ -48,6 +49,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     }
     dots_of_columns(dots, u, rank);
     columns_read.arrive();
+    wait_sums();
 
     constexpr int EACH = (RANK_MAX + 31) / 32;  // columns of U of a lane
     float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the diagonal's inverse

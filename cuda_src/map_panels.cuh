@@ -74,13 +74,15 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
 }
 
 // Solves for the map, forward and back, a lane its own channels of all rows, in place of the sums.
+template <class Wait>
 __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
-                                            float ridge, [[maybe_unused]] int turn) {
+                                            float ridge, [[maybe_unused]] int turn, Wait wait_sums) {
     const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
     const float scale = 1.f / mu;
     gram_of_columns(m, rank, mu, ridge);
     latches.columns_read[0].arrive();
     factor_gram(m, rank);
+    wait_sums();
     float x[PANEL][MINE], l[PANEL];
     auto solved = [&](int i) { return sums.at(0, i, channel); };
     auto keep = [&](int first) {

@@ -14,8 +14,8 @@
 #include "map_panels.cuh"
 #endif
 
-// A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches, and
-// `then` is what may happen once the group has read the warp's rows.
+// A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches.
+// `then` is told of each block of rows that the warp no longer needs, or called once, when the group no longer needs the warp's (OWN_ROWS).
 template <class Then>
 __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& latches, Rows* rows, int group, int member, sketch_t* packed,
                                              int rank, int& turn, Then then) {
@@ -23,6 +23,8 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& lat
     [[maybe_unused]] WarpLatch& met = latches.met[group];
     Columns& u = m.columns[turn % COLUMN_SETS];
     if (turn >= COLUMN_SETS) latches.columns_read[turn % COLUMN_SETS].wait(turn / COLUMN_SETS - 1);
+    // A finisher reads U while others may still multiply with it.
+    if (COLUMN_SETS == 1 && LEFT > 0 && !OWN_ROWS && turn > 0) latches.full[(turn - 1) % FINISHERS].wait((turn - 1) / FINISHERS);
     m.basis.delivery.wait(turn);
     sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
@@ -30,15 +32,18 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& lat
         const int block = group * GROUP_BLOCKS + member + i * SHARERS;
         if (lane == 0 && block < NWARPS) u.squares[block] = rows[block].squares;
     }
+    latches.made[turn % FINISHERS].arrive();
     if constexpr (LEFT > 0) {
-        met.arrive();
-        met.wait(2 * turn);
+        if (GROUPS == 1) latches.made[turn % FINISHERS].wait(turn / FINISHERS);
+        else met.arrive(), met.wait(2 * turn);
         if (turn >= SUMS) latches.sums_read[turn % SUMS].wait(turn / SUMS - 1);
-        left_products(m.sums[turn % SUMS], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank);
+        left_products(m.sums[turn % SUMS], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank, [&](int block) {
+            if (!OWN_ROWS) then(block);
+        });
     }
-    latches.full[turn % FINISHERS].arrive();
-    if (LEFT > 0) met.arrive(), met.wait(2 * turn + 1);
-    then();
+    if (LEFT > 0) latches.full[turn % FINISHERS].arrive();
+    if (OWN_ROWS && LEFT > 0) met.arrive(), met.wait(GROUPS == 1 ? turn : 2 * turn + 1);
+    if (OWN_ROWS || LEFT == 0) leave_rows(member, then);
     if constexpr (COLUMN_SETS == 1) {
 #pragma unroll 1
         for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(u, group * GROUP_BLOCKS + i, packed, rank);
@@ -52,7 +57,7 @@ template <class Then>
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& latches, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const sketch_t* projection, int rank, [[maybe_unused]] float ridge,
                                               int turn, Then then) {
-    latches.full[turn % FINISHERS].wait(turn / FINISHERS);
+    latches.made[turn % FINISHERS].wait(turn / FINISHERS);
     then();
     [[maybe_unused]] const Columns& u = m.columns[turn % COLUMN_SETS];
     [[maybe_unused]] WarpLatch& columns_read = latches.columns_read[turn % COLUMN_SETS];
@@ -64,11 +69,12 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& la
 #pragma unroll
     for (int i = 0; i < NWARPS; i++) mu += u.squares[i];
     mu = mu > 0.f ? mu / K : 1.f;
+    auto wait_sums = [&] { latches.full[turn % FINISHERS].wait(turn / FINISHERS); };  // U comes first
 #if MAP == 0
     store_factors(m.dots[turn % FINISHERS], m.sums[turn % SUMS], u, columns_read, latches.sums_read[turn % SUMS], packed, projection, rank, mu,
-                  ridge);
+                  ridge, wait_sums);
 #else
-    store_dense(m, m.sums[turn % SUMS], latches, packed, rank, mu, ridge, turn);  // has one set of columns
+    store_dense(m, m.sums[turn % SUMS], latches, packed, rank, mu, ridge, turn, wait_sums);  // has one set of columns
     latches.sums_read[turn % SUMS].arrive();
 #endif
 #endif

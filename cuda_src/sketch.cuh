@@ -17,6 +17,7 @@ constexpr int COLUMN = V + 4;                                       // padded, s
 constexpr int LEFT = MAP == OWN ? RANK_MAX : MAP == FACTORS ? PIVOTS : 0;  // columns of U that are multiplied with the state
 constexpr int DOTS = PIVOTS + 1;                                        // of a column of U: with the pivots, and with itself
 constexpr int GROUPS = NWARPS / GROUP_BLOCKS;
+constexpr bool OWN_ROWS = RAW;  // warps that sketch bring rows themselves, which their group reads
 constexpr int OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS, OWN_BLOCKS = (GROUP_BLOCKS + SHARERS - 1) / SHARERS;  // a warp's
 
 // A head's basis as operands, 8 columns at a time, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
@@ -64,7 +65,7 @@ struct SketchMemory {
 };
 
 struct SketchLatches {
-    WarpLatch full[FINISHERS];          // U and all shares of S U are there
+    WarpLatch made[FINISHERS], full[FINISHERS];  // U is there, or all shares of S U as well
     WarpLatch columns_read[COLUMN_SETS], sums_read[SUMS];  // the one has been used, or the other
     WarpLatch gram_read;                // the Gram matrix has been used
     WarpLatch met[GROUPS];
@@ -72,11 +73,20 @@ struct SketchLatches {
     __device__ __forceinline__ void init() {
         gram_read.init(1);
         for (WarpLatch& latch : columns_read) latch.init(1);
+        for (WarpLatch& latch : made) latch.init(GROUPS * SHARERS);
         for (WarpLatch& latch : full) latch.init(GROUPS * SHARERS);
         for (WarpLatch& latch : sums_read) latch.init(1);
         for (WarpLatch& latch : met) latch.init(SHARERS);
     }
 };
+
+// Where warps that sketch do not meet after they have used rows, `then` (see share_sketch): one that is an item ahead must not count for
+// another, so each says it of its own blocks, for all of them.
+template <class Then> __device__ __forceinline__ void leave_rows(int member, Then then) {
+    if (OWN_ROWS) return then(0);
+    for (int block = member; block < GROUP_BLOCKS; block += SHARERS)
+        for (int i = 0; i < SHARERS; i++) then(block);
+}
 
 // U of a warp's own blocks of value rows, 8 TILES columns from `first` on; read by the group after it has met.
 template <int TILES>
@@ -154,8 +164,9 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
 // sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the channels of
 // the warp that is `member`. For maps that are stored in bf16 the state is rounded to it: one and the same
 // matrix for all columns, so that solving with them enlarges nothing.
-template <int TILES>
-__device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, Rows* rows, int group, int member, int first, int count) {
+template <int TILES, class Then>
+__device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, Rows* rows, int group, int member, int first, int count,
+                                           Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
@@ -197,6 +208,7 @@ __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, R
                 }
             }
         }
+        then(i);
     }
 #pragma unroll
     for (int own = 0; own < OWN_STEPS; own++)
@@ -209,12 +221,17 @@ __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, R
                 *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
         }
 }
-__device__ __forceinline__ void left_products(Sums& sums, const Columns& u, Rows* rows, int group, int member, int count) {
+template <class Then>
+__device__ __forceinline__ void left_products(Sums& sums, const Columns& u, Rows* rows, int group, int member, int count, Then then) {
     if constexpr (LEFT <= 8) {
-        left_tiles<1>(sums, u, rows, group, member, 0, count);
+        left_tiles<1>(sums, u, rows, group, member, 0, count, then);
     } else {
-        for (int first = 0; first < count; first += 16)
-            if (count - first > 8) left_tiles<2>(sums, u, rows, group, member, first, count - first);
-            else left_tiles<1>(sums, u, rows, group, member, first, count - first);
+        for (int first = 0; first < count; first += 16) {
+            auto last = [&](int block) {
+                if (first + 16 >= count) then(block);
+            };
+            if (count - first > 8) left_tiles<2>(sums, u, rows, group, member, first, count - first, last);
+            else left_tiles<1>(sums, u, rows, group, member, first, count - first, last);
+        }
     }
 }

@@ -12,7 +12,7 @@ constexpr int GROUP_BLOCKS = RAW ? SHARERS : NWARPS;
 
 constexpr int BLOCKS = (W + 15) / 16, WP = 16 * BLOCKS;  // the window in operand fragments
 constexpr int KEY_ROW = RAW ? K + 16 : K;  // padded where it is an operand's: 4 rows, of which a warp reads at once, lie in different banks
-constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // a team leaves WP rows where they were
+constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // of WP is what a team leaves there
 
 // Keys (of one key head), log-decays per channel, and the query. All warps read them, one warp at a time brings them. Raw gates come
 // into the ends of the rows where their decays will lie.
@@ -25,10 +25,14 @@ struct KeyStage {
     __device__ __forceinline__ gate_t* given_gates(int s) {
         return reinterpret_cast<gate_t*>(g[s % GATE_ROWS]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
     }
+    // Where a channel's log-decay is, or its decay.
+    __device__ __forceinline__ float* gate(int s, int channel) { return &g[0][0] + s * GATES + channel; }
+    __device__ __forceinline__ const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
-        delivery.rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
+        if (KEY_ROW != K) delivery.rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
+        else if (buffered > 0) delivery.stretch<1>(k, 0, ring.k, buffered * KEY);
         if (GATE && RAW_GATE) delivery.blocks(given_gates(0), sizeof(g[0]), ring.g, GATE, buffered, GATE);
         else if (GATE && buffered > 0) delivery.stretch<1>(g, 0, ring.g, buffered * GATE);
         if (own) {
@@ -46,16 +50,20 @@ struct KeyStage {
 
 // The window's values.
 struct ValueStage {
-    alignas(16) act_t v[W][V + 8];  // padded, so that threads which read different tokens meet different banks
+    // Threads that read different tokens meet different banks: rows are turned, or padded.
+    alignas(16) act_t v[W][OPERANDS ? V : V + 8];
     Delivery delivery;
 
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int VALUES = V * sizeof(act_t);
-        delivery.rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES,
-                      [](int row, int byte) { return byte ^ turn_of(row) * static_cast<int>(sizeof(act_t)); });
-        if (own) delivery.rows(v[buffered], 0, token.v, 0, 1, VALUES);
+        if (!OPERANDS) delivery.rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES);
+        else if (buffered > 0) delivery.stretch<1>(v, 0, ring.v, buffered * VALUES);
+        if (own)
+            delivery.rows(v[buffered], 0, token.v, 0, 1, VALUES,
+                          [&](int, int byte) { return byte ^ turn_of(buffered) * static_cast<int>(sizeof(act_t)); });
         delivery.end();
     }
+    __device__ __forceinline__ float at(int s, int channel) const { return widen<ACT>(v[s % W][channel ^ turn_of(s % W)]); }
 };
 
 // 16 value rows of the state: one of NWARPS blocks. One warp fetches or stores them.
@@ -88,7 +96,7 @@ struct Values {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int s = token_of(b, e);
-                    v[b][half][e] = s < count ? widen<ACT>(values.v[s % W][first + value_row(half)]) : 0.f;
+                    v[b][half][e] = s < count ? values.at(s, first + value_row(half)) : 0.f;
                 }
     }
     // Brings the warp's values into the range of fp16; returns what they are multiples of.

@@ -140,7 +140,7 @@ inline void start_kernel_after() {}
 inline void keep(u32&) {}
 inline void keep(float&) {}
 inline void prefetch(const void*) {}
-inline int anew(int x) { return x; }
+inline u32 anew(u32 x) { return x; }
 inline void store_release(int* at, int x) { *at = x; }
 inline int load_acquire(const int* at) { return *at; }
 inline u32 clock_now() { return 0; }  // of no account here
