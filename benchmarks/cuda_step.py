@@ -14,11 +14,14 @@ import json
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sketchssm import bench
+from sketchssm.bench.device import slot_sets, typical_times
+from sketchssm.cuda.timing import captured
 from sketchssm.plan import MAPS
 
 
@@ -51,6 +54,8 @@ def measure(shape, batch, bandwidth, args):
     for name, system in zip(("standard", "replay", "sketch", "exact"), listed, strict=True):
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, seconds=args.seconds))
+        if name == "exact" and name in args.systems:
+            row["exact_first_us"] = round(first_step(system, work, args.seconds), 2)
     for peer in bench.PEERS if "peers" in args.systems else ():
         if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
@@ -59,6 +64,32 @@ def measure(shape, batch, bandwidth, args):
         except RuntimeError as error:
             print(f"{shape}, batch {batch}: {peer.name} was not timed: {error}", flush=True)
     return row
+
+
+def first_step(system, work, seconds):
+    """Microseconds of the first exact step of slots that have had a sketch: their rings are emptied."""
+    import cupy
+
+    batch, layer = work.batch, work.layer
+    needed = bench.step_bytes(system, layer, batch, work.window, on_device=True)
+    sets = slot_sets(batch, needed.read, 4 * layer.heads * layer.key_dim * layer.value_dim)
+    head = system.build(sets * batch, "cuda")
+    head.warmup("bfloat16")
+    slots = [cupy.arange(i * batch, (i + 1) * batch) for i in range(sets)]
+    token, stream = work.steps[0], cupy.cuda.Stream(non_blocking=True)
+    output = cupy.empty(token.v.shape, token.v.dtype)
+
+    def reset():
+        for some in slots:
+            head.reset(some)
+
+    def step():
+        for some in slots:
+            head.step(*token, slots=some, out=output)
+
+    cupy.cuda.Device().synchronize()
+    graphs = [captured(work, stream) for work in (reset, step)]
+    return typical_times([partial(graph.launch, stream) for graph in graphs], stream, seconds)[1] / sets
 
 
 def git_commit():
