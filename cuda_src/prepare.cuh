@@ -2,7 +2,7 @@
 #pragma once
 #include "solve.cuh"
 
-// The largest of the warp's share of the raw keys, in every lane; decayed ones are no larger.
+// The largest of the warp's share of the keys, in every lane.
 __device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, int member) {
     constexpr int N = 16 / sizeof(act_t);
     float most = 0;

@@ -25,7 +25,7 @@ struct KeyStage {
     __device__ __forceinline__ gate_t* given_gates(int s) {
         return reinterpret_cast<gate_t*>(g[s % GATE_ROWS]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
     }
-    // Where a channel's log-decay is, or its decay.
+    // Where a channel's log-decay is, or what takes its place: a decay, a product of them, a share of the Gram matrix (prepare.cuh).
     __device__ __forceinline__ float* gate(int s, int channel) { return &g[0][0] + s * GATES + channel; }
     __device__ __forceinline__ const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.

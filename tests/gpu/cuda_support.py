@@ -35,8 +35,9 @@ def named_gate(name, layer, rng):
 
 
 def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True, gate=None):
-    """Host inputs ``(batch, tokens, ...)``, representable in the activation type; gates of all strengths.
+    """Host inputs ``(batch, tokens, ...)``, representable in the activation type.
 
+    Every other head has gates of all strengths: where all are mild, kda's flush makes its Gram matrix in another way.
     With a gate g is raw.
     """
     shape = (batch, tokens)
@@ -47,6 +48,7 @@ def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True, gate=
     g = -(rng.uniform(0.0, 0.2, (*shape, layer.heads, *gates)) ** 2)
     if hard_gates:
         draw = rng.uniform(size=g.shape)
+        draw[:, :, ::2] = 1.0
         g = np.where(draw < 0.02, -50.0, np.where(draw < 0.03, -np.inf, np.where(draw < 0.1, 0.0, g)))
     if gate is not None:
         hard = {-50.0: 100.0, -np.inf: np.inf, 0.0: -np.inf}
