@@ -9,7 +9,7 @@
 #include "standard_rows.cuh"
 #include "window.cuh"
 
-constexpr int BLOCKS = 6;  // on a multiprocessor: with more registers, or fewer, steps of two rows take longer on H200
+constexpr int BLOCKS = ERASES ? 6 : 5;  // on a multiprocessor: the registers that this leaves were fastest on H200, for steps of one row and of two
 constexpr u32 WARPS_OF_A_ROW = HEADS * (V / ROWS);
 // A raw gate input that forgets nothing.
 constexpr u32 OPEN = RAW_GATE ? (ACT == FP32 ? 0xff800000u : ACT == FP16 ? 0xfc00fc00u : 0xff80ff80u) : 0u;

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
         const i64 slot = const_cast<const volatile i64*>(slots)[first_row + i];
         if (slot < 0 || slot >= slot_count) continue;
         prefetch(&cursor[slot]);
-        if (i == threadIdx.x) seeming = static_cast<int>(slot);
+        if (DENSE_HEADS == 0 && i == threadIdx.x) seeming = static_cast<int>(slot);  // dense heads need the register
     }
 #endif
     wait_for_kernel_before();
@@ -79,9 +79,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     const u32 start = clock_now();
     bool due = false;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        int pos = cursor[seeming];
+        int pos = DENSE_HEADS ? 0 : cursor[seeming];
         const int row = first_row + i, slot = static_cast<int>(slots[row]);
-        if (slot != seeming) pos = slot < 0 ? 0 : cursor[slot];
+        if (DENSE_HEADS || slot != seeming) pos = slot < 0 ? 0 : cursor[slot];
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || Share::goes_on(slot, pos)) {
             atomicMax(&block.most_tokens, pos);

@@ -3,8 +3,8 @@
 // -D constants: standard_rows.cuh's.
 #include "standard_rows.cuh"
 
-// On a multiprocessor, at least: what registers the compiler then takes was fastest on H200, by up to a percent.
-constexpr int BLOCKS = ERASES ? 1 : 7;
+// On a multiprocessor at least, or 0 to leave it to the compiler: the registers that it then takes were fastest on H200, by up to a percent.
+constexpr int BLOCKS = KIND == GDN ? 1 : 0;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) standard_step(
     float* state, i64 slot_stride, const float* gate_input, const act_t* q, const act_t* k, const act_t* v,
