@@ -28,7 +28,7 @@ from sketchssm.plan import MAPS
 def flat(name, result):
     """A result's numbers under a system's name."""
     buffered = name in ("replay", "sketch")
-    if not buffered:  # nor where a sketch's head decodes exactly
+    if not buffered:
         times = {"": (result.microseconds, result.fraction)}
     else:
         times = {
@@ -88,7 +88,7 @@ def first_step(system, work, seconds):
             head.step(*token, slots=some, out=output)
 
     cupy.cuda.Device().synchronize()
-    graphs = [captured(work, stream) for work in (reset, step)]
+    graphs = [captured(launches, stream) for launches in (reset, step)]
     return typical_times([partial(graph.launch, stream) for graph in graphs], stream, seconds)[1] / sets
 
 

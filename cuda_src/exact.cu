@@ -9,7 +9,8 @@
 #include "standard_rows.cuh"
 #include "window.cuh"
 
-constexpr int BLOCKS = ERASES ? 6 : 5;  // on a multiprocessor: the registers that this leaves were fastest on H200, for steps of one row and of two
+// On a multiprocessor. More registers, or fewer, took steps of two rows longer on H200 (gdn, kda); with 6, mamba2's spill on sm_100.
+constexpr int BLOCKS = ERASES ? 6 : 5;
 constexpr u32 WARPS_OF_A_ROW = HEADS * (V / ROWS);
 // A raw gate input that forgets nothing.
 constexpr u32 OPEN = RAW_GATE ? (ACT == FP32 ? 0xff800000u : ACT == FP16 ? 0xfc00fc00u : 0xff80ff80u) : 0u;

@@ -92,3 +92,27 @@ def relative(got, want):
     assert got.shape == want.shape
     assert np.isfinite(got).all()
     return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+
+
+def same(head, twin):
+    """Whether two heads hold the same, to the last bit: cursors, states, and rings as their flush shows them."""
+    np.testing.assert_array_equal(head.position, twin.position)
+    np.testing.assert_array_equal(head.state, twin.state)
+    for each in (head, twin):
+        each.flush()
+    np.testing.assert_array_equal(head.state, twin.state)
+
+
+def reset_after_nan(head, twin, layer, window, count, rng):
+    """A slot that held NaN, in its ring or its state, is as new after a reset, and no other slot notices."""
+    clean, poison = tokens_of(rng, layer, 1, count), tokens_of(rng, layer, 1, count)
+    poison.v[...] = np.nan
+    for each in (head, twin):
+        each.step(*clean, slots=[0])
+    head.step(*poison, slots=[1])
+    assert np.isnan(head.state[1]).any() == (count > head.position[1])
+    head.reset([1])
+    np.testing.assert_array_equal(head.state[1], 0)
+    tokens = tokens_of(rng, layer, 2, 2 * window + 1)
+    np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
+    same(head, twin)
