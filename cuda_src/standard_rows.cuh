@@ -9,7 +9,7 @@
 #pragma once
 #include "token.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 4;                      // of a block, at most
 constexpr int LANES = 16, SIDE = 32 / LANES;  // of a row, and rows side by side
 constexpr int SETS = ROWS / SIDE;             // of them
 constexpr int CHUNKS = K / (4 * LANES);       // a lane's channels: fours, and 4 LANES further the next
@@ -23,7 +23,7 @@ struct Share {
     i64 row;
 
     __device__ __forceinline__ Share() {
-        const i64 task = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
+        const i64 task = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
         value = task % (V / ROWS) * ROWS, head = task / (V / ROWS) % HEADS;
         row = task / (V / ROWS * HEADS);
     }

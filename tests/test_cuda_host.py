@@ -19,7 +19,7 @@ from gpu.cuda_support import (
 )
 from host import compiler, standin
 
-from sketchssm.cuda import modules
+from sketchssm.cuda import modules, standard
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.gates import GateInput
 from sketchssm.recurrence import DENSE, Layer, Tokens
@@ -364,6 +364,23 @@ def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
         alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16", gate), cupy.asarray([2]), single)
         assert np.array_equal(out[4, t], single[0, 0])
     assert np.array_equal(at_once.state[4], alone.state[2])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba2-80", "gdn", "gdn-96", "kda-raw", "kda-64-bounded"])
+def test_blocks_of_standard_decode_do_not_matter(name, rng, cupy, monkeypatch):
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    tokens = tokens_to_device(make_tokens(layer, 3, 5, "bfloat16", rng, gate=gate), "bfloat16", gate)
+    results = []
+    for many in (standard.MANY_WARPS, 1):  # blocks of four warps; such as many rows take
+        monkeypatch.setattr(standard, "MANY_WARPS", many)
+        engine = StandardEngine(layer, 5, output="float32", gate=gate)
+        out = cupy.empty((3, 5, layer.heads, layer.value_dim), np.float32)
+        out[...] = np.nan
+        engine.step(tokens, cupy.asarray([4, -1, 0]), out)
+        results.append((out, engine.state))
+    for of_large, of_small in zip(*results, strict=True):
+        assert np.array_equal(of_large, of_small)
 
 
 MANY_HEADS = {

@@ -10,7 +10,7 @@ from sketchssm.cuda.launch import launcher
 from sketchssm.cuda.layout import PackedPlan, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
 from sketchssm.cuda.modules import Variant, load, size_of
-from sketchssm.cuda.standard import STANDARD_THREADS, StandardEngine
+from sketchssm.cuda.standard import StandardEngine
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.maps import RIDGE_FLOOR
@@ -215,7 +215,7 @@ class SketchEngine(StandardEngine):
         kernel, _, _ = self._kernel(EXACT)
         counts = np.int32(out.shape[0]), np.int32(out.shape[1])
         args = (*self._windows(), *self._pointers(tokens), out, slots, *counts, self._done)
-        kernel(self._standard_blocks(out.shape[0]), STANDARD_THREADS, args)
+        kernel(*self._standard_grid(out.shape[0]), args)
 
     def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
         batch, length = out.shape[:2]

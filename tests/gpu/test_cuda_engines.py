@@ -252,6 +252,24 @@ def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
     assert np.array_equal(together.state.get()[37], alone.state.get()[5])
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda-raw"])
+def test_rows_of_standard_decode_do_not_depend_on_their_batch(name, rng, cupy):
+    from sketchssm.cuda.engines import StandardEngine
+    from sketchssm.cuda.standard import MANY_WARPS
+
+    layer, batch = LAYERS[name], 300
+    gate = named_gate(name, layer, rng)
+    alone, together = (StandardEngine(layer, batch, output="float32", gate=gate) for _ in range(2))
+    assert batch * layer.heads * layer.value_dim // together.value_rows >= MANY_WARPS  # of another size, then
+    tokens = make_tokens(layer, batch, 8, "bfloat16", rng, gate=gate)
+    one = type(tokens)(*(x if x is None else x[137:138] for x in tokens))
+    out, single = (cupy.empty((n, 8, layer.heads, layer.value_dim), np.float32) for n in (batch, 1))
+    together.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(batch), out)
+    alone.step(tokens_to_device(one, "bfloat16", gate), cupy.asarray([5]), single)
+    assert np.array_equal(out.get()[137], single.get()[0])
+    assert np.array_equal(together.state.get()[137], alone.state.get()[5])
+
+
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_slot_offsets_beyond_32_bits(name, rng, cupy):
     """Three slots of a pool whose stride is 3 GiB: element offsets pass 2^31 at the last."""
