@@ -150,6 +150,16 @@ __device__ __forceinline__ bool elected() {
     asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\tselp.u32 %0, 1, 0, one;\n\t}" : "=r"(yes));
     return yes;
 }
+// The bulk copy engine brings `bytes` (a multiple of 16); the latch at an address in shared memory waits for them if it has been told so.
+__device__ __forceinline__ void bring(void* shared, const void* global, int bytes, u32 latch) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     static_cast<u32>(__cvta_generic_to_shared(shared))),
+                 "l"(global), "r"(bytes), "r"(latch)
+                 : "memory");
+}
+__device__ __forceinline__ void expect(int bytes, u32 latch) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(latch), "r"(bytes) : "memory");
+}
 #endif
 
 // A latch that opens when copies from global to shared memory have landed. One warp sends for all: it copies, then
@@ -179,13 +189,10 @@ struct Delivery {
     template <int COUNT> __device__ __forceinline__ void stretch(void* shared, int shared_stride, const void* global, int bytes) {
 #if __CUDA_ARCH__ >= 900
         if (elected()) {
-            asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(latch.address()), "r"(COUNT * bytes) : "memory");
+            expect(COUNT * bytes, latch.address());
 #pragma unroll
             for (int i = 0; i < COUNT; i++)
-                asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                                 static_cast<u32>(__cvta_generic_to_shared(static_cast<char*>(shared) + i * shared_stride))),
-                             "l"(static_cast<const char*>(global) + i * bytes), "r"(bytes), "r"(latch.address())
-                             : "memory");
+                bring(static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * bytes, bytes, latch.address());
         }
 #else
         rows(shared, shared_stride, global, bytes, COUNT, bytes);
@@ -196,11 +203,8 @@ struct Delivery {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
         if (lane < count) {
-            asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(latch.address()), "r"(bytes) : "memory");
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                             static_cast<u32>(__cvta_generic_to_shared(static_cast<char*>(shared) + lane * shared_stride))),
-                         "l"(static_cast<const char*>(global) + lane * global_stride), "r"(bytes), "r"(latch.address())
-                         : "memory");
+            expect(bytes, latch.address());
+            bring(static_cast<char*>(shared) + lane * shared_stride, static_cast<const char*>(global) + lane * global_stride, bytes, latch.address());
         }
 #else
         rows(shared, shared_stride, global, global_stride, count, bytes);
@@ -272,11 +276,7 @@ template <class Pieces> __device__ __forceinline__ void copy_pieces(const Pieces
     if (elected()) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(arrival.latch.address()), "r"(all) : "memory");
         pieces([&](void* shared, const void* global, int bytes) {
-            if (bytes > 0)
-                asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                                 static_cast<u32>(__cvta_generic_to_shared(shared))),
-                             "l"(global), "r"(bytes), "r"(arrival.latch.address())
-                             : "memory");
+            if (bytes > 0) bring(shared, global, bytes, arrival.latch.address());
         });
     }
 #else
