@@ -112,8 +112,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, LEAST_BLOCKS) read
     if (warp < sharing) {
         char* const lower = reinterpret_cast<char*>(shared) + pool_at + warp * part_bytes + ITEMS_AT;
         WarpMemory& memory = *reinterpret_cast<WarpMemory*>(lower - ITEMS_AT);
-        const Reading reading{arg, block, share, scores, first_key, begin, count, sharing};
-        read_items(reading, memory, lower, lower - ITEMS_AT + part_bytes, start);
+        const Reading reading{arg, block, share, scores, first_key, begin, count, sharing, start};
+        if (SPLIT) read_split_items(reading, memory, lower, lower - ITEMS_AT + part_bytes);
+        else read_whole_items(reading, memory, lower, lower - ITEMS_AT + part_bytes);
     }
     // A warp without items takes pieces of the newest tokens, as long as there are any.
     for (int piece; (piece = next_number(block.appended)) < block.pieces;) new_tokens.append(share, piece);

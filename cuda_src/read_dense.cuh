@@ -34,6 +34,11 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
 constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // ring tokens that go through a reduction, or a fetch of gates, together
 constexpr int CHUNKS = (W - 1 + CHUNK - 1) / CHUNK;
 
+struct WindowRead {
+    float x[LK];   // this lane's channels of the effective query
+    float weight;  // lane s: weight of token s (0 after the newest)
+};
+
 __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, const GateInput<LK>& input, int pos) {
     static_assert(W <= 32, "lane s keeps the scalars of token s");
     const int lane = threadIdx.x % 32;

@@ -3,12 +3,12 @@
 #include "read_item.cuh"
 
 // Starts the copies of an item, or of a half of it.
-__device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, const Heads& heads, const Work& work, int at, Arrival& arrival) {
+template <int HALF> __device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, const Heads& heads, const Work& work, int at, Arrival& arrival) {
     constexpr int KEY = Item::KEY, VALUE = Item::VALUE, GATE = Item::GATE;
     const int head = work.part * TOGETHER, key_head = head / GROUP, pos = work.pos;
     copy_pieces(
         [&](auto&& copy) {
-            if (!SPLIT || work.half == KEYS) {
+            if (HALF & KEYS) {
                 if (!SCORED) {
                     copy(item.keys, place<KEY_HEADS * W * K>(arg.ring_k, work.slot, key_head * W * K), pos * KEY);
                     copy(item.keys + pos * KEY, place<KEY_HEADS * K>(arg.k, at, key_head * K), KEY);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, co
                     copy(gates + pos * GATE, place<HEADS * GATES>(arg.g, at, head * GATES), GATE);
                 }
             }
-            if (!SPLIT || work.half == REST) {
+            if (HALF & REST) {
 #pragma unroll
                 for (int h = 0; h < TOGETHER; h++)
                     copy(item.rest + h * pos * VALUE, place<HEADS * W * V>(arg.ring_v, work.slot, (head + h) * W * V), pos * VALUE);
@@ -29,5 +29,5 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, co
                      heads.elements * static_cast<int>(sizeof(sketch_t)));
             }
         },
-        work.bytes, arrival);
+        HALF == BOTH ? work.bytes : Item::bytes(HALF, pos, heads.elements), arrival);
 }

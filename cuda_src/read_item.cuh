@@ -13,7 +13,7 @@ constexpr int LANES = 32 / TOGETHER;            // lanes of a head, where heads 
 // Without erasure all heads of a key take the same products of keys and query: the block works them out once. Where
 // products go token by token, keys are done with long before the rest of an item, and are fetched apart from it.
 constexpr bool SCORED = MATRIX && !ERASES, SPLIT = !MATRIX;
-enum { KEYS = 1, REST = 2, BOTH = 3 };  // halves of an item
+enum { KEYS = 1, REST = 2, BOTH = 3 };  // halves of an item, which are fetched apart or together
 
 // A lane keeps the gates of token lane % SPAN of every (32 / SPAN)-th head.
 constexpr int SPAN = MATRIX && TOGETHER > 1 ? 16 : 32;
@@ -75,9 +75,9 @@ struct Heads {
     }
 };
 
-// What a warp works on, and which half, of so many bytes; none where no row goes on, and no row after the last.
+// What a warp works on, of so many bytes; none where no row goes on, and no row after the last.
 struct Work {
-    int row, part, slot, pos, half, bytes;
+    int row, part, slot, pos, bytes;
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "read_fetch.cuh"
 #include "read_block.cuh"
+#include "read_back.cuh"
 #include "read_values.cuh"
 
 constexpr int LARGEST = Item::bytes(BOTH, W - 2, TOGETHER * sketch_elements(RANK_MAX));
@@ -38,106 +39,146 @@ struct Reading {
     const Share& share;
     Scores* scores;
     int first_key, begin, count, sharing;
-};
+    u32 start;  // when the block began
 
-// A warp's work, in its memory from `lower` to `upper`. Of two items that have room at once, or of an item's two halves, one
-// lies at the lower end and the next at the upper end. The block begins at `start`.
-__device__ __forceinline__ void read_items(const Reading& of, WarpMemory& memory, char* const lower, char* const upper, u32 start) {
-    const Arguments& arg = of.arg;
-    const int lane = threadIdx.x % 32;
-    Arrival(&arrivals)[2] = of.block.arrivals[threadIdx.x / 32];
-    auto heads_of = [&](const Work& work) -> const Heads& { return of.block.heads[work.part]; };
-    auto find = [&](int i) {
-        const u32 item = of.begin + i;
-        Work work{static_cast<int>(item / PARTS), static_cast<int>(item % PARTS), -1, 0, SPLIT ? KEYS : BOTH, 0};
-        if (i >= of.count) {
+    __device__ __forceinline__ const Heads& heads_of(const Work& work) const { return block.heads[work.part]; }
+    __device__ __forceinline__ int at(const Work& work) const { return share.at(work.row); }
+    __device__ __forceinline__ out_t* output(const Work& work) const {
+        return place<HEADS * V>(arg.out, at(work), work.part * TOGETHER * V);
+    }
+    __device__ __forceinline__ Work find(int i) const {
+        const u32 item = begin + i;
+        Work work{static_cast<int>(item / PARTS), static_cast<int>(item % PARTS), -1, 0, 0};
+        if (i >= count) {
             work.row = -1;
             return work;
         }
-        const int2 entry = of.share.of(work.row);
+        const int2 entry = share.of(work.row);
         const int elements = heads_of(work).elements;
         work.slot = entry.x, work.pos = entry.y;
-        if (Share::goes_on(entry.x, entry.y) && elements > 0) work.bytes = Item::bytes(work.half, work.pos, elements);
+        if (Share::goes_on(entry.x, entry.y) && elements > 0) work.bytes = Item::bytes(BOTH, work.pos, elements);
         return work;
-    };
-    auto after = [&](const Work& work) {
-        if (SPLIT && work.reads() && work.half == KEYS) {
-            Work rest = work;
-            rest.half = REST, rest.bytes = Item::bytes(REST, work.pos, heads_of(work).elements);
-            return rest;
-        }
-        return find(of.sharing + next_number(of.block.claimed));
-    };
-    u32 sent = 0, read = 0;  // items or halves: numbers of their copies
-    // where the copies of that number are
-    auto item_of = [&](u32 number, const Work& work) {
+    }
+    // A warp's first item, and the next one.
+    __device__ __forceinline__ Work first() const {
+        const Work work = find(threadIdx.x / 32);
+        if (work.reads()) wait_since(start, threadIdx.x / 32 * work.bytes / PACE);
+        return work;
+    }
+    __device__ __forceinline__ Work next() const { return find(sharing + next_number(block.claimed)); }
+    // Of an item that is not read.
+    __device__ __forceinline__ void put_zeros(const Work& work) const {
+        if (work.slot >= 0) return;
+        for (int j = threadIdx.x % 32; j < TOGETHER * V; j += 32)
+            if (heads_of(work).rank[j / V] > 0) output(work)[j] = narrow<OUT>(0.f);
+    }
+};
+
+// A warp's work, in its memory from `lower` to `upper`. Of two items that have room at once one lies at the lower end and the next
+// at the upper end.
+__device__ __forceinline__ void read_whole_items(const Reading& of, WarpMemory& memory, char* const lower, char* const upper) {
+    const Arguments& arg = of.arg;
+    Arrival(&arrivals)[2] = of.block.arrivals[threadIdx.x / 32];
+    u32 sent = 0, read = 0;  // items: numbers of their copies
+    auto item_of = [&](u32 number, const Work& work) {  // where the copies of that number are
         char* const at = number % 2 ? upper - work.bytes : lower;
-        return Item{at, at + (work.half == BOTH ? Item::bytes(KEYS, work.pos, 0) : 0), work.pos};
+        return Item{at, at + Item::bytes(KEYS, work.pos, 0), work.pos};
     };
     auto send = [&](Gates& gates, const Work& work) {
-        fetch(arg, item_of(sent, work), heads_of(work), work, of.share.at(work.row), arrivals[sent % 2]);
-        if (work.half & KEYS) gates.load(arg, work, of.share.at(work.row));
+        fetch<BOTH>(arg, item_of(sent, work), of.heads_of(work), work, of.at(work), arrivals[sent % 2]);
+        gates.load(arg, work, of.at(work));
         sent++;
     };
     Gates coming_gates, gates;
-    Work work = find(threadIdx.x / 32);
-    if (work.reads()) {
-        wait_since(start, threadIdx.x / 32 * Item::bytes(BOTH, work.pos, heads_of(work).elements) / PACE);
-        send(coming_gates, work);
-    }
+    Work work = of.first();
+    if (work.reads()) send(coming_gates, work);
 
     // First rows of maps: those of a shared projection are on their way long before they are multiplied with.
     MapRows first_rows;
-    LaneMap lane_rows;
-    if (MATRIX && MAP != OWN && work.reads()) first_rows.load(arg, Item{}, heads_of(work), 0);
-    float x[LK];  // an effective query, where keys come apart
+    if (MAP != OWN && work.reads()) first_rows.load(arg, Item{}, of.heads_of(work), 0);
     while (work.row >= 0) {
-        const Work next = after(work);
-        const Heads& own = heads_of(work);
+        const Work next = of.next();
+        const Heads& own = of.heads_of(work);
         const Item item = item_of(read, work);
-        const bool early = next.reads() && work.bytes + next.bytes <= upper - lower;
-        GateInput<LK> input;
-        auto wait = [&] {
-            if (!work.reads()) return;
-            if (!SPLIT || work.half == KEYS) input.load(arg.gate_input, work.part, lane * LK);  // a head an item
+        if (work.reads()) {
             arrivals[read % 2].wait(read / 2);
             __syncwarp();
-            if (MATRIX && MAP == OWN) first_rows.load(arg, item, own, 0);
-            if (work.half & KEYS) gates = coming_gates;
-        };
-        const bool half = SPLIT && work.half == KEYS, whole = work.reads() && !half;
-        // The rest of an item follows its keys at once; the next item not before this one is there: all of the device's
-        // warps begin together, and would wait for twice the bytes.
-        if (!half) wait();
-        if (early) send(coming_gates, next);
-        if (half) wait();
-        if (work.reads() && half) {
-            if (MAP != OWN) lane_rows.load(map_of(arg, item, own), 0, own.rank[0]);
-            look_back(item, gates, input, memory.scratch, x);
+            if (MAP == OWN) first_rows.load(arg, item, own, 0);
+            gates = coming_gates;
         }
-        if (whole) {
-            if constexpr (SPLIT) {
-                if (MAP == OWN) lane_rows.load(map_of(arg, item, own), 0, own.rank[0]);
-                project(arg, item, own, lane_rows, x, memory.scratch);
-            } else if constexpr (ERASES) {
+        // The next item not before this one is there: all of the device's warps begin together, and would wait for twice the bytes.
+        const bool early = next.reads() && work.bytes + next.bytes <= upper - lower;
+        if (early) send(coming_gates, next);
+        if (work.reads()) {
+            if constexpr (ERASES) {
                 project_matrix(arg, item, own, gates, first_rows, memory.scratch);
             } else {
                 Scores& products = of.scores[(work.row * PARTS + work.part) / PARTS_OF_KEY - of.first_key];
                 project_query(arg, item, own, gates, first_rows, products, memory.scratch);
             }
         }
-        if (MATRIX && MAP != OWN && next.reads()) first_rows.load(arg, item, heads_of(next), 0);
-        out_t* const output = place<HEADS * V>(arg.out, of.share.at(work.row), work.part * TOGETHER * V);
-        if (whole) {
+        if (MAP != OWN && next.reads()) first_rows.load(arg, item, of.heads_of(next), 0);
+        if (work.reads()) {
             __syncwarp();
-            read_values(item, own, output, memory.scratch);
+            read_values(item, own, of.output(work), memory.scratch);
             __syncwarp();
-        } else if (work.slot < 0) {
-            for (int j = lane; j < TOGETHER * V; j += 32)
-                if (own.rank[j / V] > 0) output[j] = narrow<OUT>(0.f);
+        } else {
+            of.put_zeros(work);
         }
         if (next.reads() && !early) send(coming_gates, next);
         read += work.reads();
+        work = next;
+    }
+}
+
+// The same of items in halves: keys at the lower end, the rest at the upper end. The rest follows its keys at once; the next item's
+// keys not before it is there.
+__device__ __forceinline__ void read_split_items(const Reading& of, WarpMemory& memory, char* const lower, char* const upper) {
+    const Arguments& arg = of.arg;
+    Arrival(&arrivals)[2] = of.block.arrivals[threadIdx.x / 32];
+    auto item_of = [&](const Work& work) {
+        return Item{lower, upper - Item::bytes(REST, work.pos, of.heads_of(work).elements), work.pos};
+    };
+    auto send_keys = [&](Gates& gates, const Work& work) {
+        fetch<KEYS>(arg, item_of(work), of.heads_of(work), work, of.at(work), arrivals[0]);
+        gates.load(arg, work, of.at(work));
+    };
+    Gates gates;
+    Work work = of.first();
+    if (work.reads()) send_keys(gates, work);
+    for (u32 round = 0; work.row >= 0;) {
+        if (!work.reads()) {
+            of.put_zeros(work);
+            work = of.next();
+            if (work.reads()) send_keys(gates, work);
+            continue;
+        }
+        const Heads& own = of.heads_of(work);
+        const Item item = item_of(work);
+        fetch<REST>(arg, item, own, work, of.at(work), arrivals[1]);
+        GateInput<LK> input;
+        input.load(arg.gate_input, work.part, threadIdx.x % 32 * LK);
+        arrivals[0].wait(round);
+        __syncwarp();
+        Row first_rows, second_rows;
+        if (SLICED && MAP != OWN) first_rows = load_map(arg, item, own, 0, 0);
+        float x[LK];  // the effective query
+        look_back(item, gates, input, memory.scratch, x);
+
+        const Work next = of.next();
+        arrivals[1].wait(round);
+        __syncwarp();
+        if (SLICED && MAP == OWN) first_rows = load_map(arg, item, own, 0, 0);
+        if (SLICED && own.rank[0] > 8) second_rows = load_map(arg, item, own, 0, 8);
+        const bool early = next.reads() && item.keys + Item::bytes(KEYS, next.pos, 0) <= item.rest;
+        if (early) send_keys(gates, next);
+        if constexpr (SLICED) project_slices(arg, item, own, first_rows, second_rows, memory.scratch);
+        else project_lanes(arg, item, own, x, memory.scratch);
+        __syncwarp();
+        read_values(item, own, of.output(work), memory.scratch);
+        __syncwarp();
+        if (next.reads() && !early) send_keys(gates, next);
+        round++;
         work = next;
     }
 }

@@ -7,16 +7,41 @@ constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 // Of a head, with room for whole tiles: coefficients, eight at a time, and where rows are operands weights of all of them, 16 at a time.
 constexpr int WEIGHTS = OPERANDS ? (RANK_MAX + W - 1 + 15) / 16 * 16 : (RANK_MAX + 7) / 8 * 8;
 
+// Whether maps and pivots meet an effective query on the tensor cores, though tokens do not: rows as they lie in memory, the query
+// in two bf16 slices (2^-16), the leading one and the rest.
+constexpr bool SLICED = SPLIT && SKETCH == BF16;
+constexpr int KEY_CHUNKS = K / 32;
+struct QuerySlices {
+    alignas(16) u32 of[SLICED ? 32 * KEY_CHUNKS : 4];
+
+    // Of a slice, the even words or the odd ones that lanes take which have this c (Query).
+    __device__ __forceinline__ u32* words(int slice, int odd, int c) { return &of[(8 * slice + 4 * odd + c) * 2 * KEY_CHUNKS]; }
+
+    // LK channels a lane.
+    __device__ __forceinline__ void set(const float (&x)[LK]) {
+#pragma unroll
+        for (int n = 0; n < LK; n += 2) {
+            const int word = (threadIdx.x % 32 * LK + n) / 2;
+            const u32 low = __float_as_uint(x[n]), high = __float_as_uint(x[n + 1]);
+            auto put = [&](int slice, u32 pair) { words(slice, word % 2, word / 4 % 4)[word / 16 * 2 + word / 2 % 2] = pair; };
+            put(0, __byte_perm(low, high, 0x7632));
+            put(1, floats_to_bf16(x[n] - __uint_as_float(low & 0xffff0000u), x[n + 1] - __uint_as_float(high & 0xffff0000u)));
+        }
+    }
+};
+
 // Small results that the lanes of a warp exchange.
 struct Scratch {
     union {
         alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
+        QuerySlices query;
         struct {
             alignas(16) float c[TOGETHER][WEIGHTS];   // rows of the map times x, then the coefficients or all weights
             float y[TOGETHER * PIVOT_SLOTS + 8];      // B^T x
         };
     };
-    float weight[TOGETHER][W];                       // c_s; 0 after the newest
+    alignas(8) float weight[TOGETHER][W];            // c_s; 0 after the newest
+    alignas(8) float beta[SPLIT ? W : 1];
     float part[TOGETHER][16];                        // gdn: the query that is left is -sum_s part_s k_s, times decay
     float whole[TOGETHER];                           // decay of the whole window
 };
@@ -29,7 +54,6 @@ struct Scores {
 
 // A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
 // the same in all operands.
-constexpr int KEY_CHUNKS = K / 32;
 __device__ __forceinline__ uint4 chunk(const void* row, int i) {
     return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
 }
@@ -139,7 +163,7 @@ __device__ __forceinline__ const void* pivot_row(const Item& item, const Heads& 
     // rows that a head or an item does not have are some other row, and their products nobody's
     const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TOGETHER - 1);
     const int rank = heads.rank[h];
-    if (rank == 0) return item.query();
+    if (TOGETHER > 1 && rank == 0) return item.query();
     return item.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
 }
 
@@ -154,6 +178,16 @@ struct Query {
         for (int i = 0; i < KEY_CHUNKS; i++) {
             const u32* const words = static_cast<const u32*>(row) + 16 * i + threadIdx.x % 4 * 4 + odd;
             x[i][0] = words[0], x[i][1] = words[2];
+        }
+    }
+    // One in slices: every other pair of columns has the rest.
+    __device__ __forceinline__ void load(QuerySlices& slices) {
+        const int r = threadIdx.x / 4 % 8;
+        const u32* const words = slices.words(r / 2 % 2, r % 2, threadIdx.x % 4);
+#pragma unroll
+        for (int i = 0; i < KEY_CHUNKS; i += 2) {
+            const uint4 four = *reinterpret_cast<const uint4*>(words + 2 * i);
+            x[i][0] = four.x, x[i][1] = four.y, x[i + 1][0] = four.z, x[i + 1][1] = four.w;
         }
     }
     __device__ __forceinline__ void multiply(float (&d)[4], const uint4& row, int i) const {
@@ -289,61 +323,5 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
             add_lanes(more);
             put(more[0], &scratch.c[h][first]);
         }
-    }
-}
-
-// What keys alone give: weights of the tokens, and each lane's share of the effective query, for one head.
-__device__ __forceinline__ void look_back(const Item& item, const Gates& gates, const GateInput<LK>& input, Scratch& scratch,
-                                          float (&x)[LK]) {
-    const WindowRead window =
-        read_window(Tokens{item.query(), item.key(0), item.gates()}, input, item.pos, gates.g[0], gates.beta[0]);
-    if (threadIdx.x % 32 < W) scratch.weight[0][threadIdx.x % 32] = window.weight;
-#pragma unroll
-    for (int n = 0; n < LK; n++) x[n] = window.x[n];
-}
-
-// N rows of a map or of pivots, LK channels a lane.
-template <int N> struct LaneRows {
-    Packed<SKETCH, LK> of[N];
-
-    // Those from `first` on, of `count` (not none).
-    __device__ __forceinline__ void load(const sketch_t* rows, int first, int count) {
-#pragma unroll
-        for (int j = 0; j < N; j++) of[j].load(rows + min(first + j, count - 1) * K + threadIdx.x % 32 * LK);
-    }
-    // What they make of the effective query.
-    __device__ __forceinline__ void multiply(const float (&x)[LK], float* to) const {
-        float sums[N] = {};
-#pragma unroll
-        for (int j = 0; j < N; j++)
-#pragma unroll
-            for (int n = 0; n < LK; n++) sums[j] += of[j][n] * x[n];
-        const float sum = group_sums<32>(sums);
-        if (threadIdx.x % (32 / N) == 0) to[threadIdx.x % 32 / (32 / N)] = sum;
-    }
-};
-typedef LaneRows<8> LaneMap;
-
-// Rows of a head's map: of the projection of all its states, or the state's own.
-__device__ __forceinline__ const sketch_t* map_of(const Arguments& arg, const Item& item, const Heads& heads) {
-    return MAP == OWN ? item.sketches() + heads.rank[0] * V : arg.projection + heads.projection[0];
-}
-
-// What maps and pivots make of the effective query; the map's first rows are there.
-__device__ __forceinline__ void project(const Arguments& arg, const Item& item, const Heads& heads, const LaneMap& first_rows,
-                                        const float (&x)[LK], Scratch& scratch) {
-    const int rank = heads.rank[0];
-    if (threadIdx.x % 32 == 0) scratch.whole[0] = 1;
-    LaneMap rows = first_rows;
-    for (int first = 0; first < rank; first += 8) {
-        LaneMap next;
-        if (first + 8 < rank) next.load(map_of(arg, item, heads), first + 8, rank);
-        rows.multiply(x, scratch.c[0] + first);
-        rows = next;
-    }
-    if (MAP == FACTORS) {
-        LaneRows<PIVOTS_2> pivots;
-        pivots.load(item.sketches() + rank * V, 0, pivots_of(rank));
-        pivots.multiply(x, scratch.y);
     }
 }

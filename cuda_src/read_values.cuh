@@ -14,7 +14,7 @@ struct Coefficients {
     float whole, y[PIVOTS];
 
     __device__ __forceinline__ Coefficients(const Item& item, const Heads& heads, const Scratch& scratch, int h)
-        : p(pivots_of(heads.rank[h])), whole(scratch.whole[h]) {
+        : p(pivots_of(heads.rank[h])), whole(SPLIT ? 1.f : scratch.whole[h]) {
         const int rank = heads.rank[h];
         f = item.sketches() + heads.at[h] + rank * V + p * K, w = f + rank * p;
         if (MAP == FACTORS)

@@ -13,88 +13,89 @@ template <int LANES> struct ValueShare {
     __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % LANES + LANES * i); }
 };
 
-struct WindowRead {
-    float x[LK];   // this lane's channels of the effective query
-    float weight;  // lane s: weight of token s (0 after the newest)
-};
-
 // What going back needs of each token, in shared memory, one after the other.
 struct Tokens {
     const act_t *q, *k;
-    const gate_t* g;  // kda
+    const gate_t* g;    // kda
+    const float* beta;  // starts at a multiple of 8 bytes
 };
 
-// Goes back over tokens 0 to pos, two at a time: half the reductions of one by one, one after the other, for a few products more.
-// `gate` and `beta` are token `lane`'s (0 after the newest). Within a block, with x and k_m carried on by the decays in between,
-// c_i = beta_i (<k_i, x> - sum over m < i of c_m <k_i, k_m>), i and m counting back.
-constexpr int BLOCK = 2;
-
-__device__ __forceinline__ WindowRead read_window(const Tokens& tokens, const GateInput<LK>& input, int pos, float gate,
-                                                  float beta) {
+// Goes back over tokens 0 to pos, two at a time, which takes half the reductions of one by one, one after the other, for a few
+// products more; the newest alone if their number is odd. `gate` is token `lane`'s. Leaves this lane's channels of the effective
+// query in x, and the weights of the tokens in shared memory, at a multiple of 8 bytes.
+//
+// Of two tokens the later one takes c_1 = beta_1 <k_1, x>; with x and k_1 carried on by its decay, the other takes
+// c_0 = beta_0 (<k_0, x> - c_1 <k_0, k_1>).
+__device__ __forceinline__ void read_window(const Tokens& tokens, const GateInput<LK>& input, int pos, float gate, float (&x)[LK],
+                                            float* weights) {
     const int lane = threadIdx.x % 32;
-    WindowRead window;
-    Packed<ACT, LK> query, key[BLOCK], coming[BLOCK];
-    Packed<GATE_TYPE, LK> gates[BLOCK], coming_gates[BLOCK];
-    auto fetch = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            const int s = first - i;
-            coming[i].clear(), coming_gates[i].clear();
-            if (s >= 0) coming[i].load(tokens.k + s * K + lane * LK);
-            if (KIND == KDA && s >= 0) coming_gates[i].load(tokens.g + s * K + lane * LK);
-        }
-    };
-    query.load(tokens.q + lane * LK);
-    fetch(pos);
-#pragma unroll
-    for (int c = 0; c < LK; c++) window.x[c] = query[c];
-    window.weight = 0;
     const float same = KIND == KDA ? 1.f : decay(gate);
-#pragma unroll 1
-    for (int first = pos; first >= 0; first -= BLOCK) {
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) key[i] = coming[i], gates[i] = coming_gates[i];
-        fetch(first - BLOCK);
-        constexpr int DOTS = ERASES ? 4 : BLOCK;  // with x and among themselves, to a power of two
-        float dots[DOTS] = {}, carried[BLOCK][LK], one[BLOCK], write[BLOCK];
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            const int s = first - i;
-            one[i] = KIND == KDA ? 1.f : __shfl_sync(ALL, same, s & 31);
-            write[i] = ERASES ? __shfl_sync(ALL, beta, s & 31) : 1.f;
-            if (s < 0) one[i] = 1, write[i] = 0;
-        }
+    const act_t* const keys = tokens.k + lane * LK;
+    const gate_t* const gates = tokens.g + lane * LK;
+    // A token's channels of this lane: as they come, then its key and decays.
+    struct Coming {
+        Packed<ACT, LK> key;
+        Packed<GATE_TYPE, LK> gates;
+    } coming[2];
+    auto load = [&](int i, int s) {
+        coming[i].key.load(keys + s * K);
+        if (KIND == KDA) coming[i].gates.load(gates + s * K);
+    };
+    auto unpack = [&](int i, int s, float(&key)[LK], float(&decays)[LK]) {
+        const float one = KIND == KDA ? 1.f : __shfl_sync(ALL, same, s);
 #pragma unroll
         for (int c = 0; c < LK; c++) {
-            int place = BLOCK;
-#pragma unroll
-            for (int i = 0; i < BLOCK; i++) {
-                const float k = key[i][c], a = KIND != KDA || (RAW_GATE && first < i) ? one[i] : input.quick_decay(gates[i][c], c);
-                dots[i] += k * window.x[c];
-                window.x[c] *= a;
-                if constexpr (ERASES) {
-#pragma unroll
-                    for (int m = 0; m < i; m++) dots[place++] += k * carried[m][c], carried[m][c] *= a;
-                    carried[i][c] = k * a;
-                }
-            }
+            key[c] = coming[i].key[c];
+            decays[c] = KIND == KDA ? input.quick_decay(coming[i].gates[c], c) : one;
         }
-        const float sum = group_sums<32>(dots);
-        auto dot = [&](int which) { return __shfl_sync(ALL, sum, which * (32 / DOTS)); };
-        int place = BLOCK;
+    };
+    Packed<ACT, LK> query;
+    query.load(tokens.q + lane * LK);
+    load(0, pos);
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            float weight = dot(i);
-            if constexpr (ERASES) {
+    for (int c = 0; c < LK; c++) x[c] = query[c];
+    int s = pos;
+    if (pos % 2 == 0) {
+        float key[LK], decays[LK], dot = 0;
+        unpack(0, s, key, decays);
+        load(0, max(s - 1, 0));
 #pragma unroll
-                for (int m = 0; m < i; m++) weight -= write[m] * dot(place++);
-                weight *= write[i];
-                write[i] = weight;  // c_i from here on
+        for (int c = 0; c < LK; c++) dot += key[c] * x[c];
+        const float weight = (ERASES ? tokens.beta[s] : 1.f) * warp_sum(dot);
 #pragma unroll
-                for (int c = 0; c < LK; c++) window.x[c] -= weight * carried[i][c];
-            }
-            if (lane == first - i) window.weight = weight;
-        }
+        for (int c = 0; c < LK; c++) x[c] = decays[c] * (ERASES ? x[c] - weight * key[c] : x[c]);
+        if (lane == 0) weights[s] = weight;
+        s--;
     }
-    return window;
+    load(1, max(s - 1, 0));
+    const bool upper = lane & 16, odd = lane & 8;
+#pragma unroll 1
+    for (; s > 0; s -= 2) {
+        float later[LK], later_decays[LK], key[LK], decays[LK], dots[3] = {};
+        unpack(0, s, later, later_decays), unpack(1, s - 1, key, decays);
+        const int next = max(s - 2, 1);
+        load(0, next), load(1, next - 1);
+#pragma unroll
+        for (int c = 0; c < LK; c++) {
+            dots[0] += later[c] * x[c];
+            x[c] *= later_decays[c];
+            dots[1] += key[c] * x[c];
+            if (!ERASES) continue;
+            later[c] *= later_decays[c];
+            dots[2] += key[c] * later[c];
+        }
+        // Sums of all three at once, which lanes 0, 8 and 16 have then.
+        const float first = (upper ? dots[2] : dots[0]) + __shfl_xor_sync(ALL, upper ? dots[0] : dots[2], 16);
+        const float second = (upper ? 0.f : dots[1]) + __shfl_xor_sync(ALL, upper ? dots[1] : 0.f, 16);
+        const float sum = group_sum<8>((odd ? second : first) + __shfl_xor_sync(ALL, odd ? first : second, 8));
+        float2 weight = make_float2(__shfl_sync(ALL, sum, 8), __shfl_sync(ALL, sum, 0));  // in the order of the tokens
+        if constexpr (ERASES) {
+            const float2 beta = *reinterpret_cast<const float2*>(tokens.beta + s - 1);
+            weight.y *= beta.y;
+            weight.x = beta.x * (weight.x - weight.y * __shfl_sync(ALL, sum, 16));
+        }
+#pragma unroll
+        for (int c = 0; c < LK; c++) x[c] = decays[c] * (ERASES ? x[c] - weight.y * later[c] - weight.x * key[c] : x[c]);
+        if (lane == 0) *reinterpret_cast<float2*>(weights + s - 1) = weight;
+    }
 }
