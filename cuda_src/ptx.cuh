@@ -60,6 +60,11 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
     u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
+// The same of 4 bytes, by way of that cache.
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+    u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
+}
 
 // Where the host lets a kernel start before the one ahead in the stream has ended: waits until that one has, and all that it
 // wrote is seen. Every thread comes here before it touches what others write or read, but for what docs/cuda.md names, and no such pointer is __restrict__:

@@ -6,7 +6,6 @@
 __device__ __forceinline__ void look_back(const Item& item, const Gates& gates, const GateInput<LK>& input, Scratch& scratch,
                                           float (&x)[LK]) {
     const int lane = threadIdx.x % 32;
-    if (lane < W) scratch.beta[lane] = gates.beta[0];
     if (lane < W && lane > item.pos) scratch.weight[0][lane] = 0;
     __syncwarp();
     read_window(Tokens{item.query(), item.key(0), item.gates(), scratch.beta}, input, item.pos, gates.g[0], x, scratch.weight[0]);

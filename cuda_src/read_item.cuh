@@ -81,7 +81,7 @@ struct Work {
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
 };
 
-// Gates and betas of the tokens of an item; 0 after the newest.
+// Scalar gates and betas of the tokens of an item; 0 after the newest. Betas of items in halves lie in shared memory.
 struct Gates {
     float g[TURNS], beta[TURNS];
 
@@ -97,10 +97,19 @@ struct Gates {
                 return *(s < work.pos ? kept : place<HEADS>(input, at, head));
             };
             if (KIND != KDA) g[i] = get(arg.ring_g, arg.g);
-            if (ERASES) beta[i] = get(arg.ring_beta, arg.beta);
+            if (ERASES && !SPLIT) beta[i] = get(arg.ring_beta, arg.beta);
         }
     }
 };
+
+// Starts copies of the betas of an item in halves, each lane its own token's: who waits for one load waits for all that the
+// compiler counts with it, and these come from memory.
+__device__ __forceinline__ void copy_betas(const Arguments& arg, const Work& work, int at, float* to) {
+    const int s = threadIdx.x % 32;
+    if (ERASES && s <= work.pos)
+        copy_async_4(to + s, s < work.pos ? place<HEADS * W>(arg.ring_beta, work.slot, work.part * W + s) : place<HEADS>(arg.beta, at, work.part));
+    copy_async_commit();
+}
 
 // An item in shared memory. Its halves, each without a gap: keys of tokens 0 to pos (but where the block has their
 // products), then the query, then gates (kda) | values of each head but for the newest, newest values, sketches of all heads.

@@ -140,6 +140,7 @@ __device__ __forceinline__ void read_split_items(const Reading& of, WarpMemory& 
         return Item{lower, upper - Item::bytes(REST, work.pos, of.heads_of(work).elements), work.pos};
     };
     auto send_keys = [&](Gates& gates, const Work& work) {
+        copy_betas(arg, work, of.at(work), memory.scratch.beta);
         fetch<KEYS>(arg, item_of(work), of.heads_of(work), work, of.at(work), arrivals[0]);
         gates.load(arg, work, of.at(work));
     };
@@ -159,17 +160,21 @@ __device__ __forceinline__ void read_split_items(const Reading& of, WarpMemory& 
         GateInput<LK> input;
         input.load(arg.gate_input, work.part, threadIdx.x % 32 * LK);
         arrivals[0].wait(round);
+        copy_async_wait<0>();
         __syncwarp();
         Row first_rows, second_rows;
-        if (SLICED && MAP != OWN) first_rows = load_map(arg, item, own, 0, 0);
+        auto load_rows = [&] {
+            first_rows = load_map(arg, item, own, 0, 0);
+            if (own.rank[0] > 8) second_rows = load_map(arg, item, own, 0, 8);
+        };
+        if (SLICED && MAP != OWN) load_rows();
         float x[LK];  // the effective query
         look_back(item, gates, input, memory.scratch, x);
 
         const Work next = of.next();
         arrivals[1].wait(round);
         __syncwarp();
-        if (SLICED && MAP == OWN) first_rows = load_map(arg, item, own, 0, 0);
-        if (SLICED && own.rank[0] > 8) second_rows = load_map(arg, item, own, 0, 8);
+        if (SLICED && MAP == OWN) load_rows();
         const bool early = next.reads() && item.keys + Item::bytes(KEYS, next.pos, 0) <= item.rest;
         if (early) send_keys(gates, next);
         if constexpr (SLICED) project_slices(arg, item, own, first_rows, second_rows, memory.scratch);

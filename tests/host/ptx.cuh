@@ -135,6 +135,7 @@ inline void load_transposed(u32 (&x)[4], const void* shared, int offset, HOST_PL
 }
 
 inline void copy_async_16(void* shared, const void* global) { host::copy_later(shared, global, 16); }
+inline void copy_async_4(void* shared, const void* global) { host::copy_later(shared, global, 4); }
 inline void wait_for_kernel_before() {}  // kernels run one after the other
 inline void start_kernel_after() {}
 inline void keep(u32&) {}
