@@ -33,12 +33,12 @@ template <int N> struct LaneRows {
     }
 };
 
-// Rows of a head's map, row by row: of the projection of all its states, or the state's own.
+// Rows of a head's map: of the projection of all its states, or the state's own.
 __device__ __forceinline__ const sketch_t* map_of(const Arguments& arg, const Item& item, const Heads& heads) {
     return MAP == OWN ? item.sketches() + heads.rank[0] * V : arg.projection + heads.projection[0];
 }
 
-// The same in float32, by lanes.
+// What maps and pivots in float32 make of the effective query.
 __device__ __forceinline__ void project_lanes(const Arguments& arg, const Item& item, const Heads& heads, const float (&x)[LK],
                                               Scratch& scratch) {
     const int rank = heads.rank[0];
@@ -57,7 +57,7 @@ __device__ __forceinline__ void project_lanes(const Arguments& arg, const Item& 
     }
 }
 
-// What maps and pivots make of the effective query; of the map, the first and the second eight rows are there, as far as it has them.
+// The same on the tensor cores, of those in bf16; the map's first and second eight rows are there, as far as it has them.
 __device__ __forceinline__ void project_slices(const Arguments& arg, const Item& item, const Heads& heads, const Row& first_rows,
                                                const Row& second_rows, Scratch& scratch) {
     const int rank = heads.rank[0], lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
