@@ -212,19 +212,27 @@ inline void wait_sent(HOST_PLACE) {
     __syncwarp(~0u, where);
 }
 
-// Every lane copies, and waits for, its own pieces, as before sm_90; and as many bytes as are announced must come, as from then on.
+// Every lane copies, and waits for, its own pieces, as before sm_90; and only those of this arrival, as many bytes as are announced,
+// as from then on.
 struct Arrival {
-    void init() {}
-    void wait(int) { copy_async_wait<0>(); }
+    unsigned char rounds[host::WARP];  // that a lane has sent, modulo 256
+
+    void init() { std::fill(rounds, rounds + host::WARP, 0); }
+    void wait(u32 round, HOST_PLACE) {
+        unsigned char& sent = rounds[host::lane()];
+        if (sent != (round + 1) % 256) host::fail("an arrival is waited for in another round than its last, at " + host::describe(where));
+        host::land(&sent);
+    }
 };
-template <class Pieces> void copy_pieces(const Pieces& pieces, int all, Arrival&) {
+template <class Pieces> void copy_pieces(const Pieces& pieces, int all, Arrival& arrival) {
+    unsigned char& sent = arrival.rounds[host::lane()];
+    sent++;
     pieces([&](void* shared, const void* global, int bytes) {
         if (bytes % 16) host::fail("a piece of a copy is no multiple of 16 bytes");
         for (int i = 16 * host::lane(); i < bytes; i += 16 * host::WARP)
-            copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
+            host::deliver(&sent, static_cast<char*>(shared) + i, static_cast<const char*>(global) + i, 16);
         all -= bytes;
     });
-    copy_async_commit();
     if (all) host::fail("a copy brings other bytes than were announced");
 }
 
