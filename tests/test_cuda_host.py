@@ -163,6 +163,22 @@ def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
     assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < STORED[stored]
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])
+def test_reads_of_what_bf16_holds(name, rng, cupy):
+    """States and maps that lose nothing in bf16: what is left is what two slices of weights and queries leave out."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
+    plan.phi[...] = plan.projection[...] = np.eye(*plan.phi.shape[1:])
+    device, oracle = SketchEngine(plan, 3, output="float32"), reference.SketchEngine(plan, 3)
+    start = round_to(rng.standard_normal((3, *layer.state_shape)), "bfloat16")
+    poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
+    oracle.load_state(start.astype(np.float64), np.arange(3))
+    length = plan.window - 1
+    tokens = make_tokens(layer, 3, length, "bfloat16", rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), "bfloat16")
+    assert error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "activation"),
     [
