@@ -131,8 +131,8 @@ __device__ __forceinline__ void read_whole_items(const Reading& of, WarpMemory& 
     }
 }
 
-// The same of items in halves: keys at the lower end, the rest at the upper end. The rest follows its keys at once; the next item's
-// keys not before it is there.
+// The same of items in halves: keys at the lower end, the rest at the upper end, where there is room for any item's keys beside any
+// other's rest (read.cu). The rest follows its keys at once; the next item's keys not before it is there.
 __device__ __forceinline__ void read_split_items(const Reading& of, WarpMemory& memory, char* const lower, char* const upper) {
     const Arguments& arg = of.arg;
     Arrival(&arrivals)[2] = of.block.arrivals[threadIdx.x / 32];
@@ -175,14 +175,12 @@ __device__ __forceinline__ void read_split_items(const Reading& of, WarpMemory& 
         arrivals[1].wait(round);
         __syncwarp();
         if (SLICED && MAP == OWN) load_rows();
-        const bool early = next.reads() && item.keys + Item::bytes(KEYS, next.pos, 0) <= item.rest;
-        if (early) send_keys(gates, next);
+        if (next.reads()) send_keys(gates, next);
         if constexpr (SLICED) project_slices(arg, item, own, first_rows, second_rows, memory.scratch);
         else project_lanes(arg, item, own, x, memory.scratch);
         __syncwarp();
         read_values(item, own, of.output(work), memory.scratch);
         __syncwarp();
-        if (next.reads() && !early) send_keys(gates, next);
         round++;
         work = next;
     }
