@@ -68,6 +68,7 @@ __device__ __forceinline__ void project_slices(const Arguments& arg, const Item&
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(z, first_rows.x[i], i);
     if constexpr (MAP == FACTORS) {
+        static_assert(PIVOT_SLOTS <= 8, "one operand has them all");
         const void* const pivots = pivot_row(item, heads, 0);
 #pragma unroll
         for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(y, chunk(pivots, i), i);

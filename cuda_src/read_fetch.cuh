@@ -3,7 +3,9 @@
 #include "read_item.cuh"
 
 // Starts the copies of an item, or of a half of it.
-template <int HALF> __device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, const Heads& heads, const Work& work, int at, Arrival& arrival) {
+template <int HALF>
+__device__ __forceinline__ void fetch(const Arguments& arg, const Item& item, const Heads& heads, const Work& work, int at,
+                                      Arrival& arrival) {
     constexpr int KEY = Item::KEY, VALUE = Item::VALUE, GATE = Item::GATE;
     const int head = work.part * TOGETHER, key_head = head / GROUP, pos = work.pos;
     copy_pieces(

@@ -388,8 +388,9 @@ def test_blocks_of_standard_decode_do_not_matter(name, rng, cupy, monkeypatch):
     gate = named_gate(name, layer, rng)
     tokens = tokens_to_device(make_tokens(layer, 3, 5, "bfloat16", rng, gate=gate), "bfloat16", gate)
     results = []
-    for many in (standard.MANY_WARPS, 1):  # blocks of four warps; such as many rows take
+    for many, size in ((standard.MANY_WARPS, standard.BLOCK_BYTES), (1, 2048)):  # blocks of four warps; of one or two
         monkeypatch.setattr(standard, "MANY_WARPS", many)
+        monkeypatch.setattr(standard, "BLOCK_BYTES", size)
         engine = StandardEngine(layer, 5, output="float32", gate=gate)
         out = cupy.empty((3, 5, layer.heads, layer.value_dim), np.float32)
         out[...] = np.nan
