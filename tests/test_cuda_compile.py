@@ -24,6 +24,8 @@ ARCHITECTURES = (80, 90, 100)
 # the first-level cache little room, but most are of the one warp that finishes dense maps.
 # The most so far is 308, kda's dense map on sm_90.
 SPILL_BYTES = {"standard": 0, "read": 32, "flush": 320, "exact": 32, "slots": 0}
+# Twice the pivots of any shape that counts, in the one warp that works on them: 428 on sm_80.
+SPILL_OF_PIVOTS = {"kimi-linear-pivots-flush": 440}
 
 LAYERS = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
@@ -63,6 +65,15 @@ def variants():
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
         plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
         engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", 1, activation=activation)
+    # scalar decays whose reads go token by token, and as many pivots as there may be
+    for name, of, window, activation, pivots in (
+        ("nemotron-3-super-half", "nemotron-3-super", 16, "float16", 4),
+        ("qwen3-next-long", "qwen3-next", 32, "bfloat16", 4),
+        ("kimi-linear-pivots", "kimi-linear", 16, "bfloat16", 8),
+    ):
+        ranks = np.resize([7, 1, 16, 3], LAYERS[of].heads)
+        plan = make_plan(LAYERS[of], ranks, rng, window=window, pivots=pivots)
+        engines[name] = SketchEngine(plan, 1, activation=activation)
     chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
     return chosen | {"any-slots": SLOTS}
 
@@ -109,8 +120,9 @@ def test_nothing_big_spills(compiled):
     for name, done in compiled.items():
         if done.returncode == 0 and not name.startswith("small"):
             spilt[name] = max(int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr))
-    over = {name: n for name, n in spilt.items() if n > SPILL_BYTES[name.rsplit("-", 1)[1]]}
-    assert not over, f"bytes spilt by each thread, at most {SPILL_BYTES} allowed: {over}"
+    allowed = {name: SPILL_OF_PIVOTS.get(name, SPILL_BYTES[name.rsplit("-", 1)[1]]) for name in spilt}
+    over = {name: (n, allowed[name]) for name, n in spilt.items() if n > allowed[name]}
+    assert not over, f"bytes spilt by each thread, and how many may be: {over}"
 
 
 def test_sizes(chosen, tmp_path):
@@ -121,6 +133,7 @@ def test_sizes(chosen, tmp_path):
     for name, places in (
         ("kimi-linear-exact-flush", 2),
         ("kimi-linear-lowrank-flush", 2),
+        ("kimi-linear-pivots-flush", 2),
         ("qwen3-next-exact-flush", 1),
     ):
         source, ptx = tmp_path / "sizes.cu", tmp_path / "sizes.ptx"
