@@ -10,6 +10,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import numpy as np
 import pytest
 from hypothesis import settings
+from samples import LAYERS
+
+from sketchssm.recurrence import Layer
 
 # A shared machine's pauses are no failures; CI must give the same answer for the same code.
 settings.register_profile("default", deadline=None)
@@ -37,6 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers of the test's own, the same in every run."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request: pytest.FixtureRequest) -> Layer:
+    """A small layer of each kind."""
+    return LAYERS[request.param]
+
+
+@pytest.fixture(params=("reference", "cpu"))
+def backend(request: pytest.FixtureRequest) -> str:
+    """Those that run on any host."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -41,11 +41,6 @@ def layer(pair):
     return LAYERS[pair[1]]
 
 
-@pytest.fixture(params=("reference", "cpu"))
-def backend(request):
-    return request.param
-
-
 def head_of(system, layer, slots, backend):
     """A head of a system, calibrated where it has to be; all of one system and layer are alike."""
     if system in ("quantised", "feedback"):

@@ -2,21 +2,16 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, plan_of, states_of, tokens_of
+from samples import at, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, KINDS
+from sketchssm.recurrence import DENSE
 
 WINDOW, SLOTS, FEW = 4, 5, 2
 RANKS = np.array([DENSE, 2, 3, 1])
 # Float32 on a path of some ten tokens after each flush, and float32 sketches of states that a few of them may have
 # made; a sketch that was not made anew would be off by a tenth and more.
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(params=KINDS)
-def layer(request):
-    return LAYERS[request.param]
 
 
 def make(layer, backend, **options):

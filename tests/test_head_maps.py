@@ -2,27 +2,17 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS, plan_of, relative, reset_after_nan, states_of, tokens_of
+from samples import plan_of, relative, reset_after_nan, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.plan import MAPS
-from sketchssm.recurrence import DENSE, KINDS, Layer
+from sketchssm.recurrence import DENSE, Layer
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 
 WINDOW, SLOTS = 4, 5
 RANKS = np.array([DENSE, 2, 3, DENSE])
-
-
-@pytest.fixture(params=KINDS)
-def layer(request):
-    return LAYERS[request.param]
-
-
-@pytest.fixture(params=("reference", "cpu"))
-def backend(request):
-    return request.param
 
 
 class TestMaps:

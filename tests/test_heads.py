@@ -7,7 +7,7 @@ import pytest
 from samples import LAYERS, at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
+from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference.recurrence import run
 
 WINDOW = 4
@@ -18,16 +18,6 @@ SYSTEMS = ("standard", "replay", "sketch", "copy")
 # same of 2^-24 on a path of some ten tokens, whose errors add up like a random walk. Tokens hold float32 values for
 # both; where a result is held against the recurrence they come as float64 arrays, so that the output stays whole.
 EXACT = {"reference": 1e-13, "cpu": 2e-6}
-
-
-@pytest.fixture(params=KINDS)
-def layer(request):
-    return LAYERS[request.param]
-
-
-@pytest.fixture(params=("reference", "cpu"))
-def backend(request):
-    return request.param
 
 
 @pytest.fixture(params=SYSTEMS)
