@@ -66,7 +66,7 @@ template <int PLACES> struct MemoryOf {
     Solve solve[SOLVES];
     TeamMemory team[2];
     WarpLatch used[SETS], solved[SOLVES];  // operands have been used, or are prepared
-    WarpLatch tabled[SOLVES], ready[KEYS], met;  // the team has made the Gram matrix, is done with its keys, or has met
+    WarpLatch tabled[SOLVES], ready[KEYS];  // the team has made the Gram matrix, or is done with its keys
     WarpLatch folded[PLACES][NWARPS], sketched_rows[PLACES][NWARPS];  // rows there are folded, or no longer needed by those that sketch
     WarpLatch begun;  // once: the first keys are there
     ItemQueue queue;
@@ -78,7 +78,6 @@ template <int PLACES> struct MemoryOf {
     // By one thread; a barrier of the block must follow.
     __device__ __forceinline__ void init() {
         begun.init(1), queue.init();
-        met.init(TEAM / 32);
         for (WarpLatch& latch : tabled) latch.init(TEAM / 32);
         for (WarpLatch& latch : ready) latch.init(TEAM / 32);
         for (WarpLatch& latch : used) latch.init(NWARPS);
@@ -161,6 +160,8 @@ struct Flush {
     __device__ __forceinline__ sketch_t* packed(const Item& item, const int4& info) const {
         return sketch + static_cast<i64>(item.slot) * sketch_stride + info.y;
     }
+    // What the plan says of an item's head; nothing where no head has a sketch.
+    __device__ __forceinline__ int4 head(const Item& item) const { return SKETCHED_HEADS ? heads[item.head()] : make_int4(0, 0, 0, 0); }
     // Lane s: token s's entry in a ring of scalars.
     template <class T> __device__ __forceinline__ float scalar(const Item& item, const T* kept, const T* own) const {
         const int lane = threadIdx.x % 32, last = buffered(item);

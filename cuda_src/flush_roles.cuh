@@ -60,11 +60,10 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     }
 }
 
-// A warp's part of an item's sketch, if its head has one; `then` as in share_sketch.
+// A warp's part of an item's sketch, if its head has one, which `info` says; `then` as in share_sketch.
 template <class Then>
-__device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, int n, int group, int member, int& turn, Then then) {
+__device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, const int4& info, int n, int group, int member, int& turn, Then then) {
 #if SKETCHED_HEADS
-    const int4 info = f.heads[item.head()];
     if (info.x > 0) {
         share_sketch(f.m.sketch, f.m.sketched, f.m.rows[n % PLACES], group, member, f.packed(item, info), info.x, turn, then);
         return;
@@ -90,7 +89,7 @@ __device__ __forceinline__ void fold_items(const Flush& f) {
         if (RAW && PLACES > 1) wait_sent(), fetch(items.ahead(1), n + 1);
         fold_item(f, items.now, n, m.rows[n % PLACES][block]);
         if (RAW)
-            sketch_item(f, items.now, n, block / SHARERS, block % SHARERS, turn, [&](int) {
+            sketch_item(f, items.now, f.head(items.now), n, block / SHARERS, block % SHARERS, turn, [&](int) {
                 if (PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
             });
     }
@@ -106,7 +105,8 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const Item& item, int
 }
 
 // Where they do not: a warp that brings states, and stores them when they are folded. It brings keys as well, but for a block's first ones,
-// as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory.
+// as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory. That is
+// mostly so before the last state is folded, and the team should not have to wait.
 __device__ __forceinline__ void move_items(const Flush& f) {
     auto follow = [&](int n) {
         f.m.solved[n % SOLVES].wait(n / SOLVES);
@@ -128,13 +128,13 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     if (items.now.exists()) follow(0);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n, place = n % PLACES;
+        if (items.ahead(1).exists()) follow(n + 1);
         float* to = f.home(items.now, 0);
 #pragma unroll 1
         for (int block = 0; block < NWARPS; block++, to += 16 * K) {
             f.m.folded[place][block].wait(n / PLACES);
             f.m.rows[place][block].store(to);
         }
-        if (items.ahead(1).exists()) follow(n + 1);
         wait_sent();
         fetch(items.ahead(PLACES), n + PLACES);
     }
@@ -146,8 +146,9 @@ __device__ __forceinline__ void sketch_items(const Flush& f) {
     int turn = 0;
     for (Items items(f); items.now.exists(); items.advance()) {
         const int place = items.n % PLACES;
+        const int4 info = f.head(items.now);  // on its way while the warp waits
         for (int block = member; block < NWARPS; block += SHARERS) f.m.folded[place][block].wait(items.n / PLACES);
-        sketch_item(f, items.now, items.n, 0, member, turn, [&](int block) { f.m.sketched_rows[place][block].arrive(); });
+        sketch_item(f, items.now, info, items.n, 0, member, turn, [&](int block) { f.m.sketched_rows[place][block].arrive(); });
     }
 }
 
@@ -158,11 +159,6 @@ __device__ __forceinline__ void wait_used(Memory& m, int n) {  // operands of it
 // The team that makes operands of keys.
 __device__ __forceinline__ void prepare_items(const Flush& f) {
     Memory& m = f.m;
-    int meeting = 0;
-    auto meet = [&] {
-        m.met.arrive();
-        m.met.wait(meeting++);
-    };
     for (Items items(f); items.now.exists(); items.advance()) {
         const int n = items.n, member = anew(threadIdx.x) - 32 * TEAM_WARPS;
         GateInput<1> input;
@@ -170,7 +166,7 @@ __device__ __forceinline__ void prepare_items(const Flush& f) {
         m.keys[n % KEYS].delivery.wait(n / KEYS);
         if (n == 0 && member < 32) m.begun.arrive();
         prepare(
-            m.prepared[n % PREPARED], m.solve[n % SOLVES], m.team[n % 2], m.keys[n % KEYS], input, f.folded(items.now), member, meet,
+            m.prepared[n % PREPARED], m.solve[n % SOLVES], m.team[n % 2], m.keys[n % KEYS], input, f.folded(items.now), member,
             [&] {
                 if (KIND == KDA) m.tabled[n % SOLVES].arrive();
             }, [&] { wait_used(m, n - PREPARED); });
@@ -206,7 +202,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
     };
 #if SKETCHED_HEADS
     int turn = 0;
-    auto find_head = [&](const Item& item) { return item.exists() ? f.heads[item.head()] : make_int4(0, 0, 0, 0); };
+    auto find_head = [&](const Item& item) { return item.exists() ? f.head(item) : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
         if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
     };
@@ -243,7 +239,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
         }
 #if SKETCHED_HEADS
         if (member < 0) continue;
-        const int4 info = f.heads[items.now.head()], coming = find_head(items.ahead(1));
+        const int4 info = f.head(items.now), coming = find_head(items.ahead(1));
         if (info.x > 0) {
             if (turn % FINISHERS == member)
                 finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,

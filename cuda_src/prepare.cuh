@@ -83,7 +83,7 @@ struct ChannelTokens {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 whole += gates[b][i], most = fmaxf(most, fabsf(keys[b][i]));
-                decays[b][i] = decay(gates[b][i]);
+                decays[b][i] = __expf(gates[b][i]);  // of a few tokens: what a state keeps is as exact as can be, see `whole`
             }
             sum += whole;
             steep = steep || !(whole > STEEP);
@@ -267,18 +267,18 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
     }
 }
 
-// All of it where keys are no operands as they come, but for N. `meet` brings the team together, `tabled` says that the
-// decayed Gram matrix is there, and `free` waits until the last keys have been used.
-template <class Meet, class Tabled, class Free>
+// All of it where keys are no operands as they come, but for N. `tabled` says that the decayed Gram matrix is there, and `free` waits
+// until the last keys have been used.
+template <class Tabled, class Free>
 __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count,
-                                        int member, Meet meet, Tabled tabled, Free free) {
+                                        int member, Tabled tabled, Free free) {
     const bool works = member < 2 * K;  // the same for all of a warp
     [[maybe_unused]] ChannelTokens own;
     [[maybe_unused]] LeftOperand starts;
     if constexpr (KIND == KDA) {
         if (works) own.take(team, stage, input, count, member);
         else if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = 0, team.steep[RAW ? 0 : member / 32] = 0;
-        if (RAW_GATE) meet();  // decays may lie where raw gates of others are
+        if (RAW_GATE) meet_some<TEAM>();  // decays may lie where raw gates of others are
         if (works) {
             own.put(stage, member, TILED);
             __syncwarp();
@@ -288,7 +288,7 @@ __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, TeamMemor
         const float most = most_of_keys(stage, count, member);
         if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = most;
     }
-    meet();
+    meet_some<TEAM>();
     const float power = power_for<HALF_EXPONENT>(warp_most(team.most[RAW ? 0 : member % (TEAM / 32)]));
     if constexpr (KIND == KDA) {
         const bool steep = __any_sync(ALL, team.steep[RAW ? 0 : member % (TEAM / 32)]);
@@ -297,7 +297,7 @@ __device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, TeamMemor
         } else {
             if (TILED) {
                 if (works) own.put(stage, member, false);
-                meet();
+                meet_some<TEAM>();
             }
             decayed_gram(table, stage, count, member);
         }

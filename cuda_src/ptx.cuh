@@ -118,6 +118,9 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// A barrier of THREADS of the block's threads, whole warps, which all come to it equally often. Waiting at a latch takes instructions, here it does not.
+template <int THREADS> __device__ __forceinline__ void meet_some() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
 // An mbarrier, an object in shared memory that opens when `count` arrivals have come, once a round; rounds are counted from 0. What
 // a thread wrote before it arrived is seen by those that waited.
 struct Latch {

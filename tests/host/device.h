@@ -107,6 +107,7 @@ static Fiber fibers[MAX_THREADS], outside;  // `outside` is the caller's own sta
 static Fiber* current = &outside;
 static unsigned threads, returned, waiting[MAX_THREADS / WARP];  // lanes of a warp that wait for others
 static unsigned at_block, votes, outcome;                       // of the barrier now, and votes at the last one
+static unsigned at_some, rounds_of_some;                        // of the barrier of some threads
 static std::vector<Fiber*> ready;
 static std::uint64_t chance;  // state of the random order; 0: warp after warp
 static bool fair;             // every thread that can run has the same chance; else one warp goes as far as it can
@@ -185,7 +186,7 @@ inline std::string describe_deadlock() {
         std::snprintf(mask, sizeof mask, "a warp operation of lanes %08x", f.mask);
         text += "\n  thread " + std::to_string(first) + (last > first ? " to " + std::to_string(last) : "") + ": " +
                 (f.state == RETURNED ? "returned"
-                                     : (f.state == AT_BLOCK ? "__syncthreads" : f.state == AT_LATCH ? "a latch" : mask) + (" at " + describe(f.where)));
+                                     : (f.state == AT_BLOCK ? "__syncthreads" : f.state == AT_LATCH ? (f.latch == &at_some ? "a barrier of some" : "a latch") : mask) + (" at " + describe(f.where)));
     }
     return text;
 }
@@ -284,6 +285,17 @@ inline void open(const void* latch) {
     }
 }
 
+// A barrier of `count` threads.
+inline void meet_some(unsigned count, const Place& where) {
+    if (++at_some < count) {
+        const unsigned round = rounds_of_some;
+        while (rounds_of_some == round) wait_at(&at_some, where);
+    } else {
+        at_some = 0, rounds_of_some++;
+        open(&at_some);
+    }
+}
+
 // Copies to global memory read their source at the last moment: it must not change before the wait.
 inline void finish_sends() {
     for (const Fiber::Copy& copy : current->sent) std::memcpy(copy.to, copy.from, copy.bytes);
@@ -345,7 +357,7 @@ struct Launch {
 inline void run_block(std::size_t shared_bytes) {
     if (__start_shared_memory) poison_static();
     std::memset(dynamic_shared, POISON, shared_bytes);
-    returned = at_block = votes = 0;
+    returned = at_block = votes = at_some = 0;
     std::memset(waiting, 0, sizeof waiting);
     ready.clear(), deliveries.clear();
     for (unsigned i = 0; i < threads; i++) prepare(fibers[i], i);
@@ -567,6 +579,7 @@ using std::max;
 using std::min;
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float __expf(float x) { return std::exp(x); }
+inline float __log2f(float x) { return std::log2(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }

@@ -149,6 +149,8 @@ inline void wait_since(u32, u32) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
+template <int THREADS> inline void meet_some(HOST_PLACE) { host::meet_some(THREADS, where); }
+
 // Latches as ptx.cuh describes them.
 struct Latch {
     u16 count, arrived;
