@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    check_raw_gates,
     error,
     evaluated,
     make_plan,
@@ -529,3 +530,8 @@ def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
         assert np.array_equal(*outs)
     assert np.array_equal(engines[0].state[0], engines[1].state[0])
     assert np.isfinite(outs[0]).all()
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_what_raw_gates_make(bound, cupy):
+    check_raw_gates(cupy, bound)

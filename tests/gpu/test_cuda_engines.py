@@ -5,6 +5,7 @@ import pytest
 from cuda_support import (
     LAYERS,
     SINGLE_HEADS,
+    check_raw_gates,
     error,
     evaluated,
     make_plan,
@@ -322,3 +323,8 @@ def test_long_runs_stay_exact(rng, cupy):
                 *map("{:.2e}".format, figures),
             )
             assert max(figures) < EXACT
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_what_raw_gates_make(bound, cupy):
+    check_raw_gates(cupy, bound)

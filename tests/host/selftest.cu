@@ -115,6 +115,19 @@ extern "C" __global__ void late(int rounds) {
     if (threadIdx.x == 32) latch.wait(0);
 }
 
+// All warps but the first pass numbers round, `rounds` times, with a barrier of their own before and after; `skipped`: one warp leaves out the last.
+extern "C" __global__ void some_meet(float* out, int rounds, int skipped) {
+    __shared__ float numbers[3][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1;
+    if (warp < 0) return;
+    for (int n = 0; n < rounds; n++) {
+        numbers[warp][lane] = 100 * n + 32 * warp + lane;
+        meet_some<96>();
+        out[(n * 3 + warp) * 32 + lane] = numbers[(warp + 1) % 3][lane];
+        if (!skipped || n + 1 < rounds || warp) meet_some<96>();
+    }
+}
+
 // Warp 0 asks for rows, for rows whose halves change places, and for a block, twice; all see what has landed.
 extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
     alignas(16) __shared__ float rows[2][3][12], turned[2][3][8], block[2][16];

@@ -138,6 +138,17 @@ def test_a_latch_knows_which_round_is_over(module, rounds):
         late((1,), (64,), (np.int32(rounds),))
 
 
+def test_some_meet_without_the_others(module):
+    out = np.zeros((5, 3, 32), np.float32)
+    module.get_function("some_meet")((2,), (128,), (out, np.int32(5), np.int32(0)))
+    number = 100 * np.arange(5)[:, None, None] + np.arange(96).reshape(3, 32)
+    assert np.array_equal(out, np.roll(number, -1, axis=1))
+    with pytest.raises(RuntimeError, match="thread 64 to 127: a barrier of some at"):
+        module.get_function("some_meet")((1,), (128,), (out, np.int32(5), np.int32(1)))
+    module.get_function("some_meet")((1,), (128,), (out, np.int32(5), np.int32(0)))  # nothing is left of it
+    assert np.array_equal(out, np.roll(number, -1, axis=1))
+
+
 def test_deliveries_land_at_a_wait(module):
     x, out = np.arange(64, dtype=np.float32), np.zeros((2, 64, 4), np.float32)
     module.get_function("deliveries")((1,), (64,), (x, out, np.int32(32)))
