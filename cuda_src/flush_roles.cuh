@@ -105,8 +105,8 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const Item& item, int
 }
 
 // Where they do not: a warp that brings states, and stores them when they are folded. It brings keys as well, but for a block's first ones,
-// as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory. That is
-// mostly so before the last state is folded, and the team should not have to wait.
+// as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory. With room
+// for two items' operands that is mostly so before the state in between is folded.
 __device__ __forceinline__ void move_items(const Flush& f) {
     auto follow = [&](int n) {
         f.m.solved[n % SOLVES].wait(n / SOLVES);
@@ -128,13 +128,15 @@ __device__ __forceinline__ void move_items(const Flush& f) {
     if (items.now.exists()) follow(0);
     for (; items.now.exists(); items.advance()) {
         const int n = items.n, place = n % PLACES;
-        if (items.ahead(1).exists()) follow(n + 1);
+        const bool follows = items.ahead(1).exists();
+        if (PREPARED > 1 && follows) follow(n + 1);
         float* to = f.home(items.now, 0);
 #pragma unroll 1
         for (int block = 0; block < NWARPS; block++, to += 16 * K) {
             f.m.folded[place][block].wait(n / PLACES);
             f.m.rows[place][block].store(to);
         }
+        if (PREPARED == 1 && follows) follow(n + 1);
         wait_sent();
         fetch(items.ahead(PLACES), n + PLACES);
     }
