@@ -83,7 +83,7 @@ struct ChannelTokens {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 whole += gates[b][i], most = fmaxf(most, fabsf(keys[b][i]));
-                decays[b][i] = __expf(gates[b][i]);  // of a few tokens: what a state keeps is as exact as can be, see `whole`
+                decays[b][i] = __expf(gates[b][i]);  // of a few tokens: what a state keeps is as exact as can be, see PreparedKeys::whole
             }
             sum += whole;
             steep = steep || !(whole > STEEP);

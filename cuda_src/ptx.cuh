@@ -118,7 +118,8 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// A barrier of THREADS of the block's threads, whole warps, which all come to it equally often. Waiting at a latch takes instructions, here it does not.
+// A barrier of THREADS of the block's threads, whole warps, which all come to it equally often: for one such group of a block, beside __syncthreads.
+// Waiting here takes no instructions, at a latch it does.
 template <int THREADS> __device__ __forceinline__ void meet_some() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // An mbarrier, an object in shared memory that opens when `count` arrivals have come, once a round; rounds are counted from 0. What

@@ -533,5 +533,6 @@ def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])
-def test_what_raw_gates_make(bound, cupy):
-    check_raw_gates(cupy, bound)
+@pytest.mark.parametrize("rate_log", [0.7, 6.0, 20.0, 40.0])
+def test_what_raw_gates_make(rate_log, bound, cupy):
+    check_raw_gates(cupy, rate_log, bound)

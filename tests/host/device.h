@@ -108,6 +108,7 @@ static Fiber* current = &outside;
 static unsigned threads, returned, waiting[MAX_THREADS / WARP];  // lanes of a warp that wait for others
 static unsigned at_block, votes, outcome;                       // of the barrier now, and votes at the last one
 static unsigned at_some, rounds_of_some;                        // of the barrier of some threads
+static Place place_of_some;                                     // where the first of them waits
 static std::vector<Fiber*> ready;
 static std::uint64_t chance;  // state of the random order; 0: warp after warp
 static bool fair;             // every thread that can run has the same chance; else one warp goes as far as it can
@@ -285,8 +286,10 @@ inline void open(const void* latch) {
     }
 }
 
-// A barrier of `count` threads.
+// A barrier of `count` threads, at one place.
 inline void meet_some(unsigned count, const Place& where) {
+    if (at_some == 0) place_of_some = where;
+    if (!same_place(place_of_some, where)) fail("a barrier of some at " + describe(where) + " while others wait at " + describe(place_of_some));
     if (++at_some < count) {
         const unsigned round = rounds_of_some;
         while (rounds_of_some == round) wait_at(&at_some, where);
@@ -579,7 +582,6 @@ using std::max;
 using std::min;
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float __expf(float x) { return std::exp(x); }
-inline float __log2f(float x) { return std::log2(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
