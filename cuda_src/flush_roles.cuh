@@ -106,7 +106,7 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const Item& item, int
 
 // Where they do not: a warp that brings states, and stores them when they are folded. It brings keys as well, but for a block's first ones,
 // as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory. With room
-// for two items' operands that is mostly so before the state in between is folded.
+// for two items' operands that is mostly so before the state of the item before is folded.
 __device__ __forceinline__ void move_items(const Flush& f) {
     auto follow = [&](int n) {
         f.m.solved[n % SOLVES].wait(n / SOLVES);

@@ -27,8 +27,8 @@ __device__ __forceinline__ float softplus(float x, float e) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp of x <= 0 to some 3e-7 of itself (6e-7 where that is next to nothing), in five instructions: 2^t of the rounded t = x / log 2, and what the rounding has left out of x.
-// fminf, as that is NaN for -inf, where 2^t is 0.
+// exp of x <= 0 to some 3e-7 of itself (6e-7 where that is next to nothing), in five instructions: 2^t of the rounded t = x / log 2,
+// and what the rounding has left out of x. fminf, as that is NaN for -inf, where 2^t is 0.
 __device__ __forceinline__ float exp_of_negative(float x) {
     const float t = LOG2_E * x, y = exp2f(t);
     return fmaf(y, fminf(fmaf(-0.693147181f, t, x), 1e-4f), y);
@@ -55,8 +55,8 @@ template <int N> struct GateInput {
         else if constexpr (RAW_GATE == 2) return bound / (1.f + expf(rate * x));
         else return rate * softplus(x, exp_of_negative(-fabsf(x)));
     }
-    // The decay itself, to some 4e-6, which is plenty for a read: states and sketches have nothing of it. With a softplus in powers of 2,
-    // as good as its polynomial (8e-6 of itself): however large the rate is.
+    // The decay itself, to some 4e-6, which is plenty for a read: states and sketches have nothing of it. In powers of 2, with a softplus
+    // that is right to 8e-6 of itself, as a rate may be large.
     __device__ __forceinline__ float quick_decay(float given, int i) const {
         if constexpr (RAW_GATE == 0) {
             return __expf(given);
