@@ -65,8 +65,8 @@ template <int PLACES> struct MemoryOf {
     PreparedKeys prepared[PREPARED];
     Solve solve[SOLVES];
     TeamMemory team[2];
-    WarpLatch used[SETS], solved[SOLVES];  // operands have been used, or are prepared
-    WarpLatch tabled[SOLVES], ready[KEYS];  // the team has made the Gram matrix, or is done with its keys
+    WarpLatch used[SETS], solved[SOLVES];  // operands have been used, or `solve` is there
+    WarpLatch tabled[SOLVES], ready[KEYS];  // the team has made the Gram matrix, or is done with `keys`, and `prepared` is there
     WarpLatch folded[PLACES][NWARPS], sketched_rows[PLACES][NWARPS];  // rows there are folded, or no longer needed by those that sketch
     WarpLatch begun;  // once: the first keys are there
     ItemQueue queue;

@@ -9,12 +9,14 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     KeyStage& stage = m.keys[n % KEYS];
     PreparedKeys& prepared = m.prepared[n % PREPARED];
     const Solve& solve = m.solve[n % SOLVES];
-    m.solved[n % SOLVES].wait(n / SOLVES);
+    auto wait_solved = [&] { m.solved[n % SOLVES].wait(n / SOLVES); };
     if (RAW) stage.delivery.wait(n / KEYS);
+    else m.ready[n % KEYS].wait(n / KEYS);
     rows.delivery.wait(n / PLACES);
+    if (RAW && f.mode != STEP) wait_solved();  // whose warp has put zeros where keys are missing
     Writes writes;
-    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve);
-    else m.values.delivery.wait(n);
+    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solved);
+    else wait_solved(), m.values.delivery.wait(n);
     float squares = 0, read[2] = {0, 0};
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
@@ -109,6 +111,7 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const Item& item, int
 // for two items' operands that is mostly so before the state of the item before is folded.
 __device__ __forceinline__ void move_items(const Flush& f) {
     auto follow = [&](int n) {
+        f.m.ready[n % KEYS].wait(n / KEYS);
         f.m.solved[n % SOLVES].wait(n / SOLVES);
         fetch_keys(f, f.m.queue.get(n + KEYS), n + KEYS);
     };
@@ -196,10 +199,6 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
             m.ready[n % KEYS].wait(n / KEYS);
         }
         prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], m.team[n % 2], gate, erased);
-    };
-    auto pass_on = [&](const Item& item, int n) {
-        if (!item.exists()) return;
-        if (KIND == KDA) m.ready[n % KEYS].wait(n / KEYS);  // whoever folds needs the keys as well
         m.solved[n % SOLVES].arrive();
     };
 #if SKETCHED_HEADS
@@ -217,7 +216,7 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
         fetch_keys(f, items.now, 0);
         fetch_values(items.now);
         if (KEYS > 1) fetch_keys(f, items.ahead(1), 1);
-        solve(items.now, 0), pass_on(items.now, 0);
+        solve(items.now, 0);
         if (!RAW) claims.find();
     }
     for (; items.now.exists(); items.advance()) {
@@ -229,14 +228,12 @@ __device__ __forceinline__ void serve_items(const Flush& f, bool serves, int mem
             claims.begin();
             const Item next = items.ahead(1);
             solve(next, n + 1);
-            if (RAW || PREPARED > 1) pass_on(next, n + 1);
             claims.find();  // what it loads has come when it is put, where that is later
             if (RAW) claims.put(n);
             if (next.exists()) {
                 wait_used(m, n);
                 fetch_values(next);
                 if (RAW) fetch_keys(f, items.ahead(KEYS), n + KEYS);
-                if (!RAW && PREPARED == 1) pass_on(next, n + 1);
             }
         }
 #if SKETCHED_HEADS

@@ -90,17 +90,21 @@ struct Writes {
     float kept;  // of the state; for decays per channel it lies with the keys
     float unit;  // of products of operands that are not RAW
 
-    // Keys come from `stage` where they are operands as they are, else from `keys`.
+    // Keys come from `stage` where they are operands as they are, else from `keys`. `wait_solved` waits for `solve`, which predictions
+    // do not need.
+    template <class Wait>
     __device__ __forceinline__ void prepare(StateRows& rows, ValueStage& from, int round, int count, const KeyStage& stage,
-                                            const PreparedKeys& keys, const Solve& solve) {
+                                            const PreparedKeys& keys, const Solve& solve, Wait wait_solved) {
         Values values;
         unit = 1;
         if constexpr (ERASES) {
             float predicted[BLOCKS][2][4] = {};
             predict(predicted, rows, stage, keys);
+            wait_solved();
             from.delivery.wait(round);
             unit = erase(values, from, count, predicted, solve);
         } else {
+            wait_solved();
             from.delivery.wait(round);
             values.load(from, count);
 #pragma unroll
