@@ -13,8 +13,8 @@ from sketchssm.recurrence import DENSE
 
 __all__ = ["PackedPlan", "basis_fragments", "pack_plan"]
 
-ALIGN = 8
-"""Elements to which a head's packed sketch is padded: 16 bytes of bf16."""
+ALIGN = 128
+"""Bytes: each head's packed sketch is padded to a multiple. As in ``cuda_src/sketch_layout.cuh``, which says why."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,17 @@ def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
     projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
     bases: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.uint16)]
     offset = rows = fragments = 0
+    align = ALIGN // (2 * slices)
     for head, rank in enumerate(map(int, plan.ranks)):
         if rank == DENSE:
             continue
         heads[head] = rank, offset, rows, fragments
         elements = rank * layer.value_dim + map_elements(plan, rank)
-        offset += -(-elements // ALIGN) * ALIGN
+        offset += -(-elements // align) * align
         projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
         bases.append(basis_fragments(plan.phi[head, :, :rank], slices).reshape(-1))
         rows += projections[-1].size
         fragments += bases[-1].size // 4
     dense = np.flatnonzero(plan.ranks == DENSE)
     order = np.concatenate([dense, np.flatnonzero(plan.ranks != DENSE)]).astype(np.int32)
-    return PackedPlan(heads, order, dense.size, max(offset, ALIGN), np.concatenate(projections), np.concatenate(bases))
+    return PackedPlan(heads, order, dense.size, max(offset, align), np.concatenate(projections), np.concatenate(bases))

@@ -7,7 +7,7 @@ import pytest
 from cuda_support import make_plan
 
 from sketchssm.cuda.engines import MAX_ROWS
-from sketchssm.cuda.layout import basis_fragments, pack_plan
+from sketchssm.cuda.layout import ALIGN, basis_fragments, pack_plan
 from sketchssm.cuda.modules import Variant, source_text
 from sketchssm.recurrence import DENSE, Layer
 
@@ -32,11 +32,12 @@ def test_fragments_hold_the_basis(rank, key_dim, slices, rng):
     ("kind", "per_map"),
     [("lowrank", lambda g: min(g, 4) * (64 + g) + g), ("ridge", lambda g: g * 64), ("offline", lambda g: 0)],
 )
-def test_packed_heads_do_not_overlap(kind, per_map, rng):
+@pytest.mark.parametrize("slices", [1, 2])
+def test_packed_heads_do_not_overlap(kind, per_map, slices, rng):
     layer = Layer("gdn", 5, 64, 80)
     ranks = np.array([3, DENSE, 17, 1, 8])
     plan = make_plan(layer, ranks, rng, map=kind)
-    packed = pack_plan(plan, 2)
+    packed = pack_plan(plan, slices)
     assert packed.order.tolist() == [1, 0, 2, 3, 4]
     assert packed.dense == 1
     end = 0
@@ -44,10 +45,11 @@ def test_packed_heads_do_not_overlap(kind, per_map, rng):
         rank, offset, rows, _ = packed.heads[head]
         assert rank == ranks[head]
         assert offset >= end
-        assert offset % 8 == 0
+        assert offset * 2 * slices % ALIGN == 0
         assert np.array_equal(packed.projection[rows : rows + 64], plan.projection[head, :, 0])
         end = offset + rank * 80 + per_map(int(rank))
     assert packed.slot_elements >= end
+    assert packed.slot_elements * 2 * slices % ALIGN == 0  # so that every slot's heads do
 
 
 @pytest.mark.parametrize("operation", ["standard", "read", "flush"])
@@ -64,6 +66,10 @@ def test_variants_are_told_apart_by_their_constants():
     assert hash(one) == hash(same)
     assert one != other
     assert "-DK=64" in one.options
+
+
+def test_host_and_kernels_agree_on_where_sketches_begin():
+    assert re.search(r"constexpr int ALIGN = (\d+);", source_text("read"))[1] == str(ALIGN)
 
 
 def test_rows_of_a_launch_fit_the_schedule_that_kernels_pass_on():
