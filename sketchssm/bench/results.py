@@ -194,7 +194,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
 
 
 def _sketch_bytes(plan: SketchPlan, on_device: bool) -> npt.NDArray[np.float64]:
-    """What a read takes of each head's sketch and map, ``(heads,)``."""
+    """What a read needs of each head's sketch and map, ``(heads,)``: what pads heads is not counted."""
     layer = plan.layer
     settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots)
     modelled = traffic.sketch_read(*settings)
