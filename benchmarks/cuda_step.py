@@ -49,18 +49,19 @@ def measure(shape, batch, bandwidth, args):
     plan = bench.random_plan(layer, ranks, args.window, args.map)
     gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
     work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
+    pace = {"seconds": args.seconds, "duty": args.duty}
     row = {"shape": shape, "batch": batch, "map": args.map} | ({} if gate is None else {"raw_gate": True})
     listed = bench.systems(layer, args.window, [plan], gate, exact=True)
     for name, system in zip(("standard", "replay", "sketch", "exact"), listed, strict=True):
         if name in args.systems:
-            row |= flat(name, bench.measure_device(shape, system, work, bandwidth, seconds=args.seconds))
+            row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
         if name == "exact" and name in args.systems:
             row["exact_first_us"] = round(first_step(system, work, args.seconds), 2)
     for peer in bench.PEERS if "peers" in args.systems else ():
         if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
         try:
-            row |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, seconds=args.seconds))
+            row |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, **pace))
         except RuntimeError as error:
             print(f"{shape}, batch {batch}: {peer.name} was not timed: {error}", flush=True)
     return row
@@ -107,6 +108,7 @@ def main():
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--raw-gate", action="store_true", help="for kda")
     parser.add_argument("--seconds", type=float, default=0.05, help="for each system")
+    parser.add_argument("--duty", type=float, default=1.0, help="share of the time that the device works")
     parser.add_argument("--commit", help="for the report, where this is no clone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -127,6 +129,7 @@ def main():
             "command": shlex.join(["python", *sys.argv]),
             "copy_gb_s": bandwidth / 1e9,
             "window": args.window,
+            "duty": args.duty,
             "results": results,
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -148,6 +148,7 @@ class TestHost:
         monkeypatch.setattr(cuda, "missing", lambda: "CuPy sees no CUDA device")
         assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
         assert "on a GPU only" in invoke("--peers", code=2).output
+        assert "only a GPU rests" in invoke("--duty", 0.5, code=2).output
         monkeypatch.setattr(cuda, "missing", lambda: "")
         assert "with log-decays only" in invoke("--peers", "--raw-gate", code=2).output
         assert ".png or .svg" in invoke("--plot", "a.jpg", code=2).output
@@ -177,10 +178,11 @@ class TestDevice:
         monkeypatch.setattr(device, "LEAST", 1)
         monkeypatch.setattr(device, "PASSING", 100_000)  # a few sets of slots
         file = tmp_path / "out.json"
-        options = [*chosen, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, "--json", file]
+        options = [*chosen, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, "--duty", 0.9, "--json", file]
         printed = invoke(*options).output
         report = json.loads(file.read_text())
         assert report["device"] == "host"
+        assert report["duty"] == 0.9
         systems = [r["system"] for r in report["results"]]
         sketches = ["lowrank"] if kind == "gdn" else ["lowrank", "exactly", "lowrank"]
         assert systems[:2] == ["standard", "replay"]
@@ -219,6 +221,22 @@ class TestDevice:
 
     def test_bandwidth(self, cupy):
         assert bench.device_bandwidth(4, 1) > 1e6
+
+    def test_rests(self, cupy, monkeypatch):
+        """For three quarters of the time, if it is to work for one, before every round that is timed."""
+        rests, rounds = [], []
+        monkeypatch.setattr(device.time, "sleep", rests.append)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        took = device.launch_times([lambda: None, lambda: rounds.append(len(rests))], stream, 3, rest=0.01)
+        assert took.shape == (3, 2)
+        assert (rests, rounds) == ([0.01] * 3, [0, 1, 2, 3])
+
+        monkeypatch.setattr(device, "launch_times", lambda launches, stream, n, rest=0.0: np.full((n, 2), 1e6 + rest))
+        assert np.allclose(device.typical_times([], stream, 0, duty=0.25), 1e6 + 6)
+        assert np.allclose(device.typical_times([], stream, 0), 1e6)
+        for duty in (0.0, 1.5, np.nan):
+            with pytest.raises(ValueError, match="duty: expected a share in"):
+                device.typical_times([], stream, 0, duty)
 
     def test_compare(self, cupy):
         """Inputs and outputs on the host, states on the device."""

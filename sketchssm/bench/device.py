@@ -1,8 +1,9 @@
 """Times of decode systems on a GPU, by replaying captured graphs.
 
 A window is W graphs, one for each position, which read and advance the cursors on the device like any other step. All
-are launched without waiting for one another, with an event between each two. Each graph goes through enough sets of
-slots that the second cache has forgotten a set's sketches and ring when its turn comes again.
+are launched without waiting for one another, with an event between each two; between windows the device may rest. Each
+graph goes through enough sets of slots that the second cache has forgotten a set's sketches and ring when its turn
+comes again.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
     return float(2e6 * source.nbytes / np.median(times))
 
 
-def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: int) -> Array:
-    """Launch work in turns, never waiting, and time it on the device.
+def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: int, rest: float = 0.0) -> Array:
+    """Launch work in turns, waiting only to rest, and time it on the device.
 
     Parameters
     ----------
@@ -179,6 +180,8 @@ def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: in
         The stream.
     rounds : int
         How often all of it is timed; a round more goes first.
+    rest : float, default 0.0
+        Seconds for which the device is idle before each of them.
 
     Returns
     -------
@@ -187,20 +190,22 @@ def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: in
     """
     import cupy
 
-    events = [cupy.cuda.Event() for _ in range(rounds * len(launches) + 1)]
+    marks = [[cupy.cuda.Event() for _ in range(len(launches) + 1)] for _ in range(rounds)]
     for launch in launches:
         launch()
-    events[0].record(stream)
-    for i, event in enumerate(events[1:]):
-        launches[i % len(launches)]()
-        event.record(stream)
-    events[-1].synchronize()
-    return np.array([1e3 * cupy.cuda.get_elapsed_time(*pair) for pair in pairwise(events)]).reshape(
-        rounds, len(launches)
-    )
+    for first, *others in marks:
+        if rest > 0:
+            stream.synchronize()
+            time.sleep(rest)
+        first.record(stream)
+        for launch, event in zip(launches, others, strict=True):
+            launch()
+            event.record(stream)
+    stream.synchronize()
+    return np.array([[1e3 * cupy.cuda.get_elapsed_time(*pair) for pair in pairwise(events)] for events in marks])
 
 
-def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: float) -> Array:
+def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: float, duty: float = 1.0) -> Array:
     """Median times of launches in turns.
 
     Parameters
@@ -211,15 +216,25 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
         The stream.
     seconds : float
         Device time to spend, in whole rounds, at least five.
+    duty : float, default 1.0
+        Share of the time that the device works, in (0, 1]. One that rests keeps the clocks that its power limit takes
+        from one that never does.
 
     Returns
     -------
     ndarray of float64, (launches,)
         Microseconds.
+
+    Raises
+    ------
+    ValueError
+        If `duty` is no such share.
     """
+    if not 0 < duty <= 1:
+        raise ValueError(f"duty: expected a share in (0, 1], got {duty}")
     taken = 1e-6 * float(launch_times(launches, stream, 1).sum())
     rounds = int(min(max(seconds / taken, LEAST), MOST))
-    return np.median(launch_times(launches, stream, rounds), axis=0)
+    return np.median(launch_times(launches, stream, rounds, taken * (1 / duty - 1)), axis=0)
 
 
 def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
@@ -255,6 +270,7 @@ def measure_device(
     bandwidth: float,
     *,
     seconds: float = 0.05,
+    duty: float = 1.0,
 ) -> BenchResult:
     """Time a system at every position of the window.
 
@@ -270,6 +286,8 @@ def measure_device(
         Copy bandwidth in bytes per second, from `device_bandwidth`.
     seconds : float, default 0.05
         Device time to spend, in whole windows, at least five.
+    duty : float, default 1.0
+        See `typical_times`.
 
     Returns
     -------
@@ -279,7 +297,7 @@ def measure_device(
     Raises
     ------
     ValueError
-        If there are no kernels for the layer or the plan.
+        If there are no kernels for the layer or the plan, or `duty` is no share.
     MemoryError
         If the device is too small for the batch.
     """
@@ -310,7 +328,7 @@ def measure_device(
     got = np.stack([to_host(x[0], "output").astype(np.float64) for x in outputs])
     errors = work.errors(system, got, to_host(head.state[int(slots[-1][0])], "state"))
 
-    times = typical_times(launches, stream, seconds) / sets
+    times = typical_times(launches, stream, seconds, duty) / sets
     if system.name == "standard" or system.exact:  # has no positions
         times[:] = np.median(times)
     names = (shape, system.name, head.backend)

@@ -65,7 +65,9 @@ class Peer:
         return next((name for name in ("torch", *self.modules) if importlib.util.find_spec(name) is None), "")
 
 
-def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, seconds: float = 0.05) -> BenchResult:
+def measure_peer(
+    shape: str, peer: Peer, work: Workload, bandwidth: float, *, seconds: float = 0.05, duty: float = 1.0
+) -> BenchResult:
     """Check a peer on one window of tokens, then time it.
 
     Parameters
@@ -80,6 +82,8 @@ def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, se
         Copy bandwidth in bytes per second, from `device_bandwidth`.
     seconds : float, default 0.05
         Device time to spend.
+    duty : float, default 1.0
+        See `typical_times`.
 
     Returns
     -------
@@ -127,7 +131,7 @@ def measure_peer(shape: str, peer: Peer, work: Workload, bandwidth: float, *, se
         with torch.cuda.stream(shared):
             graph.replay()
 
-    time = float(typical_times([replay], stream, seconds)[0]) / sets
+    time = float(typical_times([replay], stream, seconds, duty)[0]) / sets
     del kept, replay
     torch.cuda.empty_cache()
     return BenchResult.of((shape, peer.name, "peer"), batch, [time] * window, needed, bandwidth, errors, 0.0)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,13 @@ class Case:
     "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
 )
 @click.option(
+    "--duty",
+    type=click.FloatRange(min=0, min_open=True, max=1),
+    default=1.0,
+    show_default=True,
+    help="Share of the time that a GPU works; with less it rests between windows, out of reach of its power limit.",
+)
+@click.option(
     "--exact-rows",
     type=click.IntRange(min=0),
     default=0,
@@ -100,6 +108,7 @@ def command(
     maps: tuple[str, ...],
     pivots: int,
     seconds: float | None,
+    duty: float,
     exact_rows: int,
     raw_gate: bool,
     peers: bool,
@@ -125,6 +134,8 @@ def command(
         backend = "cpu" if cuda.missing() else "cuda"
     if peers and backend != "cuda":
         raise click.BadParameter("other libraries are timed on a GPU only", param_hint="--peers")
+    if duty < 1 and backend != "cuda":
+        raise click.BadParameter("only a GPU rests", param_hint="--duty")
     if raw_gate and peers:
         raise click.BadParameter("other libraries are timed with log-decays only", param_hint="--raw-gate")
     if plot is not None:
@@ -148,8 +159,8 @@ def command(
                 for batch in batches or BATCHES[kind]
             ]
     output = Output(json_file)
-    time = _on_device if kind == "cuda" else _on_host(backend)
-    report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed, peers)
+    time: Timing = partial(_on_device, duty, peers) if kind == "cuda" else partial(_on_host, backend)
+    report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed)
     results: list[BenchResult] = report["results"]
     _show(output, results, report["copy_bandwidth"])
     compiled = sum(r.first_call_seconds for r in results) + report.get("compile_seconds", 0.0)
@@ -162,41 +173,41 @@ def command(
     output.finish(made | {"command": shlex.join(["sketchssm", *sys.argv[1:]])} | report)
 
 
-Timing = Callable[["Output", list[Case], float, int, bool], dict[str, Any]]
+Timing = Callable[["Output", list[Case], float, int], dict[str, Any]]
 
 
-def _on_host(backend: str) -> Timing:
+def _on_host(backend: str, output: Output, cases: list[Case], seconds: float, seed: int) -> dict[str, Any]:
     from sketchssm import bench
 
-    def time(output: Output, cases: list[Case], seconds: float, seed: int, peers: bool) -> dict[str, Any]:
-        bandwidth = bench.copy_bandwidth()
-        results = []
-        with output.progress("timing", len(cases)) as step:
-            for case in cases:
-                step(f"{case.shape}, batch {case.batch}, window {case.window}")
-                results += bench.measure(
-                    case.shape,
-                    case.layer,
-                    case.systems(),
-                    case.batch,
-                    case.window,
-                    bandwidth,
-                    backend=backend,
-                    seconds=seconds,
-                    seed=seed,
-                )
-        return {"copy_bandwidth": bandwidth, "results": results}
-
-    return time
+    bandwidth = bench.copy_bandwidth()
+    results = []
+    with output.progress("timing", len(cases)) as step:
+        for case in cases:
+            step(f"{case.shape}, batch {case.batch}, window {case.window}")
+            results += bench.measure(
+                case.shape,
+                case.layer,
+                case.systems(),
+                case.batch,
+                case.window,
+                bandwidth,
+                backend=backend,
+                seconds=seconds,
+                seed=seed,
+            )
+    return {"copy_bandwidth": bandwidth, "results": results}
 
 
-def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, peers: bool) -> dict[str, Any]:
+def _on_device(
+    duty: float, peers: bool, output: Output, cases: list[Case], seconds: float, seed: int
+) -> dict[str, Any]:
     from sketchssm import bench
 
     others = [peer for peer in bench.PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
     lacking = {peer: lack for peer in others if (lack := peer.missing())}
     messages = [f"{peer.name} was not timed: {lack} is not installed." for peer, lack in lacking.items()]
     ready = [peer for peer in others if peer not in lacking]
+    pace = {"seconds": seconds, "duty": duty}
     results = []
     with output.progress("compiling", len(cases) + 1) as step:
         step("compiling")
@@ -209,17 +220,18 @@ def _on_device(output: Output, cases: list[Case], seconds: float, seed: int, pee
             work = bench.Workload(case.layer, case.batch, case.window, seed, case.gate is not None)
             for system in listed[id(case)]:
                 try:
-                    results.append(bench.measure_device(case.shape, system, work, bandwidth, seconds=seconds))
+                    results.append(bench.measure_device(case.shape, system, work, bandwidth, **pace))
                 except MemoryError as error:
                     messages.append(_not_timed(case, system.name, error))
             for peer in (peer for peer in ready if peer.kind == case.layer.kind):
                 try:
-                    results.append(bench.measure_peer(case.shape, peer, work, bandwidth, seconds=seconds))
+                    results.append(bench.measure_peer(case.shape, peer, work, bandwidth, **pace))
                 except (MemoryError, RuntimeError) as error:
                     messages.append(_not_timed(case, peer.name, error))
     return {
         "device": bench.device_name(),
         "copy_bandwidth": bandwidth,
+        "duty": duty,
         "compile_seconds": compiled,
         "not_timed": messages,
         "results": results,

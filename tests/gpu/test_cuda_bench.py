@@ -32,7 +32,7 @@ def test_all_systems(name):
     assert bench.compile_all(systems) > 0
     work = bench.Workload(layer, 3, 4, raw_gate=gate is not None)
     for system in systems:
-        result = bench.measure_device("tiny", system, work, 1e12, seconds=0)
+        result = bench.measure_device("tiny", system, work, 1e12, seconds=0, duty=0.5)
         assert result.backend == "cuda"
         assert result.error < ROUNDED
         assert result.state_error < EXACT
