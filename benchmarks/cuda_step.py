@@ -56,7 +56,7 @@ def measure(shape, batch, bandwidth, args):
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
         if name == "exact" and name in args.systems:
-            row["exact_first_us"] = round(first_step(system, work, args.seconds), 2)
+            row["exact_first_us"] = round(first_step(system, work, **pace), 2)
     for peer in bench.PEERS if "peers" in args.systems else ():
         if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
@@ -67,7 +67,7 @@ def measure(shape, batch, bandwidth, args):
     return row
 
 
-def first_step(system, work, seconds):
+def first_step(system, work, seconds, duty):
     """Microseconds of the first exact step of slots that have had a sketch: their rings are emptied."""
     import cupy
 
@@ -90,7 +90,7 @@ def first_step(system, work, seconds):
 
     cupy.cuda.Device().synchronize()
     graphs = [captured(launches, stream) for launches in (reset, step)]
-    return typical_times([partial(graph.launch, stream) for graph in graphs], stream, seconds)[1] / sets
+    return typical_times([partial(graph.launch, stream) for graph in graphs], stream, seconds, duty)[1] / sets
 
 
 def git_commit():

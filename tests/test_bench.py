@@ -149,6 +149,8 @@ class TestHost:
         assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
         assert "on a GPU only" in invoke("--peers", code=2).output
         assert "only a GPU rests" in invoke("--duty", 0.5, code=2).output
+        for duty in (0, 2, "nan"):
+            assert "expected a share in (0, 1]" in invoke("--duty", duty, code=2).output
         monkeypatch.setattr(cuda, "missing", lambda: "")
         assert "with log-decays only" in invoke("--peers", "--raw-gate", code=2).output
         assert ".png or .svg" in invoke("--plot", "a.jpg", code=2).output
@@ -177,12 +179,15 @@ class TestDevice:
         monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
         monkeypatch.setattr(device, "LEAST", 1)
         monkeypatch.setattr(device, "PASSING", 100_000)  # a few sets of slots
+        rests = []
+        monkeypatch.setattr(device.time, "sleep", rests.append)
         file = tmp_path / "out.json"
         options = [*chosen, "--window", WINDOW, "--map", "lowrank", "--seconds", 0, "--duty", 0.9, "--json", file]
         printed = invoke(*options).output
         report = json.loads(file.read_text())
         assert report["device"] == "host"
         assert report["duty"] == 0.9
+        assert len(rests) >= len(report["results"])  # one for each round
         systems = [r["system"] for r in report["results"]]
         sketches = ["lowrank"] if kind == "gdn" else ["lowrank", "exactly", "lowrank"]
         assert systems[:2] == ["standard", "replay"]
@@ -203,13 +208,16 @@ class TestDevice:
         monkeypatch.setattr(bench, "compile_all", lambda systems: 0.0)
 
         def measured(shape, system, *rest, **settings):
+            assert settings == {"seconds": 0.2, "duty": 0.5}
             if system.name == "replay":
                 raise MemoryError("Out of memory allocating 8 bytes")
             return result(system.name)
 
         monkeypatch.setattr(bench, "measure_device", measured)
         file = tmp_path / "out.json"
-        printed = invoke("--batch", 2, "--window", WINDOW, "--json", file).output
+        pace = ["--seconds", 0.2, "--duty", 0.5]
+        printed = invoke("--batch", 2, "--window", WINDOW, *pace, "--json", file).output
+        assert "worked for 50% of the time" in printed
         assert "tiny, batch 2: replay was not timed: Out of memory" in printed
         assert "replay" not in {r["system"] for r in json.loads(file.read_text())["results"]}
 
@@ -224,12 +232,16 @@ class TestDevice:
 
     def test_rests(self, cupy, monkeypatch):
         """For three quarters of the time, if it is to work for one, before every round that is timed."""
-        rests, rounds = [], []
-        monkeypatch.setattr(device.time, "sleep", rests.append)
+        done = []
         stream = cupy.cuda.Stream(non_blocking=True)
-        took = device.launch_times([lambda: None, lambda: rounds.append(len(rests))], stream, 3, rest=0.01)
-        assert took.shape == (3, 2)
-        assert (rests, rounds) == ([0.01] * 3, [0, 1, 2, 3])
+        monkeypatch.setattr(stream, "synchronize", lambda: done.append("waited"))
+        monkeypatch.setattr(device.time, "sleep", done.append)
+        monkeypatch.setattr(device.Ahead, "launch", lambda self, stream: done.append("ahead"))
+        monkeypatch.setattr(cupy.cuda.Event, "record", lambda self, stream: done.append("mark"))
+        monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda start, stop: 1.0)
+        took = device.launch_times([lambda: done.append("a"), lambda: done.append("b")], stream, 2, rest=0.01)
+        assert took.shape == (2, 2)
+        assert done == ["a", "b", *["waited", 0.01, "ahead", "mark", "a", "mark", "b", "mark"] * 2, "waited"]
 
         monkeypatch.setattr(device, "launch_times", lambda launches, stream, n, rest=0.0: np.full((n, 2), 1e6 + rest))
         assert np.allclose(device.typical_times([], stream, 0, duty=0.25), 1e6 + 6)

@@ -20,7 +20,7 @@ import numpy as np
 
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
-from sketchssm.cuda.timing import captured, upload
+from sketchssm.cuda.timing import Ahead, captured, upload
 from sketchssm.evaluate.systems import System, relative_error
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
@@ -186,17 +186,19 @@ def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: in
     Returns
     -------
     ndarray of float64, (rounds, launches)
-        Microseconds from one's end to the next one's.
+        Microseconds from one's end to the next one's, and to the first one's end from that of what went before.
     """
     import cupy
 
+    ahead = Ahead() if rest > 0 else None
     marks = [[cupy.cuda.Event() for _ in range(len(launches) + 1)] for _ in range(rounds)]
     for launch in launches:
         launch()
     for first, *others in marks:
-        if rest > 0:
+        if ahead is not None:
             stream.synchronize()
             time.sleep(rest)
+            ahead.launch(stream)
         first.record(stream)
         for launch, event in zip(launches, others, strict=True):
             launch()

@@ -96,6 +96,8 @@ def measure_peer(
         If it is not installed.
     RuntimeError
         If it fails, or what it computes is wrong.
+    ValueError
+        If `duty` is no share.
     """
     import cupy
 

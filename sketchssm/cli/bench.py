@@ -78,7 +78,7 @@ class Case:
 )
 @click.option(
     "--duty",
-    type=click.FloatRange(min=0, min_open=True, max=1),
+    type=float,
     default=1.0,
     show_default=True,
     help="Share of the time that a GPU works; with less it rests between windows, out of reach of its power limit.",
@@ -134,6 +134,8 @@ def command(
         backend = "cpu" if cuda.missing() else "cuda"
     if peers and backend != "cuda":
         raise click.BadParameter("other libraries are timed on a GPU only", param_hint="--peers")
+    if not 0 < duty <= 1:
+        raise click.BadParameter(f"expected a share in (0, 1], got {duty}", param_hint="--duty")
     if duty < 1 and backend != "cuda":
         raise click.BadParameter("only a GPU rests", param_hint="--duty")
     if raw_gate and peers:
@@ -163,6 +165,8 @@ def command(
     report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed)
     results: list[BenchResult] = report["results"]
     _show(output, results, report["copy_bandwidth"])
+    if duty < 1:
+        output.say(f"The device worked for {duty:.0%} of the time, and rested between windows.")
     compiled = sum(r.first_call_seconds for r in results) + report.get("compile_seconds", 0.0)
     output.say(f"First calls (compiling, or loading what was compiled) took {compiled:.1f} s more, not counted above.")
     for message in report.get("not_timed", []):
