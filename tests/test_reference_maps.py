@@ -8,7 +8,7 @@ from samples import Basis, relative
 
 from sketchssm.recurrence import Layer
 from sketchssm.reference import maps
-from sketchssm.reference.maps import RIDGE_FLOOR
+from sketchssm.reference.maps import PIVOT_TOLERANCE, RIDGE_FLOOR
 
 # Sums and solves of at most a few dozen float64 terms, in systems whose condition number is below 1 / RIDGE_FLOOR
 # times the metric's norm K: 2^-53 * 1e6 * 16 is 2e-9.
@@ -51,6 +51,16 @@ def spread_of_pivots(sketch, pivots):
     return values[0] / values[values > 1e-10 * values[0]][-1]
 
 
+def are_pivots_clear(sketch, pivots):
+    """Whether each of the first columns adds clearly more than `PIVOT_TOLERANCE` to those before it, or nothing."""
+    for i in range(1, min(pivots, sketch.shape[1])):
+        before, column = sketch[:, :i], sketch[:, i]
+        added = np.linalg.norm(column - before @ np.linalg.pinv(before, rcond=1e-10) @ column)
+        if not (added > 2 * PIVOT_TOLERANCE * np.linalg.norm(column) or added < 1e-12 * np.linalg.norm(column)):
+            return False
+    return True
+
+
 def is_solved_by(dense, h, phi, ridge, spread):
     """Whether a map is ``(Phi^T H Phi + ridge I)^-1 Phi^T H`` of an explicit metric, to what float64 can solve."""
     gram, right = phi.T @ h @ phi + max(ridge, RIDGE_FLOOR) * np.eye(phi.shape[1]), phi.T @ h
@@ -87,8 +97,8 @@ class TestLowrank:
         seen = pivot_part(state, state.T @ phi, pivots)
         left = np.maximum(np.diag(phi.T @ (metric(state) - seen) @ phi), 0)
         approximate = seen + phi @ np.diag(left) @ phi.T
+        assume(are_pivots_clear(state.T @ phi, pivots))
         spread = spread_of_pivots(state.T @ phi, pivots)
-        assume(spread < 1e4)  # beyond, a column may fall below the pivots' tolerance
         factors = maps.lowrank_factors(state, phi, pivots, ridge)
         assert is_solved_by(factors.dense(), approximate, phi, ridge, spread)
         assert factors.pi is phi
@@ -119,8 +129,8 @@ class TestPrior:
         phi, projection, e0 = weighted_basis(rng, state.shape[0], rank)
         seen = pivot_part(state, state.T @ phi, pivots)
         approximate = seen + (state.shape[0] - np.trace(seen)) / np.trace(e0) * e0
+        assume(are_pivots_clear(state.T @ phi, pivots))
         spread = spread_of_pivots(state.T @ phi, pivots)
-        assume(spread < 1e4)  # beyond, a column may fall below the pivots' tolerance
         factors = maps.prior_factors(state, phi, projection, pivots, ridge)
         assert is_solved_by(factors.dense(), approximate, phi, ridge, spread)
         assert factors.pi is projection
