@@ -1,26 +1,39 @@
-"""Build of sketchssm: which files make up the package. Its metadata stands in pyproject.toml."""
+"""Build of sketchssm: the files of the package. Its metadata is in pyproject.toml."""
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class CleanBuild(build_py):
+    """Remove what an earlier build left in the build folder, so that deleted modules do not get into wheels."""
+
+    def run(self):
+        """Build the modules into an empty folder."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "sketchssm"), ignore_errors=True)
+        super().run()
+
 
 packages = find_packages(include=["sketchssm", "sketchssm.*"])
 package_dir = {}
 package_data = {"sketchssm": ["py.typed", "data/*.npz"]}
 
-# The CUDA sources live beside the package and are installed into it, to be compiled where they run.
+# The CUDA sources are beside the package. They are installed into it and compiled on the user's machine.
 if Path("cuda_src").is_dir():
     packages.append("sketchssm.cuda_src")
     package_dir["sketchssm.cuda_src"] = "cuda_src"
     package_data["sketchssm.cuda_src"] = ["*.cu", "*.cuh"]
 
-# Test equipment, built on demand: runs the CUDA kernels on the host (see tests/host/README.md).
+# Built only for the tests: runs the CUDA kernels on the host (see tests/host/README.md).
 ext_modules, setup_requires = [], []
 if os.environ.get("SKETCHSSM_BUILD_HOST_KERNELS") == "1":
     setup_requires.append("pybind11")
-    with suppress(ImportError):  # not there yet when an installer asks what the build requires
+    with suppress(ImportError):  # pybind11 is missing while the installer asks for the build's requirements
         from pybind11.setup_helpers import Pybind11Extension
 
         ext_modules.append(
@@ -28,6 +41,7 @@ if os.environ.get("SKETCHSSM_BUILD_HOST_KERNELS") == "1":
         )
 
 setup(
+    cmdclass={"build_py": CleanBuild},
     packages=packages,
     package_dir=package_dir,
     package_data=package_data,

@@ -1,4 +1,4 @@
-"""What an installed package holds: the kernels' sources travel with it."""
+"""Contents of a wheel."""
 
 import os
 import shutil
@@ -21,20 +21,29 @@ print(Path(sketchssm.__file__).parents[1])
 """
 
 
-def test_kernels_are_read_from_a_wheel(tmp_path):
+def test_wheel(tmp_path):
+    """A wheel has the kernels' sources, finds them, and has no module that was deleted since an earlier build."""
     pytest.importorskip("setuptools", minversion="77")
     tree, site = tmp_path / "tree", tmp_path / "site"
     for name in ("sketchssm", "cuda_src"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
+    deleted = tree / "build" / "lib" / "sketchssm" / "deleted.py"
+    deleted.parent.mkdir(parents=True)
+    deleted.touch()
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     plain = {name: value for name, value in os.environ.items() if name != "SKETCHSSM_BUILD_HOST_KERNELS"}
     subprocess.run([*build, str(tmp_path), str(tree)], env=plain, check=True, timeout=300)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = {Path(name).name for name in wheel.namelist() if "cuda_src/" in name}
+        names = wheel.namelist()
         wheel.extractall(site)
-    assert names == {path.name for path in (ROOT / "cuda_src").iterdir()}
+    assert {Path(name).name for name in names if "cuda_src/" in name} == {
+        x.name for x in (ROOT / "cuda_src").iterdir()
+    }
+    assert {name for name in names if name.endswith(".py")} == {
+        str(path.relative_to(tree)) for path in (tree / "sketchssm").rglob("*.py")
+    }
     done = subprocess.run(
         [sys.executable, "-c", READ],
         cwd=tmp_path,
