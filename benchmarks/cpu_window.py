@@ -23,8 +23,8 @@ import numpy as np
 
 from sketchssm import SketchPlan, bench
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import MAPS
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
-from sketchssm.plan import MAPS
 from sketchssm.recurrence import Layer
 
 MEAN_RANKS = {"mamba2": 5, "gdn": 7, "kda": 7}

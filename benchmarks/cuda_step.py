@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sketchssm import bench
 from sketchssm.bench.device import slot_sets, typical_times
+from sketchssm.coefficients import MAPS
 from sketchssm.cuda.timing import captured
-from sketchssm.plan import MAPS
 
 
 def flat(name, result):

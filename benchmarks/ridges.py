@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.measure import rounded
 from sketchssm.evaluate.windows import collect_windows
 from sketchssm.files import layer_fields
@@ -141,8 +142,8 @@ def errors(layer, calib, test):
     found = {}
     for rank in RANKS:
         for ridge in RIDGES + BELOW:
-            plan = SketchPlan(basis, np.full(layer.heads, rank), WINDOW, "ridge", ridge=ridge)
-            phi, ways = plan.phi.astype(np.float64), {}
+            plan = SketchPlan(basis, np.full(layer.heads, rank), WINDOW, CoefficientMap("ridge", ridge=ridge))
+            phi, ways = plan.omega.astype(np.float64), {}
             for stored in STORED:
                 made = lost(windows, phi, partial(two_slices, ridge=ridge, stored=stored))
                 ways[f"two_slices {stored}"] = made

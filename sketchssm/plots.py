@@ -89,9 +89,7 @@ def spectrum(basis: SketchBasis, energies: Sequence[MapEnergy], path: str | os.P
             lost = np.maximum(1 - energy.retained, 1e-9)
             low, middle, high = np.quantile(lost, (0.25, 0.5, 0.75), axis=0)
             ranks = np.array(energy.ranks) * offset  # side by side, so that bars don't hide each other
-            name = (
-                energy.setting.map if energy.basis == "calibrated" else f"{energy.basis} basis, {energy.setting.map}"
-            )
+            name = energy.map.name if energy.basis == "calibrated" else f"{energy.basis} basis, {energy.map.name}"
             right.errorbar(
                 ranks, middle, yerr=(middle - low, high - middle), color=COLOURS[i % len(COLOURS)],
                 marker=MARKERS[i % len(MARKERS)], markersize=5, capsize=2, linewidth=1.4, elinewidth=0.9,

@@ -7,20 +7,14 @@ what all sequences share (bases, projections) are not counted, as in the paper.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.recurrence import DENSE, KINDS
 
-if TYPE_CHECKING:
-    from sketchssm.plan import SketchPlan
-
 __all__ = [
-    "STORAGES",
     "compressed",
-    "plan_reduction",
     "read_only_copy",
     "reduction",
     "replay",
@@ -28,9 +22,6 @@ __all__ = [
     "sketch_read",
     "standard",
 ]
-
-STORAGES = ("dense", "factors", "shared")
-"""What a state keeps of its coefficient map beside the sketch; see `sketch_read`."""
 
 Bytes = npt.NDArray[np.float64]
 
@@ -139,8 +130,7 @@ def sketch_read(
     value_dim: int,
     rank: npt.ArrayLike,
     window: int = 16,
-    storage: str = "dense",
-    pivots: int = 4,
+    map: str | CoefficientMap = DEFAULT_MAP,
 ) -> Bytes:
     """Bytes that one read between flushes moves.
 
@@ -154,13 +144,10 @@ def sketch_read(
         Ranks G (fractions allowed, for a budget's mean); `DENSE` for a full read of D bytes.
     window : int, default 16
         W.
-    storage : {"dense", "factors", "shared"}, default "dense"
-        "dense" is the paper's: sketch, coefficient map and, for gdn and kda, projected erase vectors in bfloat16,
-        ``2 G (V + K + e W)``. "factors" is this library's for `lowrank` and `prior`: sketch and B in bfloat16, F, L
-        and w in float32, ``2 (G V + p K) + 4 (2 G p + G)`` with ``p = min(G, P)``; effective queries are formed from
-        the ring, so nothing is projected. "shared" is the sketch alone (`offline`), ``2 G V``.
-    pivots : int, default 4
-        P of "factors".
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map. A read moves the sketch (G V elements) and what a state stores of its map
+        (`CoefficientMap.elements`), in bfloat16. A dense map also counts the paper's projected erase vectors for
+        gdn and kda: ``2 G (V + K + W)`` bytes, and ``2 G (V + K)`` for mamba2.
 
     Returns
     -------
@@ -170,23 +157,16 @@ def sketch_read(
     Raises
     ------
     ValueError
-        If the kind, the storage or a rank is not one there is.
+        If the kind, the map or a rank is not one there is.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if storage not in STORAGES:
-        raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}")
+    map = CoefficientMap.of(map)
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == DENSE) | (g >= 0)).all():
         raise ValueError(f"rank: expected DENSE or numbers of at least 0, got {rank!r}")
-    if storage == "dense":
-        erase = 0 if kind == "mamba2" else 1
-        size = 2 * g * (value_dim + key_dim + erase * window)
-    elif storage == "factors":
-        p = np.minimum(g, pivots)
-        size = 2 * (g * value_dim + p * key_dim) + 4 * (2 * g * p + g)
-    else:
-        size = 2 * g * value_dim
+    erase = window if map.storage == "dense" and kind != "mamba2" else 0
+    size = 2 * (g * (value_dim + erase) + map.elements(g, key_dim))
     return np.where(g == DENSE, 4.0 * key_dim * value_dim, size)
 
 
@@ -196,8 +176,7 @@ def sketch(
     value_dim: int,
     rank: npt.ArrayLike,
     window: int = 16,
-    storage: str = "dense",
-    pivots: int = 4,
+    map: str | CoefficientMap = DEFAULT_MAP,
 ) -> Bytes:
     """Bytes per token of sketched decoding, flushes included.
 
@@ -211,10 +190,8 @@ def sketch(
         Ranks G; `DENSE` for a head that reads its full state.
     window : int, default 16
         W.
-    storage : {"dense", "factors", "shared"}, default "dense"
-        See `sketch_read`.
-    pivots : int, default 4
-        See `sketch_read`.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map, see `sketch_read`.
 
     Returns
     -------
@@ -224,9 +201,9 @@ def sketch(
     Raises
     ------
     ValueError
-        If the kind, the storage, the window or a rank is not one there is.
+        If the kind, the map, the window or a rank is not one there is.
     """
-    read = sketch_read(kind, key_dim, value_dim, rank, window, storage, pivots)
+    read = sketch_read(kind, key_dim, value_dim, rank, window, map)
     return ((window - 1) * read + standard(key_dim, value_dim)) / _checked(window)
 
 
@@ -236,8 +213,7 @@ def reduction(
     value_dim: int,
     rank: npt.ArrayLike,
     window: int = 16,
-    storage: str = "dense",
-    pivots: int = 4,
+    map: str | CoefficientMap = DEFAULT_MAP,
 ) -> float:
     """Traffic reduction of sketched decoding relative to standard decoding.
 
@@ -251,10 +227,8 @@ def reduction(
         One rank, or one of each head, whose bytes are added up before the ratio is taken; `DENSE` for a full read.
     window : int, default 16
         W.
-    storage : {"dense", "factors", "shared"}, default "dense"
-        See `sketch_read`.
-    pivots : int, default 4
-        See `sketch_read`.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map, see `sketch_read`.
 
     Returns
     -------
@@ -264,7 +238,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the storage, the window or a rank is not one there is.
+        If the kind, the map, the window or a rank is not one there is.
 
     Examples
     --------
@@ -274,25 +248,8 @@ def reduction(
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
     8.93
     """
-    used = sketch(kind, key_dim, value_dim, rank, window, storage, pivots)
+    used = sketch(kind, key_dim, value_dim, rank, window, map)
     return float(standard(key_dim, value_dim) / used.mean())
-
-
-def plan_reduction(plan: SketchPlan) -> float:
-    """Traffic reduction of a plan, with its ranks and what its map stores.
-
-    Parameters
-    ----------
-    plan : SketchPlan
-        Plan of one layer.
-
-    Returns
-    -------
-    float
-        How many times fewer bytes than standard decoding.
-    """
-    layer = plan.layer
-    return reduction(layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots)
 
 
 def _quantised(key_dim: int, value_dim: int, bits: float) -> float:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sketchssm.coefficients import DEFAULT_MAP, FORMS, CoefficientMap
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -81,9 +82,16 @@ class Basis:
         return phi, self.e0 @ phi
 
 
-def plan_of(rng, layer, ranks=2, **settings):
-    """A plan on a `Basis`; one rank stands for all heads."""
-    return SketchPlan(Basis(rng, layer), np.broadcast_to(ranks, layer.heads), **settings)
+def plan_of(rng, layer, ranks=2, map=DEFAULT_MAP, pivots=None, ridge=None, **settings):
+    """A plan on a `Basis`; one rank stands for all heads. The map takes the parameters that it has."""
+    ranks = np.broadcast_to(ranks, layer.heads)
+    return SketchPlan(Basis(rng, layer), ranks, map=map_of(map, pivots, ridge), **settings)
+
+
+def map_of(name, pivots=None, ridge=None):
+    """A coefficient map with those of the given parameters that it has."""
+    form = FORMS[name]
+    return CoefficientMap(name, pivots if form.pivots else None, None if form.ridge is None else ridge)
 
 
 def relative(got, want):

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import map_of
 
 import sketchssm as ss
 from sketchssm import traffic
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import MAPS
 from sketchssm.recurrence import Layer
 
 SMALL = Layer("gdn", 4, 32, 24)
@@ -36,8 +38,8 @@ def falling(rng, heads, rank_max):
     return curves * 10 ** rng.uniform(-3, 0, size=(heads, 1))
 
 
-def cost_of(layer, rank, storage="dense", pivots=4):
-    return float(traffic.sketch_read(layer.kind, layer.key_dim, layer.value_dim, rank, 16, storage, pivots))
+def cost_of(layer, rank, map="ridge"):
+    return float(traffic.sketch_read(layer.kind, layer.key_dim, layer.value_dim, rank, 16, map))
 
 
 def exhaustive(layer, curves, budget, **how):
@@ -52,8 +54,8 @@ def exhaustive(layer, curves, budget, **how):
     return best
 
 
-def check(allocation, layer, curves, storage="dense", pivots=4):
-    used = sum(cost_of(layer, rank, storage, pivots) for rank in allocation.ranks)
+def check(allocation, layer, curves, map="ridge"):
+    used = sum(cost_of(layer, rank, map) for rank in allocation.ranks)
     value = sum(0.0 if rank == ss.DENSE else curves[h, rank] for h, rank in enumerate(allocation.ranks))
     assert used == allocation.traffic.read_bytes <= allocation.budget
     # sums of a few float64 in another order
@@ -66,15 +68,15 @@ def check(allocation, layer, curves, storage="dense", pivots=4):
 @given(
     seed=st.integers(0, 10**6),
     mean_rank=st.one_of(st.integers(1, 7), st.floats(1, 7)),
-    storage=st.sampled_from(traffic.STORAGES),
+    map=st.sampled_from([map_of(name, pivots=2) for name in MAPS]),
     monotone=st.booleans(),
 )
-def test_against_exhaustive_search(seed, mean_rank, storage, monotone):
+def test_against_exhaustive_search(seed, mean_rank, map, monotone):
     rng = np.random.default_rng(seed)
     curves = falling(rng, 4, 6) if monotone else rng.exponential(size=(4, 7))
-    allocation = ss.allocate_ranks(scores_of(SMALL, curves), mean_rank, storage=storage, pivots=2)
-    check(allocation, SMALL, curves, storage, 2)
-    optimum = exhaustive(SMALL, curves, allocation.budget, storage=storage, pivots=2)
+    allocation = ss.allocate_ranks(scores_of(SMALL, curves), mean_rank, map=map)
+    check(allocation, SMALL, curves, map)
+    optimum = exhaustive(SMALL, curves, allocation.budget, map=map)
     # certificate: the bound is below the optimum, to the rounding of sums whose largest terms cancel
     assert allocation.bound <= optimum + 1e-12 * curves.max()
     assert optimum <= allocation.objective + 1e-12 * curves.max()

@@ -385,7 +385,7 @@ class TestLowRankReads:
         q, k, v, g, beta = per_head(layer, tokens)
         for h in range(layer.heads):
             ring = Ring(*(x[0, :, h] for x in (k, v, g)), None if beta is None else beta[0, :, h])
-            x, e = effective_query(q[0, 0, h], ring), plan.phi[h].astype(np.float64)
+            x, e = effective_query(q[0, 0, h], ring), plan.omega[h].astype(np.float64)
             want[0, 0, h] += start[0, h] @ e @ (e.T @ x) - start[0, h] @ x
         assert relative(output, want) < 1e-12
 

@@ -5,8 +5,8 @@ import pytest
 from samples import LAYERS, relative, tokens_of
 
 import sketchssm as ss
+from sketchssm.coefficients import MAPS
 from sketchssm.files import FileFormatError
-from sketchssm.plan import MAPS
 from sketchssm.recurrence import KINDS
 
 W = 5

@@ -14,6 +14,7 @@ from sketchssm.bench import device, peers
 from sketchssm.bench.results import BenchResult, StepBytes
 from sketchssm.bench.workloads import token_at
 from sketchssm.cli import main
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import modules
 from sketchssm.evaluate import compare
 from sketchssm.evaluate.systems import exact_systems, relative_error
@@ -77,7 +78,7 @@ class TestBytes:
     def test_on_device(self):
         """bf16 inputs and outputs, factors as the kernels pack them; a dense head reads its state."""
         ranks = np.array([3, DENSE])
-        sketch = bench.systems(LAYER, 8, [bench.random_plan(LAYER, ranks, 8, "lowrank", 2)])[-1]
+        sketch = bench.systems(LAYER, 8, [bench.random_plan(LAYER, ranks, 8, CoefficientMap("lowrank", 2))])[-1]
         gates = 4 * (2 + 2)
         ring = 2 * (64 + 2 * 80) + gates
         moved = ring + 2 * 64 + 2 * 2 * 80
@@ -89,7 +90,7 @@ class TestBytes:
 
     def test_exact_rows(self):
         """What a sketch's head decodes exactly moves standard decode's bytes."""
-        plan = bench.random_plan(LAYER, 3, 8, "lowrank", 2)
+        plan = bench.random_plan(LAYER, 3, 8, CoefficientMap("lowrank", 2))
         standard, _, sketch, exact = bench.systems(LAYER, 8, [plan], exact=True)
         assert exact.name == f"{sketch.name}, decoded exactly"
         assert bench.step_bytes(exact, LAYER, 3, 8) == bench.step_bytes(standard, LAYER, 3, 8)
@@ -124,7 +125,7 @@ class TestHost:
     @pytest.mark.parametrize("kind", KINDS)
     def test_measure(self, kind):
         layer = SHAPES[kind]
-        systems = bench.systems(layer, WINDOW, [bench.random_plan(layer, 3, WINDOW, "prior", 2)])
+        systems = bench.systems(layer, WINDOW, [bench.random_plan(layer, 3, WINDOW, CoefficientMap("prior", 2))])
         results = bench.measure("tiny", layer, systems, 2, WINDOW, 1e9, backend="reference", seconds=0)
         assert [result.system for result in results] == ["standard", "replay", "sketch G=3 prior"]
         for found in results:
@@ -135,7 +136,7 @@ class TestHost:
 
     def test_raw_gates(self):
         layer = SHAPES["kda"]
-        plan, gate = bench.random_plan(layer, 3, WINDOW, "lowrank", 2), bench.random_gate(layer)
+        plan, gate = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2)), bench.random_gate(layer)
         listed = bench.systems(layer, WINDOW, [plan], gate)
         for found in bench.measure("tiny", layer, listed, 2, WINDOW, 1e9, seconds=0):
             assert found.error < ROUNDED  # sketches are kept in bf16

@@ -13,6 +13,7 @@ from test_traces import SHAPES, write_traces
 
 from sketchssm import bench
 from sketchssm.cli import COMMANDS, main
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import KINDS
 
@@ -56,7 +57,7 @@ def test_calibrate_then_evaluate(traces, tmp_path):
     result = invoke("calibrate", traces, "--out", plan_file, *settings, "--json", "-")
     report = json.loads(result.stdout)
     plan = SketchPlan.load(plan_file)
-    assert (plan.map, plan.window, plan.ridge) == ("ridge", 8, 0.02)
+    assert (plan.window, plan.map) == (8, CoefficientMap("ridge", ridge=0.02))
     assert report["plans"][0]["ranks"] == plan.ranks.tolist()
     assert report["method"] == "gradient"
 

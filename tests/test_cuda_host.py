@@ -169,7 +169,7 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
     """States and maps that lose nothing in bf16: what is left is what two slices of weights and queries leave out."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
-    plan.phi[...] = plan.projection[...] = np.eye(*plan.phi.shape[1:])
+    plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
     device, oracle = SketchEngine(plan, 3, output="float32"), reference.SketchEngine(plan, 3)
     start = round_to(rng.standard_normal((3, *layer.state_shape)), "bfloat16")
     poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
@@ -275,7 +275,7 @@ def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
     layer = LAYERS["mamba2"]
     plan = make_plan(layer, [32] * layer.heads, rng, map=kind, ridge=0.0)
     device, oracle = SketchEngine(plan, 4, "float32", output="float32"), reference.SketchEngine(evaluated(plan), 4)
-    keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.phi)
+    keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.omega)
     start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
     device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
     oracle.load_state(start, np.arange(4))

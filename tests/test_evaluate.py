@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from samples import map_of
 from test_traces import write_traces
 
 from sketchssm import traffic
 from sketchssm.baselines import StandardHead
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import MAPS
 from sketchssm.evaluate import (
-    MapSetting,
     System,
     allocate,
     calibrate,
@@ -20,12 +21,10 @@ from sketchssm.evaluate import (
     retained_energy,
     sketch_system,
 )
-from sketchssm.evaluate.energy import coefficients
 from sketchssm.evaluate.systems import relative_error
 from sketchssm.head import SketchHead
-from sketchssm.plan import MAPS, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, KINDS, Tokens
-from sketchssm.reference.engines import coefficient_map
 from sketchssm.reference.recurrence import run
 from sketchssm.traces import Traces
 
@@ -48,7 +47,7 @@ def doubled(tokens):
 @pytest.mark.parametrize("map_name", MAPS)
 def test_lost_energy_is_the_error_of_decoding(layer, map_name):
     """The float64 head's squared error, flush tokens and first windows (zero states) included, is `lost`."""
-    plan = layer.plan(3, map=map_name, pivots=2)
+    plan = layer.plan(3, map=map_of(map_name, pivots=2))
     tokens = doubled(layer.traces.test)
     right, _ = run(plan.layer, *tokens)
     have = SketchHead(plan, 2, "reference").step(*tokens)
@@ -59,24 +58,12 @@ def test_lost_energy_is_the_error_of_decoding(layer, map_name):
     assert (measured.retained <= 1).all()
 
 
-@pytest.mark.parametrize("map_name", MAPS)
-def test_batched_maps_are_the_reference_ones(layer, map_name):
-    ranks = np.full(layer.traces.layer.heads, 5)
-    plan = SketchPlan(layer.basis, ranks, WINDOW, map_name, pivots=3)
-    windows = collect_windows(plan.layer, layer.traces.test, WINDOW)
-    phi, projection = (x[1].astype(np.float64) for x in (plan.phi, plan.projection))
-    have = coefficients(MapSetting(map_name, 3, plan.ridge), windows.states[:, 1], phi, projection)
-    x = windows.queries[0, 1, 0]
-    for state, dense in zip(windows.states[:, 1], have, strict=True):
-        np.testing.assert_allclose(dense @ x, coefficient_map(plan, 1, state)(x), rtol=FLOAT64, atol=FLOAT64)
-
-
 def test_exact_map_agrees_with_rank_scores(layer):
     """Two ways to the same projection: a pseudo-inverse per window here, one QR for all ranks there."""
     ranks = (1, 2, 5)
     held_out, _ = layer.traces.score_part()
     windows = collect_windows(layer.traces.layer, held_out, WINDOW)
-    [energy] = retained_energy(layer.basis, windows, ranks, [MapSetting("exact")])
+    [energy] = retained_energy(layer.basis, windows, ranks, ["exact"])
     np.testing.assert_allclose(energy.retained, layer.scores.retained[:, ranks], rtol=1e-7)
     assert (np.diff(energy.retained, axis=1) > 0).all()
 
@@ -84,12 +71,12 @@ def test_exact_map_agrees_with_rank_scores(layer):
 def test_energy_counts_what_the_map_stores(layer):
     shape = layer.traces.layer
     windows = collect_windows(shape, layer.traces.test, WINDOW)
-    energies = retained_energy(layer.basis, windows, (2, 4), [MapSetting(name, 2) for name in MAPS])
-    by_map = {energy.setting.map: energy for energy in energies}
+    energies = retained_energy(layer.basis, windows, (2, 4), [map_of(name, 2) for name in MAPS])
+    by_map = {energy.map.name: energy for energy in energies}
     size = (shape.kind, shape.key_dim, shape.value_dim, 4, WINDOW)
-    assert by_map["prior"].reduction[1] == traffic.reduction(*size, "factors", 2)
-    assert by_map["exact"].reduction[1] == traffic.reduction(*size, "dense")
-    assert by_map["offline"].reduction[1] == traffic.reduction(*size, "shared")
+    assert by_map["prior"].reduction[1] == traffic.reduction(*size, map_of("prior", 2))
+    assert by_map["exact"].reduction[1] == traffic.reduction(*size, "exact")
+    assert by_map["offline"].reduction[1] == traffic.reduction(*size, "offline")
 
 
 def test_dense_heads_lose_nothing(layer):
@@ -105,14 +92,14 @@ def test_dense_heads_lose_nothing(layer):
 def test_silent_heads_retain_all(layer):
     windows = collect_windows(layer.traces.layer, layer.traces.test, WINDOW)
     silent = windows._replace(states=np.zeros_like(windows.states))
-    for energy in retained_energy(layer.basis, silent, (2,), [MapSetting(name) for name in MAPS]):
+    for energy in retained_energy(layer.basis, silent, (2,), MAPS):
         assert (energy.retained == 1).all()
 
 
 def test_unknown_map_is_named(layer):
     windows = collect_windows(layer.traces.layer, layer.traces.test, WINDOW)
     with pytest.raises(ValueError, match="map: expected one of"):
-        retained_energy(layer.basis, windows, (2,), [MapSetting("nystrom")])
+        retained_energy(layer.basis, windows, (2,), ["nystrom"])
 
 
 def test_windows_need_two_of_them(layer):
@@ -140,7 +127,7 @@ def test_compare(layer):
     assert results[0].output_error < 1e-7
     assert results[1].reduction == pytest.approx(2 * WINDOW / (WINDOW + 1))
     assert 1e-3 < results[2].output_error < 1
-    assert results[2].reduction == traffic.plan_reduction(plan)
+    assert results[2].reduction == plan.reduction
 
 
 def test_compare_refuses(layer):
@@ -194,7 +181,7 @@ def test_calibrated_beats_random_on_shipped_traces(kind):
     layer = calibrate(Traces.shipped(kind), rank_max=8)
     windows = collect_windows(layer.traces.layer, layer.traces.test, 16)
     random = SketchBasis.random(layer.traces.layer, 8, seed=1)
-    calibrated, drawn = (retained_energy(b, windows, (4, 8), [MapSetting("exact")])[0] for b in (layer.basis, random))
+    calibrated, drawn = (retained_energy(b, windows, (4, 8), ["exact"])[0] for b in (layer.basis, random))
     # measured: 3.5 to 6 times less energy lost, mean over heads
     assert ((1 - drawn.retained).mean(axis=0) > 2 * (1 - calibrated.retained).mean(axis=0)).all()
     assert calibrated.retained.mean(axis=0)[1] > 0.96

@@ -5,7 +5,7 @@ import pytest
 from samples import plan_of, relative, reset_after_nan, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.plan import MAPS
+from sketchssm.coefficients import MAPS
 from sketchssm.recurrence import DENSE, Layer
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import per_head, run
@@ -68,15 +68,16 @@ class TestMaps:
 
     def sketched(self, plan, head, state):
         """``U C`` as a matrix (V, K)."""
-        phi, pi = (x[head, :, : plan.ranks[head]].astype(np.float64) for x in (plan.phi, plan.projection))
+        omega, pi = (x[head, :, : plan.ranks[head]].astype(np.float64) for x in (plan.omega, plan.projection))
+        pivots, ridge = plan.map.pivots, plan.map.ridge
         dense = {
-            "exact": lambda: maps.exact_map(state, phi),
-            "ridge": lambda: maps.ridge_map(state, phi, plan.ridge),
-            "lowrank": lambda: maps.lowrank_factors(state, phi, plan.pivots, plan.ridge).dense(),
-            "prior": lambda: maps.prior_factors(state, phi, pi, plan.pivots, plan.ridge).dense(),
+            "exact": lambda: maps.exact_map(state, omega),
+            "ridge": lambda: maps.ridge_map(state, omega, ridge),
+            "lowrank": lambda: maps.lowrank_factors(state, omega, pivots, ridge).dense(),
+            "prior": lambda: maps.prior_factors(state, omega, pi, pivots, ridge).dense(),
             "offline": lambda: pi.T,
         }
-        return state.T @ phi @ dense[plan.map]()
+        return state.T @ omega @ dense[plan.map.name]()
 
     @pytest.mark.parametrize("name", MAPS)
     # Of the state read's two factors, each stored number is off by 2^-9 at most in bfloat16 and by 2^-24 in float32,
@@ -116,7 +117,7 @@ class TestMaps:
         """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
         layer = Layer("kda", 8, 128, 64, 8)
         plan = plan_of(rng, layer, 32, window=8, map="ridge", ridge=0.0)
-        keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 8, 32)), plan.phi)
+        keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 8, 32)), plan.omega)
         start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, 8, 64)), keys)
         tokens = tokens_of(rng, layer, 4, 7, np.float64)
         heads = [ss.SketchHead(plan, 4, backend, sketch_dtype=dtype) for backend in ("reference", "cpu")]

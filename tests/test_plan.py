@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from samples import LAYERS, Basis, plan_of
 
 import sketchssm as ss
-from sketchssm.plan import DEFAULT_MAP, DEFAULT_RIDGE, MAPS
+from sketchssm.coefficients import MAPS, CoefficientMap
 from sketchssm.recurrence import DENSE, KINDS, Layer
 
 LAYER = LAYERS["gdn"]  # 4 heads, K = 6, V = 5
@@ -40,11 +40,11 @@ def parts(path):
 def same(a, b):
     """Whether two plans are the same to the last bit."""
     assert a.layer == b.layer
-    for name in ("phi", "projection", "ranks"):
+    for name in ("omega", "projection", "ranks"):
         first, second = getattr(a, name), getattr(b, name)
         assert first.dtype == second.dtype
         assert first.tobytes() == second.tobytes()
-    for name in ("window", "map", "pivots", "ridge", "storage"):
+    for name in ("window", "map"):
         assert getattr(a, name) == getattr(b, name)
         assert type(getattr(a, name)) is type(getattr(b, name))
 
@@ -53,26 +53,23 @@ class TestPlan:
     def test_takes_the_columns_it_uses(self, rng):
         basis = Basis(rng, LAYER)
         plan = ss.SketchPlan(basis, RANKS, map="lowrank")
-        np.testing.assert_array_equal(plan.phi, basis.omega[:, :, :3].astype(np.float32))
-        np.testing.assert_array_equal(plan.projection, plan.phi)
+        np.testing.assert_array_equal(plan.omega, basis.omega[:, :, :3].astype(np.float32))
+        np.testing.assert_array_equal(plan.projection, plan.omega)
         np.testing.assert_array_equal(plan.ranks, RANKS)
-        assert plan.phi.flags.c_contiguous
-        assert plan.phi.dtype == plan.projection.dtype == np.float32
+        assert plan.omega.flags.c_contiguous
+        assert plan.omega.dtype == plan.projection.dtype == np.float32
 
     def test_defaults(self, rng):
         plan = ss.SketchPlan(Basis(rng, LAYER), RANKS)
-        assert (plan.window, plan.map, plan.pivots, plan.ridge) == (16, DEFAULT_MAP, 4, DEFAULT_RIDGE[DEFAULT_MAP])
+        assert (plan.window, plan.map) == (16, CoefficientMap("ridge", ridge=0.001))
 
     @pytest.mark.parametrize("name", MAPS)
-    def test_each_map_has_its_columns_ridge_and_storage(self, name, rng):
+    def test_each_map_has_its_columns(self, name, rng):
         basis = Basis(rng, LAYER)
         plan = ss.SketchPlan(basis, RANKS, map=name)
-        phi, projection = basis.columns(3, weighted=name in ("prior", "offline"))
-        np.testing.assert_array_equal(plan.phi, phi.astype(np.float32))
+        omega, projection = basis.columns(3, weighted=name in ("prior", "offline"))
+        np.testing.assert_array_equal(plan.omega, omega.astype(np.float32))
         np.testing.assert_array_equal(plan.projection, projection.astype(np.float32))
-        assert plan.ridge == DEFAULT_RIDGE[name]
-        storage = {"exact": "dense", "ridge": "dense", "lowrank": "factors", "prior": "factors", "offline": "shared"}
-        assert plan.storage == storage[name]
 
     def test_takes_what_holds_ranks(self, rng):
         class Allocation:
@@ -85,7 +82,16 @@ class TestPlan:
         assert plan.mean_rank == 2.0
         line = repr(plan)
         assert "\n" not in line
-        for shown in ("gdn", "heads=4", "K=6", "V=5", "ranks=1..3", "dense=1", "window=8", "map=prior", "ridge=0.02"):
+        for shown in (
+            "gdn",
+            "heads=4",
+            "K=6",
+            "V=5",
+            "ranks=1..3",
+            "dense=1",
+            "window=8",
+            "map=prior(pivots=3, ridge=0.02)",
+        ):
             assert shown in line
         dense = plan_of(rng, LAYER, DENSE)
         assert np.isnan(dense.mean_rank)
@@ -98,10 +104,6 @@ class TestPlan:
             ({"window": 1}, "window: expected an integer of at least 2, got 1"),
             ({"window": 8.0}, "window: expected an integer of at least 2, got 8.0"),
             ({"window": True}, "window: expected an integer of at least 2, got True"),
-            ({"pivots": 0}, "pivots: expected an integer of at least 1, got 0"),
-            ({"ridge": -0.1}, "ridge: expected a finite number of at least 0, got -0.1"),
-            ({"ridge": float("nan")}, "ridge: expected a finite number of at least 0, got nan"),
-            ({"ridge": float("inf")}, "ridge: expected a finite number of at least 0, got inf"),
             ({"ranks": [1, 2, 3]}, "ranks: expected 4 integers, got shape (3,)"),
             ({"ranks": 2}, "ranks: expected 4 integers, got shape ()"),
             ({"ranks": [1.0, 2.0, 3.0, 4.0]}, "ranks: expected 4 integers, got shape (4,) of float64"),
@@ -124,7 +126,7 @@ class TestPlan:
         basis = Basis(rng, LAYER)
         basis.omega = basis.omega.copy()
         basis.omega[1, 2, 0] = bad
-        with pytest.raises(ValueError, match=r"^phi: expected finite numbers, got NaN or infinity"):
+        with pytest.raises(ValueError, match=r"^omega: expected finite numbers, got NaN or infinity"):
             ss.SketchPlan(basis, RANKS)
 
     def test_does_not_share_the_caller_s_ranks(self, rng):
@@ -162,7 +164,7 @@ class TestRoundTrip:
     def test_any_safetensors_reader_opens_it(self, saved, plan):
         meta, tensors = parts(saved)
         assert (meta["format"], meta["version"]) == ("sketchssm-plan", "1")
-        np.testing.assert_array_equal(tensors["phi"], plan.phi)
+        np.testing.assert_array_equal(tensors["omega"], plan.omega)
 
 
 class TestReplacement:
@@ -235,7 +237,7 @@ class TestBadFiles:
         with pytest.raises(ss.PlanFileError, match=message):
             ss.SketchPlan.load(saved)
 
-    @pytest.mark.parametrize("missing", ["phi", "projection", "ranks"])
+    @pytest.mark.parametrize("missing", ["omega", "projection", "ranks"])
     def test_missing_tensor(self, missing, saved):
         meta, tensors = parts(saved)
         del tensors[missing]
@@ -254,14 +256,14 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         "tensors",
         [
-            {"phi": np.full((4, 6, 3), np.nan, np.float32)},
+            {"omega": np.full((4, 6, 3), np.nan, np.float32)},
             {"projection": np.full((4, 6, 3), np.inf, np.float32)},
-            {"phi": np.zeros((4, 6), np.float32)},
-            {"phi": np.zeros((4, 5, 3), np.float32)},
-            {"phi": np.ones((4, 6, 4), np.float32)},
+            {"omega": np.zeros((4, 6), np.float32)},
+            {"omega": np.zeros((4, 5, 3), np.float32)},
+            {"omega": np.ones((4, 6, 4), np.float32)},
             {"projection": np.ones((4, 6, 2), np.float32)},
-            {"phi": np.zeros((4, 6, 3), np.int32)},
-            {"phi": np.full((4, 6, 3), 1e300)},
+            {"omega": np.zeros((4, 6, 3), np.int32)},
+            {"omega": np.full((4, 6, 3), 1e300)},
             {"ranks": np.array([1, 2, 3, 4])},
             {"ranks": np.array([1, 2, 0, 3])},
             {"ranks": np.array([1, 2, 3])},
@@ -288,11 +290,14 @@ class TestBadFiles:
             ("settings", {"window": 1}),
             ("settings", {"window": "16"}),
             ("settings", {"map": "best"}),
-            ("settings", {"map": ["prior"]}),
-            ("settings", {"pivots": 0}),
-            ("settings", {"ridge": -1.0}),
-            ("settings", {"ridge": "small"}),
-            ("settings", {"ridge": None}),
+            ("settings", {"map": {"name": "best", "pivots": 3, "ridge": 0.02}}),
+            ("settings", {"map": {"name": ["prior"], "pivots": 3, "ridge": 0.02}}),
+            ("settings", {"map": {"name": "prior", "pivots": 0, "ridge": 0.02}}),
+            ("settings", {"map": {"name": "prior", "pivots": 3, "ridge": -1.0}}),
+            ("settings", {"map": {"name": "prior", "pivots": 3, "ridge": "small"}}),
+            ("settings", {"map": {"name": "prior", "pivots": 3, "ridge": None}}),
+            ("settings", {"map": {"name": "prior", "pivots": 3}}),
+            ("settings", {"map": {"name": "ridge", "pivots": 3, "ridge": 0.02}}),
         ],
         ids=str,
     )

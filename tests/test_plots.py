@@ -7,7 +7,7 @@ import pytest
 from test_traces import write_traces
 
 from sketchssm import plots
-from sketchssm.evaluate import MapSetting, SystemResult, calibrate, collect_windows, retained_energy
+from sketchssm.evaluate import SystemResult, calibrate, collect_windows, retained_energy
 from sketchssm.recurrence import DENSE
 from sketchssm.traces import Traces
 
@@ -29,7 +29,7 @@ def matplotlib():
 def basis_and_energies(tmp_path):
     layer = calibrate(Traces.load(write_traces(tmp_path / "a.npz", "gdn")), 8)
     windows = collect_windows(layer.traces.layer, layer.traces.test, 8)
-    return layer.basis, retained_energy(layer.basis, windows, (1, 2, 4), [MapSetting("exact"), MapSetting("prior")])
+    return layer.basis, retained_energy(layer.basis, windows, (1, 2, 4), ["exact", "prior"])
 
 
 @pytest.mark.parametrize("suffix", HEADER)

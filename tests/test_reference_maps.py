@@ -6,9 +6,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import Basis, relative
 
+from sketchssm.coefficients import RIDGE_FLOOR
 from sketchssm.recurrence import Layer
 from sketchssm.reference import maps
-from sketchssm.reference.maps import PIVOT_TOLERANCE, RIDGE_FLOOR
+from sketchssm.reference.maps import PIVOT_TOLERANCE
 
 # Sums and solves of at most a few dozen float64 terms, in systems whose condition number is below 1 / RIDGE_FLOOR
 # times the metric's norm K: 2^-53 * 1e6 * 16 is 2e-9.

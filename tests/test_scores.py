@@ -66,7 +66,7 @@ def test_definition(kind, rng):
         # a column of the sums at a time is relative to column 0: residuals are differences of whole outputs
         assert np.abs(getattr(scores, name) - want).max() < 1e-10 * want.max()
     assert np.array_equal(scores.samples, samples)
-    np.testing.assert_allclose(scores.J(), sums[1] / samples[:, None], rtol=0, atol=1e-10 * sums[1].max())
+    np.testing.assert_allclose(scores.objective(), sums[1] / samples[:, None], rtol=0, atol=1e-10 * sums[1].max())
     np.testing.assert_allclose(scores.retained[:, 0], 0.0)
 
 
@@ -161,7 +161,7 @@ def test_low_rank_and_zero_states(rng):
         assert np.abs(getattr(scores, name) - want).max() < 1e-10 * want.max()
     assert scores.error[0, 0] == scores.error[0, 1]
     for method in ("gradient", "error", "sensitivity"):
-        assert not scores.J(method)[3].any()
+        assert not scores.objective(method)[3].any()
     assert (scores.retained[3] == 1).all()
 
 
@@ -172,18 +172,18 @@ def test_methods(rng):
     scores.update(*tokens, grad=grad)
     n = scores.samples[:, None]
     assert scores.default_method == "gradient"
-    assert np.array_equal(scores.J(), scores.paired / n)
-    assert np.array_equal(scores.J("error"), scores.error / n)
+    assert np.array_equal(scores.objective(), scores.paired / n)
+    assert np.array_equal(scores.objective("error"), scores.error / n)
     decay = (1 - scores.retained).mean(axis=0)
     # one product and one quotient in either order
-    np.testing.assert_allclose(scores.J("sensitivity"), scores.sensitivity[:, None] / n * decay, rtol=1e-15)
-    assert np.array_equal(scores.J("sensitivity", np.ones(5))[:, 0], scores.sensitivity / n[:, 0])
+    np.testing.assert_allclose(scores.objective("sensitivity"), scores.sensitivity[:, None] / n * decay, rtol=1e-15)
+    assert np.array_equal(scores.objective("sensitivity", np.ones(5))[:, 0], scores.sensitivity / n[:, 0])
     # the scale of outputs cancels in the gradient-only score, and that of gradients in the error-only one
     bigger = scores_of(layer)
     bigger.update(*tokens._replace(v=2.0 * tokens.v), grad=4.0 * grad)
-    np.testing.assert_allclose(bigger.J("sensitivity"), 16 * scores.J("sensitivity"), rtol=1e-12)
-    np.testing.assert_allclose(bigger.J("error"), 4 * scores.J("error"), rtol=1e-12)
-    np.testing.assert_allclose(bigger.J("gradient"), 64 * scores.J("gradient"), rtol=1e-12)
+    np.testing.assert_allclose(bigger.objective("sensitivity"), 16 * scores.objective("sensitivity"), rtol=1e-12)
+    np.testing.assert_allclose(bigger.objective("error"), 4 * scores.objective("error"), rtol=1e-12)
+    np.testing.assert_allclose(bigger.objective("gradient"), 64 * scores.objective("gradient"), rtol=1e-12)
 
 
 def test_error_only(rng):
@@ -194,7 +194,7 @@ def test_error_only(rng):
     graded.update(*tokens, grad=grad)
     assert scores.default_method == "error" and np.array_equal(scores.error, graded.error)
     with pytest.raises(ValueError, match="needs gradients"):
-        scores.J("gradient")
+        scores.objective("gradient")
     for one, other in ((scores, grad), (graded, None)):
         with pytest.raises(ValueError, match="every update or at none"):
             one.update(*tokens, grad=other)
@@ -211,7 +211,7 @@ def test_refusals(rng):
             scores.update(*tokens, grad=wrong)
     assert scores.graded is None and not scores.samples.any()
     with pytest.raises(ValueError, match="method"):
-        scores.J("loss")
+        scores.objective("loss")
     with pytest.raises(ValueError, match="rank"):
         ss.RankScores(SketchBasis.random(layer, 4), rank_max=5)
     with pytest.raises(ValueError, match="same basis"):

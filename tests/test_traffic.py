@@ -6,6 +6,7 @@ import pytest
 import sketchssm as ss
 from sketchssm import traffic
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import MAPS, CoefficientMap
 
 NANO, SUPER, QWEN, GLM = ("mamba2", 128, 80), ("mamba2", 128, 64), ("gdn", 128, 128), ("kda", 128, 128)
 
@@ -62,12 +63,13 @@ def test_read_by_definition():
         assert traffic.sketch_read("mamba2", key_dim, value_dim, rank, window) == 2 * (u + c)
         assert traffic.sketch_read("kda", key_dim, value_dim, rank, window) == 2 * (u + c + rank * window)
         p = min(rank, pivots)
-        b, f, low, w = p * key_dim, rank * p, rank * p, rank
-        factors = 2 * (u + b) + 4 * (f + low + w)
-        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "factors", pivots) == factors
-        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "shared") == 2 * u
-    for storage in traffic.STORAGES:
-        assert traffic.sketch_read("gdn", key_dim, value_dim, ss.DENSE, window, storage) == 4 * key_dim * value_dim
+        b, f, w = p * key_dim, rank * p, rank
+        for name in ("lowrank", "prior"):
+            map = CoefficientMap(name, pivots)
+            assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, map) == 2 * (u + b + f + w)
+        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "offline") == 2 * u
+    for name in MAPS:
+        assert traffic.sketch_read("gdn", key_dim, value_dim, ss.DENSE, window, name) == 4 * key_dim * value_dim
 
 
 def test_dense_head_costs_what_replay_does():
@@ -84,19 +86,19 @@ def test_ranks_of_heads_add_up_in_bytes():
     )
 
 
-@pytest.mark.parametrize(("name", "storage"), [("lowrank", "factors"), ("ridge", "dense"), ("offline", "shared")])
-def test_plan_reduction(name, storage):
+@pytest.mark.parametrize("map", [CoefficientMap("lowrank", 3), CoefficientMap("ridge"), CoefficientMap("offline")])
+def test_plan_reduction(map):
     layer = ss.Layer("gdn", 3, 16, 8)
     basis = SketchBasis.random(layer, 6)
-    plan = ss.SketchPlan(basis, [2, 6, ss.DENSE], window=8, map=name, pivots=3)
-    assert traffic.plan_reduction(plan) == traffic.reduction("gdn", 16, 8, [2, 6, ss.DENSE], 8, storage, 3)
+    plan = ss.SketchPlan(basis, [2, 6, ss.DENSE], window=8, map=map)
+    assert plan.reduction == traffic.reduction("gdn", 16, 8, [2, 6, ss.DENSE], 8, map)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: traffic.sketch_read("rwkv", 8, 8, 1), "kind"),
-        (lambda: traffic.sketch_read("gdn", 8, 8, 1, storage="sparse"), "storage"),
+        (lambda: traffic.sketch_read("gdn", 8, 8, 1, map="sparse"), "map: expected one of"),
         (lambda: traffic.sketch_read("gdn", 8, 8, -2), "rank"),
         (lambda: traffic.compressed(8, 8), "bits or sparsity"),
         (lambda: traffic.compressed(8, 8, bits=4, sparsity=0.5), "bits or sparsity"),

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.cli.output import Output, percent
-from sketchssm.plan import DEFAULT_MAP, MAPS
+from sketchssm.coefficients import DEFAULT_MAP, MAPS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import sketchssm as ss
 from sketchssm.evaluate import exact_systems, sketch_system
 from sketchssm.evaluate.baselines import key_reduced_systems, pruned_systems, quantised_systems, read_only_systems
-from sketchssm.plan import STORAGE
 from sketchssm.recurrence import Tokens
 
 
@@ -129,16 +128,16 @@ def graded(model, ids):
     return recorder
 
 
-def sketches(calibrations, ranks, window=16, map="ridge", pivots=4, ridge=None, method=None):
+def sketches(calibrations, ranks, window=16, map="ridge", method=None):
     """Sketches of all layers under one budget, at each of several mean ranks."""
     systems = []
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
-        tables = ss.allocate_ranks(scores, rank, method, storage=STORAGE[map], pivots=pivots).ranks
+        tables = ss.allocate_ranks(scores, rank, method, map=map).ranks
         family = f"sketch, {map} map"
         name = f"{family}, rank {rank:g}"
         layers = {
-            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map, pivots, ridge), name)
+            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map), name)
             for (place, calibration), table in zip(calibrations.items(), tables, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm import traffic
-from sketchssm.cuda.layout import map_elements
 from sketchssm.evaluate.systems import System
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer
@@ -196,9 +195,9 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
 def _sketch_bytes(plan: SketchPlan, on_device: bool) -> npt.NDArray[np.float64]:
     """What a read needs of each head's sketch and map, ``(heads,)``: what pads heads is not counted."""
     layer = plan.layer
-    settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots)
+    settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map)
     modelled = traffic.sketch_read(*settings)
     if not on_device:
         return modelled
-    packed = [2.0 * (int(rank) * layer.value_dim + map_elements(plan, int(rank))) for rank in plan.ranks]
+    packed = [2.0 * (int(rank) * layer.value_dim + int(plan.map.elements(rank, layer.key_dim))) for rank in plan.ranks]
     return np.where(plan.ranks == DENSE, modelled, packed)

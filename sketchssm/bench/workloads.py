@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
@@ -145,7 +146,7 @@ def token_at(tokens: Tokens, t: int) -> Tokens:
 
 
 def random_plan(
-    layer: Layer, rank: int | npt.NDArray[np.int64], window: int, map: str, pivots: int = 4, seed: int = 0
+    layer: Layer, rank: int | npt.NDArray[np.int64], window: int, map: str | CoefficientMap, seed: int = 0
 ) -> SketchPlan:
     """Make a plan with random bases: times do not depend on the values.
 
@@ -157,10 +158,8 @@ def random_plan(
         Rank of every head, or one of each.
     window : int
         Tokens from one flush to the next.
-    map : str
+    map : CoefficientMap or str
         Coefficient map.
-    pivots : int, default 4
-        Pivot count.
     seed : int, default 0
         Seed of the bases.
 
@@ -171,7 +170,7 @@ def random_plan(
     """
     ranks = np.broadcast_to(rank, layer.heads)
     basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
-    return SketchPlan(basis, ranks, window, map, pivots)
+    return SketchPlan(basis, ranks, window, map)
 
 
 def systems(
@@ -200,6 +199,7 @@ def systems(
     listed = exact_systems(layer, window, gate)
     for tail in ("", ", decoded exactly")[: 1 + exact]:
         listed += [
-            sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map}{tail}", gate, bool(tail)) for plan in plans
+            sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}{tail}", gate, bool(tail))
+            for plan in plans
         ]
     return listed

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
+from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.recurrence import DENSE
 from sketchssm.reference.recurrence import Array
 
@@ -75,8 +76,7 @@ def allocate_ranks(
     mean_rank: float,
     method: str | None = None,
     *,
-    storage: str = "dense",
-    pivots: int = 4,
+    map: str | CoefficientMap = DEFAULT_MAP,
 ) -> Allocation:
     """Allocate ranks to heads within the read traffic of a mean rank.
 
@@ -87,13 +87,11 @@ def allocate_ranks(
     mean_rank : float
         Mean rank; the budget is what all heads would read at it.
     method : {"gradient", "error", "sensitivity", "uniform"}, optional
-        Score to minimise, see `RankScores.J`; "uniform" gives every head the mean rank, a fraction dropped so
+        Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, a fraction dropped so
         as not to exceed the budget, and reports the default score's objective and bound. Default: "gradient" if all
         layers have gradients, else "error".
-    storage : {"dense", "factors", "shared"}, default "dense"
-        What a rank costs, see `sketchssm.traffic.sketch_read`; the paper's by default.
-    pivots : int, default 4
-        Pivot count of "factors".
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map, which decides what a rank costs; see `sketchssm.traffic.sketch_read`.
 
     Returns
     -------
@@ -110,17 +108,18 @@ def allocate_ranks(
     layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
     if not layers:
         raise ValueError("scores: expected those of at least one layer, got none")
+    map = CoefficientMap.of(map)
     default = "gradient" if all(layer.graded for layer in layers) else "error"
     method = method or default
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-    table = _Table.of(layers, default if method == "uniform" else method, storage, pivots)
+    table = _Table.of(layers, default if method == "uniform" else method, map)
     if not (np.isfinite(mean_rank) and mean_rank >= 1):
         raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
     if method == "uniform" and mean_rank > table.uniform_limit:
         raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
 
-    mean_reads = [_read(layer, np.asarray(mean_rank), storage, pivots).item() for layer in layers]
+    mean_reads = [_read(layer, np.asarray(mean_rank), map).item() for layer in layers]
     budget = sum(layer.layer.heads * read for layer, read in zip(layers, mean_reads, strict=True))
     choice, beyond, bound = _bisect(table, budget)
     if method == "uniform":
@@ -131,7 +130,7 @@ def allocate_ranks(
     objective, used = table.totals(choice)
     ranks = np.where(choice == table.cost.shape[1] - 1, DENSE, choice + 1)
     per_layer = np.split(ranks, np.cumsum([layer.layer.heads for layer in layers])[:-1])
-    cost = Traffic(used, _reduction(layers, per_layer, storage, pivots))
+    cost = Traffic(used, _reduction(layers, per_layer, map))
     return Allocation(per_layer[0] if single else per_layer, objective, bound, budget, cost, method)
 
 
@@ -147,17 +146,17 @@ class _Table:
     uniform_limit: int
 
     @classmethod
-    def of(cls, layers: Sequence[RankScores], method: str, storage: str, pivots: int) -> _Table:
+    def of(cls, layers: Sequence[RankScores], method: str, map: CoefficientMap) -> _Table:
         width = max(layer.rank_max for layer in layers)
         decay = _shared_decay(layers, width) if method == "sensitivity" else None
         scores, costs, limits = [], [], []
         for layer in layers:
             heads, limit = layer.layer.heads, layer.rank_max
-            full = float(_read(layer, np.asarray(DENSE), storage, pivots))
-            cost = _read(layer, np.arange(1, width + 1), storage, pivots)
+            full = float(_read(layer, np.asarray(DENSE), map))
+            cost = _read(layer, np.arange(1, width + 1), map)
             limit = min(limit, int((cost < full).sum()))  # G*: a wider sketch costs more than the state
             score = np.full((heads, width + 1), np.inf)
-            curves = layer.J(method, None if decay is None else decay[: layer.rank_max + 1])
+            curves = layer.objective(method, None if decay is None else decay[: layer.rank_max + 1])
             score[:, :limit] = curves[:, 1 : limit + 1]
             score[:, -1] = 0.0
             scores.append(score)
@@ -237,19 +236,19 @@ def _spend(table: _Table, choice: Choice, budget: float) -> Choice:
         choice[head] = action
 
 
-def _read(layer: RankScores, rank: npt.NDArray[np.generic], storage: str, pivots: int) -> Array:
+def _read(layer: RankScores, rank: npt.NDArray[np.generic], map: CoefficientMap) -> Array:
     shape = layer.layer
-    return traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, storage, pivots)
+    return traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, map)
 
 
-def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], storage: str, pivots: int) -> float:
+def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], map: CoefficientMap) -> float:
     """Traffic reduction over all heads of all layers: bytes are added up before the ratio is taken."""
     before = after = 0.0
     for layer, own in zip(layers, ranks, strict=True):
         shape = layer.layer
         size = (shape.key_dim, shape.value_dim)
         before += shape.heads * traffic.standard(*size)
-        after += float(traffic.sketch(shape.kind, *size, own, layer.window, storage, pivots).sum())
+        after += float(traffic.sketch(shape.kind, *size, own, layer.window, map).sum())
     return before / after
 
 

@@ -78,11 +78,11 @@ class SketchBasis:
             Columns to take, 1 to `rank_max`.
         weighted : bool, default False
             False for the orthonormal basis, which is its own projection; True for the E0-orthonormal one and
-            ``E0 phi``, as `prior` and `offline` need.
+            ``E0 omega``, as `prior` and `offline` need.
 
         Returns
         -------
-        phi : ndarray, (heads, K, rank)
+        omega : ndarray, (heads, K, rank)
             Sketch basis.
         projection : ndarray, (heads, K, rank)
             Projection.
@@ -96,8 +96,8 @@ class SketchBasis:
             raise ValueError(f"rank: expected 1 to rank_max={self.rank_max}, got {rank}")
         if not weighted:
             return self.omega[..., :rank], self.omega[..., :rank]
-        phi = self.weighted[..., :rank]
-        return phi, self.e0 @ phi
+        omega = self.weighted[..., :rank]
+        return omega, self.e0 @ omega
 
     @classmethod
     def random(

@@ -145,7 +145,7 @@ class RankScores:
         whole = self.error[:, :1]
         return 1.0 - np.divide(self.error, whole, out=np.zeros_like(self.error), where=whole > 0)
 
-    def J(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
+    def objective(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
         """Score every head and rank: the expected harm of reading through a rank-G sketch.
 
         Parameters

@@ -17,7 +17,7 @@ import click
 import sketchssm
 from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
-from sketchssm.plan import MAPS
+from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 
 if TYPE_CHECKING:
     from sketchssm.bench import BenchResult
@@ -71,7 +71,7 @@ class Case:
     help="Coefficient map; may be repeated.  [default: SketchPlan's]",
 )
 @click.option(
-    "--pivots", type=click.IntRange(min=1), default=4, show_default=True, help="Pivot count of lowrank and prior."
+    "--pivots", type=click.IntRange(min=1), help="Pivot count of lowrank and prior.  [default: the map's own]"
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
@@ -106,7 +106,7 @@ def command(
     windows: tuple[int, ...],
     ranks: tuple[int, ...] | None,
     maps: tuple[str, ...],
-    pivots: int,
+    pivots: int | None,
     seconds: float | None,
     duty: float,
     exact_rows: int,
@@ -124,7 +124,6 @@ def command(
     """
     from sketchssm import bench, cuda
     from sketchssm.cli.output import Output
-    from sketchssm.evaluate.settings import Settings
     from sketchssm.plots import load_pyplot, step_times
 
     unknown = [name for name in shapes if name not in bench.SHAPES]
@@ -145,7 +144,7 @@ def command(
             raise click.BadParameter(f"expected a name that ends in .png or .svg, got {plot}", param_hint="--plot")
         load_pyplot()  # what is missing is missing before anything is timed
     kind = "cuda" if backend == "cuda" else "cpu"
-    chosen = maps or (Settings().map,)
+    chosen = [CoefficientMap(name, pivots) for name in maps or (DEFAULT_MAP,)]
     cases = []
     for name in shapes or bench.SHAPES:
         layer = bench.SHAPES[name]
@@ -155,7 +154,7 @@ def command(
             spread = [
                 bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)
             ]
-            plans = [bench.random_plan(layer, r, window, m, pivots, seed) for r in spread for m in chosen]
+            plans = [bench.random_plan(layer, r, window, m, seed) for r in spread for m in chosen]
             cases += [
                 Case(shape, layer, batch, window, plans, gate, batch <= exact_rows)
                 for batch in batches or BATCHES[kind]

@@ -39,15 +39,16 @@ def command(
     """
     import numpy as np
 
-    from sketchssm import traffic
     from sketchssm.cli.output import Output, percent
+    from sketchssm.coefficients import CoefficientMap
     from sketchssm.evaluate import allocate
     from sketchssm.evaluate.settings import Settings
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import DENSE
     from sketchssm.traces import Traces
 
-    chosen = Settings(**settings)
+    map = CoefficientMap(*(settings.pop(name) for name in ("map_name", "pivots", "ridge")))
+    chosen = Settings(map=map, **settings)
     target = plan_paths(traces, out)
     output = Output(json_file)
     layers = []
@@ -55,16 +56,16 @@ def command(
         for path in traces:
             step(f"calibrating {path.name}")
             layers.append(chosen.calibrate(Traces.load(path)))
-    allocation = allocate(layers, mean_rank, map=chosen.map, pivots=chosen.pivots, method=method)
+    allocation = allocate(layers, mean_rank, map=chosen.map, method=method)
 
     rows, report = [], []
     for layer, ranks, path in zip(layers, allocation.ranks, target, strict=True):
-        plan = SketchPlan(layer.basis, ranks, **chosen.plan_arguments())
+        plan = SketchPlan(layer.basis, ranks, chosen.window, chosen.map)
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
         ideal = layer.scores.retained[range(plan.layer.heads), ranks]
         predicted = np.where(ranks == DENSE, 1.0, ideal).mean()
-        reduction = traffic.plan_reduction(plan)
+        reduction = plan.reduction
         rows.append([str(path), plan.layer.kind, ranks_text(ranks), f"{reduction:.2f}x", percent(predicted)])
         report.append(
             {

@@ -9,6 +9,7 @@ import click
 
 from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
+from sketchssm.coefficients import CoefficientMap
 
 __all__ = ["command"]
 
@@ -30,8 +31,8 @@ def command(
     ranks: tuple[int, ...],
     rows: int | None,
     window: int,
-    map_name: str | None,
-    pivots: int,
+    map_name: str,
+    pivots: int | None,
     ridge: float | None,
     method: str | None,
     weighting: str,
@@ -49,7 +50,7 @@ def command(
 
     started = time.perf_counter()
     output = Output(json_file)
-    settings = Settings(window, map_name, pivots, ridge, weighting)
+    settings = Settings(window, CoefficientMap(map_name, pivots, ridge), weighting)
     rows = rows or (1 if backend == "reference" else ROWS)
     output.say(
         "Each layer: bases from two sequences of real traces, ranks from a third, then a fourth is decoded.\n"

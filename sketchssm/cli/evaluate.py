@@ -10,6 +10,7 @@ import click
 
 from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
+from sketchssm.coefficients import CoefficientMap
 
 if TYPE_CHECKING:
     from sketchssm.cli.output import Output
@@ -83,8 +84,8 @@ def command(
     every: int,
     rows: int | None,
     window: int,
-    map_name: str | None,
-    pivots: int,
+    map_name: str,
+    pivots: int | None,
     ridge: float | None,
     method: str | None,
     weighting: str,
@@ -119,7 +120,7 @@ def command(
     if plan is not None and not names and report is None:
         _check_plan(output, Traces.load(traces[0]), plan, backend, rows, out, plots)
         return
-    settings = Settings(window, map_name, pivots, ridge, weighting)
+    settings = Settings(window, CoefficientMap(map_name, pivots, ridge), weighting)
     studies = [Study(Traces.load(path), settings, ranks, mean_rank, method, seed, plan, every) for path in traces]
     _evaluate(output, studies, names, backend, out, f".{suffix}" if plots else None, report)
 

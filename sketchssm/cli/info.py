@@ -88,16 +88,12 @@ def _plan(path: Path) -> dict[str, Any]:
         "kind": layer.kind,
         "heads": f"{layer.heads} ({layer.key_heads} key heads), K = {layer.key_dim}, V = {layer.value_dim}",
         "window": plan.window,
-        "map": f"{plan.map} (stored as {plan.storage})",
-        "pivots": plan.pivots if plan.storage == "factors" else None,
-        "ridge": plan.ridge,
+        "map": f"{plan.map} (stored as {plan.map.storage})",
         "mean_rank": plan.mean_rank,
         "ranks": plan.ranks.tolist(),
-        "traffic_reduction": traffic.plan_reduction(plan),
+        "traffic_reduction": plan.reduction,
         "bytes_per_token_and_head": float(
-            traffic.sketch(
-                layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.storage, plan.pivots
-            ).mean()
+            traffic.sketch(layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map).mean()
         ),
     }
 

@@ -12,7 +12,7 @@ from sketchssm import cuda
 from sketchssm.backends import BACKENDS
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.moments import WEIGHTINGS
-from sketchssm.plan import MAPS
+from sketchssm.coefficients import DEFAULT_MAP, MAPS
 
 __all__ = ["Numbers", "backend", "map_settings", "output", "plots", "seed", "trace_files"]
 
@@ -97,13 +97,18 @@ def map_settings(command: F) -> F:
             show_default=True,
             help="Tokens from one flush to the next.",
         ),
-        click.option("--map", "map_name", type=click.Choice(MAPS), help="Coefficient map.  [default: SketchPlan's]"),
+        click.option(
+            "--map",
+            "map_name",
+            type=click.Choice(MAPS),
+            default=DEFAULT_MAP,
+            show_default=True,
+            help="Coefficient map.",
+        ),
         click.option(
             "--pivots",
             type=click.IntRange(min=1),
-            default=4,
-            show_default=True,
-            help="Pivot count of lowrank and prior.",
+            help="Pivot count of lowrank and prior.  [default: the map's own]",
         ),
         click.option("--ridge", type=click.FloatRange(min=0), help="Regularisation.  [default: the map's own]"),
         click.option(

@@ -16,7 +16,6 @@ from sketchssm.evaluate import (
     AllocationResult,
     Calibrated,
     MapEnergy,
-    MapSetting,
     System,
     SystemResult,
     collect_windows,
@@ -28,7 +27,7 @@ from sketchssm.evaluate import (
     sketch_system,
 )
 from sketchssm.evaluate.settings import Settings
-from sketchssm.plan import MAPS, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.traces import Traces
 
 __all__ = ["STAGES", "LayerReport", "draw", "measure_layer", "measure_plan", "show", "show_margins"]
@@ -96,21 +95,18 @@ def measure_layer(
     windows = collect_windows(traces.layer, traces.test, settings.window)
     systems = exact_systems(traces.layer, settings.window)
     for rank in ranks:
-        plan = layer.plan(rank, map=settings.map, pivots=settings.pivots, ridge=settings.ridge, method=method)
+        plan = layer.plan(rank, map=settings.map, method=method)
         systems.append(sketch_system(plan, f"sketch, mean rank {rank}"))
     results = _decode(systems, traces, settings.window, backend, rows, step)
     step(f"{label}: maps")
     columns = min(max(ranks), layer.basis.rank_max)
     measured = [rank for rank in ranks if rank <= columns]
-    maps = [settings.setting(name) for name in MAPS]
-    energies = retained_energy(layer.basis, windows, measured, maps)
+    energies = retained_energy(layer.basis, windows, measured, settings.maps())
     step(f"{label}: random basis")
     random = SketchBasis.random(traces.layer, columns, seed, layer.basis.e0, settings.window)
-    energies += retained_energy(random, windows, measured, [MapSetting("exact")], "random")
+    energies += retained_energy(random, windows, measured, ["exact"], "random")
     step(f"{label}: allocation")
-    allocations = compare_allocations(
-        [layer], [windows], mean_rank, map=settings.map, pivots=settings.pivots, ridge=settings.ridge
-    )
+    allocations = compare_allocations([layer], [windows], mean_rank, map=settings.map)
     retained = {s.name: float(plan_energy(s.plan, windows).retained.mean()) for s in systems if s.plan is not None}
     return LayerReport(traces.name, traces.layer.kind, results, retained, layer, energies, mean_rank, allocations)
 
@@ -195,7 +191,7 @@ def show_margins(output: Output, reports: Sequence[LayerReport]) -> None:
 def _show_bases(output: Output, reports: Sequence[LayerReport], headings: list[str]) -> None:
     rows: list[list[str]] = []
     for report in reports:
-        calibrated = next(e for e in report.maps if e.setting.map == "exact")
+        calibrated = next(e for e in report.maps if e.map.name == "exact")
         random = report.maps[-1]
         rows += [[]] if rows else []
         rows += [[report.name, e.basis, *map(percent, e.retained.mean(axis=0))] for e in (calibrated, random)]
@@ -216,9 +212,9 @@ def _show_maps(output: Output, reports: Sequence[LayerReport], headings: list[st
                 f"{percent(kept)} @{reduction:.1f}x"
                 for kept, reduction in zip(e.retained.mean(axis=0), e.reduction, strict=True)
             ]
-            rows.append([report.name, e.setting.map, *cells])
-        paper = next(e for e in energies if e.setting.map == PAPER)
-        prior = next(e for e in energies if e.setting.map == "prior")
+            rows.append([report.name, e.map.name, *cells])
+        paper = next(e for e in energies if e.map.name == PAPER)
+        prior = next(e for e in energies if e.map.name == "prior")
         rows.append([report.name, f"margin of prior over {PAPER}", *_times_less(prior, paper)])
     output.table(
         "Coefficient maps: retained energy @ traffic reduction, all heads at one rank",

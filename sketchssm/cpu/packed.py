@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from sketchssm.coefficients import MAPS
 from sketchssm.cpu.columns import COLUMN_LANES
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Array, Memory, Record, flat
 from sketchssm.cpu.simd import LANES, integers, padded
-from sketchssm.plan import MAPS, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE
-from sketchssm.reference.maps import RIDGE_FLOOR
 
 __all__ = [
     "EXACT",
@@ -85,19 +85,19 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
     for head, rank in enumerate(plan.ranks):
         if rank == DENSE:
             continue
-        rows = {"dense": rank, "factors": min(rank, plan.pivots), "shared": 0}[plan.storage]
+        rows = int(plan.map.rows(rank))
         table[head] = used
         table[head, [RANK, ROWS]] = rank, rows
         table[head, MAP] = used[SKETCH] + rank * values
         used[SKETCH] += rank * values + rows * keys
         used[MASTER] += rank * values if tracked else 0
-        used[FACTORS] += rank * (1 + rows) if plan.storage == "factors" else 0
+        used[FACTORS] += int(plan.map.elements(rank, keys)) - rows * keys
         used[PENDING] += rank if plan.layer.erases else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
-        across[: plan.layer.key_dim, :rank] = plan.phi[head, :, :rank]
+        across[: plan.layer.key_dim, :rank] = plan.omega[head, :, :rank]
         phi.append(across)
         used[PHI] += across.size
-        if plan.storage != "dense":
+        if plan.map.storage != "dense":
             along = np.zeros((rank, keys), dtype=np.float32)
             along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
             pi.append(along)
@@ -110,9 +110,9 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
     memory.share("phi", _joined(phi))
     memory.share("pi", _joined(pi))
     memory.set(
-        map=MAPS.index(plan.map),
+        map=MAPS.index(plan.map.name),
         bfloat=dtype == "bfloat16",
-        ridge=max(plan.ridge, RIDGE_FLOOR),
+        ridge=plan.map.effective_ridge,
         packed_stride=used[SKETCH],
         master_stride=used[MASTER],
         factors_stride=used[FACTORS],

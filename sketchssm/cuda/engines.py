@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.coefficients import RIDGE_FLOOR
 from sketchssm.cuda.launch import launcher
 from sketchssm.cuda.layout import PackedPlan, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
@@ -13,7 +14,6 @@ from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.cuda.standard import StandardEngine
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
-from sketchssm.reference.maps import RIDGE_FLOOR
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
@@ -68,11 +68,15 @@ class SketchEngine(StandardEngine):
     def __init__(
         self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16", exact_rows: int = 0, **memory: Any
     ) -> None:
-        ridge = max(plan.ridge, RIDGE_FLOOR) if plan.map != "exact" else RIDGE_FLOOR
         super().__init__(plan.layer, slots, **memory)
         self.plan = plan
         self._exact_rows = exact_rows
-        self._setup(plan.window, pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2), ridge, sketch_dtype)
+        self._setup(
+            plan.window,
+            pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2),
+            plan.map.effective_ridge,
+            sketch_dtype,
+        )
 
     def _setup(self, window: int, packed: PackedPlan, ridge: float, sketch_dtype: str) -> None:
         import cupy
@@ -120,19 +124,19 @@ class SketchEngine(StandardEngine):
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch."""
         plan: SketchPlan | None = getattr(self, "plan", None)
-        storage = {"factors": 0, "dense": 1, "shared": 2}["shared" if plan is None else plan.storage]
+        storage = {"factors": 0, "dense": 1, "shared": 2}["shared" if plan is None else plan.map.storage]
         constants = self._constants() | {
             "W": self.window,
             "DENSE_HEADS": self._dense,
             "SKETCHED_HEADS": self.layer.heads - self._dense,
             "RANK_MAX": self._rank_max,
-            "PIVOTS": plan.pivots if plan is not None and storage == 0 else 1,
+            "PIVOTS": plan.map.pivots or 1 if plan is not None else 1,
             "MAP": storage,
             "SKETCH": self._sketch_type,
         }
         blocks = FLUSH_BLOCKS.get((self.layer.kind, self.layer.value_dim), 1) if self._raw_keys else 1
         flush = constants | {
-            "PRIOR": int(plan is not None and plan.map == "prior"),
+            "PRIOR": int(plan is not None and plan.map.name == "prior"),
             "MIN_BLOCKS": min(blocks, MOST_DENSE_BLOCKS) if storage == 1 else blocks,
         }
         exact = [Variant("exact", constants | {"ROWS": self.value_rows})] if self._exact_rows else []

@@ -45,18 +45,12 @@ class PackedPlan:
     basis: npt.NDArray[np.uint16]
 
 
-def map_elements(plan: SketchPlan, rank: int) -> int:
-    """Elements that one state keeps of its map."""
-    key_dim, pivots = plan.layer.key_dim, min(rank, plan.pivots)
-    return {"factors": pivots * key_dim + rank * pivots + rank, "dense": rank * key_dim, "shared": 0}[plan.storage]
-
-
-def basis_fragments(phi: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:
+def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:
     """A basis ``(K, G)`` in the order in which the flush multiplies with it.
 
     Parameters
     ----------
-    phi : ndarray, (K, G)
+    omega : ndarray, (K, G)
         The basis.
     slices : int
         How many bf16 numbers add up to one of it: 1 or 2.
@@ -68,10 +62,10 @@ def basis_fragments(phi: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16
     """
     import ml_dtypes
 
-    key_dim, rank = phi.shape
+    key_dim, rank = omega.shape
     tiles = -(-rank // 8)
     padded = np.zeros((tiles * 8, key_dim), dtype=np.float32)
-    padded[:rank] = phi.T
+    padded[:rank] = omega.T
     parts = []
     for _ in range(slices):
         parts.append(padded.astype(ml_dtypes.bfloat16))
@@ -93,10 +87,10 @@ def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
         if rank == DENSE:
             continue
         heads[head] = rank, offset, rows, fragments
-        elements = rank * layer.value_dim + map_elements(plan, rank)
+        elements = rank * layer.value_dim + int(plan.map.elements(rank, layer.key_dim))
         offset += -(-elements // align) * align
         projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
-        bases.append(basis_fragments(plan.phi[head, :, :rank], slices).reshape(-1))
+        bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))
         rows += projections[-1].size
         fragments += bases[-1].size // 4
     dense = np.flatnonzero(plan.ranks == DENSE)

@@ -47,8 +47,8 @@ def check_window(window: int) -> None:
 
 def check_plan(plan: SketchPlan) -> None:
     """Refuse a plan that the kernels are not made for."""
-    if plan.storage == "factors" and plan.pivots > MAX_PIVOTS:
-        _refuse("pivots", plan.pivots)
+    if (plan.map.pivots or 0) > MAX_PIVOTS:
+        _refuse("pivots", plan.map.pivots)
 
 
 def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:

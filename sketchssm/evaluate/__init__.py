@@ -2,7 +2,7 @@
 
 from sketchssm.evaluate.allocations import AllocationResult, compare_allocations
 from sketchssm.evaluate.calibrated import Calibrated, allocate, calibrate
-from sketchssm.evaluate.energy import HeadEnergy, MapEnergy, MapSetting, plan_energy, retained_energy
+from sketchssm.evaluate.energy import HeadEnergy, MapEnergy, plan_energy, retained_energy
 from sketchssm.evaluate.systems import System, SystemResult, compare, exact_systems, sketch_system
 from sketchssm.evaluate.windows import Windows, collect_windows
 
@@ -11,7 +11,6 @@ __all__ = [
     "Calibrated",
     "HeadEnergy",
     "MapEnergy",
-    "MapSetting",
     "System",
     "SystemResult",
     "Windows",

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
+from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.evaluate.calibrated import Calibrated, allocate
 from sketchssm.evaluate.energy import plan_energy
 from sketchssm.evaluate.windows import Windows
-from sketchssm.plan import DEFAULT_MAP, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE
 
 __all__ = ["AllocationResult", "compare_allocations"]
@@ -50,9 +51,7 @@ def compare_allocations(
     windows: Sequence[Windows],
     mean_rank: float,
     *,
-    map: str = DEFAULT_MAP,
-    pivots: int = 4,
-    ridge: float | None = None,
+    map: str | CoefficientMap = DEFAULT_MAP,
     methods: Sequence[str] | None = None,
 ) -> list[AllocationResult]:
     """Allocate one budget by several methods and measure what the plans lose.
@@ -65,12 +64,8 @@ def compare_allocations(
         Test windows of each layer.
     mean_rank : float
         The budget: what all heads would read at this rank.
-    map : str, optional
-        Coefficient map; default `SketchPlan`'s.
-    pivots : int, default 4
-        Pivot count.
-    ridge : float, optional
-        Regularisation; default the map's own.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map.
     methods : sequence of str, optional
         Methods to compare; default all that the layers have data for.
 
@@ -84,15 +79,15 @@ def compare_allocations(
         methods = METHODS if graded else ("error", "uniform")
     results = []
     for method in methods:
-        allocation = allocate(layers, mean_rank, map=map, pivots=pivots, method=method)
+        allocation = allocate(layers, mean_rank, map=map, method=method)
         lost = energy = objective = 0.0
         for layer, ranks, held_out in zip(layers, allocation.ranks, windows, strict=True):
-            plan = SketchPlan(layer.basis, ranks, layer.basis.window, map, pivots, ridge)
+            plan = SketchPlan(layer.basis, ranks, layer.basis.window, map)
             measured = plan_energy(plan, held_out)
             lost += float(measured.lost.sum())
             energy += float(measured.energy.sum())
             if graded:
-                scores = layer.scores.J("gradient")
+                scores = layer.scores.objective("gradient")
                 sketched = ranks != DENSE  # a full read loses nothing
                 objective += float(scores[np.flatnonzero(sketched), ranks[sketched]].sum())
         results.append(

@@ -9,8 +9,9 @@ from sketchssm.calibrate.allocation import Allocation, allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis, fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
+from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.files import layer_fields
-from sketchssm.plan import DEFAULT_MAP, STORAGE, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.traces import Traces
 
 __all__ = ["Calibrated", "allocate", "calibrate"]
@@ -43,9 +44,7 @@ class Calibrated:
         self,
         mean_rank: float,
         *,
-        map: str = DEFAULT_MAP,
-        pivots: int = 4,
-        ridge: float | None = None,
+        map: str | CoefficientMap = DEFAULT_MAP,
         method: str | None = None,
         basis: SketchBasis | None = None,
     ) -> SketchPlan:
@@ -55,12 +54,8 @@ class Calibrated:
         ----------
         mean_rank : float
             The budget: what all heads would read at this rank.
-        map : str, optional
-            Coefficient map; default `SketchPlan`'s.
-        pivots : int, default 4
-            Pivot count.
-        ridge : float, optional
-            Regularisation; default the map's own.
+        map : CoefficientMap or str, default "ridge"
+            Coefficient map.
         method : str, optional
             Allocation method, see `allocate_ranks`.
         basis : SketchBasis, optional
@@ -71,8 +66,8 @@ class Calibrated:
         SketchPlan
             The plan.
         """
-        allocation = allocate(self, mean_rank, map=map, pivots=pivots, method=method)
-        return SketchPlan(basis or self.basis, allocation, self.basis.window, map, pivots, ridge)
+        allocation = allocate(self, mean_rank, map=map, method=method)
+        return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 
 def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, weighting: str = "uniform") -> Calibrated:
@@ -112,8 +107,7 @@ def allocate(
     layers: Calibrated | Sequence[Calibrated],
     mean_rank: float,
     *,
-    map: str = DEFAULT_MAP,
-    pivots: int = 4,
+    map: str | CoefficientMap = DEFAULT_MAP,
     method: str | None = None,
 ) -> Allocation:
     """Allocate ranks to one layer or, under one shared budget, to several, at what the map's storage costs.
@@ -124,10 +118,8 @@ def allocate(
         Calibrated layers.
     mean_rank : float
         The budget: what all heads would read at this rank.
-    map : str, optional
-        Coefficient map; default `SketchPlan`'s.
-    pivots : int, default 4
-        Pivot count.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map.
     method : str, optional
         See `allocate_ranks`.
 
@@ -137,4 +129,4 @@ def allocate(
         Ranks with their certificate.
     """
     scores = layers.scores if isinstance(layers, Calibrated) else [layer.scores for layer in layers]
-    return allocate_ranks(scores, mean_rank, method, storage=STORAGE[map], pivots=pivots)
+    return allocate_ranks(scores, mean_rank, method, map=map)

@@ -9,26 +9,14 @@ import numpy as np
 
 from sketchssm import traffic
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.windows import Windows
-from sketchssm.plan import DEFAULT_RIDGE, STORAGE, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["HeadEnergy", "MapEnergy", "MapSetting", "coefficients", "plan_energy", "retained_energy"]
-
-
-class MapSetting(NamedTuple):
-    """A coefficient map with its parameters; a ridge of None is the map's own default."""
-
-    map: str
-    pivots: int = 4
-    ridge: float | None = None
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the map reads through the E0-orthonormal form of the basis."""
-        return self.map in ("prior", "offline")
+__all__ = ["HeadEnergy", "MapEnergy", "plan_energy", "retained_energy"]
 
 
 class MapEnergy(NamedTuple):
@@ -39,7 +27,7 @@ class MapEnergy(NamedTuple):
     """
 
     basis: str
-    setting: MapSetting
+    map: CoefficientMap
     ranks: tuple[int, ...]
     retained: Array
     reduction: Array
@@ -57,48 +45,11 @@ class HeadEnergy(NamedTuple):
         return 1.0 - np.divide(self.lost, self.energy, out=np.zeros_like(self.lost), where=self.energy > 0)
 
 
-def coefficients(setting: MapSetting, states: Array, phi: Array, projection: Array) -> Array:
-    """Coefficient maps of many states of one head at once.
-
-    Parameters
-    ----------
-    setting : MapSetting
-        Map and parameters.
-    states : ndarray, (n, K, V)
-        States at window starts.
-    phi, projection : ndarray, (K, G)
-        Sketch basis and shared projection, from `SketchBasis.columns`.
-
-    Returns
-    -------
-    ndarray, (n, G, K)
-        Maps as dense matrices.
-
-    Raises
-    ------
-    ValueError
-        If there is no such map.
-    """
-    name, pivots, ridge = setting
-    if name not in DEFAULT_RIDGE:
-        raise ValueError(f"map: expected one of {', '.join(DEFAULT_RIDGE)}, got {name!r}")
-    ridge = DEFAULT_RIDGE[name] if ridge is None else ridge
-    if name == "exact":
-        return maps.exact_map(states, phi)
-    if name == "ridge":
-        return maps.ridge_map(states, phi, ridge)
-    if name == "lowrank":
-        return maps.lowrank_factors(states, phi, pivots, ridge).dense()
-    if name == "prior":
-        return maps.prior_factors(states, phi, projection, pivots, ridge).dense()
-    return np.broadcast_to(projection.T, (states.shape[0], *projection.T.shape))
-
-
 def retained_energy(
     basis: SketchBasis,
     windows: Windows,
     ranks: Sequence[int],
-    settings: Iterable[MapSetting],
+    coefficient_maps: Iterable[str | CoefficientMap],
     name: str = "calibrated",
 ) -> list[MapEnergy]:
     """Measure in float64 what maps retain of the state-read outputs.
@@ -111,7 +62,7 @@ def retained_energy(
         Held-out windows, from `collect_windows`.
     ranks : sequence of int
         Ranks to measure.
-    settings : iterable of MapSetting
+    coefficient_maps : iterable of CoefficientMap or str
         Maps to measure.
     name : str, default "calibrated"
         What to call the basis.
@@ -119,7 +70,7 @@ def retained_energy(
     Returns
     -------
     list of MapEnergy
-        One per setting. A head whose outputs are all zero retains 1.
+        One per map. A head whose outputs are all zero retains 1.
 
     Raises
     ------
@@ -130,15 +81,15 @@ def retained_energy(
     window = windows.queries.shape[2] + 1
     energy = _energy(windows)
     results = []
-    for setting in settings:
+    for map in [CoefficientMap.of(map) for map in coefficient_maps]:
         retained = np.ones((layer.heads, len(ranks)))
         for column, rank in enumerate(ranks):
-            phi, projection = basis.columns(rank, setting.weighted)
-            lost = [_lost(setting, windows, head, phi[head], projection[head]) for head in range(layer.heads)]
+            omega, projection = basis.columns(rank, map.weighted)
+            lost = [_lost(map, windows, head, omega[head], projection[head]) for head in range(layer.heads)]
             retained[:, column] = HeadEnergy(np.array(lost), energy).retained
         shape = (layer.kind, layer.key_dim, layer.value_dim)
-        reduction = [traffic.reduction(*shape, rank, window, STORAGE[setting.map], setting.pivots) for rank in ranks]
-        results.append(MapEnergy(name, setting, tuple(ranks), retained, np.array(reduction)))
+        reduction = [traffic.reduction(*shape, rank, window, map) for rank in ranks]
+        results.append(MapEnergy(name, map, tuple(ranks), retained, np.array(reduction)))
     return results
 
 
@@ -157,13 +108,12 @@ def plan_energy(plan: SketchPlan, windows: Windows) -> HeadEnergy:
     HeadEnergy
         Per head; a head that reads its full state loses nothing.
     """
-    setting = MapSetting(plan.map, plan.pivots, plan.ridge)
     lost = np.zeros(plan.layer.heads)
     energy = _energy(windows)
     for head, rank in enumerate(plan.ranks):
         if rank != DENSE:
-            phi, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.phi, plan.projection))
-            lost[head] = _lost(setting, windows, head, phi, projection)
+            omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
+            lost[head] = _lost(plan.map, windows, head, omega, projection)
     return HeadEnergy(lost, energy)
 
 
@@ -177,9 +127,9 @@ def _outputs(windows: Windows, head: int) -> Array:
     return windows.queries[:, head] @ windows.states[:, head]
 
 
-def _lost(setting: MapSetting, windows: Windows, head: int, phi: Array, projection: Array) -> float:
+def _lost(map: CoefficientMap, windows: Windows, head: int, omega: Array, projection: Array) -> float:
     """Energy that reads through one head's sketch lose."""
     states = windows.states[:, head]
-    maps_of_states = coefficients(setting, states, phi, projection).swapaxes(-1, -2)
-    read = windows.queries[:, head] @ maps_of_states @ (states.swapaxes(-1, -2) @ phi).swapaxes(-1, -2)
+    maps_of_states = maps.coefficient_map(map, states, omega, projection).swapaxes(-1, -2)
+    read = windows.queries[:, head] @ maps_of_states @ (states.swapaxes(-1, -2) @ omega).swapaxes(-1, -2)
     return float(np.square(_outputs(windows, head) - read).sum())

@@ -183,7 +183,7 @@ def _layer(
         "provenance": study.traces.provenance,
         "digest": study.digest,
     }
-    return LayerResults(name, shape["kind"], facts, study.settings.map, systems, [RankCurve(**c) for c in curves])
+    return LayerResults(name, shape["kind"], facts, study.settings.map.name, systems, [RankCurve(**c) for c in curves])
 
 
 def _settings(study: Study, backend: str) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _settings(study: Study, backend: str) -> dict[str, Any]:
     allocation = study.method or "gradient where the traces have gradients, else error"
     return {
         **asdict(study.settings),
-        "map": study.settings.map,
+        "map": study.settings.map.name,
         "allocation": allocation,
         **shared,
         "backend": backend,

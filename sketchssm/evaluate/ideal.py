@@ -15,7 +15,6 @@ from sketchssm.calibrate.scores import RankScores
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.study import Study
 from sketchssm.files import layer_fields
-from sketchssm.plan import STORAGE
 from sketchssm.recurrence import DENSE
 from sketchssm.reference.recurrence import Array
 
@@ -53,16 +52,15 @@ def ideal_losses(study: Study, systems: Sequence[Measurement]) -> dict[str, Any]
     moments = Moments(**layer_fields(layer), window=window, weighting=settings.weighting)
     moments.update(*study.traces.test)
     fitted, hindsight = (_scores(study, basis) for basis in (study.calibrated().basis, fit_basis(moments)))
-    lost = fitted.J("error")
+    lost = fitted.objective("error")
     whole = float(lost[:, 0].sum()) or 1.0
     lost = lost / whole
-    storage = STORAGE[settings.map]
     shape = (layer.kind, layer.key_dim, layer.value_dim)
     ranks = np.arange(1, fitted.rank_max + 1)
-    bytes_used = traffic.sketch(*shape, ranks, window, storage, settings.pivots)
+    bytes_used = traffic.sketch(*shape, ranks, window, settings.map)
 
     def best(scores: RankScores, mean_rank: float) -> Allocation:
-        return allocate_ranks(scores, mean_rank, "error", storage=storage, pivots=settings.pivots)
+        return allocate_ranks(scores, mean_rank, "error", map=settings.map)
 
     least = {}
     for system in (s for s in systems if s.family == "read-only"):

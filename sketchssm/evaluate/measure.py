@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.baselines.reduced import ReducedHead
-from sketchssm.evaluate.energy import MapSetting, retained_energy
+from sketchssm.evaluate.energy import retained_energy
 from sketchssm.evaluate.registry import Entry, random_basis
 from sketchssm.evaluate.study import Study
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
-from sketchssm.plan import MAPS
 from sketchssm.recurrence import ROUNDING, Tokens
 from sketchssm.reference.recurrence import Array
 
@@ -223,9 +222,9 @@ def rank_curves(study: Study) -> list[RankCurve]:
     """
     basis = study.calibrated().basis
     ranks = [rank for rank in study.ranks if rank <= basis.rank_max]
-    found = retained_energy(basis, study.windows, ranks, [study.settings.setting(name) for name in MAPS])
-    found += retained_energy(random_basis(study), study.windows, ranks, [MapSetting("exact")], "random")
-    return [RankCurve(e.basis, e.setting.map, ranks, e.retained.tolist(), e.reduction.tolist()) for e in found]
+    found = retained_energy(basis, study.windows, ranks, study.settings.maps())
+    found += retained_energy(random_basis(study), study.windows, ranks, ["exact"], "random")
+    return [RankCurve(e.basis, e.map.name, ranks, e.retained.tolist(), e.reduction.tolist()) for e in found]
 
 
 def rounded(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.baselines import (
     key_reduced_systems,
     pruned_systems,
@@ -21,7 +22,7 @@ from sketchssm.evaluate.baselines import (
 )
 from sketchssm.evaluate.study import Study
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
-from sketchssm.plan import MAPS, SketchPlan
+from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer, Tokens
 
 __all__ = ["FAMILIES", "FULL", "Entry", "entries", "random_basis", "select", "series"]
@@ -91,7 +92,8 @@ def _quantised(layer: Layer, tokens: Tokens, window: int) -> list[System]:
 
 def _sketches(study: Study) -> list[Entry]:
     """Every map at every mean rank."""
-    return [_planned(study, "sketch", f"{name}-{rank}", rank, map=name) for name in MAPS for rank in study.ranks]
+    maps = study.settings.maps()
+    return [_planned(study, "sketch", f"{map.name}-{rank}", rank, map=map) for map in maps for rank in study.ranks]
 
 
 def _ablations(study: Study) -> list[Entry]:
@@ -101,8 +103,11 @@ def _ablations(study: Study) -> list[Entry]:
     methods = METHODS if graded else ("error", "uniform")
     found = [make(FULL), make("random-basis", random=True), make("offline-map", same_ranks="offline")]
     found += [make(f"allocation-{method}", method=method) for method in methods]
-    found += [make(f"{name}-pivots-{p}", map=name, pivots=p) for name in ("lowrank", "prior") for p in PIVOTS]
-    found += [make(f"{name}-ridge-{r:g}", map=name, ridge=float(r)) for name in ("lowrank", "ridge") for r in RIDGES]
+    for map in study.settings.maps():
+        if map.name in ("lowrank", "prior"):
+            found += [make(f"{map.name}-pivots-{p}", map=replace(map, pivots=p)) for p in PIVOTS]
+        if map.name in ("lowrank", "ridge"):
+            found += [make(f"{map.name}-ridge-{r:g}", map=replace(map, ridge=r)) for r in RIDGES]
     tokens = min(study.length, study.calibration_length)
     found += [make(f"window-{w}", window=w) for w in WINDOWS if 2 * w <= tokens]
     return found
@@ -223,9 +228,7 @@ def _planned(
     name: str,
     rank: float,
     *,
-    map: str | None = None,
-    pivots: int | None = None,
-    ridge: float | None = None,
+    map: CoefficientMap | None = None,
     method: str | None = None,
     window: int | None = None,
     random: bool = False,
@@ -233,16 +236,12 @@ def _planned(
 ) -> Entry:
     """A sketch with the study's settings but for what is named; `same_ranks` is a map to read at the base's ranks."""
     window = window or study.settings.window
-    own = study.settings.setting(map)
-    own = own._replace(pivots=pivots or own.pivots, ridge=own.ridge if ridge is None else ridge)
 
     def build() -> System:
         layer = study.calibrated(window)
         plan = layer.plan(
             rank,
-            map=own.map,
-            pivots=own.pivots,
-            ridge=own.ridge,
+            map=map or study.settings.map,
             method=method or study.method,
             basis=random_basis(study) if random else None,
         )
@@ -255,7 +254,7 @@ def _planned(
         if not scores.graded:
             return None
         sketched = np.flatnonzero(ranks != DENSE)  # a full read loses nothing
-        return float(scores.J("gradient")[sketched, ranks[sketched]].sum())
+        return float(scores.objective("gradient")[sketched, ranks[sketched]].sum())
 
     return Entry(family, name, window, build, objective)
 

@@ -218,13 +218,13 @@ class Study:
     def digest(self) -> str:
         """SHA-256 of the traces' contents and of all settings that a result depends on, beside what is measured."""
         known = hashlib.sha256()
-        settings = asdict(self.settings) | {"map": self.settings.map}
+        settings = asdict(self.settings)
         described: list[Any] = [layer_fields(self.traces.layer), settings, self.mean_rank, self.method, self.seed]
         known.update(repr([*described, self.every]).encode())
         arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
         if self.plan is not None:
             known.update(repr(self.plan).encode())
-            arrays += [self.plan.phi, self.plan.projection, self.plan.ranks]
+            arrays += [self.plan.omega, self.plan.projection, self.plan.ranks]
         for array in arrays:
             known.update(b"none" if array is None else repr((array.shape, array.dtype.str)).encode())
             known.update(b"" if array is None else np.ascontiguousarray(array).tobytes())

@@ -144,7 +144,7 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, ex
         An entry for `compare`.
     """
     build = partial(SketchHead, plan, gate=gate, exact_rows=ANY_ROWS if exact else 0)
-    return System(name, build, traffic.plan_reduction(plan), plan, gate, exact)
+    return System(name, build, plan.reduction, plan, gate, exact)
 
 
 def compare(

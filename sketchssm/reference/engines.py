@@ -162,24 +162,9 @@ class SketchEngine(ReplayEngine):
         rank = int(self.plan.ranks[head])
         if rank == DENSE:
             return lambda x: state.T @ x
-        coefficients = coefficient_map(self.plan, head, state)
-        sketch = state.T @ np.asarray(self.plan.phi[head, :, :rank], dtype=np.float64)
-        return lambda x: sketch @ coefficients(x)
+        omega, projection = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
+        read = state.T @ omega @ maps.coefficient_map(self.plan.map, state, omega, projection)
+        return lambda x: read @ x
 
     def _read(self, slot: int, queries: Array) -> Array:
         return np.stack([read(x) for read, x in zip(self._reads[slot], queries, strict=True)])
-
-
-def coefficient_map(plan: SketchPlan, head: int, state: Array) -> Callable[[Array], Array]:
-    """The plan's coefficient map of one head and one state ``(K, V)``, as a function of effective queries."""
-    rank = int(plan.ranks[head])
-    phi = np.asarray(plan.phi[head, :, :rank], dtype=np.float64)
-    pi = np.asarray(plan.projection[head, :, :rank], dtype=np.float64)
-    if plan.map == "lowrank":
-        return maps.lowrank_factors(state, phi, plan.pivots, plan.ridge).apply
-    if plan.map == "prior":
-        return maps.prior_factors(state, phi, pi, plan.pivots, plan.ridge).apply
-    if plan.map == "offline":
-        return lambda x: x @ pi
-    dense = maps.exact_map(state, phi) if plan.map == "exact" else maps.ridge_map(state, phi, plan.ridge)
-    return lambda x: dense @ x

@@ -33,11 +33,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sketchssm.coefficients import RIDGE_FLOOR, CoefficientMap
 from sketchssm.reference.recurrence import Array
 
 __all__ = [
-    "RIDGE_FLOOR",
     "MapFactors",
+    "coefficient_map",
     "exact_map",
     "lowrank_factors",
     "offline_map",
@@ -46,11 +47,6 @@ __all__ = [
     "ridge_map",
     "state_scale",
 ]
-
-RIDGE_FLOOR = 1e-4
-"""Smallest ridge in use; one of 0 is evaluated at this value, on every backend alike. The metric's mean diagonal is 1
-but its largest eigenvalue may be K, and float32 rounds the Gram matrix of a sketch to about K 2^-24: at 2e-5 nearly
-singular ones (K = 128) lost their Cholesky factor. The CUDA kernels evaluate `exact` at it too."""
 
 PIVOT_TOLERANCE = 3e-3
 """A pivot column that lies this close to the ones before it (relative to its norm) is left out. A sketch stored in
@@ -79,6 +75,34 @@ class MapFactors(NamedTuple):
         """The same map as a matrix ``(..., G, K)``."""
         wpi = self.w[..., :, None] * self.pi.T
         return wpi + self.f @ (self.b.swapaxes(-1, -2) - self.l.swapaxes(-1, -2) @ wpi)
+
+
+def coefficient_map(map: CoefficientMap, state: Array, omega: Array, projection: Array) -> Array:
+    """Coefficient maps of many states of one head, as matrices.
+
+    Parameters
+    ----------
+    map : CoefficientMap
+        Map and parameters.
+    state : ndarray, (..., K, V)
+        States.
+    omega, projection : ndarray, (K, G)
+        Sketch basis and shared projection Pi, in the form that the map reads through.
+
+    Returns
+    -------
+    ndarray, (..., G, K)
+        C of each state.
+    """
+    if map.name == "exact":
+        return exact_map(state, omega)
+    if map.name == "ridge":
+        return ridge_map(state, omega, map.effective_ridge)
+    if map.name == "lowrank":
+        return lowrank_factors(state, omega, map.pivots or 1, map.effective_ridge).dense()
+    if map.name == "prior":
+        return prior_factors(state, omega, projection, map.pivots or 1, map.effective_ridge).dense()
+    return np.broadcast_to(projection.T, (*state.shape[:-2], *projection.T.shape))
 
 
 def state_scale(state: Array) -> Array:

@@ -3,8 +3,9 @@
 import copy
 
 import numpy as np
-from samples import gate_of
+from samples import gate_of, map_of
 
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
@@ -68,23 +69,23 @@ def tokens_to_device(tokens, activation, gate=None):
     )
 
 
-def make_plan(layer, ranks, rng, **settings):
+def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=16):
     """A plan with random bases; E0-orthonormal ones with a decaying metric for the maps that want them."""
     ranks = np.asarray(ranks)
     width = max(int(ranks.max()), 1)
-    weighted = settings.get("map") in ("prior", "offline")
-    phi, projection = np.empty((2, layer.heads, layer.key_dim, width))
+    map = map_of(map, pivots, ridge)
+    weighted = map.weighted
+    omega, projection = np.empty((2, layer.heads, layer.key_dim, width))
     for head in range(layer.heads):
         axes = np.linalg.qr(rng.standard_normal((layer.key_dim, layer.key_dim)))[0]
         spectrum = np.exp(-np.arange(layer.key_dim) / 16)
         spectrum *= layer.key_dim / spectrum.sum()
-        phi[head] = axes[:, :width]
+        omega[head] = axes[:, :width]
         if weighted:
-            phi[head] /= np.sqrt(spectrum[:width])
-        projection[head] = (axes * spectrum) @ axes.T @ phi[head] if weighted else phi[head]
+            omega[head] /= np.sqrt(spectrum[:width])
+        projection[head] = (axes * spectrum) @ axes.T @ omega[head] if weighted else omega[head]
     plan = SketchPlan.__new__(SketchPlan)
-    defaults = {"window": 16, "map": "lowrank", "pivots": 4, "ridge": 0.1}
-    plan._fill(layer, {"phi": phi, "projection": projection, "ranks": ranks}, **(defaults | settings))
+    plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map)
     return plan
 
 
@@ -95,10 +96,10 @@ def evaluated(plan):
     metric's mean diagonal loses ridge / (s + ridge). States of a few tokens after a full forget have such
     directions (relative errors of reads up to 6e-3 in these tests), which says nothing about the arithmetic.
     """
-    if plan.map != "exact":
+    if plan.map.name != "exact":
         return plan
     plan = copy.copy(plan)
-    plan.map, plan.ridge = "ridge", 0.0
+    plan.map = CoefficientMap("ridge", ridge=0.0)
     return plan
 
 

@@ -1,0 +1,79 @@
+"""The record of coefficient maps: parameters, storage, and what a state stores."""
+
+import re
+
+import numpy as np
+import pytest
+
+from sketchssm.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMap
+
+
+def test_each_map_has_its_own_parameters():
+    made = {name: CoefficientMap(name) for name in MAPS}
+    assert {name: (map.pivots, map.ridge) for name, map in made.items()} == {
+        "exact": (None, None),
+        "ridge": (None, 0.001),
+        "lowrank": (4, 0.1),
+        "prior": (4, 0.001),
+        "offline": (None, None),
+    }
+    assert CoefficientMap("prior", 3, 0.02) == CoefficientMap("prior", np.int64(3), np.float64(0.02))
+    assert CoefficientMap("ridge", ridge=0).effective_ridge == CoefficientMap("exact").effective_ridge == RIDGE_FLOOR
+    assert CoefficientMap("ridge", ridge=0.5).effective_ridge == 0.5
+
+
+def test_a_name_stands_for_its_defaults():
+    assert CoefficientMap.of("prior") == CoefficientMap("prior", 4, 0.001)
+    map = CoefficientMap("lowrank", 2)
+    assert CoefficientMap.of(map) is map
+
+
+def test_names_itself():
+    assert str(CoefficientMap("lowrank", 2)) == "lowrank(pivots=2, ridge=0.1)"
+    assert str(CoefficientMap("offline")) == "offline"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "elements"),
+    [
+        ("exact", (2, 9), (2 * 32, 9 * 32)),
+        ("ridge", (2, 9), (2 * 32, 9 * 32)),
+        ("lowrank", (2, 4), (2 * 32 + 2 * 2 + 2, 4 * 32 + 9 * 4 + 9)),
+        ("prior", (2, 4), (2 * 32 + 2 * 2 + 2, 4 * 32 + 9 * 4 + 9)),
+        ("offline", (0, 0), (0, 0)),
+    ],
+)
+def test_what_a_state_stores(name, rows, elements):
+    """Rank 2, below the pivot count of 4, and rank 9, above it; K = 32."""
+    map = CoefficientMap(name)
+    np.testing.assert_array_equal(map.rows([2, 9]), rows)
+    np.testing.assert_array_equal(map.elements([2, 9], 32), elements)
+    assert map.elements(9, 32) == elements[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("best",), "map: expected one of exact, ridge, lowrank, prior, offline, got 'best'"),
+        (("prior", 0), "pivots: expected an integer of at least 1, got 0"),
+        (("prior", 2.0), "pivots: expected an integer of at least 1, got 2.0"),
+        (("prior", True), "pivots: expected an integer of at least 1, got True"),
+        (("ridge", None, -0.1), "ridge: expected a finite number of at least 0, got -0.1"),
+        (("ridge", None, float("nan")), "ridge: expected a finite number of at least 0, got nan"),
+        (("ridge", None, float("inf")), "ridge: expected a finite number of at least 0, got inf"),
+        (("ridge", None, "small"), "ridge: expected a finite number of at least 0, got 'small'"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        CoefficientMap(*arguments)
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("parameter", ["pivots", "ridge"])
+def test_a_parameter_that_the_map_ignores_is_an_error(name, parameter):
+    if getattr(FORMS[name], parameter) is None:
+        with pytest.raises(ValueError, match=f"^{parameter}: map '{name}' has no {parameter}, expected None, got 2"):
+            CoefficientMap(name, **{parameter: 2})
+    else:
+        assert getattr(CoefficientMap(name, **{parameter: 2}), parameter) == 2
