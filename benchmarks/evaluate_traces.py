@@ -31,7 +31,6 @@ def table(results):
         systems = {
             f"{s['family']}/{s['setting']}": {name: s[name] for name in KEPT if s[name] is not None}
             | {f"{name}_over_tokens": s["drift"][name][1::2] for name in ("output_error", "state_error")}
-            | {f"{name}_over_tokens": s["drift"][name] for name in ("left_error",) if s["drift"].get(name)}
             for s in layer["systems"]
         }
         layers.append(facts | {"points": layer["systems"][0]["drift"]["tokens"][1::2], "systems": systems})

@@ -159,15 +159,13 @@ def test_half_life_of_channels(tmp_path):
     assert 0.8 * size < study.half_life[0] < size
 
 
-def test_read_share(tmp_path):
+def test_read_energy(tmp_path):
     study = study_of(tmp_path)
     windows = collect_windows(study.traces.layer, study.traces.test, WINDOW)
     by_head = [np.square(windows.queries[:, h] @ windows.states[:, h]).sum() for h in range(4)]
     # sums of float64 in another order
     np.testing.assert_allclose(study.read_energy(WINDOW).sum(axis=0), by_head, rtol=1e-9)
     assert not study.read_energy(WINDOW)[0].any()  # the first window starts from a zero state
-    first, last = study.read_share
-    assert first == 0 < last
 
 
 def test_sketch_measured_as_plan_energy_says(study):
@@ -351,39 +349,3 @@ def test_plans_join_in(tmp_path):
 def test_rounded():
     value = {"a": [1 / 3, math.inf, math.nan, 2, None], "b": {"c": "text", "d": True}}
     assert rounded(value) == {"a": [0.333333, None, None, 2, None], "b": {"c": "text", "d": True}}
-
-
-def test_kept_channels_are_exact_only_without_erasure(tmp_path):
-    """Dropped channels of mamba2 touch no other; erasure reads all channels at once."""
-    for kind, name in (
-        ("mamba2", "pruned/ghost-50.0"),
-        ("kda", "pruned/ghost-50.0"),
-        ("gdn", "key-reduced/drrqr-50.0"),
-    ):
-        own = study_of(tmp_path, kind, name=kind)
-        drift = measure(entry_of(own, name), own, "reference").drift
-        assert len(drift["kept_error"]) == len(drift["tokens"])
-        assert (max(drift["kept_error"]) < 1e-10) == (kind == "mamba2")
-        assert max(drift["state_error"]) > 1e-3
-        points = len(drift["tokens"])
-        assert len(drift["left_error"]) == (0 if kind == "mamba2" else points - (points + 1) // 2)
-        assert all(0 < share < 10 for share in drift["left_error"])
-    assert "kept_error" not in measure(entry_of(own, "exact/standard"), own, "reference").drift
-
-
-def test_no_sketch_loses_less_than_the_ideal(study):
-    """Least squares bound every map at a sketch's ranks, and the bound every table of ranks within the bytes."""
-    found = evaluate(
-        [study], [[entry_of(study, n) for n in ("sketch/ridge-3", "read-only/2-bit-copy")]], None, "reference"
-    )
-    [layer] = found.layers
-    sketch, copy = layer.systems
-    ideal = layer.facts["ideal"]
-    lost = sum(s * (1 - r) for s, r in zip(ideal["share"], sketch.head_retained, strict=True))
-    assert sum(ideal["share"]) == pytest.approx(1, abs=1e-5)
-    assert ideal["same_ranks"]["ridge-3"] <= lost * (1 + 1e-5)
-    for least in ideal["least"].values():
-        assert least["bound"] <= least["found"] + 1e-6
-        assert 0 <= least["test_basis"] <= 1
-        if sketch.reduction >= copy.reduction:
-            assert least["bound"] <= lost * (1 + 1e-5)

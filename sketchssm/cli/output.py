@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -31,13 +30,13 @@ class Output:
 
     def __init__(self, json_file: str | None) -> None:
         self._json_file = json_file
-        self.console = Console(stderr=json_file == "-", highlight=False)
+        self.console = _console(stderr=json_file == "-")
         if not self.console.is_terminal:
             self.console.width = max(self.console.width, 120)  # a file or a pipe has no width to respect
 
     def say(self, text: str = "") -> None:
         """Print a line of text."""
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> None:
         """Print a table; the first `words` columns are text, the others numbers. An empty row is a rule."""
@@ -49,14 +48,19 @@ class Output:
                 table.add_row(*row)
             else:
                 table.add_section()
-        self.console.print(f"\n[bold]{escape(title)}[/bold]")
+        self.console.print(f"\n{title}", style="bold")
         self.console.print(table)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Step]:
         """Show a progress bar on standard error, for as long as the block runs."""
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = _console(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             yield Step(progress, progress.add_task(label, total=total))
 
@@ -69,6 +73,11 @@ class Output:
             print(text)
         else:
             Path(self._json_file).write_text(text + "\n", encoding="utf-8")
+
+
+def _console(stderr: bool) -> Console:
+    """A console that prints text as it is: names and paths of the user may look like markup or an emoji code."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 class Step:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import sketchssm
-from sketchssm.evaluate.ideal import ideal_losses
 from sketchssm.evaluate.measure import Measurement, RankCurve, measure, rank_curves, rounded
 from sketchssm.evaluate.registry import Entry
 from sketchssm.evaluate.store import Store
@@ -31,9 +30,7 @@ class LayerResults:
     name, kind : str
         Layer.
     facts : dict
-        Its shape, its test text, where the traces come from, the half-life of each head's gates in tokens, the
-        share of the outputs' energy that is read from states in the first and the last quarter of the text, and
-        ``ideal``, what `ideal_losses` says, if sketches and read-only variants were asked for.
+        Its shape, its test text, where the traces come from, and the half-life of each head's gates in tokens.
     map : str
         The coefficient map in use.
     systems : list of Measurement
@@ -166,10 +163,6 @@ def _layer(
     if any(entry.family == "sketch" for entry in entries):
         ranks = repr(tuple(study.ranks))
         curves = store.get(f"{digest} {ranks}", name, "curves", lambda: [c.plain() for c in rank_curves(study)])
-    ideal = {}
-    if {"sketch", "read-only"} <= {entry.family for entry in entries}:
-        chosen = repr(sorted(entry.name for entry in entries))
-        ideal = store.get(f"{digest} {chosen}", name, "ideal", lambda: rounded(ideal_losses(study, systems)))
     shape = layer_fields(study.traces.layer)
     facts = {
         **{key: value for key, value in shape.items() if key != "kind"},
@@ -178,8 +171,6 @@ def _layer(
         "calibration_tokens": math.prod(study.traces.calib.v.shape[:2]),
         "gradients": study.traces.score_part()[1] is not None,
         "half_life": rounded(study.half_life.tolist()),
-        "read_share": rounded(study.read_share),
-        **({"ideal": ideal} if ideal else {}),
         "provenance": study.traces.provenance,
         "digest": study.digest,
     }

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.baselines.reduced import ReducedHead
 from sketchssm.evaluate.energy import retained_energy
 from sketchssm.evaluate.registry import Entry, random_basis
 from sketchssm.evaluate.study import Study
-from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
-from sketchssm.recurrence import ROUNDING, Tokens
+from sketchssm.recurrence import Tokens
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["Measurement", "RankCurve", "measure", "rank_curves", "rounded"]
@@ -44,9 +42,7 @@ class Measurement:
         The same per head.
     drift : dict of str to list
         ``tokens``: points of the curves. ``output_error``: of the outputs since the point before.
-        ``state_error``: of the states at the point. ``kept_error``, of systems with fewer key channels: of the part
-        of the states that lies in those. ``left_error``, of the same if that is more than rounding: what is left of
-        its size halfway, at each point after that.
+        ``state_error``: of the states at the point.
     ranks : list of int or None
         Ranks of a sketch, -1 for a full read.
     objective : float or None
@@ -104,40 +100,6 @@ class RankCurve:
         return rounded(asdict(self))
 
 
-class _Kept:
-    """Errors of the states' part that lies in the channels of a head which has fewer, and how long they last.
-
-    Halfway `anew` takes the exact state, and what it and `head` have apart from there on is what is left of the error
-    that `head` had.
-    """
-
-    def __init__(self, head: ReducedHead, anew: DecodeHead, study: Study) -> None:
-        self._head, self._anew = head, anew
-        self._lift = study.traces.layer.expand_keys(head.channels.lift, axis=0)
-        self._middle = study.checkpoints[(len(study.checkpoints) - 1) // 2]
-        self._squares: list[list[float]] = []
-        self._left: list[float] = []
-
-    def look(self, tokens: Tokens, stop: int, away: Array, exact: Array) -> None:
-        """Take the errors after the tokens up to `stop`, and the exact states."""
-        self._squares.append([self._energy(away), self._energy(exact)])
-        if stop > self._middle:
-            self._anew.step(*tokens)
-            self._left.append(self._energy(to_host(self._head.state, "state") - to_host(self._anew.state, "state")))
-        elif stop == self._middle:
-            self._anew.load_state(exact)
-            self._left.append(self._energy(away))
-
-    def drift(self) -> dict[str, list[float]]:
-        """Return the curves of `Measurement`."""
-        errors, left = _ratio(*np.array(self._squares).T), np.array(self._left)
-        lasting = _ratio(left[1:], np.full(len(left) - 1, left[0])) if errors[-len(left)] > ROUNDING else np.zeros(0)
-        return {"kept_error": errors.tolist(), "left_error": lasting.tolist()}
-
-    def _energy(self, states: Array) -> float:
-        return float(np.square(states @ self._lift).sum())
-
-
 def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     """Decode the test sequences with one system and judge it by the float64 recurrence.
 
@@ -160,11 +122,6 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     if head.backend == "cuda":
         head.warmup("float32")
     lost, energy, states = [], [], []
-    kept = (
-        _Kept(head, system.build(study.traces.test.v.shape[0], backend), study)
-        if isinstance(head, ReducedHead)
-        else None
-    )
     start = 0
     for stop in study.checkpoints:
         tokens = Tokens(*(None if x is None else x[:, start:stop] for x in study.traces.test))
@@ -174,8 +131,6 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
         exact = study.state(stop - int(head.position[0]))
         away = to_host(head.state, "state") - exact
         states.append([np.square(x).sum(axis=(0, 2, 3)) for x in (away, exact)])
-        if kept is not None:
-            kept.look(tokens, stop, away, exact)
         start = stop
     sums = np.array([[part.sum(axis=0) for part in parts] for parts in (lost, energy)])  # (2, points, heads)
     error, size = sums.sum(axis=1)
@@ -200,7 +155,6 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
             "tokens": study.checkpoints,
             "output_error": _ratio(*sums.sum(axis=2)).tolist(),
             "state_error": _ratio(away.sum(axis=1), whole.sum(axis=1)).tolist(),
-            **({} if kept is None else kept.drift()),
         },
         None if plan is None else plan.ranks.tolist(),
         None if plan is None else entry.objective(plan.ranks),

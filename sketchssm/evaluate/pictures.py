@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 
 from sketchssm.evaluate.evaluation import LayerResults
-from sketchssm.evaluate.findings import BAND, LEAST
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
 from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, plain_ticks, rank_heatmap, save
 from sketchssm.recurrence import ROUNDING
 
-__all__ = ["draw"]
+__all__ = ["draw", "representative"]
+
+BAND = (9.0, 11.0)
+"""Traffic reductions at which the paper's sketches keep their accuracy."""
+
+LEAST = 4.0
+"""Compressed states are shown over tokens at the setting nearest above this reduction."""
 
 COLUMNS = 3
 GREY_MARKERS = "ovs*h"

@@ -166,16 +166,6 @@ class Study:
         return self._energies[window]
 
     @cached_property
-    def read_share(self) -> list[float]:
-        """Share of the outputs' energy that is read from states, in the first and the last quarter of the windows."""
-        window = self.settings.window
-        reads = self.read_energy(window).sum(axis=1)
-        starts = np.arange(len(reads)) * window
-        whole = np.add.reduceat(np.square(self.output).sum(axis=(0, 2, 3)), starts)
-        quarter = max(len(reads) // 4, 1)
-        return [float(reads[part].sum() / whole[part].sum()) for part in (slice(quarter), slice(-quarter, None))]
-
-    @cached_property
     def output(self) -> Array:
         """What the float64 recurrence gives for the test sequences, ``(sequences, tokens, heads, V)``."""
         return run(self.traces.layer, *self.traces.test)[0]
