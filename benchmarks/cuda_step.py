@@ -4,8 +4,7 @@
 
 For comparing commits: what is timed, and how, is `sketchssm bench --backend cuda` (see docs/cuda.md); this puts its
 numbers, with one map, under the names that earlier reports have. `--systems standard,peers` leaves buffered ones out
-and times the other libraries that are installed; `exact` is a sketch's head as it decodes few rows. `--raw-gate`
-gives heads of kda raw gate inputs.
+and times the other libraries that are installed. `--raw-gate` gives heads of kda raw gate inputs.
 """
 
 import argparse
@@ -14,15 +13,12 @@ import json
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sketchssm import bench
-from sketchssm.bench.device import slot_sets, typical_times
 from sketchssm.coefficients import MAPS
-from sketchssm.cuda.timing import captured
 
 
 def flat(name, result):
@@ -51,12 +47,10 @@ def measure(shape, batch, bandwidth, args):
     work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
     pace = {"seconds": args.seconds, "duty": args.duty}
     row = {"shape": shape, "batch": batch, "map": args.map} | ({} if gate is None else {"raw_gate": True})
-    listed = bench.systems(layer, args.window, [plan], gate, exact=True)
-    for name, system in zip(("standard", "replay", "sketch", "exact"), listed, strict=True):
+    listed = bench.systems(layer, args.window, [plan], gate)
+    for name, system in zip(("standard", "replay", "sketch"), listed, strict=True):
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
-        if name == "exact" and name in args.systems:
-            row["exact_first_us"] = round(first_step(system, work, **pace), 2)
     for peer in bench.PEERS if "peers" in args.systems else ():
         if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
@@ -65,32 +59,6 @@ def measure(shape, batch, bandwidth, args):
         except RuntimeError as error:
             print(f"{shape}, batch {batch}: {peer.name} was not timed: {error}", flush=True)
     return row
-
-
-def first_step(system, work, seconds, duty):
-    """Microseconds of the first exact step of slots that have had a sketch: their rings are emptied."""
-    import cupy
-
-    batch, layer = work.batch, work.layer
-    needed = bench.step_bytes(system, layer, batch, work.window, on_device=True)
-    sets = slot_sets(batch, needed.read, 4 * layer.heads * layer.key_dim * layer.value_dim)
-    head = system.build(sets * batch, "cuda")
-    head.warmup("bfloat16")
-    slots = [cupy.arange(i * batch, (i + 1) * batch) for i in range(sets)]
-    token, stream = work.steps[0], cupy.cuda.Stream(non_blocking=True)
-    output = cupy.empty(token.v.shape, token.v.dtype)
-
-    def reset():
-        for some in slots:
-            head.reset(some)
-
-    def step():
-        for some in slots:
-            head.step(*token, slots=some, out=output)
-
-    cupy.cuda.Device().synchronize()
-    graphs = [captured(launches, stream) for launches in (reset, step)]
-    return typical_times([partial(graph.launch, stream) for graph in graphs], stream, seconds, duty)[1] / sets
 
 
 def git_commit():

@@ -89,10 +89,6 @@ __device__ __forceinline__ int load_acquire(const int* at) {
     return x;
 }
 
-// No instruction, but a use: what x comes from stands ahead of it.
-__device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)); }
-
 // The same number, of which the compiler does not know that: it works out anew what follows from it, rather than to keep that in registers.
 __device__ __forceinline__ u32 anew(u32 x) {
     asm volatile("" : "+r"(x));

@@ -60,10 +60,7 @@ class DecodeHead:
 
     @property
     def position(self) -> Any:
-        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy.
-
-        W, the window, where a `SketchHead` has decoded the last one exactly: the state has it, and no sketch stands.
-        """
+        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy."""
         with self._arrays.call():
             return self._engine.position.copy()
 
@@ -219,11 +216,6 @@ class SketchHead(DecodeHead):
         How sketches and coefficient maps are stored; `reference` always keeps float64.
     gate : GateInput, optional
         For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
-    exact_rows : int, default 0
-        A step of up to so many rows, padding included, is standard decode: one launch, and outputs without the
-        sketch's error. That is faster where all the states of a step hold but a few megabytes: up to 4 rows of
-        qwen3-next on an H200, for one. What a slot had buffered is folded into its state first, and its first token in
-        a larger step is a flush, which sketches it anew. A row's outputs then depend on how many rows a step has.
     **device
         For ``cuda``: `activation`, `output` and `state` of `sketchssm.backends.DeviceOptions`.
 
@@ -242,16 +234,14 @@ class SketchHead(DecodeHead):
         *,
         sketch_dtype: str = "bfloat16",
         gate: GateInput | None = None,
-        exact_rows: int = 0,
         **device: Unpack[DeviceOptions],
     ) -> None:
         if sketch_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
         capacity = check_capacity(slots)
         check_gate(gate, plan.layer)
-        if isinstance(exact_rows, bool) or not isinstance(exact_rows, int | np.integer) or exact_rows < 0:
-            raise ValueError(f"exact_rows: expected an integer of at least 0, got {exact_rows!r}")
-        settings: dict[str, Any] = {"sketch_dtype": sketch_dtype, "exact_rows": int(exact_rows)}
-        name, engine = load_engine("sketch", backend, plan, capacity, gate=gate, device=device, **settings)
+        name, engine = load_engine(
+            "sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, gate=gate, device=device
+        )
         super().__init__(plan.layer, capacity, name, engine)
         self.plan = plan

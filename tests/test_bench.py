@@ -88,15 +88,6 @@ class TestBytes:
             packed + state + moved + 4 * ring, 4 * state + moved + 7 * ring + packed
         )
 
-    def test_exact_rows(self):
-        """What a sketch's head decodes exactly moves standard decode's bytes."""
-        plan = bench.random_plan(LAYER, 3, 8, CoefficientMap("lowrank", 2))
-        standard, _, sketch, exact = bench.systems(LAYER, 8, [plan], exact=True)
-        assert exact.name == f"{sketch.name}, decoded exactly"
-        assert bench.step_bytes(exact, LAYER, 3, 8) == bench.step_bytes(standard, LAYER, 3, 8)
-        found = bench.measure("tiny", LAYER, [exact], 3, 8, 1e9, backend="reference", seconds=0)
-        assert found[0].error == 0  # the reference's, which must decode exactly as well
-
     def test_raw_gates(self):
         """On a device they have the activations' two bytes; on the host they are converted as they come in."""
         layer = SHAPES["kda"]
@@ -174,7 +165,7 @@ class TestDevice:
         """All systems, windows whose cursors advance from graph to graph, several sets of slots."""
         layer, chosen = LAYER, ["--batch", 2, "--peers"]
         if kind == "kda":
-            layer, chosen = Layer("kda", 2, 64, 64, 2), ["--batch", "2,3", "--raw-gate", "--exact-rows", 2]
+            layer, chosen = Layer("kda", 2, 64, 64, 2), ["--batch", "2,3", "--raw-gate"]
         monkeypatch.setattr(bench, "SHAPES", {"tiny": layer})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
         monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
@@ -190,7 +181,7 @@ class TestDevice:
         assert report["duty"] == 0.9
         assert len(rests) >= len(report["results"])  # one for each round
         systems = [r["system"] for r in report["results"]]
-        sketches = ["lowrank"] if kind == "gdn" else ["lowrank", "exactly", "lowrank"]
+        sketches = ["lowrank"] if kind == "gdn" else ["lowrank", "lowrank"]
         assert systems[:2] == ["standard", "replay"]
         assert [name.split()[-1] for name in systems if "sketch" in name] == sketches
         for found in report["results"]:

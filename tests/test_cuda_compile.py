@@ -23,7 +23,7 @@ ARCHITECTURES = (80, 90, 100)
 # Kernels fill their registers up to the limit that residency sets. Spilt words cost them time, as shared memory leaves
 # the first-level cache little room, but most are of the one warp that finishes dense maps.
 # The most so far is 308, kda's dense map on sm_90.
-SPILL_BYTES = {"standard": 0, "read": 32, "flush": 320, "exact": 32, "slots": 0}
+SPILL_BYTES = {"standard": 0, "read": 32, "flush": 320, "slots": 0}
 # Twice the pivots of any shape that counts, in the one warp that works on them: 428 on sm_80.
 SPILL_OF_PIVOTS = {"kimi-linear-pivots-flush": 440}
 
@@ -49,10 +49,7 @@ def variants():
     for name, kinds in MAPS.items():
         layer = LAYERS[name]
         ranks = np.resize([7, 1, 16, 3, DENSE], layer.heads)
-        engines |= {
-            f"{name}-{kind}": SketchEngine(make_plan(layer, ranks, rng, map=kind), 1, exact_rows=kind == "lowrank")
-            for kind in kinds
-        }
+        engines |= {f"{name}-{kind}": SketchEngine(make_plan(layer, ranks, rng, map=kind), 1) for kind in kinds}
         if len(kinds) > 1:
             engines[f"{name}-replay"] = ReplayEngine(layer, 1, 16)
     layer = LAYERS["kimi-linear"]
@@ -60,11 +57,11 @@ def variants():
         gate, plan = gate_of(rng, layer, bound), make_plan(layer, np.resize([7, 1, 16, 3, DENSE], layer.heads), rng)
         engines |= {
             f"kimi-linear-{name}": StandardEngine(layer, 1, gate=gate),
-            f"kimi-linear-{name}-lowrank": SketchEngine(plan, 1, gate=gate, exact_rows=1),
+            f"kimi-linear-{name}-lowrank": SketchEngine(plan, 1, gate=gate),
         }
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
         plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
-        engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", 1, activation=activation)
+        engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation=activation)
     # scalar decays whose reads go token by token, and as many pivots as there may be
     for name, of, window, activation, pivots in (
         ("nemotron-3-super-half", "nemotron-3-super", 16, "float16", 4),
@@ -158,7 +155,6 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
     """Kernels start before the one ahead has ended; the compiler must not have moved more past their wait."""
     for name in (
         "qwen3-next-standard",
-        "qwen3-next-lowrank-exact",
         "qwen3-next-lowrank-read",
         "nemotron-3-super-lowrank-read",
         "kimi-linear-lowrank-read",

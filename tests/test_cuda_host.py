@@ -13,6 +13,7 @@ from gpu.cuda_support import (
     make_tokens,
     named_gate,
     round_to,
+    run_mixed,
     run_pair,
     slot_table,
     tokens_to_device,
@@ -162,6 +163,48 @@ def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
     if dense.any():
         assert error(got[~flushes][:, dense], want[~flushes][:, dense]) < EXACT
     assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < STORED[stored]
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "kind", "activation"),
+    [
+        ("mamba2-80", 4, "ridge", "float16"),
+        ("gdn", 8, "prior", "bfloat16"),
+        ("kda-raw", 4, "lowrank", "bfloat16"),
+        ("kda-64-bounded", 8, "lowrank", "float32"),
+    ],
+)
+def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
+    """Steps of any number of rows and tokens, windows that end inside a step, and flushes ahead of time."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    gate = named_gate(name, layer, rng)
+    device = SketchEngine(plan, 5, activation=activation, output="float32", gate=gate)
+    oracle = reference.SketchEngine(evaluated(plan), 5)
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    device.reset(cupy.arange(5))
+    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(5))
+    oracle.load_state(start.astype(np.float64), np.arange(5))
+    got, want, exact = run_mixed(device, oracle, layer, 3 * window + 20, activation, rng, gate)
+    dense = plan.ranks == DENSE
+    assert exact.any()
+    assert not exact.all()
+    assert error(got[exact], want[exact]) < EXACT
+    assert error(got[~exact][:, ~dense], want[~exact][:, ~dense]) < STORED["bfloat16"]
+    assert not dense.any() or error(got[~exact][:, dense], want[~exact][:, dense]) < EXACT
+    device.flush(cupy.arange(5))
+    oracle.flush(np.arange(5))
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+def test_no_tokens(rng, cupy):
+    """A step without tokens launches nothing and moves no cursor."""
+    layer = Layer("gdn", 4, 64, 64, 2)
+    device = SketchEngine(make_plan(layer, [3, DENSE, 5, 2], rng, window=8), 2, output="float32")
+    tokens = make_tokens(layer, 2, 0, "bfloat16", rng)
+    device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), cupy.zeros((2, 0, 4, 64), np.float32))
+    assert device.position.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])

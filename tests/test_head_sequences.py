@@ -20,7 +20,6 @@ from sketchssm.reference.recurrence import run
 
 SLOTS = 3
 WINDOW = 3
-EXACT_ROWS = 2
 RANKS = np.array([2, DENSE, 3, 1])
 # Float64 and float32 roundings on a path of at most a few dozen tokens, relative to the size of what is summed: unit
 # queries and states that hold a few values of size one, so no result is off by more than this many absolute units.
@@ -37,23 +36,20 @@ class Slot:
 
     def __init__(self, layer):
         self.layer = layer
-        self.load(np.zeros((1, *layer.state_shape)))
+        self.state = np.zeros((1, *layer.state_shape))
+        self.pending = []
 
-    @property
-    def position(self):
-        return len(self.pending) if self.sketched else WINDOW
-
-    def step(self, token, exactly=False):
-        """Take a token ``(1, 1, ...)``; return its output ``(heads, V)`` and whether the state has it now."""
+    def step(self, token):
+        """Take a token ``(1, 1, ...)``; return its output ``(heads, V)`` and whether the window ended with it."""
         self.pending.append(token)
         output, state = self.run()
-        ended = exactly or not self.sketched or len(self.pending) == WINDOW
+        ended = len(self.pending) == WINDOW
         if ended:
-            self.load(state, sketched=not exactly)
+            self.load(state)
         return output[0, -1], ended
 
-    def load(self, state, sketched=True):
-        self.state, self.pending, self.sketched = state, [], sketched
+    def load(self, state):
+        self.state, self.pending = state, []
 
     def current(self):
         """State after the pending tokens."""
@@ -91,13 +87,11 @@ def machine(kind, backend, raw=False):
         @initialize()
         def start(self):
             self.model = [Slot(layer) for _ in range(SLOTS)]
-            self.mixed_model = [Slot(layer) for _ in range(SLOTS)]
             self.standard = ss.StandardHead(layer, SLOTS, backend, gate=gate)
             self.replay = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW, gate=gate)
             self.sketch = ss.SketchHead(plan, SLOTS, backend, gate=gate)
             self.copy = ss.CopyReadHead(layer, SLOTS, backend, window=WINDOW)
-            self.mixed = ss.SketchHead(plan, SLOTS, backend, gate=gate, exact_rows=EXACT_ROWS)
-            self.heads = (self.standard, self.replay, self.sketch, self.copy, self.mixed)
+            self.heads = (self.standard, self.replay, self.sketch, self.copy)
 
         def given(self, tokens, g):
             """Each head with its inputs."""
@@ -110,24 +104,21 @@ def machine(kind, backend, raw=False):
                 outputs = [head.step(*at(x, np.s_[:, 0]), slots=slots)[:, None] for head, x in self.given(tokens, g)]
             else:
                 outputs = [head.step(*x, slots=slots) for head, x in self.given(tokens, g)]
-            standard, replay, sketch, copy, mixed = outputs
+            standard, replay, sketch, copy = outputs
             for row, slot in enumerate(slots):
                 if slot < 0:
                     for output in outputs:
                         np.testing.assert_array_equal(output[row], 0)
                     continue
                 for t in range(length):
-                    token = at(tokens, np.s_[row : row + 1, t : t + 1])
-                    _, has_all = self.mixed_model[slot].step(token, len(slots) <= EXACT_ROWS)
-                    want, ended = self.model[slot].step(token)
+                    want, ended = self.model[slot].step(at(tokens, np.s_[row : row + 1, t : t + 1]))
                     close(standard[row, t], want)
                     close(replay[row, t], want)
-                    for got, whole in ((sketch, ended), (mixed, has_all)):
-                        exact = slice(None) if whole else RANKS == DENSE
-                        close(got[row, t, exact], want[exact])
-                        assert np.isfinite(got[row, t]).all()
+                    exact = slice(None) if ended else RANKS == DENSE
+                    close(sketch[row, t, exact], want[exact])
                     if ended:
                         close(copy[row, t], want)
+                    assert np.isfinite(sketch[row, t]).all()
                     assert np.isfinite(copy[row, t]).all()
 
         @rule(slots=some_slots)
@@ -135,8 +126,7 @@ def machine(kind, backend, raw=False):
             for head in self.heads:
                 head.flush(slots)
             for slot in (s for s in slots if s >= 0):
-                for model in (self.model, self.mixed_model):
-                    model[slot].load(model[slot].current())
+                self.model[slot].load(self.model[slot].current())
                 for head in self.heads:
                     close(head.state[slot], self.model[slot].state[0])
 
@@ -149,7 +139,7 @@ def machine(kind, backend, raw=False):
             for head in self.heads:
                 head.reset(slots)
             for slot in (s for s in slots if s >= 0):
-                self.model[slot], self.mixed_model[slot] = Slot(layer), Slot(layer)
+                self.model[slot] = Slot(layer)
 
         @rule(seed=seeds, slots=some_slots)
         def load_state(self, seed, slots):
@@ -158,8 +148,7 @@ def machine(kind, backend, raw=False):
                 head.load_state(state, slots=slots)
             for row, slot in enumerate(slots):
                 if slot >= 0:
-                    for model in (self.model, self.mixed_model):
-                        model[slot].load(state[row : row + 1].astype(np.float64))
+                    self.model[slot].load(state[row : row + 1].astype(np.float64))
 
         @rule(seed=seeds, slots=some_slots)
         def poison_and_reset(self, seed, slots):
@@ -189,10 +178,7 @@ def machine(kind, backend, raw=False):
                 assert self.standard.position[slot] == 0
                 for head in (self.replay, self.sketch, self.copy):
                     close(head.state[slot], model.state[0])
-                    assert head.position[slot] == model.position
-            for slot, model in enumerate(self.mixed_model):
-                close(self.mixed.state[slot], model.state[0])
-                assert self.mixed.position[slot] == model.position
+                    assert head.position[slot] == len(model.pending)
 
     def close(got, want):
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max(initial=0)))

@@ -540,11 +540,6 @@ class TestConstructors:
         with pytest.raises(ValueError, match=r"^sketch_dtype: expected 'bfloat16' or 'float32', got 'float16'"):
             ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, sketch_dtype="float16")
 
-    @pytest.mark.parametrize("rows", [-1, 1.0, True, "2"])
-    def test_exact_rows(self, rng, rows):
-        with pytest.raises(ValueError, match=rf"^exact_rows: expected an integer of at least 0, got {rows!r}"):
-            ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, exact_rows=rows)
-
     def test_what_a_head_tells(self, make, backend, layer):
         head = make()
         assert (head.layer, head.slots, head.backend) == (layer, SLOTS, backend)

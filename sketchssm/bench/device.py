@@ -331,7 +331,7 @@ def measure_device(
     errors = work.errors(system, got, to_host(head.state[int(slots[-1][0])], "state"))
 
     times = typical_times(launches, stream, seconds, duty) / sets
-    if system.name == "standard" or system.exact:  # has no positions
+    if system.name == "standard":  # has no positions
         times[:] = np.median(times)
     names = (shape, system.name, head.backend)
     return BenchResult.of(names, batch, times.tolist(), needed, bandwidth, errors, compiled)

@@ -153,8 +153,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     Parameters
     ----------
     system : System
-        Standard decoding (its name must say so), buffered replay, or a sketch with its plan, which may be
-        decoded exactly.
+        Standard decoding (its name must say so), buffered replay, or a sketch with its plan.
     layer : Layer
         Kind and shape.
     batch : int
@@ -178,7 +177,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     taken = sum((activation if name in narrow else 4) * size for name, size in sizes.items())
     moved = taken + activation * layer.heads * layer.value_dim
     whole = layer.heads * traffic.standard(layer.key_dim, layer.value_dim)
-    if system.name == "standard" or system.exact:
+    if system.name == "standard":
         return StepBytes(batch * (whole + moved), batch * (whole + moved))
     buffered = taken - activation * sizes["q"]  # queries are not kept
     read, written = whole / 2, 0.0

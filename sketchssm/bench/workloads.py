@@ -173,10 +173,8 @@ def random_plan(
     return SketchPlan(basis, ranks, window, map)
 
 
-def systems(
-    layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None, exact: bool = False
-) -> list[System]:
-    """List what a benchmark compares: standard, replay, and for each plan a sketch.
+def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None) -> list[System]:
+    """List what a benchmark compares: standard, replay, and one sketch for each plan.
 
     Parameters
     ----------
@@ -188,18 +186,12 @@ def systems(
         Plans of the sketches.
     gate : GateInput, optional
         Of heads that take raw gate inputs.
-    exact : bool, default False
-        Whether to add the sketches' heads as they decode few rows.
 
     Returns
     -------
     list of System
         Entries for `measure` and `measure_device`.
     """
-    listed = exact_systems(layer, window, gate)
-    for tail in ("", ", decoded exactly")[: 1 + exact]:
-        listed += [
-            sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}{tail}", gate, bool(tail))
-            for plan in plans
-        ]
-    return listed
+    return exact_systems(layer, window, gate) + [
+        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}", gate) for plan in plans
+    ]

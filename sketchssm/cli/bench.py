@@ -43,13 +43,12 @@ class Case:
     window: int
     plans: list[SketchPlan]
     gate: GateInput | None
-    exact: bool
 
     def systems(self) -> list[System]:
         """What is timed."""
         from sketchssm import bench
 
-        return bench.systems(self.layer, self.window, self.plans, self.gate, self.exact)
+        return bench.systems(self.layer, self.window, self.plans, self.gate)
 
 
 @click.command("bench")
@@ -83,13 +82,6 @@ class Case:
     show_default=True,
     help="Share of the time that a GPU works; with less it rests between windows, out of reach of its power limit.",
 )
-@click.option(
-    "--exact-rows",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Time steps of up to so many rows as sketches decode them exactly, too.",
-)
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
 @click.option(
@@ -109,7 +101,6 @@ def command(
     pivots: int | None,
     seconds: float | None,
     duty: float,
-    exact_rows: int,
     raw_gate: bool,
     peers: bool,
     plot: Path | None,
@@ -155,10 +146,7 @@ def command(
                 bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)
             ]
             plans = [bench.random_plan(layer, r, window, m, seed) for r in spread for m in chosen]
-            cases += [
-                Case(shape, layer, batch, window, plans, gate, batch <= exact_rows)
-                for batch in batches or BATCHES[kind]
-            ]
+            cases += [Case(shape, layer, batch, window, plans, gate) for batch in batches or BATCHES[kind]]
     output = Output(json_file)
     time: Timing = partial(_on_device, duty, peers) if kind == "cuda" else partial(_on_host, backend)
     report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed)
@@ -215,7 +203,7 @@ def _on_device(
     with output.progress("compiling", len(cases) + 1) as step:
         step("compiling")
         listed = {id(case): case.systems() for case in cases}
-        one_batch = {(case.shape, case.window, case.exact): case for case in cases}
+        one_batch = {(case.shape, case.window): case for case in cases}
         compiled = bench.compile_all([system for case in one_batch.values() for system in listed[id(case)]])
         bandwidth = bench.device_bandwidth()
         for case in cases:

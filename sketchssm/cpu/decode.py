@@ -17,7 +17,6 @@ from sketchssm.cpu.maps import advance_sketch, project_block, refresh
 from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.read import read
 from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, short_integers, splat, total
-from sketchssm.cpu.standard import decode_token
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
 from sketchssm.recurrence import DENSE
@@ -51,7 +50,7 @@ def _advance(m: Record) -> None:
     for row in range(m.batch):
         slot = integers(m.rows)[row]
         if slot >= 0:
-            position[slot] = 0 if position[slot] + 1 >= m.window else position[slot] + 1
+            position[slot] = (position[slot] + 1) % m.window
 
 
 @njit
@@ -72,9 +71,6 @@ def _step(m: Record, at: Record, worker: int) -> None:
         cursor = np.int64(short_integers(m.position)[slot]) if slot >= 0 else 0
         if _flushes(m, row):
             for key_head in range(max(flush_from - flushed, 0), min(flush_to - flushed, m.key_heads)):
-                if cursor == m.window:
-                    _sketch_exact(m, at, buf, slot, place, key_head)
-                    continue
                 buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
                 _fold(m, at, buf, slot, key_head, m.window, place)
             flushed += m.key_heads
@@ -90,17 +86,9 @@ def _step(m: Record, at: Record, worker: int) -> None:
 
 @njit
 def _flushes(m: Record, row: int) -> bool:
-    """Whether this token completes a row's window, or comes to a slot that was decoded exactly (at W)."""
+    """Whether this token completes a row's window."""
     slot = integers(m.rows)[row]
-    return slot >= 0 and short_integers(m.position)[slot] + 1 >= m.window
-
-
-@njit
-def _sketch_exact(m: Record, at: Record, buf: Pointer, slot: int, place: int, key_head: int) -> None:
-    """Decode a token of a slot that has no sketch, and sketch it."""
-    for head in range(key_head * m.group, (key_head + 1) * m.group):
-        decode_token(m, at, buf, place, slot, head)
-        _sketch_anew(m, at, buf, slot, head)
+    return slot >= 0 and short_integers(m.position)[slot] + 1 == m.window
 
 
 @njit
@@ -146,12 +134,8 @@ def _flush(m: Record, at: Record, worker: int, slots: Array) -> None:
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot = slots[unit // m.key_heads]
         count = np.int64(short_integers(m.position)[slot]) if slot >= 0 else 0
-        key_head = unit % m.key_heads
-        if count == m.window:
-            for head in range(key_head * m.group, (key_head + 1) * m.group):
-                _sketch_anew(m, at, buf, slot, head)
-        elif count > 0:
-            _fold(m, at, buf, slot, key_head, count, NO_OUTPUT)
+        if count > 0:
+            _fold(m, at, buf, slot, unit % m.key_heads, count, NO_OUTPUT)
 
 
 @parallel
@@ -165,24 +149,17 @@ def rebuild(context: Array, areas: Array, slots: Array) -> None:
 def _rebuild(m: Record, at: Record, worker: int, slots: Array) -> None:
     """One worker's share of `rebuild`."""
     buf = floats(m.scratch + 4 * worker * at.size)
+    state = floats(m.state)
     units = slots.size * m.heads
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
-        slot = slots[unit // m.heads]
-        if slot >= 0:
-            _sketch_anew(m, at, buf, slot, unit % m.heads)
-
-
-@njit
-def _sketch_anew(m: Record, at: Record, buf: Pointer, slot: int, head: int) -> None:
-    """Sketch a state as it stands, if the head has a sketch."""
-    if field(m, head, RANK) == DENSE:
-        return
-    state, first = floats(m.state), (slot * m.heads + head) * m.values * m.keys
-    norm = 0.0
-    for block in range(0, m.values, LANES):
-        squares = splat(np.float32(0.0))
-        for c in range(first + block * m.keys, first + (block + LANES) * m.keys, LANES):
-            squares = fma(load(state, c), load(state, c), squares)
-        norm += total(squares)
-        project_block(m, at, buf, slot, head, block)
-    refresh(m, at, buf, slot, head, norm)
+        slot, head = slots[unit // m.heads], unit % m.heads
+        if slot >= 0 and field(m, head, RANK) != DENSE:
+            first = (slot * m.heads + head) * m.values * m.keys
+            norm = 0.0
+            for block in range(0, m.values, LANES):
+                squares = splat(np.float32(0.0))
+                for c in range(first + block * m.keys, first + (block + LANES) * m.keys, LANES):
+                    squares = fma(load(state, c), load(state, c), squares)
+                norm += total(squares)
+                project_block(m, at, buf, slot, head, block)
+            refresh(m, at, buf, slot, head, norm)

@@ -14,7 +14,7 @@ from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers,
 from sketchssm.interop import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 
-__all__ = ["StandardEngine", "decode_token"]
+__all__ = ["StandardEngine"]
 
 
 class StandardEngine:
@@ -87,19 +87,14 @@ def _share(m: Record, at: Record, worker: int) -> None:
             for t in range(m.length):
                 blank(m, (row * m.length + t) * m.heads + head, 1)
             continue
+        first = (slot * m.heads + head) * m.values * m.keys
         for t in range(m.length):
-            decode_token(m, at, buf, row * m.length + t, slot, head)
-
-
-@njit
-def decode_token(m: Record, at: Record, buf: Pointer, place: int, slot: int, head: int) -> None:
-    """Read and write a head's state for the token at a place of the call."""
-    first = (slot * m.heads + head) * m.values * m.keys
-    _take(m, at, buf, place, head)
-    if m.kind == MAMBA2:
-        _write(m, at, buf, place * m.heads + head, first)
-    else:
-        _erase_write(m, at, buf, place * m.heads + head, first)
+            place = row * m.length + t
+            _take(m, at, buf, place, head)
+            if m.kind == MAMBA2:
+                _write(m, at, buf, place * m.heads + head, first)
+            else:
+                _erase_write(m, at, buf, place * m.heads + head, first)
 
 
 @njit

@@ -24,9 +24,7 @@ LEAST_READ_WARPS = 4
 """Warps of a block of the read kernel, however little it has to read. It needs two: those without items work out
 products of keys that others wait for, and put tokens into the ring."""
 
-KERNELS = ("read_step", "flush_step", "exact_step")
-EXACT = 2
-"""The last one's place, which only engines with `exact_rows` have."""
+KERNELS = ("read_step", "flush_step")
 
 STEP, FOLD, LOAD = 0, 1, 2
 
@@ -57,26 +55,15 @@ class SketchEngine(StandardEngine):
         Number of state slots.
     sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
         Type of sketches and maps.
-    exact_rows : int, default 0
-        Most rows of a step that is decoded exactly, by one launch.
     **memory
         See `StandardEngine`.
     """
 
-    _exact_rows = 0  # of buffered replay, which is an engine without a plan
-
-    def __init__(
-        self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16", exact_rows: int = 0, **memory: Any
-    ) -> None:
+    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16", **memory: Any) -> None:
         super().__init__(plan.layer, slots, **memory)
         self.plan = plan
-        self._exact_rows = exact_rows
-        self._setup(
-            plan.window,
-            pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2),
-            plan.map.effective_ridge,
-            sketch_dtype,
-        )
+        slices = 1 if sketch_dtype == "bfloat16" else 2
+        self._setup(plan.window, pack_plan(plan, slices), plan.map.effective_ridge, sketch_dtype)
 
     def _setup(self, window: int, packed: PackedPlan, ridge: float, sketch_dtype: str) -> None:
         import cupy
@@ -99,8 +86,6 @@ class SketchEngine(StandardEngine):
         self._dense = packed.dense
         self._ridge = np.float32(ridge)
         self._schedule = cupy.zeros(SCHEDULE_WORDS, dtype=np.int32)  # from the read kernel to the flush kernel
-        if self._exact_rows:
-            self._done = cupy.zeros(slots, dtype=np.uint32)  # warps that have left a slot's ring to the last one
         self._sketch_type = 0 if bf16 else 2
         self._rank_max = int(max(packed.heads[:, 0].max(), 1))
         if self.arrays.activation is not None:
@@ -139,8 +124,7 @@ class SketchEngine(StandardEngine):
             "PRIOR": int(plan is not None and plan.map.name == "prior"),
             "MIN_BLOCKS": min(blocks, MOST_DENSE_BLOCKS) if storage == 1 else blocks,
         }
-        exact = [Variant("exact", constants | {"ROWS": self.value_rows})] if self._exact_rows else []
-        return [Variant("read", constants), Variant("flush", flush), *exact]
+        return [Variant("read", constants), Variant("flush", flush)]
 
     def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
         """A kernel with its dynamic shared memory and the blocks that fill the device, where work is shared out."""
@@ -156,8 +140,7 @@ class SketchEngine(StandardEngine):
                 blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     kernel.kernel.ptr, self._flush_threads, shared
                 )
-            elif name == "read_step" and self._dense < self.layer.heads:
-                # one block shares all there is out to its warps
+            elif self._dense < self.layer.heads:  # one block shares all there is out to its warps
                 shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
                 names = ("read_parts", "read_most_items", "read_most_warps")
                 self._read_limits = tuple(size_of(module, name) for name in names)
@@ -173,14 +156,14 @@ class SketchEngine(StandardEngine):
 
     def fit(self) -> None:
         """Refuse what the device is too small for."""
-        check_shared(*self.variants()[:EXACT])
+        check_shared(*self.variants())
 
     def _prepare(self) -> None:
         """Get ready to launch, once the activations' type is settled: a ring, and sketches of what was loaded."""
         if not self.ring:
             self.fit()  # a wider type takes more room
             self._make_ring()
-        for index in range(len(self.variants())):
+        for index in range(len(KERNELS)):
             self._kernel(index, late=True)
         if self._unsketched:
             self._unsketched = False
@@ -194,9 +177,6 @@ class SketchEngine(StandardEngine):
             self._prepare()
         if not out.shape[0] or not out.shape[1]:
             return
-        if out.shape[0] <= self._exact_rows:
-            self._exact(tokens, slots, out)
-            return
         if out.shape[0] <= MAX_ROWS:
             for t in range(out.shape[1]):
                 self._token(tokens, slots, out, t)
@@ -207,19 +187,10 @@ class SketchEngine(StandardEngine):
             for t in range(out.shape[1]):
                 self._token(part, slots[rows], out[rows], t)
 
-    def _windows(self) -> tuple[Any, ...]:
-        """Where states and rings are, and the gate, for all kernels."""
-        return self.state, self._slot_stride, self.position, *self.ring, self._gate
-
     def _memory(self) -> tuple[Any, ...]:
-        """And where sketches are, for those that read and flush."""
-        return (*self._windows(), self.sketch, np.int64(self.sketch.shape[1]))
-
-    def _exact(self, tokens: Tokens, slots: Any, out: Any) -> None:
-        kernel, _, _ = self._kernel(EXACT)
-        counts = np.int32(out.shape[0]), np.int32(out.shape[1])
-        args = (*self._windows(), *self._pointers(tokens), out, slots, *counts, self._done)
-        kernel(*self._standard_grid(out.shape[0]), args)
+        """Where the slots are, and the gate, for both kernels."""
+        own = (self.state, self._slot_stride, self.position, *self.ring, self._gate)
+        return (*own, self.sketch, np.int64(self.sketch.shape[1]))
 
     def _token(self, tokens: Tokens, slots: Any, out: Any, t: int) -> None:
         batch, length = out.shape[:2]

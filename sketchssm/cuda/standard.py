@@ -26,7 +26,7 @@ TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 
 STANDARD_WARPS = 4
-"""Of a block, at most; WARPS in ``cuda_src/standard_rows.cuh``."""
+"""Of a block, at most; WARPS in ``cuda_src/standard.cu``."""
 
 MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
 """From so many warps on, a block has no more of the state: blocks begin in the order of memory, and the smaller they

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["System", "SystemResult", "compare", "exact_systems", "relative_error", "sketch_system"]
 
-ANY_ROWS = 1 << 31
-
 
 @dataclass(frozen=True)
 class System:
@@ -48,8 +46,6 @@ class System:
         The plan of a sketch.
     gate : GateInput or None
         What its head makes log-decays of raw gate inputs with; `compare` has log-decays alone.
-    exact : bool
-        Of a sketch: whether its head decodes every step exactly, as it does few rows.
     """
 
     name: str
@@ -57,7 +53,6 @@ class System:
     reduction: float
     plan: SketchPlan | None = None
     gate: GateInput | None = None
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ def exact_systems(layer: Layer, window: int = 16, gate: GateInput | None = None)
     ]
 
 
-def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, exact: bool = False) -> System:
+def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None) -> System:
     """Make the entry of a sketch.
 
     Parameters
@@ -135,16 +130,13 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, ex
         What to call it.
     gate : GateInput, optional
         Of a head that takes raw gate inputs.
-    exact : bool, default False
-        Whether its head decodes every step exactly.
 
     Returns
     -------
     System
         An entry for `compare`.
     """
-    build = partial(SketchHead, plan, gate=gate, exact_rows=ANY_ROWS if exact else 0)
-    return System(name, build, plan.reduction, plan, gate, exact)
+    return System(name, partial(SketchHead, plan, gate=gate), plan.reduction, plan, gate)
 
 
 def compare(

@@ -32,24 +32,15 @@ class StandardEngine:
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._run(self._token, tokens, slots, out)
-
-    def _run(
-        self, take: Callable[[int, Tokens], Array], tokens: Tokens, slots: npt.NDArray[np.int64], out: Array
-    ) -> None:
-        """Feed the tokens, one by one, to what takes a slot's token and returns its output."""
         inputs = per_head(self.layer, tokens)
         for row, slot in enumerate(slots):
             for t in range(out.shape[1]):
                 if slot < 0:
                     out[row, t] = 0.0
                     continue
-                out[row, t] = take(slot, Tokens(*(x if x is None else x[row, t] for x in inputs)))
+                out[row, t] = self._token(slot, Tokens(*(x if x is None else x[row, t] for x in inputs)))
 
     def _token(self, slot: int, token: Tokens) -> Array:
-        return self._standard(slot, token)
-
-    def _standard(self, slot: int, token: Tokens) -> Array:
         state, output = step(self.state[slot].swapaxes(-1, -2), *token)
         self.state[slot] = state.swapaxes(-1, -2)
         return output
@@ -115,42 +106,14 @@ class ReplayEngine(StandardEngine):
 
 
 class SketchEngine(ReplayEngine):
-    """The paper's algorithm 1: replay whose state reads between flushes go through a sketch.
+    """The paper's algorithm 1: replay whose state reads between flushes go through a sketch."""
 
-    A slot whose last token was decoded exactly has position W: a state, and nothing else.
-    """
-
-    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "float64", exact_rows: int = 0) -> None:
+    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "float64") -> None:
         super().__init__(plan.layer, slots, plan.window)
         self.plan = plan
-        self.exact_rows = exact_rows
         self._reads: list[list[Callable[[Array], Array]]] = [[] for _ in range(slots)]
         for slot in range(slots):
             self._start_window(slot)
-
-    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
-        """See `sketchssm.backends.Engine`."""
-        if not out.shape[1] or out.shape[0] > self.exact_rows:
-            super().step(tokens, slots, out)
-            return
-        live = slots[slots >= 0]
-        super().flush(live)
-        self._run(self._standard, tokens, slots, out)
-        self.position[live] = self.window
-
-    def _token(self, slot: int, token: Tokens) -> Array:
-        if self.position[slot] < self.window:
-            return super()._token(slot, token)
-        output = self._standard(slot, token)
-        self._start_window(slot)
-        return output
-
-    def flush(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`."""
-        super().flush(slots)
-        for slot in slots[slots >= 0]:
-            if self.position[slot] == self.window:
-                self._start_window(slot)
 
     def _start_window(self, slot: int) -> None:
         super()._start_window(slot)

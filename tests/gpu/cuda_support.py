@@ -166,8 +166,7 @@ def with_blocks(engine, blocks):
 def run_mixed(device, oracle, layer, steps, activation, rng, gate=None):
     """Feed both engines steps of 1 to 4 rows and 1 to 3 tokens, with a flush of some slots in between.
 
-    Returns outputs of both ``(tokens, heads, V)`` and which of them an exact state has given: those of small steps,
-    and of flushes.
+    Returns outputs of both ``(tokens, heads, V)`` and which of them are exact: those of flushes, and padding.
     """
     import cupy
 
@@ -182,10 +181,10 @@ def run_mixed(device, oracle, layer, steps, activation, rng, gate=None):
         device.step(tokens_to_device(tokens, activation, gate), cupy.asarray(table), out)
         oracle.step(tokens if gate is None else tokens._replace(g=gate.log_decays(tokens.g)), table, want)
         for t in range(length):
-            ends = where >= window - 1
+            ends = where == window - 1
             gots.append(out.get()[:, t])
             wants.append(want[:, t])
-            exact.append(ends | (rows <= oracle.exact_rows) | (table < 0))
+            exact.append(ends | (table < 0))
             where = np.where(ends, 0, where + 1)
         if rng.uniform() < 0.1:
             some = rng.permutation(slots)[:2]

@@ -2,12 +2,11 @@
 
 import cupy
 import numpy as np
-from cuda_support import LAYERS, make_plan, make_tokens, named_gate, run_mixed, tokens_to_device, with_blocks
+from cuda_support import LAYERS, make_plan, make_tokens, named_gate, tokens_to_device, with_blocks
 
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine
 from sketchssm.cuda.standard import StandardEngine
 from sketchssm.recurrence import DENSE, Tokens
-from sketchssm.reference import engines as reference
 
 WINDOW, SLOTS, STEPS = 4, 3, 10
 
@@ -22,19 +21,6 @@ def run(engine, layer, activation, gate, rng):
         engine.step(token, slots, out)
     engine.flush(cupy.arange(SLOTS))
     cupy.cuda.Device().synchronize()
-
-
-def alternating(plan, layer, activation, options, gate, rng):
-    """Steps of one row, decoded exactly from any place of the window, between others."""
-    run_mixed(
-        SketchEngine(plan, SLOTS + 2, exact_rows=1, **options),
-        reference.SketchEngine(plan, SLOTS + 2, exact_rows=1),
-        layer,
-        STEPS,
-        activation,
-        rng,
-        gate,
-    )
 
 
 CASES = [(name, activation) for name in ("mamba2", "gdn", "kda") for activation in ("bfloat16", "float32")]
@@ -57,7 +43,6 @@ def main():
             ):  # one block for all items: more than its queue holds, in turn in the same shared memory
                 with_blocks(engine, 1)
             run(engine, layer, activation, gate, rng)
-        alternating(plan, layer, activation, options, gate, rng)
     print("all kernels have run")
 
 

@@ -20,14 +20,8 @@ SKETCHES = {
     "dense-heads": ("gdn", [7, DENSE, 16, 2]),
     "gdn": ("gdn", [7, 3, 16, 2]),
     "kda": ("kda", [7, 16, 2]),
-    "exact": ("gdn", [7, 3, 16, 2]),
 }
 """Kind and ranks. Flushes leave before a read has ended only where no head is dense."""
-
-
-def few(slots):
-    """Rows of a small step: half of the batch that has half of the slots."""
-    return max(slots // 4, 1)
 
 
 def make_head(system, slots, rng, monkeypatch, overlaps):
@@ -42,9 +36,7 @@ def make_head(system, slots, rng, monkeypatch, overlaps):
         elif system == "replay":
             head = ss.ReplayHead(layer, slots, "cuda")
         else:
-            head = ss.SketchHead(
-                make_plan(layer, ranks, rng), slots, "cuda", exact_rows=few(slots) if system == "exact" else 0
-            )
+            head = ss.SketchHead(make_plan(layer, ranks, rng), slots, "cuda")
         head.warmup()
     return head
 
@@ -76,9 +68,7 @@ def test_order(torch, system, batch, rng, monkeypatch):
             v = values[which].add_(v)
         if t % 4 == 0:
             slots[which].copy_(orders[t])
-        rows = slice(few(2 * batch) if system == "exact" and t % 5 < 2 else None)  # twice in turn, then others
-        inputs = (x[rows] for x in (q, k, v, g, beta))
-        heads[which].step(*inputs, slots=slots[which][rows], out=outputs[which][rows])
+        heads[which].step(q, k, v, g, beta, slots=slots[which], out=outputs[which])
 
     for which in (0, 1):  # views of all arrays are made before the capture
         for t in range(STEPS):

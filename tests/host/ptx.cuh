@@ -138,8 +138,6 @@ inline void copy_async_16(void* shared, const void* global) { host::copy_later(s
 inline void copy_async_4(void* shared, const void* global) { host::copy_later(shared, global, 4); }
 inline void wait_for_kernel_before() {}  // kernels run one after the other
 inline void start_kernel_after() {}
-inline void keep(u32&) {}
-inline void keep(float&) {}
 inline void prefetch(const void*) {}
 inline u32 anew(u32 x) { return x; }
 inline void store_release(int* at, int x) { *at = x; }
