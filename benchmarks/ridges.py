@@ -24,7 +24,6 @@ from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.measure import rounded
 from sketchssm.evaluate.windows import collect_windows
-from sketchssm.files import layer_fields
 from sketchssm.recurrence import KINDS, Layer, Tokens
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import run
@@ -134,7 +133,7 @@ def lost(windows, phi, make):
 
 def errors(layer, calib, test):
     """Relative output errors by way of computing, rank and ridge."""
-    moments = Moments(**layer_fields(layer), window=WINDOW)
+    moments = Moments(layer, window=WINDOW)
     moments.update(*calib)
     basis = fit_basis(moments)
     output, _ = run(layer, *test)

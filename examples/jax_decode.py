@@ -59,7 +59,7 @@ print(plan)
 # Two requests: a prompt of 40 tokens in JAX, then 48 tokens, each projected by JAX and read by the head.
 hidden = jax.random.normal(keys[3], (2, 88, HIDDEN))
 states, _ = prefill(jnp.zeros((2, HEADS, V, K)), *inputs(layer, hidden[:, :40]))
-head = ss.SketchHead(plan, slots=2, backend="cpu")
+head = ss.SketchHead(plan, num_slots=2, backend="cpu")
 head.load_state(states)
 output = jnp.stack([head.step(*inputs(layer, hidden[:, t])) for t in range(40, 88)], axis=1)
 

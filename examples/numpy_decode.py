@@ -12,7 +12,7 @@ traces = Traces.shipped("gdn")
 layer = traces.layer
 
 # Once per layer. The basis is fitted on some sequences and the ranks are scored on others.
-moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, window=16)
+moments = ss.Moments(layer, window=16)
 moments.update(*traces.fit_part())
 basis = ss.fit_basis(moments)
 

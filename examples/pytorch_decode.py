@@ -66,7 +66,7 @@ print(plan)
 slots = torch.tensor([5, 0, 2])
 prompts, following = torch.randn(3, 40, HIDDEN).bfloat16(), torch.randn(3, 48, HIDDEN).bfloat16()
 _, states = model.prefill(prompts, torch.zeros(3, HEADS, V, K))
-head = ss.SketchHead(plan, slots=8, backend="cpu")
+head = ss.SketchHead(plan, num_slots=8, backend="cpu")
 head.load_state(states, slots=slots)
 
 expected, final = model.prefill(following, states)

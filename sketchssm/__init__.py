@@ -14,6 +14,9 @@ __version__ = "0.1.0"
 _HOME = {
     "DENSE": "recurrence",
     "Layer": "recurrence",
+    "Tokens": "recurrence",
+    "Traces": "traces",
+    "CoefficientMap": "coefficients",
     "GateInput": "gates",
     "Moments": "calibrate.moments",
     "SketchBasis": "calibrate.basis",
@@ -23,6 +26,7 @@ _HOME = {
     "allocate_ranks": "calibrate.allocation",
     "PlanFileError": "plan",
     "SketchPlan": "plan",
+    "DecodeHead": "head",
     "SketchHead": "head",
     "StandardHead": "baselines",
     "ReplayHead": "baselines",
@@ -41,7 +45,9 @@ __all__ = [
     "DENSE",
     "Allocation",
     "ChannelScores",
+    "CoefficientMap",
     "CopyReadHead",
+    "DecodeHead",
     "GateInput",
     "KeyMoments",
     "KeyReducedHead",
@@ -57,6 +63,8 @@ __all__ = [
     "SketchHead",
     "SketchPlan",
     "StandardHead",
+    "Tokens",
+    "Traces",
     "allocate_ranks",
     "fit_basis",
     "low_rank_plan",
@@ -82,10 +90,12 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.basis import SketchBasis, fit_basis
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
+    from sketchssm.coefficients import CoefficientMap
     from sketchssm.gates import GateInput
-    from sketchssm.head import SketchHead
+    from sketchssm.head import DecodeHead, SketchHead
     from sketchssm.plan import PlanFileError, SketchPlan
-    from sketchssm.recurrence import DENSE, Layer
+    from sketchssm.recurrence import DENSE, Layer, Tokens
+    from sketchssm.traces import Traces
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sketchssm.interop import HostArrays
 from sketchssm.recurrence import Tokens
@@ -17,7 +17,7 @@ from sketchssm.recurrence import Tokens
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
 
-__all__ = ["ACTIVATIONS", "BACKENDS", "Arrays", "Call", "DeviceOptions", "Engine", "UnsupportedError", "load_engine"]
+__all__ = ["ACTIVATIONS", "BACKENDS", "Arrays", "Call", "Engine", "UnsupportedError", "load_engine"]
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -45,28 +45,6 @@ ENGINES = {
 
 class UnsupportedError(ValueError):
     """A backend that this machine can't run, or that has no kernels for a layer or plan."""
-
-
-class DeviceOptions(TypedDict, total=False):
-    """What a head's caller may settle about a device's memory.
-
-    Attributes
-    ----------
-    activation : {"bfloat16", "float16", "float32"}
-        Type in which q, k and v are taken and kept in the ring; arrays of another type are converted. By default the
-        narrowest that holds q, k and v of the first call (or what `warmup` is told), and from then on an array of a
-        wider type is refused, so that nothing is rounded unasked. float64 counts as float32.
-    output : {"bfloat16", "float16", "float32"}
-        Type in which outputs leave the kernels; the activations' by default.
-    state : array
-        Memory for the states instead of the head's own, such as a serving engine's pool: float32
-        ``(slots, heads, V, K)`` on the device, of any framework with DLPack, contiguous within a slot, any stride
-        between slots. What it holds is not looked at: a slot begins with `load_state` or `reset`.
-    """
-
-    activation: str
-    output: str
-    state: Any
 
 
 class Call(Protocol):
@@ -126,7 +104,11 @@ class Engine(Protocol):
     def position(self) -> Any:
         """``(slots,)`` int32: tokens buffered since each slot's last flush."""
 
-    def warmup(self, activation: str | None = None) -> None:
+    @property
+    def window(self) -> int:
+        """Tokens from one flush to the next; 1 where every token writes the state."""
+
+    def warmup(self, activation_dtype: str | None = None) -> None:
         """Compile what a step may need; the activations' type matters to the engines that have several."""
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
@@ -147,7 +129,9 @@ def load_engine(
     backend: str,
     *args: Any,
     gate: GateInput | None = None,
-    device: DeviceOptions | None = None,
+    activation_dtype: str | None = None,
+    output_dtype: str | None = None,
+    state: Any = None,
     **settings: Any,
 ) -> tuple[str, Engine]:
     """Build the engine of a system on a backend.
@@ -162,8 +146,10 @@ def load_engine(
         Passed to the engine.
     gate : GateInput, optional
         Says that tokens come with raw gate inputs.
-    device : DeviceOptions, optional
-        Passed to an engine that computes on a device.
+    activation_dtype, output_dtype : str, optional
+        Types for an engine that computes on a device; see `SketchHead`.
+    state : array, optional
+        Memory for the states of an engine that computes on a device; see `SketchHead`.
     **settings
         Passed to the engine.
 
@@ -182,7 +168,9 @@ def load_engine(
         If the backend was named and has no kernels for the layer or plan, or needs a package or a device that this
         machine does not have.
     """
-    options = _check_options(device or {})
+    check_dtype_name(activation_dtype, "activation_dtype")
+    check_dtype_name(output_dtype, "output_dtype")
+    device = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
     if backend != "auto" and (backend, system) not in ENGINES:
         have = ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)]
         raise ValueError(f"backend: expected one of {', '.join(have)} for {system}, got {backend!r}")
@@ -192,17 +180,17 @@ def load_engine(
         lack = missing()
         if not lack:
             try:
-                engine = _engine(system, "cuda")(*args, gate=gate, **settings, **({"activation": None} | options))
+                engine = _engine(system, "cuda")(*args, gate=gate, **settings, **device)
                 engine.fit()
                 return "cuda", engine
             except UnsupportedError:
-                if backend == "cuda" or "state" in options:
+                if backend == "cuda" or state is not None:
                     raise
         elif backend == "cuda":
             raise UnsupportedError(f"backend: 'cuda' can't run here: {lack}")
     if backend == "auto":
         backend = "cpu"
-    if "state" in options:
+    if state is not None:
         raise ValueError(f"state: expected None on backend {backend!r}, which keeps states in memory of its own")
     engine = _engine(system, backend)(*args, **settings)
     if gate is not None:  # for an engine on the host it is a matter of what comes in
@@ -215,17 +203,7 @@ def _engine(system: str, backend: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _check_options(options: DeviceOptions) -> dict[str, Any]:
-    """The options that say something; None stands for the default."""
-    unknown = set(options) - set(DeviceOptions.__annotations__)
-    if unknown:
-        raise TypeError(f"{min(unknown)}: not an option of a decode head")
-    for name in ("activation", "output"):
-        check_activation(options.get(name), name)
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def check_activation(value: Any, name: str = "activation") -> None:
-    """Check that a value is None or names a type of `ACTIVATIONS`."""
+def check_dtype_name(value: Any, name: str) -> None:
+    """Check that an argument is None or names a type of `ACTIVATIONS`."""
     if value is not None and value not in ACTIVATIONS:
         raise ValueError(f"{name}: expected one of {', '.join(ACTIVATIONS)} or None, got {value!r}")

@@ -6,12 +6,12 @@ any framework, and gives the caller's kind of array back. What a system does wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sketchssm import interop
-from sketchssm.backends import Arrays, DeviceOptions, Engine, check_activation, load_engine
+from sketchssm.backends import Arrays, Engine, check_dtype_name, load_engine
 from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
 
 if TYPE_CHECKING:
@@ -30,19 +30,21 @@ class DecodeHead:
     wait for the device nor allocate, so that a graph can capture them; `load_state` and `reset` likewise where states
     are contiguous float32. Their docstrings say what else that takes.
 
-    Attributes
+    Parameters
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : str
         Backend in use.
+    engine : Engine
+        The backend's engine (`sketchssm.backends.Engine`), which owns the slots' memory.
     """
 
-    def __init__(self, layer: Layer, slots: int, backend: str, engine: Engine) -> None:
+    def __init__(self, layer: Layer, num_slots: int, backend: str, engine: Engine) -> None:
         self.layer = layer
-        self.slots = slots
+        self.num_slots = num_slots
         self.backend = backend
         self._engine = engine
         self._arrays: Arrays = engine.arrays
@@ -59,12 +61,25 @@ class DecodeHead:
         return self._arrays.view(self._engine.state)
 
     @property
+    def window(self) -> int:
+        """Tokens from one flush to the next (W); 1 for a system that writes its states at every token."""
+        return self._engine.window
+
+    def __repr__(self) -> str:
+        """System, layer, slots, window and backend in one line."""
+        layer = self.layer
+        return (
+            f"{type(self).__name__}({layer.kind}, heads={layer.heads}, K={layer.key_dim}, V={layer.value_dim}, "
+            f"num_slots={self.num_slots}, window={self.window}, backend={self.backend!r})"
+        )
+
+    @property
     def position(self) -> Any:
         """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy."""
         with self._arrays.call():
             return self._engine.position.copy()
 
-    def warmup(self, activation: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None) -> None:
         """Compile now whatever a step, a load or a flush may need, instead of at the first of them.
 
         No state changes. On ``cuda`` all kernels compile side by side; a step that meets a kernel which was not
@@ -72,7 +87,7 @@ class DecodeHead:
 
         Parameters
         ----------
-        activation : {"bfloat16", "float16", "float32"}, optional
+        activation_dtype : {"bfloat16", "float16", "float32"}, optional
             Type in which ``cuda`` is to expect q, k and v, unless the head was made for one or has seen some; the
             other backends have one type each. Default: "bfloat16".
 
@@ -83,9 +98,9 @@ class DecodeHead:
         KernelCompileError
             If a kernel does not compile: source, options and the compiler's log.
         """
-        check_activation(activation)
+        check_dtype_name(activation_dtype, "activation_dtype")
         with self._arrays.call():
-            self._engine.warmup(activation)
+            self._engine.warmup(activation_dtype)
 
     def step(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None) -> Any:
         """Decode one token, or several in order, for each row of a batch.
@@ -136,7 +151,7 @@ class DecodeHead:
         if out is not None:
             interop.check_out(out, tuple(v.shape))
         with self._arrays.call(out, v, q, k) as call:
-            tokens, index, written = call.inputs(given, slots, out, self._several, self.slots)
+            tokens, index, written = call.inputs(given, slots, out, self._several, self.num_slots)
             self._engine.step(tokens, index, written)
             return call.result(written, v, out)
 
@@ -157,7 +172,7 @@ class DecodeHead:
         """
         check_state(self.layer, state)
         with self._arrays.call(state, slots) as call:
-            index = call.slots(slots, state.shape[0], self.slots)
+            index = call.slots(slots, state.shape[0], self.num_slots)
             self._engine.load_state(call.states(state, index), index)
 
     def flush(self, slots: Any = None) -> None:
@@ -169,7 +184,7 @@ class DecodeHead:
             Which slots; -1 is skipped. Default: all.
         """
         with self._arrays.call(slots) as call:
-            self._engine.flush(call.slots(slots, None, self.slots))
+            self._engine.flush(call.slots(slots, None, self.num_slots))
 
     def reset(self, slots: Any = None) -> None:
         """Make some slots as new: zero state, sketch, ring and cursor, whatever they held.
@@ -180,14 +195,14 @@ class DecodeHead:
             Which slots; -1 is skipped. Default: all.
         """
         with self._arrays.call(slots) as call:
-            self._engine.reset(call.slots(slots, None, self.slots))
+            self._engine.reset(call.slots(slots, None, self.num_slots))
 
 
-def check_capacity(slots: Any) -> int:
+def check_capacity(num_slots: Any) -> int:
     """Check a head's slot count."""
-    if isinstance(slots, bool) or not isinstance(slots, int | np.integer) or slots < 1:
-        raise ValueError(f"slots: expected a positive integer, got {slots!r}")
-    return int(slots)
+    if isinstance(num_slots, bool) or not isinstance(num_slots, int | np.integer) or num_slots < 1:
+        raise ValueError(f"num_slots: expected a positive integer, got {num_slots!r}")
+    return int(num_slots)
 
 
 def check_gate(gate: Any, layer: Layer) -> None:
@@ -208,7 +223,7 @@ class SketchHead(DecodeHead):
     ----------
     plan : SketchPlan
         Bases, ranks and settings of the layer.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
@@ -216,8 +231,16 @@ class SketchHead(DecodeHead):
         How sketches and coefficient maps are stored; `reference` always keeps float64.
     gate : GateInput, optional
         For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
-    **device
-        For ``cuda``: `activation`, `output` and `state` of `sketchssm.backends.DeviceOptions`.
+    activation_dtype : {"bfloat16", "float16", "float32"}, optional
+        ``cuda`` only: type of q, k and v in the kernels and in the ring; arrays of another type are converted.
+        Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup` names). From
+        then on an array of a wider type is an error, so that nothing is rounded unasked. float64 counts as float32.
+    output_dtype : {"bfloat16", "float16", "float32"}, optional
+        ``cuda`` only: type in which outputs leave the kernels. Default: the activations' type.
+    state : array, (num_slots, heads, V, K), optional
+        ``cuda`` only: memory for the states, such as a serving engine's pool, instead of the head's own. float32 on
+        the device, of any framework with DLPack, contiguous within a slot, any stride between slots. The head does
+        not read what the memory holds: a slot begins with `load_state` or `reset`.
 
     Raises
     ------
@@ -229,19 +252,20 @@ class SketchHead(DecodeHead):
     def __init__(
         self,
         plan: SketchPlan,
-        slots: int,
+        num_slots: int,
         backend: str = "auto",
         *,
         sketch_dtype: str = "bfloat16",
         gate: GateInput | None = None,
-        **device: Unpack[DeviceOptions],
+        activation_dtype: str | None = None,
+        output_dtype: str | None = None,
+        state: Any = None,
     ) -> None:
         if sketch_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
-        capacity = check_capacity(slots)
+        capacity = check_capacity(num_slots)
         check_gate(gate, plan.layer)
-        name, engine = load_engine(
-            "sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, gate=gate, device=device
-        )
-        super().__init__(plan.layer, capacity, name, engine)
+        device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
+        engine = load_engine("sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, gate=gate, **device)
+        super().__init__(plan.layer, capacity, *engine)
         self.plan = plan

@@ -32,7 +32,19 @@ PAD_SLOT = -1
 
 
 class Tokens(NamedTuple):
-    """Inputs of the recurrence, each ``(batch, tokens, ...)``; `beta` is None for mamba2."""
+    """Inputs of the recurrence, with a leading ``(batch,)`` or ``(batch, tokens)``.
+
+    Parameters
+    ----------
+    q, k : array, (..., key_heads, K)
+        Queries and keys, normalised and scaled.
+    v : array, (..., heads, V)
+        Values (for mamba2 with dt folded in).
+    g : array, (..., heads) or, for kda, (..., heads, K)
+        Log-decays, <= 0.
+    beta : array, (..., heads), or None
+        Write gates; None for mamba2.
+    """
 
     q: Any
     k: Any

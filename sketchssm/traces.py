@@ -32,18 +32,18 @@ class TraceFileError(ValueError):
 class Traces:
     """Inputs of one layer's recurrence on calibration and on test text.
 
-    Attributes
+    Parameters
     ----------
     layer : Layer
         Kind and shape.
     calib, test : Tokens
         Float32 arrays ``(sequences, tokens, ...)``; `beta` is None for mamba2.
-    grad : ndarray of float32 or None
+    grad : ndarray of float32, optional
         Gradient of the loss with respect to the recurrence's output, ``(n, t, heads, V)``: for the first t tokens of
         the *last* n calibration sequences.
-    name : str
+    name : str, default "traces"
         What to call the layer in tables and file names.
-    provenance : str
+    provenance : str, optional
         Where the traces come from, if the file says so.
     """
 

@@ -106,7 +106,7 @@ class TestConstructors:
 
     def test_what_a_head_tells(self, make, backend, layer):
         head = make()
-        assert (head.layer, head.slots, head.backend) == (layer, SLOTS, backend)
+        assert (head.layer, head.num_slots, head.backend) == (layer, SLOTS, backend)
         assert head.state.shape == (SLOTS, *layer.state_shape)
         head.step(*tokens_of(np.random.default_rng(0), layer, 2, WINDOW + 1))
         np.testing.assert_array_equal(head.position, 0)  # nothing waits
@@ -117,7 +117,7 @@ class TestConstructors:
 
     @pytest.mark.parametrize("slots", [0, 2.0, True, None])
     def test_slots(self, system, layer, slots):
-        with pytest.raises(ValueError, match=re.escape(f"slots: expected a positive integer, got {slots!r}")):
+        with pytest.raises(ValueError, match=re.escape(f"num_slots: expected a positive integer, got {slots!r}")):
             head_of(system, layer, slots, "reference")
 
 

@@ -22,7 +22,7 @@ PRUNABLE = ("mamba2", "kda")
 
 
 def moments_of(layer, tokens, window):
-    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, window)
+    moments = ss.Moments(layer, window=window)
     moments.update(*tokens)
     return moments
 

@@ -15,7 +15,7 @@ LAYER = LAYERS["gdn"]
 
 def moments_of(rng, kind="gdn", batch=3, length=40, **settings):
     layer = LAYERS[kind]
-    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, W, **settings)
+    moments = ss.Moments(layer, window=W, **settings)
     moments.update(*tokens_of(rng, layer, batch, length, np.float64))
     return moments
 
@@ -160,7 +160,7 @@ def test_every_map_decodes_with_a_singular_metric(name, rng):
     layer = LAYERS["mamba2"]
     tokens = tokens_of(rng, layer, 2, 3 * W, np.float64)
     tokens.k[..., 2:] = 0.0  # every state lies in two key directions
-    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, W)
+    moments = ss.Moments(layer, window=W)
     moments.update(*tokens)
     plan = ss.SketchPlan(ss.fit_basis(moments), [4] * layer.heads, W, name)
     head = ss.SketchHead(plan, 2, "reference")

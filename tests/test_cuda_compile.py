@@ -61,7 +61,7 @@ def variants():
         }
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
         plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
-        engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation=activation)
+        engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation_dtype=activation)
     # scalar decays whose reads go token by token, and as many pivots as there may be
     for name, of, window, activation, pivots in (
         ("nemotron-3-super-half", "nemotron-3-super", 16, "float16", 4),
@@ -70,7 +70,7 @@ def variants():
     ):
         ranks = np.resize([7, 1, 16, 3], LAYERS[of].heads)
         plan = make_plan(LAYERS[of], ranks, rng, window=window, pivots=pivots)
-        engines[name] = SketchEngine(plan, 1, activation=activation)
+        engines[name] = SketchEngine(plan, 1, activation_dtype=activation)
     chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
     return chosen | {"any-slots": SLOTS}
 

@@ -86,7 +86,7 @@ def test_standard(name, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
     device, oracle = (
-        StandardEngine(layer, 5, activation=activation, output="float32", gate=gate),
+        StandardEngine(layer, 5, activation_dtype=activation, output_dtype="float32", gate=gate),
         reference.StandardEngine(layer, 5),
     )
     tokens = make_tokens(layer, 3, 12, activation, rng, gate=gate)
@@ -108,7 +108,7 @@ def test_standard(name, activation, rng, cupy):
 def test_replay(name, window, activation, rng, cupy):
     layer, length = LAYERS[name], 2 * window + 5
     gate = named_gate(name, layer, rng)
-    device = poisoned(ReplayEngine(layer, 5, window, activation=activation, output="float32", gate=gate))
+    device = poisoned(ReplayEngine(layer, 5, window, activation_dtype=activation, output_dtype="float32", gate=gate))
     oracle = reference.ReplayEngine(layer, 5, window)
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
@@ -145,7 +145,7 @@ def test_sketch(name, kind, stored, rng, cupy):
 
 def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
     layer, length = plan.layer, 2 * plan.window + 4
-    device = SketchEngine(plan, 5, stored, activation=activation, output="float32", gate=gate)
+    device = SketchEngine(plan, 5, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
     oracle = reference.SketchEngine(evaluated(plan), 5)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     if blocks:
@@ -213,7 +213,7 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
     plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
-    device, oracle = SketchEngine(plan, 3, output="float32"), reference.SketchEngine(plan, 3)
+    device, oracle = SketchEngine(plan, 3, output_dtype="float32"), reference.SketchEngine(plan, 3)
     start = round_to(rng.standard_normal((3, *layer.state_shape)), "bfloat16")
     poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
     oracle.load_state(start.astype(np.float64), np.arange(3))
@@ -260,7 +260,7 @@ def test_output_types(name, value_dim, rng, cupy):
     start = cupy.asarray(rng.standard_normal((3, *layer.state_shape)).astype(np.float32))
     outs = {}
     for output in ("float32", "bfloat16", "float16"):
-        engine = poisoned(SketchEngine(plan, 3, output=output))
+        engine = poisoned(SketchEngine(plan, 3, output_dtype=output))
         engine.load_state(start, cupy.arange(3))
         outs[output] = cupy.full((3, 9, 6, value_dim), np.nan, ml_dtypes.bfloat16 if output == "bfloat16" else output)
         engine.step(tokens, cupy.arange(3), outs[output])
@@ -275,7 +275,7 @@ def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
     plan = make_plan(layer, [neighbour, 5, 3, 9], rng, window=8)
     tokens = make_tokens(layer, 2, 6, "bfloat16", rng, hard_gates=False)
     tokens.v[0, 1, 0, 5] = np.inf
-    engine = poisoned(SketchEngine(plan, 2, activation="bfloat16", output="float32"))
+    engine = poisoned(SketchEngine(plan, 2, activation_dtype="bfloat16", output_dtype="float32"))
     engine.load_state(cupy.asarray(rng.standard_normal((2, *layer.state_shape)).astype(np.float32)), cupy.arange(2))
     out = cupy.zeros((2, 6, 4, 64), np.float32)
     engine.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), out)
@@ -317,7 +317,10 @@ def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
     """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
     layer = LAYERS["mamba2"]
     plan = make_plan(layer, [32] * layer.heads, rng, map=kind, ridge=0.0)
-    device, oracle = SketchEngine(plan, 4, "float32", output="float32"), reference.SketchEngine(evaluated(plan), 4)
+    device, oracle = (
+        SketchEngine(plan, 4, "float32", output_dtype="float32"),
+        reference.SketchEngine(evaluated(plan), 4),
+    )
     keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.omega)
     start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
     device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
@@ -332,7 +335,7 @@ def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
     layer = LAYERS[name]
-    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output="float32")), reference.ReplayEngine(layer, 2, 16)
+    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     device.load_state(cupy.asarray(start), cupy.arange(2))
     oracle.load_state(start.astype(np.float64), np.arange(2))
@@ -356,7 +359,7 @@ def test_gates_of_one_strength(name, gate, rng, cupy):
 def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng, cupy):
     """A huge state, and huge values written to it, which are gone (or of the others' size) at the window's end."""
     layer = LAYERS[name]
-    device = poisoned(ReplayEngine(layer, 2, 16, activation=activation, output="float32"))
+    device = poisoned(ReplayEngine(layer, 2, 16, activation_dtype=activation, output_dtype="float32"))
     oracle = reference.ReplayEngine(layer, 2, 16)
     start = size * rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     device.load_state(cupy.asarray(start), cupy.arange(2))
@@ -376,7 +379,7 @@ def test_raw_gates_of_any_size(name, rng, cupy):
     gate = GateInput(
         np.linspace(-6, 6, layer.heads), rng.uniform(-30, 30, shape), named_gate(name, layer, rng).lower_bound
     )
-    device = StandardEngine(layer, 4, output="float32", gate=gate)
+    device = StandardEngine(layer, 4, output_dtype="float32", gate=gate)
     oracle = reference.StandardEngine(layer, 4)
     tokens = make_tokens(layer, 4, 12, "bfloat16", rng, gate=gate)
     tokens.g[...] = round_to(rng.uniform(-30, 30, tokens.g.shape), "bfloat16")
@@ -390,7 +393,7 @@ def test_padding_and_fresh_slots(name, rng, cupy):
     """A padding row writes zeros and touches nothing; a slot that held NaN is as new after its reset."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
-    fresh, used = (poisoned(SketchEngine(plan, 3, output="float32")) for _ in range(2))
+    fresh, used = (poisoned(SketchEngine(plan, 3, output_dtype="float32")) for _ in range(2))
     used.state[1] = np.nan
     used.position[1] = 7
     used.sketch.view(np.uint8)[...] = 0xFF
@@ -414,7 +417,7 @@ def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
     tokens = make_tokens(layer, 6, 20, "bfloat16", rng, gate=gate)
-    at_once, alone = (poisoned(SketchEngine(plan, 6, output="float32", gate=gate)) for _ in range(2))
+    at_once, alone = (poisoned(SketchEngine(plan, 6, output_dtype="float32", gate=gate)) for _ in range(2))
     for engine in (at_once, alone):
         engine.reset(cupy.arange(6))
     out = cupy.empty((6, 20, layer.heads, layer.value_dim), np.float32)
@@ -435,7 +438,7 @@ def test_blocks_of_standard_decode_do_not_matter(name, rng, cupy, monkeypatch):
     for many, size in ((standard.MANY_WARPS, standard.BLOCK_BYTES), (1, 2048)):  # blocks of four warps; of one or two
         monkeypatch.setattr(standard, "MANY_WARPS", many)
         monkeypatch.setattr(standard, "BLOCK_BYTES", size)
-        engine = StandardEngine(layer, 5, output="float32", gate=gate)
+        engine = StandardEngine(layer, 5, output_dtype="float32", gate=gate)
         out = cupy.empty((3, 5, layer.heads, layer.value_dim), np.float32)
         out[...] = np.nan
         engine.step(tokens, cupy.asarray([4, -1, 0]), out)
@@ -464,7 +467,7 @@ def test_claims_of_a_flush_do_not_matter(name, blocks, rng, cupy):
     plan = make_plan(layer, ranks, rng)
     tokens = tokens_to_device(make_tokens(layer, 5, 20, "bfloat16", rng), "bfloat16")
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
-    engines = [poisoned(SketchEngine(plan, 5, output="float32")) for _ in range(2)]
+    engines = [poisoned(SketchEngine(plan, 5, output_dtype="float32")) for _ in range(2)]
     outs = [cupy.empty((5, 20, layer.heads, layer.value_dim), np.float32) for _ in engines]
     for engine, out in zip(engines, outs, strict=True):
         if engine is engines[1]:
@@ -490,7 +493,7 @@ def test_shares_of_a_read_step_do_not_matter(name, room, rng, cupy, monkeypatch)
     tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng, gate=gate), "bfloat16", gate)
     outs = []
     for shares in (False, True):
-        engine = poisoned(SketchEngine(plan, 5, output="float32", gate=gate))
+        engine = poisoned(SketchEngine(plan, 5, output_dtype="float32", gate=gate))
         engine.reset(cupy.arange(5))
         if shares:
             least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
@@ -516,7 +519,7 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
     results = []
     for order in (0, 1, 2, 3):
         monkeypatch.setattr(standin, "order", order)
-        engine = poisoned(SketchEngine(plan, 2, output="float32", gate=gate))
+        engine = poisoned(SketchEngine(plan, 2, output_dtype="float32", gate=gate))
         engine.load_state(cupy.asarray(start), cupy.arange(2))
         out = cupy.empty((2, 17, layer.heads, layer.value_dim), np.float32)
         engine.step(tokens, cupy.arange(2), out)
@@ -540,7 +543,7 @@ def test_decays_that_a_team_leaves_the_server(rng, cupy, monkeypatch):
     states = []
     for order in range(12):
         monkeypatch.setattr(standin, "order", order)
-        engine = poisoned(ReplayEngine(layer, 4, 16, output="float32"))
+        engine = poisoned(ReplayEngine(layer, 4, 16, output_dtype="float32"))
         engine.load_state(cupy.asarray(start), cupy.arange(4))
         with_blocks(engine, 1)
         engine.step(moved, cupy.arange(4), cupy.empty((4, 17, layer.heads, layer.value_dim), np.float32))
@@ -553,7 +556,7 @@ def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
     """Between its two launches, where a read has reported that nothing is due."""
     layer = LAYERS["gdn"]
     plan = make_plan(layer, [7, 3, 16, 2], rng, window=4)
-    engines = [poisoned(SketchEngine(plan, 2, output="float32")) for _ in range(2)]
+    engines = [poisoned(SketchEngine(plan, 2, output_dtype="float32")) for _ in range(2)]
     tokens = make_tokens(layer, 1, 6, "bfloat16", rng)
     outs = [cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32) for _ in engines]
 

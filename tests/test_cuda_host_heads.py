@@ -303,7 +303,7 @@ class TestActivations:
         assert error(output.astype(float), want) < STORED
         assert error(output[:, 3].astype(float), want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
         other = {"bfloat16": "float32", "float32": "bfloat16"}[settled]
-        with pytest.raises(ValueError, match=rf"^activation: expected '{settled}', as the head has settled on"):
+        with pytest.raises(ValueError, match=rf"^activation_dtype: expected '{settled}', as the head has settled on"):
             head.warmup(other)
 
     def test_a_refused_call_decides_nothing(self, rng):
@@ -316,7 +316,7 @@ class TestActivations:
 
     def test_one_that_was_asked_for_rounds(self, rng):
         head, twin = sketch(activation="bfloat16"), sketch("reference")
-        asked = ss.SketchHead(head.plan, 4, "cuda", activation="bfloat16", output="float32")
+        asked = ss.SketchHead(head.plan, 4, "cuda", activation_dtype="bfloat16", output_dtype="float32")
         asked.warmup()
         tokens = tokens_of(rng, activation="float32")
         output = asked.step(*tokens)
@@ -324,15 +324,13 @@ class TestActivations:
         wide = twin.step(*(x.astype(BFLOAT16).astype(float) if i < 3 else x for i, x in enumerate(tokens)))
         assert error(output[:, 3], wide[:, 3]) < EXACT
 
-    @pytest.mark.parametrize("name", ["activation", "output"])
+    @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype"])
     def test_unknown(self, name):
         with pytest.raises(
             ValueError, match=rf"^{name}: expected one of bfloat16, float16, float32 or None, got 'fp8'"
         ):
             ss.StandardHead(LAYER, 2, "reference", **{name: "fp8"})
-        with pytest.raises(TypeError, match=r"^stream: not an option of a decode head"):
-            ss.StandardHead(LAYER, 2, "reference", stream=3)
-        with pytest.raises(ValueError, match=r"^activation: expected one of"):
+        with pytest.raises(ValueError, match=r"^activation_dtype: expected one of"):
             ss.StandardHead(LAYER, 2, "reference").warmup("int8")
 
 
@@ -417,7 +415,7 @@ class TestRawGates:
         narrow.warmup("bfloat16")
         with pytest.raises(TypeError, match=r"^g: expected bfloat16, which the head's first call or warmup"):
             narrow.step(q, k, v, tokens.g, tokens.beta)
-        asked, _, _ = self.pair("replay", activation="bfloat16")
+        asked, _, _ = self.pair("replay", activation_dtype="bfloat16")
         output = asked.step(q, k, v, tokens.g, tokens.beta)
         want = twin.step(q, k, v, tokens.g.astype(BFLOAT16), tokens.beta)
         assert error(output.astype(float), want) < ROUNDED

@@ -519,7 +519,7 @@ class TestConstructors:
             "sketch": ss.SketchHead,
             "copy": ss.CopyReadHead,
         }
-        with pytest.raises(ValueError, match=re.escape(f"slots: expected a positive integer, got {slots!r}")):
+        with pytest.raises(ValueError, match=re.escape(f"num_slots: expected a positive integer, got {slots!r}")):
             heads[system](what, slots, "reference")
 
     @pytest.mark.parametrize("window", [0, -1, 2.0, True])
@@ -542,7 +542,22 @@ class TestConstructors:
 
     def test_what_a_head_tells(self, make, backend, layer):
         head = make()
-        assert (head.layer, head.slots, head.backend) == (layer, SLOTS, backend)
+        assert (head.layer, head.num_slots, head.backend) == (layer, SLOTS, backend)
 
     def test_auto_is_a_compiled_backend(self):
         assert ss.StandardHead(LAYERS["gdn"], 2).backend == "cpu"
+
+
+@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+def test_a_head_names_itself_and_its_window(system, backend, rng):
+    layer = LAYERS["gdn"]
+    made = {
+        "standard": lambda: ss.StandardHead(layer, 3, backend),
+        "replay": lambda: ss.ReplayHead(layer, 3, backend, window=8),
+        "sketch": lambda: ss.SketchHead(plan_of(rng, layer, window=8), 3, backend),
+    }
+    head = made[system]()
+    window = 1 if system == "standard" else 8
+    assert head.window == window
+    shown = f"(gdn, heads=4, K=6, V=5, num_slots=3, window={window}, backend={backend!r})"
+    assert repr(head) == type(head).__name__ + shown

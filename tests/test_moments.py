@@ -22,7 +22,7 @@ def make_traces(layer, batch, length, seed, harsh=False):
 
 
 def moments_of(layer, **settings):
-    return ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, W, **settings)
+    return ss.Moments(layer, window=W, **settings)
 
 
 def close(a, b):
@@ -241,3 +241,18 @@ def test_carry_refusals():
 def test_setting_refusals(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ss.Moments(**({"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5} | wrong))
+
+
+class TestLayerArgument:
+    def test_stands_for_the_sizes(self):
+        layer = ss.Layer("gdn", 4, 6, 5, 2)
+        assert ss.Moments(layer, window=8).layer == ss.Moments("gdn", 4, 6, 5, 2, window=8).layer == layer
+
+    def test_sizes_beside_it_are_refused(self):
+        with pytest.raises(ValueError, match=r"^heads: expected None beside a Layer, which has its sizes, got 4"):
+            ss.Moments(ss.Layer("gdn", 4, 6, 5), 4)
+
+    @pytest.mark.parametrize(("sizes", "missing"), [((), "heads"), ((4,), "key_dim"), ((4, 6), "value_dim")])
+    def test_a_kind_needs_sizes(self, sizes, missing):
+        with pytest.raises(ValueError, match=f"^{missing}: expected a positive integer, got None"):
+            ss.Moments("gdn", *sizes)

@@ -225,7 +225,7 @@ def test_real_traces(kind):
     """Held-out text reads well through few columns of a calibrated basis, and much worse through random ones."""
     traces = Traces.shipped(kind)
     layer = traces.layer
-    moments = ss.Moments(layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads)
+    moments = ss.Moments(layer)
     moments.update(*traces.calib)
     basis = ss.fit_basis(moments, 16)
     fitted, drawn = (ss.RankScores(b) for b in (basis, SketchBasis.random(layer, 16)))

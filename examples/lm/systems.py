@@ -100,9 +100,7 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=40):
     found = {}
     for place, rows in seen.items():
         tokens = Tokens(*(None if x[0] is None else torch.cat(x).numpy() for x in zip(*rows, strict=True)))
-        moments = ss.Moments(
-            layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.key_heads, window, weighting
-        )
+        moments = ss.Moments(layer, window=window, weighting=weighting)
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
         scores = ss.RankScores(basis, rank_max=min(rank_max, basis.rank_max))

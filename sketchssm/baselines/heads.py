@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sketchssm.backends import DeviceOptions, load_engine
+from sketchssm.backends import load_engine
 from sketchssm.head import DecodeHead, check_capacity, check_gate
 from sketchssm.recurrence import Layer
 
@@ -23,28 +23,33 @@ class StandardHead(DecodeHead):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to run; see `SketchHead`.
     gate : GateInput, optional
         See `SketchHead`.
-    **device
-        For ``cuda``; see `SketchHead`.
+    activation_dtype, output_dtype : {"bfloat16", "float16", "float32"}, optional
+        ``cuda`` only: types of q, k and v, and of outputs; see `SketchHead`.
+    state : array, (num_slots, heads, V, K), optional
+        ``cuda`` only: memory for the states; see `SketchHead`.
     """
 
     def __init__(
         self,
         layer: Layer,
-        slots: int,
+        num_slots: int,
         backend: str = "auto",
         *,
         gate: GateInput | None = None,
-        **device: Unpack[DeviceOptions],
+        activation_dtype: str | None = None,
+        output_dtype: str | None = None,
+        state: Any = None,
     ) -> None:
-        capacity = check_capacity(slots)
+        capacity = check_capacity(num_slots)
         check_gate(gate, layer)
-        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity, gate=gate, device=device))
+        device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
+        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity, gate=gate, **device))
 
 
 class ReplayHead(DecodeHead):
@@ -60,7 +65,7 @@ class ReplayHead(DecodeHead):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to run; see `SketchHead`.
@@ -68,23 +73,28 @@ class ReplayHead(DecodeHead):
         Tokens from one flush to the next (W).
     gate : GateInput, optional
         See `SketchHead`.
-    **device
-        For ``cuda``; see `SketchHead`.
+    activation_dtype, output_dtype : {"bfloat16", "float16", "float32"}, optional
+        ``cuda`` only: types of q, k and v, and of outputs; see `SketchHead`.
+    state : array, (num_slots, heads, V, K), optional
+        ``cuda`` only: memory for the states; see `SketchHead`.
     """
 
     def __init__(
         self,
         layer: Layer,
-        slots: int,
+        num_slots: int,
         backend: str = "auto",
         *,
         window: int = 16,
         gate: GateInput | None = None,
-        **device: Unpack[DeviceOptions],
+        activation_dtype: str | None = None,
+        output_dtype: str | None = None,
+        state: Any = None,
     ) -> None:
-        width, capacity = check_window(window), check_capacity(slots)
+        width, capacity = check_window(window), check_capacity(num_slots)
         check_gate(gate, layer)
-        engine = load_engine("replay", backend, layer, capacity, width, gate=gate, device=device)
+        device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
+        engine = load_engine("replay", backend, layer, capacity, width, gate=gate, **device)
         super().__init__(layer, capacity, *engine)
 
 

@@ -257,7 +257,7 @@ class KeyReducedHead(ReducedHead):
     ----------
     reduction : KeyReduction
         Channels, from `KeyMoments.reduce`.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}, default "auto"
         Where to run.
@@ -270,6 +270,6 @@ class KeyReducedHead(ReducedHead):
         As given.
     """
 
-    def __init__(self, reduction: KeyReduction, slots: int, backend: str = "auto", *, fold: bool = True) -> None:
+    def __init__(self, reduction: KeyReduction, num_slots: int, backend: str = "auto", *, fold: bool = True) -> None:
         self.reduction = reduction
-        super().__init__(reduction.layer, reduction.channels(fold), slots, backend)
+        super().__init__(reduction.layer, reduction.channels(fold), num_slots, backend)

@@ -157,7 +157,7 @@ class PrunedHead(ReducedHead):
         Kind and shape, of kind mamba2 or kda.
     keep : array_like of bool, (key_heads, K)
         True where a channel stays, from `ChannelScores.keep`.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}, default "auto"
         Where to run.
@@ -173,7 +173,7 @@ class PrunedHead(ReducedHead):
         For gdn, or if `keep` does not fit the layer or leaves a key head without a channel.
     """
 
-    def __init__(self, layer: Layer, keep: npt.ArrayLike, slots: int, backend: str = "auto") -> None:
+    def __init__(self, layer: Layer, keep: npt.ArrayLike, num_slots: int, backend: str = "auto") -> None:
         ChannelScores(layer)  # refuses gdn
         self.keep = np.asarray(keep)
         shape = (layer.key_heads, layer.key_dim)
@@ -184,4 +184,4 @@ class PrunedHead(ReducedHead):
             raise ValueError(f"keep: expected a channel in every key head, got none in {int(np.argmin(counts))}")
         order = np.argsort(~self.keep, axis=-1, kind="stable")[:, : counts.max()]
         kept = np.where(np.arange(counts.max()) < counts[:, None], order, -1)
-        super().__init__(layer, ChannelMap.selection(kept, layer.key_dim), slots, backend)
+        super().__init__(layer, ChannelMap.selection(kept, layer.key_dim), num_slots, backend)

@@ -32,7 +32,7 @@ class QuantisedHead(DecodeHead):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}, default "auto"
         Where to run.
@@ -48,9 +48,9 @@ class QuantisedHead(DecodeHead):
     """
 
     def __init__(
-        self, layer: Layer, slots: int, backend: str = "auto", *, bits: int = 8, error_feedback: bool = False
+        self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8, error_feedback: bool = False
     ) -> None:
-        capacity, self.bits = check_capacity(slots), check_bits(bits)
+        capacity, self.bits = check_capacity(num_slots), check_bits(bits)
         self.error_feedback = bool(error_feedback)
         residual_bits = RESIDUAL_BITS if error_feedback else 0
         engine = load_engine("quantised", backend, layer, capacity, self.bits, residual_bits)
@@ -70,7 +70,7 @@ class CopyReadHead(DecodeHead):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}, default "auto"
         Where to run.
@@ -85,8 +85,10 @@ class CopyReadHead(DecodeHead):
         If an argument is out of range.
     """
 
-    def __init__(self, layer: Layer, slots: int, backend: str = "auto", *, bits: int = 4, window: int = 16) -> None:
-        capacity, self.bits = check_capacity(slots), check_bits(bits)
+    def __init__(
+        self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 4, window: int = 16
+    ) -> None:
+        capacity, self.bits = check_capacity(num_slots), check_bits(bits)
         super().__init__(
             layer, capacity, *load_engine("copy", backend, layer, capacity, check_window(window), self.bits)
         )

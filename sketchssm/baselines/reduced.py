@@ -67,6 +67,8 @@ class ReducedEngine:
         How the one becomes the other.
     """
 
+    window = 1
+
     def __init__(self, layer: Layer, inner: Engine, channels: ChannelMap) -> None:
         self.layer, self._inner, self.arrays = layer, inner, inner.arrays
         self._query, self._key = (x.astype(inner.state.dtype) for x in (channels.query, channels.key))
@@ -84,9 +86,9 @@ class ReducedEngine:
         """See `sketchssm.backends.Engine`."""
         return self._inner.position
 
-    def warmup(self, activation: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._inner.warmup(activation)
+        self._inner.warmup(activation_dtype)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -112,18 +114,18 @@ class ReducedEngine:
         self._inner.reset(slots)
 
 
-def reference_engine(layer: Layer, slots: int, channels: ChannelMap) -> ReducedEngine:
+def reference_engine(layer: Layer, num_slots: int, channels: ChannelMap) -> ReducedEngine:
     """Reduced recurrence in float64."""
     from sketchssm.reference.engines import StandardEngine
 
-    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), slots), channels)
+    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), num_slots), channels)
 
 
-def cpu_engine(layer: Layer, slots: int, channels: ChannelMap) -> ReducedEngine:
+def cpu_engine(layer: Layer, num_slots: int, channels: ChannelMap) -> ReducedEngine:
     """Reduced recurrence in Numba's float32."""
     from sketchssm.cpu.standard import StandardEngine
 
-    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), slots), channels)
+    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), num_slots), channels)
 
 
 class ReducedHead(DecodeHead):
@@ -135,7 +137,7 @@ class ReducedHead(DecodeHead):
         Kind and shape.
     channels : ChannelMap
         The channels that are left.
-    slots : int
+    num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}
         Where to run.
@@ -146,8 +148,8 @@ class ReducedHead(DecodeHead):
         As given.
     """
 
-    def __init__(self, layer: Layer, channels: ChannelMap, slots: int, backend: str) -> None:
-        capacity = check_capacity(slots)
+    def __init__(self, layer: Layer, channels: ChannelMap, num_slots: int, backend: str) -> None:
+        capacity = check_capacity(num_slots)
         self.channels = channels
         super().__init__(layer, capacity, *load_engine("reduced", backend, layer, capacity, channels))
 

@@ -29,14 +29,10 @@ class Moments:
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda"}
-        Which recurrence the layer runs.
-    heads : int
-        Value heads.
-    key_dim : int
-        Length K of a query or a key.
-    value_dim : int
-        Length V of a value or an output.
+    kind : Layer or {"mamba2", "gdn", "kda"}
+        The layer, or its kind; with a `Layer` leave out the four sizes.
+    heads, key_dim, value_dim : int, optional
+        Value heads, length K of a query or a key, and length V of a value or an output.
     key_heads : int, optional
         Heads of q and k; default `heads`.
     window : int, default 16
@@ -67,17 +63,18 @@ class Moments:
 
     def __init__(
         self,
-        kind: str,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
+        kind: str | Layer,
+        heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
         key_heads: int | None = None,
+        *,
         window: int = 16,
         weighting: str = "uniform",
     ) -> None:
         if weighting not in WEIGHTINGS:
             raise ValueError(f"weighting: expected one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
-        self.layer = Layer(kind, heads, key_dim, value_dim, heads if key_heads is None else key_heads)
+        self.layer = _layer(kind, heads=heads, key_dim=key_dim, value_dim=value_dim, key_heads=key_heads)
         self.window = check_window(window)
         self.weighting = weighting
         shape = (self.layer.heads, self.layer.key_dim, self.layer.key_dim)
@@ -140,7 +137,7 @@ class Moments:
                 raise ValueError(
                     f"moments: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
                 )
-        total = Moments(**layer_fields(self.layer), window=self.window, weighting=self.weighting)
+        total = Moments(self.layer, window=self.window, weighting=self.weighting)
         for name in FORMAT.tensors:
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
@@ -189,6 +186,21 @@ class Moments:
                 raise ValueError(f"{name}: expected finite {want.dtype} of shape {want.shape}")
             setattr(moments, name, have)
         return moments
+
+
+def _layer(kind: str | Layer, **sizes: int | None) -> Layer:
+    """Layer of a `Layer` alone, or of a kind and its sizes."""
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if isinstance(kind, Layer):
+        if given:
+            raise ValueError(
+                f"{min(given)}: expected None beside a Layer, which has its sizes, got {given[min(given)]}"
+            )
+        return kind
+    for name in ("heads", "key_dim", "value_dim"):
+        if name not in given:
+            raise ValueError(f"{name}: expected a positive integer, got None")
+    return Layer(kind, **given)
 
 
 def check_window(window: Any) -> int:

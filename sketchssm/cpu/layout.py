@@ -111,32 +111,32 @@ class Memory:
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     window : int
         Tokens from one flush to the next; 0 for no ring.
     """
 
-    def __init__(self, layer: Layer, slots: int, window: int = 0) -> None:
+    def __init__(self, layer: Layer, num_slots: int, window: int = 0) -> None:
         self.layer = layer
         self.context = np.zeros(1, dtype=CONTEXT)
         self._arrays: dict[str, Array] = {}
-        sizes = (KINDS.index(layer.kind), slots, layer.heads, layer.key_heads, layer.group)
+        sizes = (KINDS.index(layer.kind), num_slots, layer.heads, layer.key_heads, layer.group)
         dims = (layer.key_dim, layer.value_dim, window)
         self.set(**dict(zip(SIZES, (*sizes, *dims, *map(padded, dims)), strict=False)))
         keys, values, tokens = map(padded, dims)
-        rows = slots * layer.heads
-        state = self.own("state", rows * values * keys).reshape(slots, layer.heads, values, keys)
+        rows = num_slots * layer.heads
+        state = self.own("state", rows * values * keys).reshape(num_slots, layer.heads, values, keys)
         self.context["served"] = self.context["state"]
         self.state, self.padded_state = state[:, :, : layer.value_dim, : layer.key_dim], state
-        self.position = self.own("position", slots, np.int32)
+        self.position = self.own("position", num_slots, np.int32)
         if window:
-            tokens_heads = slots * window * layer.heads
-            apart, tokens_apart = layer.heads | 1, slots * window * (layer.heads | 1)
+            tokens_heads = num_slots * window * layer.heads
+            apart, tokens_apart = layer.heads | 1, num_slots * window * (layer.heads | 1)
             key_row = (layer.key_heads | 1) * keys
             self.set(key_row=key_row, value_row=apart * values, gate_row=apart * keys, gram_row=apart * tokens)
             # 16 rows are read at once, also where the ring has fewer
-            self.own("k", (slots * window + LANES) * key_row)
+            self.own("k", (num_slots * window + LANES) * key_row)
             self.own("v", tokens_apart * values)
             self.own("gate", tokens_apart * keys if layer.kind == "kda" else tokens_heads)
             self.own("beta", tokens_heads if layer.erases else 0)

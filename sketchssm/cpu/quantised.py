@@ -30,7 +30,7 @@ class QuantisedEngine(StandardEngine):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     bits : int
         Bits per element.
@@ -38,8 +38,8 @@ class QuantisedEngine(StandardEngine):
         Bits per element of the residuals; 0 for none.
     """
 
-    def __init__(self, layer: Layer, slots: int, bits: int, residual_bits: int) -> None:
-        super().__init__(layer, slots)
+    def __init__(self, layer: Layer, num_slots: int, bits: int, residual_bits: int) -> None:
+        super().__init__(layer, num_slots)
         self.bits, self.residual_bits = bits, residual_bits
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
@@ -65,7 +65,7 @@ class CopyEngine(ReplayEngine):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     window : int
         Tokens from one flush to the next (W).
@@ -73,8 +73,8 @@ class CopyEngine(ReplayEngine):
         Bits per element of the copy.
     """
 
-    def __init__(self, layer: Layer, slots: int, window: int, bits: int) -> None:
-        super().__init__(layer, slots, window)
+    def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
+        super().__init__(layer, num_slots, window)
         self.bits = bits
         states = self._memory.padded_state
         self._copy = self._memory.own("served", states.size).reshape(states.shape)

@@ -23,18 +23,18 @@ class ReplayEngine(StandardEngine):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     window : int
         Tokens from one flush to the next (W).
     """
 
-    def __init__(self, layer: Layer, slots: int, window: int) -> None:
-        self._open(layer, slots, window, None, "float32")
+    def __init__(self, layer: Layer, num_slots: int, window: int) -> None:
+        self._open(layer, num_slots, window, None, "float32")
 
-    def _open(self, layer: Layer, slots: int, window: int, plan: SketchPlan | None, sketch_dtype: str) -> None:
+    def _open(self, layer: Layer, num_slots: int, window: int, plan: SketchPlan | None, sketch_dtype: str) -> None:
         """Set up the window's memory; without a plan, every head reads its full state."""
-        self._own(Memory(layer, slots, window))
+        self._own(Memory(layer, num_slots, window))
         rank = pack(self._memory, plan, sketch_dtype)
         self._areas = self._memory.scratch(numba.get_num_threads(), rank)
         self.window = window

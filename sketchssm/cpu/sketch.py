@@ -20,14 +20,14 @@ class SketchEngine(ReplayEngine):
     ----------
     plan : SketchPlan
         Bases, ranks and settings of the layer.
-    slots : int
+    num_slots : int
         Number of state slots.
     sketch_dtype : {"bfloat16", "float32"}
         How sketches and coefficient maps are stored.
     """
 
-    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16") -> None:
-        self._open(plan.layer, slots, plan.window, plan, sketch_dtype)
+    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16") -> None:
+        self._open(plan.layer, num_slots, plan.window, plan, sketch_dtype)
         self.plan = plan
 
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:

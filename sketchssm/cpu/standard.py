@@ -24,21 +24,22 @@ class StandardEngine:
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     """
 
     arrays = HostArrays(np.float32)
+    window = 1
 
-    def __init__(self, layer: Layer, slots: int) -> None:
-        self._own(Memory(layer, slots))
+    def __init__(self, layer: Layer, num_slots: int) -> None:
+        self._own(Memory(layer, num_slots))
         self._areas = self._memory.scratch(numba.get_num_threads())
 
     def _own(self, memory: Memory) -> None:
         self._memory = memory
         self.state, self.position = memory.state, memory.position
 
-    def warmup(self, activation: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None) -> None:
         """See `sketchssm.backends.Engine`: Numba compiles what it runs, here for a row of padding."""
         layer, row = self._memory.layer, np.array([PAD_SLOT])
         shapes = layer.token_shapes()

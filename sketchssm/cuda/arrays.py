@@ -110,7 +110,7 @@ class DeviceArrays:
         """Settle the activations' type, and make ready for slots of every kind."""
         if self.activation not in (None, activation):
             raise ValueError(
-                f"activation: expected {self.activation!r}, as the head has settled on, got {activation!r}"
+                f"activation_dtype: expected {self.activation!r}, as the head has settled on, got {activation!r}"
             )
         self.activation = activation
         self.rows(capacity, capacity)

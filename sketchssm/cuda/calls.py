@@ -203,7 +203,7 @@ class DeviceCall:
         if came != want != "float32" and not self._arrays.converts:
             raise TypeError(
                 f"{name}: expected {want}, which the head's first call or warmup() settled on, got {came}; "
-                f"make the head with activation={want!r} to have it rounded, or with activation='float32'"
+                f"make the head with activation_dtype={want!r} to have it rounded, or with activation_dtype='float32'"
             )
 
     def _type_name(self, array: Any, name: str) -> str:

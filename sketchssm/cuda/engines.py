@@ -51,7 +51,7 @@ class SketchEngine(StandardEngine):
     ----------
     plan : SketchPlan
         Bases, ranks and settings of the layer.
-    slots : int
+    num_slots : int
         Number of state slots.
     sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
         Type of sketches and maps.
@@ -59,8 +59,8 @@ class SketchEngine(StandardEngine):
         See `StandardEngine`.
     """
 
-    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "bfloat16", **memory: Any) -> None:
-        super().__init__(plan.layer, slots, **memory)
+    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16", **memory: Any) -> None:
+        super().__init__(plan.layer, num_slots, **memory)
         self.plan = plan
         slices = 1 if sketch_dtype == "bfloat16" else 2
         self._setup(plan.window, pack_plan(plan, slices), plan.map.effective_ridge, sketch_dtype)
@@ -69,7 +69,7 @@ class SketchEngine(StandardEngine):
         import cupy
         import ml_dtypes
 
-        slots = self.slots
+        slots = self.num_slots
         check_window(window)
         plan: SketchPlan | None = getattr(self, "plan", None)
         if plan is not None:
@@ -96,7 +96,7 @@ class SketchEngine(StandardEngine):
         """Make room for a window's raw inputs, in the activations' type."""
         import cupy
 
-        layer, slots, window = self.layer, self.slots, self.window
+        layer, slots, window = self.layer, self.num_slots, self.window
         activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
         gates = activation if self._raw_gate else np.float32
         self.ring = (
@@ -167,7 +167,7 @@ class SketchEngine(StandardEngine):
             self._kernel(index, late=True)
         if self._unsketched:
             self._unsketched = False
-            self._rebuild(self.arrays.rows(self.slots, self.slots), LOAD)
+            self._rebuild(self.arrays.rows(self.num_slots, self.num_slots), LOAD)
         self._ready = True
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
@@ -203,7 +203,7 @@ class SketchEngine(StandardEngine):
             items = batch * parts
             blocks = max(min(items, most), -(-items // most_items))
             warps = min(max(-(-items // blocks), LEAST_READ_WARPS), most_warps)
-        limits = np.int32(self.slots), np.int32(shared)
+        limits = np.int32(self.num_slots), np.int32(shared)
         args = (*state, self._projection, self._heads, self._order, *inputs, self._schedule, *limits)
         try:
             kernel(blocks, 32 * warps, args, shared)
@@ -253,7 +253,7 @@ class ReplayEngine(SketchEngine):
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     window : int
         Tokens from one flush to the next (W).
@@ -261,8 +261,8 @@ class ReplayEngine(SketchEngine):
         See `StandardEngine`.
     """
 
-    def __init__(self, layer: Layer, slots: int, window: int, **memory: Any) -> None:
-        StandardEngine.__init__(self, layer, slots, **memory)
+    def __init__(self, layer: Layer, num_slots: int, window: int, **memory: Any) -> None:
+        StandardEngine.__init__(self, layer, num_slots, **memory)
         heads = np.zeros((layer.heads, 4), dtype=np.int32)
         order = np.arange(layer.heads, dtype=np.int32)
         nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)

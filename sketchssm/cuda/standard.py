@@ -54,41 +54,43 @@ class StandardEngine:
     ----------
     layer : Layer
         Kind and shape.
-    slots : int
+    num_slots : int
         Number of state slots.
     state : array, optional
-        Memory to use instead of the engine's own; see `sketchssm.backends.DeviceOptions`.
-    activation : {"bfloat16", "float16", "float32"} or None, default "bfloat16"
-        Type of q, k and v. None: what the first call's need.
-    output : str, optional
+        Memory to use instead of the engine's own; see `SketchHead`.
+    activation_dtype : {"bfloat16", "float16", "float32"} or None, default "bfloat16"
+        Type of q, k and v. None: the type that the first call needs.
+    output_dtype : str, optional
         Type of outputs; the activations' by default.
     gate : GateInput, optional
         Converts raw gate inputs, which have the activations' type.
     """
 
+    window = 1
+
     def __init__(
         self,
         layer: Layer,
-        slots: int,
+        num_slots: int,
         *,
         state: Any = None,
-        activation: str | None = "bfloat16",
-        output: str | None = None,
+        activation_dtype: str | None = "bfloat16",
+        output_dtype: str | None = None,
         gate: GateInput | None = None,
     ) -> None:
         import cupy
 
         check_layer(layer)
         self.layer = layer
-        self.slots = slots
+        self.num_slots = num_slots
         self.value_rows = 4 if layer.erases else 8  # measured on H200
-        self.arrays = DeviceArrays(activation, output, gate is not None)
+        self.arrays = DeviceArrays(activation_dtype, output_dtype, gate is not None)
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
-        shape = (slots, *layer.state_shape)
+        shape = (num_slots, *layer.state_shape)
         self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
         self._slot_stride = np.int64(self.state.strides[0] // 4)
-        self.position = cupy.zeros(slots, dtype=np.int32)
+        self.position = cupy.zeros(num_slots, dtype=np.int32)
         self._launches: dict[str, tuple[Any, int, int]] = {}
         self._ready = False
         self._write = SlotWriter()
@@ -119,9 +121,9 @@ class StandardEngine:
             "RAW_GATE": self._raw_gate,
         }
 
-    def warmup(self, activation: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None) -> None:
         """Compile all kernels now, in parallel."""
-        self.arrays.warmup(activation or self.arrays.activation or "bfloat16", self.slots)
+        self.arrays.warmup(activation_dtype or self.arrays.activation or "bfloat16", self.num_slots)
         warmup([*self.variants(), SLOTS])
         self._prepare()
 

@@ -22,7 +22,6 @@ from sketchssm.baselines import (
 from sketchssm.baselines.quantised import RESIDUAL_BITS
 from sketchssm.calibrate.moments import Moments
 from sketchssm.evaluate.systems import System, sketch_system
-from sketchssm.files import layer_fields
 from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["SPARSITIES", "key_reduced_systems", "pruned_systems", "quantised_systems", "read_only_systems"]
@@ -183,7 +182,7 @@ def read_only_systems(
         systems.append(System(f"{each}-bit copy", partial(CopyReadHead, layer, bits=each, window=window), reduction))
     fitting = [rank for rank in ranks if rank <= min(size)]
     if fitting:
-        moments = Moments(**layer_fields(layer), window=window)
+        moments = Moments(layer, window=window)
         moments.update(*tokens)
         systems += [sketch_system(low_rank_plan(moments, rank), f"low-rank read {rank}") for rank in fitting]
     return systems

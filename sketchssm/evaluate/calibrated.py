@@ -10,7 +10,6 @@ from sketchssm.calibrate.basis import SketchBasis, fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.files import layer_fields
 from sketchssm.plan import SketchPlan
 from sketchssm.traces import Traces
 
@@ -95,7 +94,7 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
         If a setting is out of range or there are fewer than two calibration sequences.
     """
     held_out, grad = traces.score_part()
-    moments = Moments(**layer_fields(traces.layer), window=window, weighting=weighting)
+    moments = Moments(traces.layer, window=window, weighting=weighting)
     moments.update(*traces.fit_part())
     basis = fit_basis(moments, rank_max)
     scores = RankScores(basis)

@@ -15,8 +15,8 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: what a token leaves is requantised before the next one finds it."""
 
-    def __init__(self, layer: Layer, slots: int, bits: int, residual_bits: int) -> None:
-        super().__init__(layer, slots)
+    def __init__(self, layer: Layer, num_slots: int, bits: int, residual_bits: int) -> None:
+        super().__init__(layer, num_slots)
         self.bits, self.residual_bits = bits, residual_bits
 
     def _token(self, slot: int, token: Tokens) -> Array:
@@ -35,8 +35,8 @@ class QuantisedEngine(StandardEngine):
 class CopyEngine(ReplayEngine):
     """Buffered replay that reads a quantised copy of the state between flushes."""
 
-    def __init__(self, layer: Layer, slots: int, window: int, bits: int) -> None:
-        super().__init__(layer, slots, window)
+    def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
+        super().__init__(layer, num_slots, window)
         self.bits = bits
         self._copy = np.zeros_like(self.state)
 

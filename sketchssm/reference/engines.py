@@ -21,13 +21,14 @@ class StandardEngine:
     """The recurrence as it stands: state read and written at every token."""
 
     arrays = HostArrays(np.float64)
+    window = 1
 
-    def __init__(self, layer: Layer, slots: int) -> None:
+    def __init__(self, layer: Layer, num_slots: int) -> None:
         self.layer = layer
-        self.state = np.zeros((slots, *layer.state_shape))
-        self.position = np.zeros(slots, dtype=np.int32)
+        self.state = np.zeros((num_slots, *layer.state_shape))
+        self.position = np.zeros(num_slots, dtype=np.int32)
 
-    def warmup(self, activation: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None) -> None:
         """See `sketchssm.backends.Engine`: there is nothing to compile."""
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
@@ -68,10 +69,10 @@ class StandardEngine:
 class ReplayEngine(StandardEngine):
     """Buffered replay: raw inputs wait in a ring and are folded into the state at the window's last token."""
 
-    def __init__(self, layer: Layer, slots: int, window: int) -> None:
-        super().__init__(layer, slots)
+    def __init__(self, layer: Layer, num_slots: int, window: int) -> None:
+        super().__init__(layer, num_slots)
         self.window = window
-        self._ring: list[list[Tokens]] = [[] for _ in range(slots)]
+        self._ring: list[list[Tokens]] = [[] for _ in range(num_slots)]
 
     def _token(self, slot: int, token: Tokens) -> Array:
         self._ring[slot].append(Tokens(*(x if x is None else x.copy() for x in token)))  # not the caller's memory
@@ -108,11 +109,11 @@ class ReplayEngine(StandardEngine):
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay whose state reads between flushes go through a sketch."""
 
-    def __init__(self, plan: SketchPlan, slots: int, sketch_dtype: str = "float64") -> None:
-        super().__init__(plan.layer, slots, plan.window)
+    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float64") -> None:
+        super().__init__(plan.layer, num_slots, plan.window)
         self.plan = plan
-        self._reads: list[list[Callable[[Array], Array]]] = [[] for _ in range(slots)]
-        for slot in range(slots):
+        self._reads: list[list[Callable[[Array], Array]]] = [[] for _ in range(num_slots)]
+        for slot in range(num_slots):
             self._start_window(slot)
 
     def _start_window(self, slot: int) -> None:

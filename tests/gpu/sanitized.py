@@ -32,7 +32,7 @@ def main():
     for name, activation in [*CASES, ("kda-raw", "bfloat16")]:
         layer = LAYERS[name]
         gate = named_gate(name, layer, rng)
-        options = {"activation": activation, "output": "float32", "gate": gate}
+        options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate}
         run(StandardEngine(layer, SLOTS, **options), layer, activation, gate, rng)
         run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, gate, rng)
         for kind in MAPS.get((name, activation), ("lowrank", "ridge")):

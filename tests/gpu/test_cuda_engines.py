@@ -52,16 +52,16 @@ def test_standard(name, activation, rng, cupy):
 
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
-    device = StandardEngine(layer, 6, activation=activation, output="float32", gate=gate)
+    device = StandardEngine(layer, 6, activation_dtype=activation, output_dtype="float32", gate=gate)
     oracle = reference.StandardEngine(layer, 6)
     tokens = make_tokens(layer, 4, 60, activation, rng, gate=gate)
     got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(4, 6, 60, rng), activation, gate)
     assert error(got, want) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
-    several = StandardEngine(layer, 6, activation=activation, output="float32", gate=gate)
+    several = StandardEngine(layer, 6, activation_dtype=activation, output_dtype="float32", gate=gate)
     out = cupy.full(got.shape, np.nan, dtype=np.float32)
     several.step(tokens_to_device(tokens, activation, gate), cupy.arange(4), out)
-    single = StandardEngine(layer, 6, activation=activation, output="float32", gate=gate)
+    single = StandardEngine(layer, 6, activation_dtype=activation, output_dtype="float32", gate=gate)
     alone, _, _ = run_pair(
         single, reference.StandardEngine(layer, 6), layer, tokens, np.tile(np.arange(4), (60, 1)), activation, gate
     )
@@ -78,7 +78,7 @@ def test_replay(name, activation, window, rng, cupy):
         pytest.skip("covered by window 16")
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
-    device = ReplayEngine(layer, 6, window, activation=activation, output="float32", gate=gate)
+    device = ReplayEngine(layer, 6, window, activation_dtype=activation, output_dtype="float32", gate=gate)
     poison_rings(device)
     oracle = reference.ReplayEngine(layer, 6, window)
     tokens = make_tokens(layer, 4, 5 * window, activation, rng, gate=gate)
@@ -109,7 +109,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     plan = make_plan(layer, ranks, rng, map=kind, ridge=ridge)
     activation = "bfloat16"
     gate = named_gate(name, layer, rng)
-    device = SketchEngine(plan, 6, stored, activation=activation, output="float32", gate=gate)
+    device = SketchEngine(plan, 6, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
     poison_rings(device)
     device.sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(6))
@@ -148,7 +148,7 @@ def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cu
     start = cupy.asarray(rng.standard_normal((batch, *layer.state_shape)).astype(np.float32))
     results = []
     for blocks in (3, 1000):
-        engine = with_blocks(SketchEngine(plan, batch, activation=activation, output="float32"), blocks)
+        engine = with_blocks(SketchEngine(plan, batch, activation_dtype=activation, output_dtype="float32"), blocks)
         out = cupy.full((batch, 33, layer.heads, layer.value_dim), np.nan, np.float32)
         engine.load_state(start, cupy.arange(batch))
         engine.step(tokens, cupy.arange(batch)[::-1].copy(), out)
@@ -166,7 +166,7 @@ def test_pivot_counts(pivots, dependent, rng, cupy):
 
     layer = LAYERS["gdn"]
     plan = make_plan(layer, [12, 3, 9, DENSE], rng, pivots=pivots)
-    device, oracle = SketchEngine(plan, 3, "float32", output="float32"), reference.SketchEngine(plan, 3)
+    device, oracle = SketchEngine(plan, 3, "float32", output_dtype="float32"), reference.SketchEngine(plan, 3)
     start = rng.standard_normal((3, *layer.state_shape))
     if dependent:
         start = rng.standard_normal((3, layer.heads, 128, 3)) @ rng.standard_normal((3, layer.heads, 3, 128))
@@ -183,7 +183,7 @@ def test_outputs_of_padding_are_zero(rng, cupy):
     from sketchssm.cuda.engines import SketchEngine
 
     layer = LAYERS["gdn"]
-    device = SketchEngine(make_plan(layer, [7, DENSE, 16, 2], rng), 4, output="float32")
+    device = SketchEngine(make_plan(layer, [7, DENSE, 16, 2], rng), 4, output_dtype="float32")
     tokens = tokens_to_device(make_tokens(layer, 3, 1, "bfloat16", rng), "bfloat16")
     out = cupy.full((3, 1, 4, 128), np.nan, dtype=np.float32)
     device.step(tokens, cupy.asarray([2, -1, 0]), out)
@@ -201,7 +201,7 @@ def test_graph_replay_with_changing_slots(name, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
-    eager, captured = (SketchEngine(plan, 6, output="float32", gate=gate) for _ in range(2))
+    eager, captured = (SketchEngine(plan, 6, output_dtype="float32", gate=gate) for _ in range(2))
     tokens = make_tokens(layer, 4, 1200, "bfloat16", rng, gate=gate)
     table = slot_table(4, 6, 1200, rng)
     first = tokens_to_device(type(tokens)(*(x if x is None else x[:, :1] for x in tokens)), "bfloat16", gate)
@@ -237,7 +237,7 @@ def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
-    alone, together = (SketchEngine(plan, 64, output="float32", gate=gate) for _ in range(2))
+    alone, together = (SketchEngine(plan, 64, output_dtype="float32", gate=gate) for _ in range(2))
     tokens = make_tokens(layer, 64, 40, "bfloat16", rng, gate=gate)
     for t in range(40):
         step = type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens))
@@ -260,7 +260,7 @@ def test_rows_of_standard_decode_do_not_depend_on_their_batch(name, rng, cupy):
 
     layer, batch = LAYERS[name], 300
     gate = named_gate(name, layer, rng)
-    alone, together = (StandardEngine(layer, batch, output="float32", gate=gate) for _ in range(2))
+    alone, together = (StandardEngine(layer, batch, output_dtype="float32", gate=gate) for _ in range(2))
     assert batch * layer.heads * layer.value_dim // together.value_rows >= MANY_WARPS  # of another size, then
     tokens = make_tokens(layer, batch, 8, "bfloat16", rng, gate=gate)
     one = type(tokens)(*(x if x is None else x[137:138] for x in tokens))
@@ -282,9 +282,11 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
     shape = (3, *layer.state_shape)
     strides = (4 * stride * 1, 4 * layer.value_dim * layer.key_dim, 4 * layer.key_dim, 4)
     for build, oracle_type in (
-        (lambda state: StandardEngine(layer, 3, state=state, output="float32"), "standard"),
+        (lambda state: StandardEngine(layer, 3, state=state, output_dtype="float32"), "standard"),
         (
-            lambda state: SketchEngine(make_plan(layer, [7] * layer.heads, rng), 3, state=state, output="float32"),
+            lambda state: SketchEngine(
+                make_plan(layer, [7] * layer.heads, rng), 3, state=state, output_dtype="float32"
+            ),
             "sketch",
         ),
     ):

@@ -328,12 +328,12 @@ class TestActivations:
             want = twin.step(*tokens)
             assert error(wide(output), want) < max(1e-4, exact)
             assert error(wide(output)[:, -1], want[:, -1]) < exact
-            with pytest.raises(ValueError, match="activation: expected"):
+            with pytest.raises(ValueError, match="activation_dtype: expected"):
                 head.warmup("float16")
 
     def test_an_activation_that_was_asked_for_rounds(self, cupy, rng):
         layer = LAYERS["mamba2"]
-        head, twin = heads_of("standard", layer, 2, rng, activation="bfloat16", output="float32")
+        head, twin = heads_of("standard", layer, 2, rng, activation_dtype="bfloat16", output_dtype="float32")
         tokens = make_tokens(layer, 2, 12, "bfloat16", rng)
         output = head.step(*each(tokens, on_cupy(cupy), "float32"))
         assert output.dtype == np.float32
