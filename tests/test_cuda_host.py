@@ -179,7 +179,7 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
     gate = named_gate(name, layer, rng)
-    device = SketchEngine(plan, 5, activation=activation, output="float32", gate=gate)
+    device = SketchEngine(plan, 5, activation_dtype=activation, output_dtype="float32", gate=gate)
     oracle = reference.SketchEngine(evaluated(plan), 5)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(5))
@@ -201,7 +201,7 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
 def test_no_tokens(rng, cupy):
     """A step without tokens launches nothing and moves no cursor."""
     layer = Layer("gdn", 4, 64, 64, 2)
-    device = SketchEngine(make_plan(layer, [3, DENSE, 5, 2], rng, window=8), 2, output="float32")
+    device = SketchEngine(make_plan(layer, [3, DENSE, 5, 2], rng, window=8), 2, output_dtype="float32")
     tokens = make_tokens(layer, 2, 0, "bfloat16", rng)
     device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), cupy.zeros((2, 0, 4, 64), np.float32))
     assert device.position.tolist() == [0, 0]
