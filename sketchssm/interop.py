@@ -9,6 +9,7 @@ to the host, and results back. No framework is imported here before one of its a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from sketchssm.recurrence import Tokens, check_gates, check_slots
 
-__all__ = ["HostArrays", "check_out", "framework", "from_host", "is_real", "to_host"]
+__all__ = ["HostArrays", "check_out", "framework", "from_host", "is_real", "to_host", "to_type"]
 
 _FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
 
@@ -96,6 +97,41 @@ def is_real(dtype: np.dtype[Any]) -> bool:
     return (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
 
 
+def to_type(host: npt.NDArray[Any], dtype: np.dtype[Any], name: str, live: Any = slice(None)) -> npt.NDArray[Any]:
+    """Make a host array contiguous and of a type, without a copy where it already is.
+
+    Parameters
+    ----------
+    host : ndarray
+        Real numbers.
+    dtype : dtype
+        Type to convert to.
+    name : str
+        Argument's name, for the message.
+    live : index, optional
+        Rows that are checked; padding may hold anything. Default: all.
+
+    Returns
+    -------
+    ndarray
+        Same shape and values.
+
+    Raises
+    ------
+    ValueError
+        If a finite number is beyond the type's range. A log-decay `g` may be: its limit -inf forgets as much.
+    """
+    if host.dtype == dtype:
+        return np.ascontiguousarray(host)
+    with np.errstate(over="ignore", invalid="ignore"):  # of padding rows
+        converted = np.ascontiguousarray(host, dtype=dtype)
+    if name != "g" and host.itemsize >= dtype.itemsize:  # else the range can only grow
+        lost = np.isinf(converted[live]) & np.isfinite(host[live])
+        if lost.any():
+            raise ValueError(f"{name}: expected numbers that {dtype.name} can hold, got {host[live][lost][0]}")
+    return converted
+
+
 def check_out(out: Any, shape: tuple[int, ...]) -> None:
     """Check, before anything is computed, that `from_host` will be able to fill an array.
 
@@ -109,9 +145,9 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
     Raises
     ------
     TypeError
-        If it is no NumPy, PyTorch or CuPy array of a real floating-point type.
+        If `out` is no NumPy, PyTorch or CuPy array of a real floating-point type, or a tensor without dense memory.
     ValueError
-        If its shape is wrong, it is read-only, or several of its elements share memory.
+        If its shape is wrong, it is read-only, or two of its elements share memory.
     """
     kind = framework(out)
     if kind == "jax":
@@ -121,16 +157,43 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
     if kind == "torch":
-        real, writable, strides = out.dtype.is_floating_point, True, out.stride()
+        real, writable = out.dtype.is_floating_point, True
+        if out.is_meta or out.layout is not _strided():
+            came = "a tensor on the meta device" if out.is_meta else f"layout {out.layout}"
+            raise TypeError(f"out: expected a tensor with dense memory, got {came}")
+        dense = out.is_contiguous()
     else:
         real = is_real(out.dtype)
-        writable, strides = kind == "cupy" or getattr(out.flags, "writeable", False), out.strides
+        writable = kind == "cupy" or getattr(out.flags, "writeable", False)
+        dense = out.flags.c_contiguous
     if not real:
         raise TypeError(f"out: expected a real floating-point array, got dtype {out.dtype}")
     if not writable:
         raise ValueError("out: expected a writable array, got a read-only one")
-    if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
-        raise ValueError("out: expected memory of its own for every element, got a broadcast array")
+    if not dense:
+        strides, item = (out.stride(), 1) if kind == "torch" else (out.strides, out.itemsize)
+        if _elements_overlap(shape, strides, item):
+            raise ValueError(f"out: expected memory of its own for every element, got strides {tuple(strides)}")
+
+
+def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
+    """Tell whether two elements of a strided array share memory; strides and `item` in the same unit."""
+    axes = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    reach = item  # of all axes so far
+    for stride, size in axes:
+        if stride < reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    if min(shape) == 0:
+        return False
+    if any(stride == 0 for stride, _ in axes):
+        return True
+    offsets = np.zeros(1, dtype=np.int64)  # axes that interleave: compare the addresses themselves
+    for stride, size in axes:
+        offsets = np.add.outer(offsets, stride * np.arange(size)).reshape(-1)
+    return bool((np.diff(np.sort(offsets)) < item).any())
 
 
 def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
@@ -214,6 +277,13 @@ def framework(array: Any) -> str:
 _known: dict[type, str] = {}  # looked up several times a step
 
 
+@cache
+def _strided() -> Any:
+    import torch
+
+    return torch.strided
+
+
 def _bfloat16() -> np.dtype[Any]:
     import ml_dtypes
 
@@ -263,9 +333,9 @@ class HostArrays:
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """See `sketchssm.backends.Call`."""
         index = self.slots(slots, given.v.shape[0], capacity)
-        host = (None if x is None else self._take(x, name) for name, x in given._asdict().items())
-        tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
         live = index >= 0 if (index < 0).any() else slice(None)
+        host = (None if x is None else self._take(x, name, live) for name, x in given._asdict().items())
+        tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
         for name in ("beta",) if self._log_decays is not None else ("g", "beta"):
             if getattr(tokens, name) is not None:
                 self.check(name, getattr(tokens, name)[live])
@@ -274,8 +344,9 @@ class HostArrays:
 
     def states(self, state: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """See `sketchssm.backends.Call`."""
-        host = self._take(state, "state")
-        self.check("state", host[slots >= 0])
+        live = slots >= 0
+        host = self._take(state, "state", live)
+        self.check("state", host[live])
         return host
 
     def result(self, written: npt.NDArray[Any], v: Any, out: Any) -> Any:
@@ -297,7 +368,7 @@ class HostArrays:
         Raises
         ------
         ValueError
-            If a log-decay is positive or NaN (the state would grow), a write gate NaN, or a state not finite.
+            If a log-decay is positive or NaN (the state would grow), a write gate or a state not finite.
         """
         check_gates(values if name == "g" else None, values if name == "beta" else None)
         if name == "state" and not np.isfinite(values).all():
@@ -318,7 +389,7 @@ class HostArrays:
             and not any(x is not None and np.may_share_memory(out, x) for x in tokens)
         )
 
-    def _take(self, array: Any, name: str) -> npt.NDArray[Any]:
+    def _take(self, array: Any, name: str, live: Any) -> npt.NDArray[Any]:
         """The caller's array on the host, contiguous and in the engine's type; no copy where none is needed."""
         host = to_host(array, name)
         if not is_real(host.dtype):
@@ -326,4 +397,4 @@ class HostArrays:
         if name == "g" and self._log_decays is not None:
             with np.errstate(all="ignore"):  # what a padding row holds, and what is beyond the type's range
                 return self._log_decays(host).astype(self.dtype)
-        return np.ascontiguousarray(host, dtype=self.dtype)
+        return to_type(host, self.dtype, name, live)

@@ -203,18 +203,18 @@ def _describe(tail: tuple[int, ...], tokens_axis: bool | None = None) -> str:
 
 
 def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> None:
-    """Check the values of host gates, of those that are given: g in [-inf, 0] and beta not NaN.
+    """Check the values of host gates, of those that are given: g in [-inf, 0] and beta finite.
 
     Raises
     ------
     ValueError
-        If a log-decay is positive or NaN (the state would grow), or a write gate is NaN.
+        If a log-decay is positive or NaN (the state would grow), or a write gate is not finite.
     """
     if g is not None and not (g <= 0).all():
         worst = g.max() if not np.isnan(g).any() else np.nan
         raise ValueError(f"g: expected log-decays <= 0 (-inf allowed), got a value of {worst}")
-    if beta is not None and np.isnan(beta).any():
-        raise ValueError("beta: expected numbers, got NaN")
+    if beta is not None and not np.isfinite(beta).all():
+        raise ValueError("beta: expected finite numbers, got NaN or infinity")
 
 
 def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
@@ -246,9 +246,11 @@ def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
     array = np.asarray(slots)
     if array.dtype.kind not in "iu" and array.size:
         raise ValueError(f"slots: expected integers, got dtype {array.dtype}")
-    array = array.astype(np.int64)
     if array.shape != (batch,):
         raise ValueError(f"slots: expected shape ({batch},), got {array.shape}")
+    if array.dtype == np.uint64 and batch and array.max() >= capacity:  # which int64 may not hold
+        raise ValueError(f"slots: expected -1 (padding) or 0 to {capacity - 1}, got {array.max()}")
+    array = array.astype(np.int64)
     ordered = np.sort(array)  # every step comes here: a few operations for the usual case
     if batch and (ordered[0] < PAD_SLOT or ordered[-1] >= capacity):
         outside = array[(array < PAD_SLOT) | (array >= capacity)]

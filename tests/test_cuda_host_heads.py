@@ -1,5 +1,6 @@
 """Heads on the CUDA backend without a GPU: the kernels run on the host, the stand-in's arrays are the device's."""
 
+import os
 import re
 import sys
 import warnings
@@ -502,6 +503,24 @@ class TestCompiling:
             head.warmup()
         assert re.match(r"standard\.cu \(in .*cuda_src\) did not compile with .* -DHEADS=2 .*", str(raised.value))
         assert "error: 'nothing' does not name a type" in str(raised.value).replace("‘", "'").replace("’", "'")
+
+    def test_a_full_disk_is_no_error(self, rng, monkeypatch):
+        """CuPy fails where it can't write its cache: kernels are then compiled without, which is said once."""
+        compile_it = standin.RawModule.compile
+
+        def with_cache(module):
+            if os.environ.get("CUPY_CACHE_IN_MEMORY") != "1":
+                raise OSError(28, "No space left on device")
+            compile_it(module)
+
+        monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
+        monkeypatch.setattr(modules, "_modules", {})
+        monkeypatch.setattr(standin.RawModule, "compile", with_cache)
+        head = sketch(activation="float32")
+        with pytest.warns(RuntimeWarning, match=r"^CuPy can't keep compiled kernels on disk \(.*No space") as record:
+            head.warmup()
+        assert len(record) == 1
+        head.step(*tokens_of(rng, length=1))
 
     @pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
     def test_warmup_leaves_no_trace(self, backend, rng):

@@ -435,7 +435,8 @@ def bad_steps(layer, tokens):
         yield {"beta": np.ones(v.shape[:-1], np.float32)}, ValueError, "beta: mamba2 has no write gate"
     else:
         yield {"beta": None}, ValueError, f"beta: {layer.kind} needs an array"
-        yield {"beta": np.full_like(beta, np.nan)}, ValueError, "beta: expected numbers, got NaN"
+        for bad in (np.nan, np.inf):
+            yield {"beta": np.full_like(beta, bad)}, ValueError, "beta: expected finite numbers, got NaN or infinity"
         yield {"beta": beta > 0}, TypeError, "beta: expected a real floating-point array, got dtype bool"
     yield {"slots": [0]}, ValueError, f"slots: expected shape ({batch},)"
     yield {"slots": [0, SLOTS]}, ValueError, "slots: expected -1 (padding) or 0 to"

@@ -10,7 +10,7 @@ import pytest
 from samples import LAYERS, at, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.interop import check_out, from_host, is_real, to_host
+from sketchssm.interop import check_out, from_host, is_real, to_host, to_type
 from sketchssm.recurrence import Tokens
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -219,8 +219,15 @@ class TestOut:
             check_out(torch.zeros(3, 4, dtype=torch.int64), (3, 4))
         with pytest.raises(TypeError, match=r"^out: expected a real floating-point array, got dtype torch.complex64"):
             check_out(torch.zeros(3, 4, dtype=torch.complex64), (3, 4))
-        with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
-            check_out(torch.zeros(4).expand(3, 4), (3, 4))
+        for overlapping in (torch.zeros(4).expand(3, 4), torch.zeros(9).as_strided((3, 4), (2, 1))):
+            with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
+                check_out(overlapping, (3, 4))
+        for bad, came in (
+            (torch.zeros(3, 4, device="meta"), "a tensor on the meta device"),
+            (torch.zeros(3, 4).to_sparse(), "layout torch.sparse_coo"),
+        ):
+            with pytest.raises(TypeError, match=rf"^out: expected a tensor with dense memory, got {came}"):
+                check_out(bad, (3, 4))
 
     @pytest.mark.parametrize(
         ("out", "error", "message"),
@@ -237,10 +244,20 @@ class TestOut:
         with pytest.raises(error, match=f"^out: {message}"):
             check_out(out, (3, 4))
 
-    def test_a_broadcast_array_made_writable(self):
-        out = np.lib.stride_tricks.as_strided(np.zeros(4), (3, 4), (0, 8))
+    @pytest.mark.parametrize("strides", [(0, 8), (8, 8), (16, 8), (24, 8), (8, 4), (30, 8)])
+    def test_elements_that_share_memory_are_refused(self, strides):
+        out = np.lib.stride_tricks.as_strided(np.zeros(20), (3, 4), strides)
         with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
             check_out(out, (3, 4))
+
+    @pytest.mark.parametrize("strides", [(8, 24), (40, 8), (64, 16), (-32, 8), (32, -8), (8, 32), (16, 24), (24, 32)])
+    def test_any_other_strides_are_taken(self, strides):
+        """The axes of the last two interleave, but no two elements are at one place."""
+        out = np.lib.stride_tricks.as_strided(np.zeros(40)[20:], (3, 4), strides)
+        check_out(out, (3, 4))
+
+    def test_of_no_elements(self):
+        check_out(np.lib.stride_tricks.as_strided(np.zeros(4), (3, 0), (0, 8)), (3, 0))
 
 
 @pytest.mark.parametrize("dtype", [*REAL, int, bool, complex, object, np.longdouble, "V4", "U3", "M8[s]", "f4,f4"])
@@ -331,6 +348,15 @@ class TestHeads:
         assert type(output) is np.ndarray
         np.testing.assert_array_equal(output, plain.step(*tokens))
 
+    def test_overlapping_out_is_refused_before_anything_happens(self, backend, rng):
+        head, twin = self.pair(backend, rng)
+        tokens = at(tokens_of(rng, LAYER, 2, 1), np.s_[:, 0])
+        out = np.lib.stride_tricks.as_strided(np.zeros(100, np.float32), tokens.v.shape, (12, 8, 4))
+        with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
+            head.step(*tokens, out=out)
+        np.testing.assert_array_equal(head.position, 0)
+        np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
+
     def test_an_unusable_argument_is_named(self, torch, backend, rng):
         head, _ = self.pair(backend, rng)
         tokens = at(each(tokens_of(rng, LAYER, 2, 1), torch.from_numpy), np.s_[:, 0])
@@ -338,6 +364,50 @@ class TestHeads:
             head.step(*tokens._replace(k=tokens.k.int()))
         with pytest.raises(TypeError, match=r"^q: expected an array, got torch.Tensor"):
             head.step(*tokens._replace(q=tokens.q.to(torch.float8_e4m3fn)))
+
+
+class TestRange:
+    """float64 numbers that float32 can't hold are refused, not turned into infinity."""
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "beta"])
+    def test_inputs(self, name, rng):
+        head, tokens = ss.StandardHead(LAYER, 3, "cpu"), tokens_of(rng, LAYER, 3, 2)
+        wide = getattr(tokens, name).astype(np.float64)
+        wide[1, 0] = -1e39
+        given = tokens._replace(**{name: wide})
+        with pytest.raises(ValueError, match=rf"^{name}: expected numbers that float32 can hold, got -1e\+39"):
+            head.step(*given)
+        assert not head.state.any()
+        head.step(*given, slots=[0, -1, 2])  # a padding row may hold anything
+        ss.StandardHead(LAYER, 3, "reference").step(*each(given, np.float64))  # which has room for them
+
+    def test_states(self, rng):
+        head, state = ss.StandardHead(LAYER, 3, "cpu"), states_of(rng, LAYER, 2).astype(np.float64)
+        state[1, 0, 0, 0] = 1e39
+        with pytest.raises(ValueError, match=r"^state: expected numbers that float32 can hold, got 1e\+39"):
+            head.load_state(state)
+        assert not head.state.any()
+        head.load_state(state, slots=[2, -1])
+
+    def test_log_decays_are_full_forgets(self, rng):
+        """exp(-1e39) is 0 in any arithmetic."""
+        heads, tokens = [ss.StandardHead(LAYER, 3, "cpu") for _ in range(2)], tokens_of(rng, LAYER, 3, 2)
+        wide = tokens.g.astype(np.float64)
+        for head, value in zip(heads, (-1e39, -np.inf), strict=True):
+            wide[1, 1] = value
+            head.step(*tokens._replace(g=wide))
+        np.testing.assert_array_equal(heads[0].state, heads[1].state)
+
+    def test_infinity_stays_what_it_is(self):
+        np.testing.assert_array_equal(to_type(np.array([np.inf, 1.0]), np.dtype(np.float32), "q"), [np.inf, 1.0])
+
+    @pytest.mark.parametrize(
+        ("source", "target", "value"),
+        [(np.float64, BFLOAT16, 1e39), (np.float32, np.float16, 7e4), (BFLOAT16, np.float16, 7e4)],
+    )
+    def test_other_types(self, source, target, value):
+        with pytest.raises(ValueError, match=rf"^v: expected numbers that {np.dtype(target).name} can hold, got"):
+            to_type(np.array([1.0, value], source), np.dtype(target), "v")
 
 
 @pytest.mark.gpu

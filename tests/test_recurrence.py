@@ -139,9 +139,10 @@ class TestCheckGates:
         with says(f"g: expected log-decays <= 0 (-inf allowed), got a value of {shown}"):
             check_gates(np.array([[-1.0, bad]]), None)
 
-    def test_refuses_nan_beta(self):
-        with says("beta: expected numbers, got NaN"):
-            check_gates(np.array([-1.0]), np.array([np.nan]))
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_refuses_beta_that_is_not_finite(self, bad):
+        with says("beta: expected finite numbers, got NaN or infinity"):
+            check_gates(np.array([-1.0]), np.array([1.0, bad]))
 
 
 class TestCheckSlots:
@@ -172,7 +173,11 @@ class TestCheckSlots:
             ([[0, 1, -1]], "slots: expected shape (3,), got (1, 3)"),
             ([0, 1, 2], "slots: expected -1 (padding) or 0 to 1, got 2"),
             ([0, -2, 1], "slots: expected -1 (padding) or 0 to 1, got -2"),
-            (np.array([0, 2**63, 1], np.uint64), "slots: expected -1 (padding) or 0 to 1, got"),
+            (np.array([0, 2**63, 1], np.uint64), "slots: expected -1 (padding) or 0 to 1, got 9223372036854775808"),
+            (
+                np.array([0, 2**64 - 1, 1], np.uint64),
+                "slots: expected -1 (padding) or 0 to 1, got 18446744073709551615",
+            ),
             ([1, -1, 1], "slots: expected each slot at most once, got slot 1 twice"),
         ],
     )

@@ -18,6 +18,9 @@ __all__ = ["KernelCompileError", "Variant", "load", "size_of", "source_text", "w
 
 STANDARD = "-std=c++17"
 
+UNCACHED = "CUPY_CACHE_IN_MEMORY"
+"""Environment variable that keeps CuPy from writing compiled kernels to disk, read at every compilation."""
+
 
 class KernelCompileError(RuntimeError):
     """A kernel that did not compile: shows options, the compiler's log and where the source stands."""
@@ -117,15 +120,38 @@ def load(variant: Variant, *, late: bool = False) -> Any:
             RuntimeWarning,
             stacklevel=6,  # the caller of a head's step
         )
-    module = cupy.RawModule(code=source_text(variant.operation), options=variant.options)
     try:
-        module.compile()
+        module = _compiled(variant)
     except cupy.cuda.compiler.CompileException as error:
         raise KernelCompileError(
             f"{variant.operation}.cu (in {_source_folder()}) did not compile with {' '.join(variant.options)}\n{error}"
         ) from error
     with _lock:
         return _modules.setdefault(key, module)
+
+
+def _compiled(variant: Variant) -> Any:
+    """Compile a variant; without CuPy's cache on disk where that can't be written."""
+    import cupy
+
+    def compiled() -> Any:
+        module = cupy.RawModule(code=source_text(variant.operation), options=variant.options)
+        module.compile()
+        return module
+
+    try:
+        return compiled()
+    except OSError as error:
+        with _lock:
+            if os.environ.get(UNCACHED) != "1":
+                os.environ[UNCACHED] = "1"
+                warnings.warn(
+                    f"CuPy can't keep compiled kernels on disk ({error}); they are compiled anew in every process, "
+                    f"and {UNCACHED}=1 is set for this one",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return compiled()
 
 
 def size_of(module: Any, name: str) -> int:
