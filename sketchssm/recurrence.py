@@ -1,10 +1,10 @@
-"""What one layer's recurrence looks like: its kind, its shapes, and the checks of what a caller hands in.
+"""Kind and shape of one recurrent layer, and the checks of a call's arguments.
 
-This is the one place where the three kinds differ in words. With ``S`` of shape ``(K, V)``, one token does
+The three kinds differ in this one place. With ``S`` of shape ``(K, V)``, one token does
 
     S_t = M_t S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t,    M_t = (I - beta_t k_t k_t^T) Diag(exp g_t)
 
-(equations *update* and *read* of the paper). For ``mamba2`` nothing is erased: ``M_t = exp(g_t) I`` and
+(equations *update* and *read* of the paper). ``mamba2`` erases nothing: ``M_t = exp(g_t) I`` and
 ``beta_t = 1``.
 """
 
@@ -25,10 +25,10 @@ DENSE = -1
 """Rank that marks a head which reads the full state instead of a sketch."""
 
 ROUNDING = 1e-5
-"""Relative errors of outputs and states below this are float32's rounding."""
+"""Relative errors of outputs and states below this value are float32 rounding."""
 
 PAD_SLOT = -1
-"""Slot of a padding row: nothing is read or written for it and its output is zeros."""
+"""Slot of a padding row. No memory is read or written for the row, and its output is zeros."""
 
 
 class Tokens(NamedTuple):
@@ -203,7 +203,7 @@ def _describe(tail: tuple[int, ...], tokens_axis: bool | None = None) -> str:
 
 
 def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> None:
-    """Check the values of host gates, of those that are given: g in [-inf, 0] and beta finite.
+    """Check the values of host gates: g in [-inf, 0] and beta finite. None skips an argument.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
 
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
-averaged over a window. A full float32 state is ``D = 4 K V`` bytes. Ring buffers, writes of sketches and maps, and
-what all sequences share (bases, projections) are not counted, as in the paper.
+averaged over a window. A full float32 state is ``D = 4 K V`` bytes. As in the paper, three things are not counted:
+ring buffers, writes of sketches and maps, and the bases and projections that all sequences share.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
     key_dim, value_dim : int
         K and V.
     bits : float, optional
-        Bits per element of a quantised state, stored residuals included, with 16-bit scales along both dimensions
-        (DSQ): the compression is ``32 / (bits + 16 (K + V) / (K V))``.
+        Bits per element of a quantised state, including stored residuals. With 16-bit scales along both dimensions
+        (DSQ) the compression is ``32 / (bits + 16 (K + V) / (K V))``.
     sparsity : float, optional
-        Share of a pruned state's rows or channels that is gone (GHOST, DRRQR): ``1 / (1 - sparsity)``.
+        Share of the rows or channels that pruning removes (GHOST, DRRQR); the compression is ``1 / (1 - sparsity)``.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
 
 
 def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) -> float:
-    """Bytes per token where a quantised copy serves reads and the full state is touched once a window.
+    """Bytes per token where reads use a quantised copy and the full state is read and written once a window.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) 
     Returns
     -------
     float
-        ``((W - 1) D / C_rate + 2 D) / W``: the ablation of appendix *Preserving Full-State Updates*.
+        ``((W - 1) D / C_rate + 2 D) / W``, from the appendix *Ablation of Preserving Full-State Updates*.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def sketch_read(
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
 ) -> Bytes:
-    """Bytes that one read between flushes moves.
+    """Bytes that one read between two flushes moves.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def sketch_read(
     Raises
     ------
     ValueError
-        If the kind, the map or a rank is not one there is.
+        If the kind, the map or a rank is invalid.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -201,7 +201,7 @@ def sketch(
     Raises
     ------
     ValueError
-        If the kind, the map, the window or a rank is not one there is.
+        If the kind, the map, the window or a rank is invalid.
     """
     read = sketch_read(kind, key_dim, value_dim, rank, window, map)
     return ((window - 1) * read + standard(key_dim, value_dim)) / _checked(window)
@@ -224,7 +224,8 @@ def reduction(
     key_dim, value_dim : int
         K and V.
     rank : array_like
-        One rank, or one of each head, whose bytes are added up before the ratio is taken; `DENSE` for a full read.
+        One rank, or the rank of each head; `DENSE` for a full read. The ratio is taken after the bytes of all heads
+        are added up.
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
@@ -238,7 +239,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the map, the window or a rank is not one there is.
+        If the kind, the map, the window or a rank is invalid.
 
     Examples
     --------
@@ -253,7 +254,7 @@ def reduction(
 
 
 def _quantised(key_dim: int, value_dim: int, bits: float) -> float:
-    """Bytes of a quantised state: its elements and one 16-bit scale for every row and every column."""
+    """Bytes of a quantised state: its elements, and one 16-bit scale per row and per column."""
     if not bits > 0:
         raise ValueError(f"bits: expected a positive number, got {bits!r}")
     return (bits * key_dim * value_dim + 16 * (key_dim + value_dim)) / 8
