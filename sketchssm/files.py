@@ -1,7 +1,8 @@
-"""The library's files: safetensors with versioned metadata, written whole or not at all.
+"""The library's files: safetensors with one JSON document of versioned, checksummed metadata.
 
-Tensors are plain arrays that any framework can open. The metadata names the format and its version; everything
-else in it is JSON, one document per key.
+Tensors are plain arrays that any framework can open. The document stands under the one metadata key `KEY`: a single
+key keeps the bytes of a file the same from run to run. It holds ``format``, ``version``, ``sha256`` and the fields of
+the format. The checksum is SHA-256 over the document and the tensors. It finds damage; it is no signature.
 """
 
 from __future__ import annotations
@@ -20,22 +21,34 @@ import numpy.typing as npt
 
 from sketchssm.recurrence import Layer
 
-__all__ = ["FileFormat", "FileFormatError", "layer_fields", "load_file", "save_file", "source_digest", "write_whole"]
+__all__ = [
+    "FileFormat",
+    "FileFormatError",
+    "check_array",
+    "layer_fields",
+    "load_file",
+    "save_file",
+    "source_digest",
+    "write_whole",
+]
 
 T = TypeVar("T")
+
+KEY = "sketchssm"
+"""Metadata key of the JSON document."""
 
 PACKAGE = Path(__file__).parent
 
 
 class FileFormatError(ValueError):
-    """A file that can't be used: truncated, of another format, of a newer version, or inconsistent."""
+    """A file that can't be used: damaged, of another format or version, or inconsistent."""
 
 
 class FileFormat(NamedTuple):
-    """What a kind of file is called and holds.
+    """Name and contents of one kind of file.
 
-    `name` and `version` go into the metadata; `tensors` are the names that must be there; `error` is what `load_file`
-    raises, a subclass of `ValueError`.
+    `name` and `version` go into the metadata. `tensors` names the arrays of a file, no more and no fewer. `error` is
+    the exception of `load_file`, a subclass of `ValueError`.
     """
 
     name: str
@@ -53,38 +66,38 @@ def save_file(
     path: str | os.PathLike[str],
     form: FileFormat,
     tensors: Mapping[str, npt.NDArray[Any]],
-    metadata: Mapping[str, Any],
+    fields: Mapping[str, Any],
 ) -> None:
-    """Write a file, all or nothing: an existing one is replaced at once when the new one is complete.
+    """Write a file. The same contents give the same bytes.
 
     Parameters
     ----------
     path : str or PathLike
-        Where to.
+        Where to. `write_whole` replaces an existing file.
     form : FileFormat
         Format, with every tensor named.
     tensors : mapping of str to ndarray
         One array for each of the format's names.
-    metadata : mapping
-        JSON documents by key.
+    fields : mapping
+        Values that JSON knows, by name.
     """
     from safetensors.numpy import save
 
-    meta = {"format": form.name, "version": str(form.version)}
-    meta |= {key: json.dumps(value) for key, value in metadata.items()}
-    data = save({name: np.ascontiguousarray(tensors[name]) for name in form.tensors}, metadata=meta)
-    write_whole(path, data)
+    arrays = {name: np.ascontiguousarray(tensors[name]) for name in form.tensors}
+    document = {"format": form.name, "version": form.version, **fields}
+    document["sha256"] = _checksum(document, arrays)
+    write_whole(path, save(arrays, metadata={KEY: _text(document)}))
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write bytes to a file, all or nothing: an existing one is replaced at once when the new one is complete.
+    """Write a file all or nothing: the new file replaces an existing one when it is complete.
 
     Parameters
     ----------
     path : str or PathLike
         Where to.
     data : bytes
-        What the file will hold.
+        Contents.
     """
     path = os.fspath(path)
     scratch = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
@@ -102,7 +115,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 @cache
 def source_digest(*patterns: str) -> str:
-    """Digest of the package's own sources, which what is kept on disk depends on; read once in a process.
+    """Digest of the package's own sources, on which files kept on disk depend. A process reads each source once.
 
     Parameters
     ----------
@@ -124,31 +137,30 @@ def source_digest(*patterns: str) -> str:
 def load_file(
     path: str | os.PathLike[str],
     form: FileFormat,
-    build: Callable[[dict[str, npt.NDArray[Any]], dict[str, Any]], T],
+    build: Callable[..., T],
 ) -> T:
-    """Read a file that `save_file` wrote and build what it holds.
+    """Read a file that `save_file` wrote and build its object.
 
     Parameters
     ----------
     path : str or PathLike
         Where from.
     form : FileFormat
-        Expected format; files of its version and older are read.
+        Expected format and version.
     build : callable
-        Takes the tensors and the decoded metadata; a `KeyError`, `TypeError` or `ValueError` that it raises means
-        that the file contradicts itself.
+        Takes the tensors as a dict and each field by name. An exception means that the file contradicts itself.
 
     Returns
     -------
     object
-        What `build` returned.
+        Result of `build`.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file.
     ValueError
-        As ``form.error``, if the file is truncated, of another format or a newer version, or inconsistent.
+        As ``form.error``, if the file is damaged, of another format or version, or inconsistent.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -157,25 +169,49 @@ def load_file(
         raise FileNotFoundError(f"no {form.name} file at {path}")
     try:
         with safe_open(path, "np") as file:
-            meta = file.metadata() or {}
-            _check_header(path, form, meta, set(file.keys()))
+            document = _document(form, file.metadata() or {})
+            names = sorted(file.keys())
+            if names != sorted(form.tensors):
+                raise ValueError(f"expected the tensors {', '.join(form.tensors)}, got {', '.join(names)}")
             tensors = {name: file.get_tensor(name) for name in form.tensors}
+        if document.pop("sha256", None) != _checksum(document, tensors):
+            raise ValueError("the contents do not match their checksum: the file is damaged")
+        del document["format"], document["version"]
+        return build(tensors, **document)
     except SafetensorError as error:
         raise form.error(f"{path}: not a whole safetensors file ({error})") from error
-    try:
-        return build(tensors, {key: json.loads(meta[key]) for key in meta if key not in ("format", "version")})
-    except (KeyError, TypeError, ValueError) as error:
-        raise form.error(f"{path}: metadata or tensors are inconsistent ({error})") from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged or crafted file provokes, such as a RecursionError
+        raise form.error(f"{path}: {error}") from error
 
 
-def _check_header(path: str, form: FileFormat, meta: Mapping[str, str], names: set[str]) -> None:
-    if meta.get("format") != form.name:
-        raise form.error(f"{path}: expected format {form.name!r}, got {meta.get('format')!r}")
-    version = meta.get("version", "")
-    if not version.isdecimal() or int(version) < 1:
-        raise form.error(f"{path}: expected a version number, got {version!r}")
-    if int(version) > form.version:
-        raise form.error(f"{path}: version {version} is newer than this library reads ({form.version})")
-    missing = set(form.tensors) - names
-    if missing:
-        raise form.error(f"{path}: tensors missing: {', '.join(sorted(missing))}")
+def check_array(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+    """Check the shape and the type of a tensor that `load_file` read, and raise `ValueError` if either is wrong."""
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"{name}: expected {np.dtype(dtype)} of shape {shape}, got {array.dtype} of {array.shape}")
+
+
+def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON document of a file's metadata, of the expected format and version."""
+    document = json.loads(metadata[KEY]) if KEY in metadata else dict(metadata)
+    if not isinstance(document, dict) or document.get("format") != form.name:
+        name = document.get("format") if isinstance(document, dict) else document
+        raise ValueError(f"expected format {form.name!r}, got {name!r}")
+    version = document.get("version")
+    if version != form.version:
+        raise ValueError(f"expected version {form.version} of {form.name}, got {version!r}: calibrate again")
+    return document
+
+
+def _checksum(document: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """SHA-256 of a document and of the names, types, shapes and bytes of tensors, in hexadecimal."""
+    parts = [(name, array.dtype.str, array.shape) for name, array in sorted(tensors.items())]
+    digest = sha256(_text([document, parts]).encode())
+    for _, array in sorted(tensors.items()):
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -22,10 +22,10 @@ __all__ = ["PlanFileError", "SketchPlan"]
 
 
 class PlanFileError(FileFormatError):
-    """A plan file that can't be used: truncated, not a plan, of a newer version, or inconsistent."""
+    """A plan file that can't be used: damaged, not a plan, of another version, or inconsistent."""
 
 
-FORMAT = FileFormat("sketchssm-plan", 1, ("omega", "projection", "ranks"), PlanFileError)
+FORMAT = FileFormat("sketchssm-plan", 2, ("omega", "projection", "ranks"), PlanFileError)
 
 
 class SketchPlan:
@@ -129,8 +129,8 @@ class SketchPlan:
             Where to; an existing file is replaced at once when the new one is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        settings = {"window": self.window, "map": asdict(self.map)}
-        save_file(path, FORMAT, tensors, {"layer": layer_fields(self.layer), "settings": settings})
+        fields = {"layer": layer_fields(self.layer), "window": self.window, "map": asdict(self.map)}
+        save_file(path, FORMAT, tensors, fields)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SketchPlan:
@@ -151,18 +151,16 @@ class SketchPlan:
         FileNotFoundError
             If there is no such file.
         PlanFileError
-            If the file is truncated, is not a plan, is of a newer version, or contradicts itself.
+            If the file is damaged, is no plan, is of another version, or contradicts itself.
         """
         return load_file(path, FORMAT, cls._build)
 
     @classmethod
-    def _build(cls, tensors: dict[str, npt.NDArray[Any]], meta: dict[str, Any]) -> SketchPlan:
-        plan = cls.__new__(cls)
-        settings = meta["settings"]
-        map = CoefficientMap(**settings["map"])
-        if asdict(map) != settings["map"]:
-            raise ValueError(f"map: expected all parameters of {map}, got {settings['map']}")
-        plan._fill(Layer(**meta["layer"]), tensors, settings["window"], map)
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any, map: Any) -> SketchPlan:
+        plan, full = cls.__new__(cls), CoefficientMap(**map)
+        if asdict(full) != map:
+            raise ValueError(f"map: expected all parameters of {full}, got {map}")
+        plan._fill(Layer(**layer), tensors, window, full)
         return plan
 
 

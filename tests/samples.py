@@ -1,8 +1,12 @@
 """Small layers, tokens and plans that several test files draw on."""
 
+import json
+
 import numpy as np
+from safetensors import safe_open
 
 from sketchssm.coefficients import DEFAULT_MAP, FORMS, CoefficientMap
+from sketchssm.files import KEY
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -92,6 +96,14 @@ def map_of(name, pivots=None, ridge=None):
     """A coefficient map with those of the given parameters that it has."""
     form = FORMS[name]
     return CoefficientMap(name, pivots if form.pivots else None, None if form.ridge is None else ridge)
+
+
+def parts_of(path):
+    """Fields and tensors of a file of the library, for `sketchssm.files.save_file` to write again with changes."""
+    with safe_open(path, "np") as file:
+        document = json.loads(file.metadata()[KEY])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return {name: x for name, x in document.items() if name not in ("format", "version", "sha256")}, tensors
 
 
 def relative(got, want):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.moments import Moments, check_window
-from sketchssm.files import FileFormat, layer_fields, load_file, save_file
+from sketchssm.files import FileFormat, check_array, layer_fields, load_file, save_file
 from sketchssm.recurrence import Layer
 from sketchssm.reference.recurrence import Array
 
@@ -26,7 +26,7 @@ SUPPORT = 1e-10
 """Eigenvalues of E0 below this share of the largest count as zero. Directions with so little of the states' energy
 can't be seen in an output, and an eigenvalue solver in float64 gets smaller ones wrong by more than 1e-5."""
 
-FORMAT = FileFormat("sketchssm-basis", 1, ("omega", "weighted", "e0", "spectrum", "retained"))
+FORMAT = FileFormat("sketchssm-basis", 2, ("omega", "weighted", "e0", "spectrum", "retained"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,22 +175,21 @@ class SketchBasis:
         FileNotFoundError
             If there is no such file.
         FileFormatError
-            If the file is truncated, holds no basis, is of a newer version, or contradicts itself.
+            If the file is damaged, holds no basis, is of another version, or contradicts itself.
         """
         return load_file(path, FORMAT, cls._build)
 
     @classmethod
-    def _build(cls, tensors: dict[str, npt.NDArray[Any]], meta: dict[str, Any]) -> SketchBasis:
-        layer = Layer(**meta["layer"])
-        heads, size = layer.heads, layer.key_dim
-        columns = _check_rank_max(layer, tensors["omega"].shape[-1])
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any) -> SketchBasis:
+        own = Layer(**layer)
+        heads, size, columns = own.heads, own.key_dim, tensors["retained"].shape[-1]
         shapes = [(heads, size, columns)] * 2 + [(heads, size, size), (heads, size), (heads, columns)]
         for name, shape in zip(FORMAT.tensors, shapes, strict=True):
-            if tensors[name].shape != shape or tensors[name].dtype != np.float64:
-                raise ValueError(f"{name}: expected float64 of shape {shape}, got {tensors[name].shape}")
+            check_array(name, tensors[name], shape, np.float64)
+        _check_rank_max(own, columns)
         if not all(np.isfinite(tensors[name]).all() for name in ("omega", "weighted", "e0")):
             raise ValueError("omega, weighted, e0: expected finite numbers, got NaN or infinity")
-        return cls(layer, check_window(meta["window"]), **tensors)
+        return cls(own, check_window(window), **tensors)
 
 
 def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, walk
-from sketchssm.files import FileFormat, layer_fields, load_file, save_file
+from sketchssm.files import FileFormat, check_array, layer_fields, load_file, save_file
 from sketchssm.recurrence import Layer
 from sketchssm.reference.recurrence import Array
 
@@ -17,7 +17,7 @@ __all__ = ["Moments"]
 
 WEIGHTINGS = ("uniform", "output")
 
-FORMAT = FileFormat("sketchssm-moments", 1, ("state_gram", "query_gram", "samples"))
+FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "samples"))
 
 
 class Moments:
@@ -151,8 +151,8 @@ class Moments:
             Where to; an existing file is replaced at once when the new one is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        settings = {"window": self.window, "weighting": self.weighting}
-        save_file(path, FORMAT, tensors, {"layer": layer_fields(self.layer), "settings": settings})
+        fields = {"layer": layer_fields(self.layer), "window": self.window, "weighting": self.weighting}
+        save_file(path, FORMAT, tensors, fields)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Moments:
@@ -173,18 +173,22 @@ class Moments:
         FileNotFoundError
             If there is no such file.
         FileFormatError
-            If the file is truncated, holds no moments, is of a newer version, or contradicts itself.
+            If the file is damaged, holds no moments, is of another version, or contradicts itself.
         """
         return load_file(path, FORMAT, cls._build)
 
     @classmethod
-    def _build(cls, tensors: dict[str, npt.NDArray[Any]], meta: dict[str, Any]) -> Moments:
-        moments = cls(**meta["layer"], **meta["settings"])
-        for name in FORMAT.tensors:
-            have, want = tensors[name], getattr(moments, name)
-            if have.shape != want.shape or have.dtype != want.dtype or not np.isfinite(have).all():
-                raise ValueError(f"{name}: expected finite {want.dtype} of shape {want.shape}")
-            setattr(moments, name, have)
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any, weighting: Any) -> Moments:
+        shape = Layer(**layer)
+        gram = (shape.heads, shape.key_dim, shape.key_dim)
+        check_array("state_gram", tensors["state_gram"], gram, np.float64)  # first: these bound what is allocated
+        check_array("query_gram", tensors["query_gram"], gram, np.float64)
+        check_array("samples", tensors["samples"], (shape.heads,), np.int64)
+        moments = cls(**layer, window=window, weighting=weighting)
+        for name, array in tensors.items():
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+            setattr(moments, name, array)
         return moments
 
 
