@@ -4,6 +4,8 @@ import importlib.util
 import os
 import zlib
 
+# Idle OpenMP threads sleep: spinning, the threads of several pytest workers take each other's cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # JAX takes three quarters of a device's memory at its first call, unless it is told to share with the other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
