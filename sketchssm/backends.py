@@ -7,6 +7,7 @@ computes and its results back. Engines are imported on first use, so that import
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -163,10 +164,15 @@ def load_engine(
     Raises
     ------
     ValueError
-        If the backend is unknown or does not have the system, or an option is not one of those above.
+        If the backend is unknown or does not have the system, or a type or `state` is given for a backend on the host.
     UnsupportedError
         If the backend was named and has no kernels for the layer or plan, or needs a package or a device that this
         machine does not have.
+
+    Warns
+    -----
+    RuntimeWarning
+        If "auto" takes "cpu" although there is a device, as the kernels do not support the layer or plan.
     """
     check_dtype_name(activation_dtype, "activation_dtype")
     check_dtype_name(output_dtype, "output_dtype")
@@ -174,28 +180,38 @@ def load_engine(
     if backend != "auto" and (backend, system) not in ENGINES:
         have = ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)]
         raise ValueError(f"backend: expected one of {', '.join(have)} for {system}, got {backend!r}")
-    if backend in ("auto", "cuda") and ("cuda", system) in ENGINES:
-        from sketchssm.cuda import missing
-
-        lack = missing()
-        if not lack:
+    why, device_lacks_kernels = f"the head was made with backend={backend!r}", False
+    if backend in ("auto", "cuda"):
+        why = _why_not_cuda(system)
+        if not why:
             try:
                 engine = _engine(system, "cuda")(*args, gate=gate, **settings, **device)
                 engine.fit()
                 return "cuda", engine
-            except UnsupportedError:
-                if backend == "cuda" or state is not None:
+            except UnsupportedError as error:
+                if backend == "cuda":
                     raise
-        elif backend == "cuda":
-            raise UnsupportedError(f"backend: 'cuda' can't run here: {lack}")
-    if backend == "auto":
+                why, device_lacks_kernels = str(error), True
+        if backend == "cuda":
+            raise UnsupportedError(f"backend: 'cuda' can't run here: {why}")
         backend = "cpu"
-    if state is not None:
-        raise ValueError(f"state: expected None on backend {backend!r}, which keeps states in memory of its own")
+    for name, value in device.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None on backend {backend!r}, as only 'cuda' has it ({why})")
     engine = _engine(system, backend)(*args, **settings)
-    if gate is not None:  # for an engine on the host it is a matter of what comes in
-        engine.arrays = HostArrays(engine.arrays.dtype, gate.log_decays)
+    engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why)
+    if device_lacks_kernels:
+        warnings.warn(f"backend: 'auto' takes 'cpu': {why}", RuntimeWarning, stacklevel=3)
     return backend, engine
+
+
+def _why_not_cuda(system: str) -> str:
+    """Tell why no engine of a system can run on the CUDA backend of this machine; empty where one can."""
+    if ("cuda", system) not in ENGINES:
+        return f"there are no CUDA kernels for {system}"
+    from sketchssm.cuda import missing
+
+    return missing()
 
 
 def _engine(system: str, backend: str) -> Any:

@@ -6,7 +6,8 @@ any framework, and gives the caller's kind of array back. What a system does wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -24,11 +25,14 @@ __all__ = ["DecodeHead", "SketchHead"]
 class DecodeHead:
     """Common interface of every decode system; make one of its subclasses instead.
 
-    On the ``cuda`` backend a head works on the device that is current when it is made, and a call on the current
-    stream of the framework whose arrays it gets (without any, of the framework of the call before). Calls of one head
-    must follow one another in stream order. After `warmup`, `step` and `flush` with slots on the device neither
-    wait for the device nor allocate, so that a graph can capture them; `load_state` and `reset` likewise where states
-    are contiguous float32. Their docstrings say what else that takes.
+    A head is one object for all slots of one layer. Threads may share it: a call waits until the call of another
+    thread has returned. A head can't be copied or pickled.
+
+    On the ``cuda`` backend a head works on the device that is current when the head is made. A call runs on the
+    current stream of the framework whose arrays it gets; a call without arrays, on that of the call before. Calls of
+    one head must follow one another in stream order. After `warmup`, `step` and `flush` with slots on the device
+    neither wait for the device nor allocate, so a graph can capture them. The same holds for `load_state` and `reset`
+    where states are contiguous float32. The methods' docstrings name further conditions.
 
     Parameters
     ----------
@@ -50,6 +54,15 @@ class DecodeHead:
         self._arrays: Arrays = engine.arrays
         self._seen: tuple[Any, ...] = ()  # shapes that were last found right, and whether they have a tokens axis
         self._several = False
+        self._lock = threading.Lock()  # engines keep one call's arguments in memory of their own
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: the engine's memory has addresses in it."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name}: a head can't be copied or pickled; make a new {name} with the same arguments, "
+            "then head.flush() and new.load_state(head.state)"
+        )
 
     @property
     def state(self) -> Any:
@@ -58,7 +71,8 @@ class DecodeHead:
         A read-only NumPy view, or on ``cuda`` a CuPy array, which must only be read all the same. Of heads that
         approximate the state itself it is what they have in its place, and may be a copy.
         """
-        return self._arrays.view(self._engine.state)
+        with self._lock:
+            return self._arrays.view(self._engine.state)
 
     @property
     def window(self) -> int:
@@ -76,7 +90,7 @@ class DecodeHead:
     @property
     def position(self) -> Any:
         """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy."""
-        with self._arrays.call():
+        with self._lock, self._arrays.call():
             return self._engine.position.copy()
 
     def warmup(self, activation_dtype: str | None = None) -> None:
@@ -99,7 +113,7 @@ class DecodeHead:
             If a kernel does not compile: source, options and the compiler's log.
         """
         check_dtype_name(activation_dtype, "activation_dtype")
-        with self._arrays.call():
+        with self._lock, self._arrays.call():
             self._engine.warmup(activation_dtype)
 
     def step(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None) -> Any:
@@ -144,16 +158,17 @@ class DecodeHead:
             If an argument is not a real floating-point array, or of a wider type than the head was told to expect.
         """
         given = Tokens(q, k, v, g, beta)
-        shapes = tuple(getattr(x, "shape", None) for x in given)
-        if shapes != self._seen:
-            self._several = check_tokens(self.layer, *given)
-            self._seen = shapes
-        if out is not None:
-            interop.check_out(out, tuple(v.shape))
-        with self._arrays.call(out, v, q, k) as call:
-            tokens, index, written = call.inputs(given, slots, out, self._several, self.num_slots)
-            self._engine.step(tokens, index, written)
-            return call.result(written, v, out)
+        with self._lock:
+            shapes = tuple(getattr(x, "shape", None) for x in given)
+            if shapes != self._seen:
+                self._several = check_tokens(self.layer, *given)
+                self._seen = shapes
+            if out is not None:
+                interop.check_out(out, tuple(v.shape))
+            with self._arrays.call(out, v, q, k) as call:
+                tokens, index, written = call.inputs(given, slots, out, self._several, self.num_slots)
+                self._engine.step(tokens, index, written)
+                return call.result(written, v, out)
 
     def load_state(self, state: Any, slots: Any = None) -> None:
         """Set the states of some slots, such as those a prefill ends with; what they had buffered is dropped.
@@ -171,7 +186,7 @@ class DecodeHead:
             If the shape does not fit, a state is not finite, or a slot is out of range or named twice.
         """
         check_state(self.layer, state)
-        with self._arrays.call(state, slots) as call:
+        with self._lock, self._arrays.call(state, slots) as call:
             index = call.slots(slots, state.shape[0], self.num_slots)
             self._engine.load_state(call.states(state, index), index)
 
@@ -183,7 +198,7 @@ class DecodeHead:
         slots : array of int, optional
             Which slots; -1 is skipped. Default: all.
         """
-        with self._arrays.call(slots) as call:
+        with self._lock, self._arrays.call(slots) as call:
             self._engine.flush(call.slots(slots, None, self.num_slots))
 
     def reset(self, slots: Any = None) -> None:
@@ -194,7 +209,7 @@ class DecodeHead:
         slots : array of int, optional
             Which slots; -1 is skipped. Default: all.
         """
-        with self._arrays.call(slots) as call:
+        with self._lock, self._arrays.call(slots) as call:
             self._engine.reset(call.slots(slots, None, self.num_slots))
 
 
@@ -232,9 +247,10 @@ class SketchHead(DecodeHead):
     gate : GateInput, optional
         For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
     activation_dtype : {"bfloat16", "float16", "float32"}, optional
-        ``cuda`` only: type of q, k and v in the kernels and in the ring; arrays of another type are converted.
-        Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup` names). From
-        then on an array of a wider type is an error, so that nothing is rounded unasked. float64 counts as float32.
+        ``cuda`` only, an error elsewhere: type of q, k and v in the kernels and in the ring; arrays of another type
+        are converted. Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup`
+        names). From then on an array of a wider type is an error, so that nothing is rounded unasked. float64 counts
+        as float32.
     output_dtype : {"bfloat16", "float16", "float32"}, optional
         ``cuda`` only: type in which outputs leave the kernels. Default: the activations' type.
     state : array, (num_slots, heads, V, K), optional
@@ -245,8 +261,14 @@ class SketchHead(DecodeHead):
     Raises
     ------
     ValueError
-        If an argument is out of range, the gate is not the layer's, the backend has no kernels for the plan, or it
-        needs a package or a device that this machine does not have.
+        If an argument is out of range or of another backend, the gate is not the layer's, the backend has no kernels
+        for the plan, or it needs a package or a device that this machine does not have.
+
+    Warns
+    -----
+    RuntimeWarning
+        If "auto" finds a device but takes "cpu", as the kernels do not support the plan; and at the first call that
+        copies arrays from a device to the host, as the head computes on the host.
     """
 
     def __init__(

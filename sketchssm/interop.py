@@ -8,6 +8,7 @@ to the host, and results back. No framework is imported here before one of its a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,7 +18,10 @@ import numpy.typing as npt
 
 from sketchssm.recurrence import Tokens, check_gates, check_slots
 
-__all__ = ["HostArrays", "check_out", "framework", "from_host", "is_real", "to_host", "to_type"]
+__all__ = ["HostArrays", "check_out", "framework", "from_host", "is_on_device", "is_real", "to_host", "to_type"]
+
+CUDA_DEVICES = (2, 13)
+"""DLPack's numbers for memory of a CUDA device, and for managed memory."""
 
 _FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
 
@@ -79,6 +83,30 @@ def _viewed(array: Any) -> npt.NDArray[Any]:
     if hasattr(array, "__array__"):
         return np.asarray(array)
     raise TypeError("it has neither __dlpack__ nor __array__")
+
+
+def is_on_device(array: Any) -> bool:
+    """Tell whether an array's memory is a device's.
+
+    Parameters
+    ----------
+    array : array
+        Any object.
+
+    Returns
+    -------
+    bool
+        False for arrays on the host, and for objects that do not say where their memory is.
+    """
+    kind = framework(array)
+    if kind == "torch":
+        return getattr(getattr(array, "device", None), "type", "cpu") not in ("cpu", "meta")
+    if kind in ("numpy", "cupy"):
+        return kind == "cupy"
+    try:
+        return array.__dlpack_device__()[0] in CUDA_DEVICES
+    except Exception:  # an object without the protocol or without memory: `to_host` names it
+        return False
 
 
 def is_real(dtype: np.dtype[Any]) -> bool:
@@ -304,11 +332,14 @@ class HostArrays:
         Type of the engine's states, inputs and outputs.
     log_decays : callable, optional
         Converts the argument g; by default it holds log-decays.
+    why : str, default ""
+        Why the head computes on the host, for the warning about arrays on a device.
     """
 
-    def __init__(self, dtype: Any, log_decays: Callable[[Any], npt.NDArray[Any]] | None = None) -> None:
+    def __init__(self, dtype: Any, log_decays: Callable[[Any], npt.NDArray[Any]] | None = None, why: str = "") -> None:
         self.dtype = np.dtype(dtype)
         self._log_decays = log_decays
+        self._why, self._warned = why, False
 
     def call(self, *arrays: Any) -> HostArrays:
         """See `sketchssm.backends.Arrays`."""
@@ -333,6 +364,7 @@ class HostArrays:
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """See `sketchssm.backends.Call`."""
         index = self.slots(slots, given.v.shape[0], capacity)
+        self._note_device("v", given.v)
         live = index >= 0 if (index < 0).any() else slice(None)
         host = (None if x is None else self._take(x, name, live) for name, x in given._asdict().items())
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
@@ -344,6 +376,7 @@ class HostArrays:
 
     def states(self, state: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """See `sketchssm.backends.Call`."""
+        self._note_device("state", state)
         live = slots >= 0
         host = self._take(state, "state", live)
         self.check("state", host[live])
@@ -379,6 +412,18 @@ class HostArrays:
         view = state.view()
         view.flags.writeable = False
         return view
+
+    def _note_device(self, name: str, array: Any) -> None:
+        """Warn, once, that arrays on a device are copied."""
+        if type(array) is np.ndarray or self._warned or not is_on_device(array):
+            return
+        self._warned = True
+        warnings.warn(
+            f"{name}: arrays on a device are copied to the host at every call, and results back, as the head computes "
+            f"on the host: {self._why}",
+            RuntimeWarning,
+            stacklevel=4,  # the caller of a head's method
+        )
 
     def _fits(self, out: Any, tokens: Tokens) -> bool:
         """Whether an engine can write the caller's array itself, which no input may share memory with."""

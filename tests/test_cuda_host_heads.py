@@ -425,7 +425,13 @@ class TestRawGates:
 class TestBackends:
     def test_auto_takes_the_device_where_there_is_one(self, monkeypatch):
         assert ss.StandardHead(LAYER, 2).backend == "cuda"
-        assert ss.StandardHead(Layer("gdn", 2, 33, 80), 2).backend == "cpu"
+        with pytest.warns(
+            RuntimeWarning, match=r"^backend: 'auto' takes 'cpu': key_dim: the CUDA kernels don't"
+        ) as said:
+            assert ss.StandardHead(Layer("gdn", 2, 33, 80), 2).backend == "cpu"
+        assert len(said) == 1
+        assert said[0].filename == __file__
+        assert ss.QuantisedHead(LAYER, 2).backend == "cpu"  # which has no kernels for any layer: nothing to say
         monkeypatch.setattr(standin.cuda, "is_available", lambda: False)
         assert ss.StandardHead(LAYER, 2).backend == "cuda"  # looked up once
         cuda.missing.cache_clear()
@@ -461,7 +467,8 @@ class TestBackends:
             backends.UnsupportedError, match=rf"^{message}; they support {re.escape(limits.SUPPORTED)}"
         ):
             ss.SketchHead(plan, 2, "cuda")
-        assert ss.SketchHead(plan, 2).backend == "cpu"
+        with pytest.warns(RuntimeWarning, match=rf"^backend: 'auto' takes 'cpu': {message}"):
+            assert ss.SketchHead(plan, 2).backend == "cpu"
 
     def test_shared_memory(self, monkeypatch):
         """A device with less room: the message names what it has room for, and that is so."""

@@ -1,6 +1,11 @@
 """Every decode system on every backend: one set of promises, judged by the plain recurrence."""
 
+import copy
+import pickle
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -509,6 +514,58 @@ class TestRefusals:
         self.still_alike(heads, layer, rng)
 
 
+class TestSharing:
+    @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_a_head_is_not_copied(self, make, duplicate):
+        head = make()
+        name = type(head).__name__
+        with pytest.raises(
+            TypeError, match=rf"^{name}: a head can't be copied or pickled; make a new {name} .*load_s"
+        ):
+            duplicate(head)
+
+    def test_how_to_copy_a_head_instead(self, make, layer, rng):
+        head, new = make(), make()
+        tokens = tokens_of(rng, layer, SLOTS, WINDOW + 2)
+        head.step(*tokens)
+        head.flush()
+        new.load_state(head.state)
+        same(head, new)
+        np.testing.assert_array_equal(head.step(*tokens), new.step(*tokens))
+
+    @pytest.mark.parametrize("backend", ["reference"], indirect=True)
+    def test_threads_take_turns(self, make, layer, rng):
+        """No call enters the engine while another is in it, and each row's result is that of calls in turn."""
+        head, twin = make(), make()
+        engine, inside, overlaps = head._engine, [], []
+        for name in ("step", "load_state", "flush", "reset"):
+            method = getattr(engine, name)
+
+            def watched(*args, method=method):
+                inside.append(threading.get_ident())  # an engine may call itself
+                time.sleep(1e-4)  # so that another thread may come in, were it let
+                overlaps.append(len(set(inside)))
+                method(*args)
+                inside.pop()
+
+            setattr(engine, name, watched)
+        tokens, start = tokens_of(rng, layer, SLOTS, 12), states_of(rng, layer, SLOTS)
+
+        def work(head, slot):
+            rows = np.s_[slot : slot + 1]
+            head.reset([slot])
+            head.load_state(start[rows], slots=[slot])
+            outputs = [head.step(*at(tokens, (rows, t)), slots=[slot]) for t in range(12)]
+            head.flush([slot])
+            return np.stack(outputs)
+
+        with ThreadPoolExecutor(SLOTS) as pool:
+            got = list(pool.map(lambda slot: work(head, slot), range(SLOTS)))
+        assert set(overlaps) == {1}
+        np.testing.assert_array_equal(got, [work(twin, slot) for slot in range(SLOTS)])
+        same(head, twin)
+
+
 class TestConstructors:
     @pytest.mark.parametrize("slots", [0, -1, 2.0, True, None, "4"])
     def test_slots(self, slots, system, rng):
@@ -540,6 +597,21 @@ class TestConstructors:
     def test_sketch_dtype(self, rng):
         with pytest.raises(ValueError, match=r"^sketch_dtype: expected 'bfloat16' or 'float32', got 'float16'"):
             ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, sketch_dtype="float16")
+
+    @pytest.mark.parametrize("backend", ["auto", "reference", "cpu"])
+    @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype", "state"])
+    def test_settings_of_cuda_are_refused_elsewhere(self, name, backend, rng, monkeypatch):
+        monkeypatch.setattr("sketchssm.cuda.missing", lambda: "CuPy is not installed")
+        where = "cpu" if backend == "auto" else backend
+        why = "CuPy is not installed" if backend == "auto" else f"the head was made with backend='{backend}'"
+        for make in (
+            lambda **o: ss.StandardHead(LAYERS["gdn"], 2, backend, **o),
+            lambda **o: ss.ReplayHead(LAYERS["gdn"], 2, backend, **o),
+            lambda **o: ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, backend, **o),
+        ):
+            message = f"{name}: expected None on backend '{where}', as only 'cuda' has it ({why})"
+            with pytest.raises(ValueError, match="^" + re.escape(message)):
+                make(**{name: np.zeros(1) if name == "state" else "float32"})
 
     def test_what_a_head_tells(self, make, backend, layer):
         head = make()

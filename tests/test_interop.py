@@ -10,7 +10,7 @@ import pytest
 from samples import LAYERS, at, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.interop import check_out, from_host, is_real, to_host, to_type
+from sketchssm.interop import check_out, from_host, is_on_device, is_real, to_host, to_type
 from sketchssm.recurrence import Tokens
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -366,6 +366,46 @@ class TestHeads:
             head.step(*tokens._replace(q=tokens.q.to(torch.float8_e4m3fn)))
 
 
+class OnDevice(Elsewhere):
+    """An array on a device that copies itself to the host when it is asked to."""
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+class TestCopiesFromADevice:
+    """A head on the host says once that arrays on a device are copied, and why it computes there."""
+
+    @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+    def test_steps(self, backend, rng, monkeypatch):
+        monkeypatch.setattr("sketchssm.cuda.missing", lambda: "CuPy is not installed")
+        head, tokens = ss.StandardHead(LAYER, 2, backend), tokens_of(rng, LAYER, 2, 1)
+        why = "CuPy is not installed" if backend == "auto" else f"the head was made with backend='{backend}'"
+        with pytest.warns(RuntimeWarning, match=rf"^v: arrays on a device are copied to the host.*: {why}$") as said:
+            head.step(*each(tokens, OnDevice))
+            head.step(*each(tokens, OnDevice))
+        assert len(said) == 1
+        assert said[0].filename == __file__
+
+    def test_states(self, rng):
+        head, state = ss.StandardHead(LAYER, 2, "reference"), states_of(rng, LAYER, 2)
+        with pytest.warns(RuntimeWarning, match=r"^state: arrays on a device are copied") as said:
+            head.load_state(OnDevice(state))
+            head.load_state(OnDevice(state))
+        assert [w.filename for w in said] == [__file__]
+
+    def test_arrays_on_the_host_are_silent(self, torch, jax, rng):
+        tokens = tokens_of(rng, LAYER, 2, 1)
+        for convert in (np.asarray, torch.from_numpy, jax.numpy.asarray, Exporter, Convertible):
+            assert not is_on_device(convert(tokens.v))
+            ss.StandardHead(LAYER, 2, "reference").step(*each(tokens, convert))
+
+    def test_where_an_array_is(self, torch):
+        assert is_on_device(OnDevice(np.ones(3)))
+        assert not is_on_device(torch.ones(3, device="meta"))  # which is refused
+        assert not is_on_device([1.0])
+
+
 class TestRange:
     """float64 numbers that float32 can't hold are refused, not turned into infinity."""
 
@@ -411,6 +451,7 @@ class TestRange:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:v. arrays on a device are copied:RuntimeWarning")
 class TestGpu:
     """Arrays on a GPU are copied to the host, and results back to where they came from."""
 
