@@ -1,18 +1,18 @@
-"""Traces of one layer: what its recurrence received on calibration and on test text, from an npz file.
+"""Traces: the inputs of one layer's recurrence on calibration and on test text, from an npz file.
 
-The format and how to record it are in the documentation ("How to record traces"). Sequences start from a zero state
-at their first token. A basis is fitted on some calibration sequences and ranks are scored on the others, so that no
-head's rank is judged on what its basis has seen; test sequences serve neither.
+The documentation defines the format ("How to record traces"). Sequences start from a zero state at their first token.
+Some calibration sequences fit the basis and the others score the ranks, so that no rank is judged on the data of its
+basis. Test sequences serve neither.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
-import zlib
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ __all__ = ["TraceFileError", "Traces"]
 
 Array = npt.NDArray[Any]
 
+TEXT_LIMIT = 2**16
+"""Most characters of a `kind` or a `provenance`."""
+
 
 class TraceFileError(ValueError):
     """A trace file that can't be used: not an npz archive, or an entry missing or of the wrong shape."""
@@ -32,19 +35,19 @@ class TraceFileError(ValueError):
 class Traces:
     """Inputs of one layer's recurrence on calibration and on test text.
 
-    Parameters
+    Attributes
     ----------
     layer : Layer
         Kind and shape.
     calib, test : Tokens
         Float32 arrays ``(sequences, tokens, ...)``; `beta` is None for mamba2.
-    grad : ndarray of float32, optional
+    grad : ndarray of float32 or None
         Gradient of the loss with respect to the recurrence's output, ``(n, t, heads, V)``: for the first t tokens of
         the *last* n calibration sequences.
-    name : str, default "traces"
-        What to call the layer in tables and file names.
-    provenance : str, optional
-        Where the traces come from, if the file says so.
+    name : str
+        Name of the layer in tables and file names.
+    provenance : str
+        Origin of the traces, if the file names it.
     """
 
     layer: Layer
@@ -58,14 +61,16 @@ class Traces:
     def load(cls, path: str | os.PathLike[str], kind: str | None = None) -> Traces:
         """Read a trace file and check all of it.
 
+        Shapes are checked before values are read. Entries of other names are not read.
+
         Parameters
         ----------
         path : str or PathLike
             An npz file with the entries ``{calib,test}_{q,k,v,g,beta}``, and optionally ``calib_grad``, ``kind`` and
             ``provenance``.
         kind : {"mamba2", "gdn", "kda"}, optional
-            Kind of the recurrence. Default: the file's ``kind`` entry or, where it has none, what its shapes say:
-            no beta is mamba2, a log-decay per channel kda, anything else gdn.
+            Kind of the recurrence. Default: the ``kind`` entry of the file. Without that entry the shapes decide: no
+            beta is mamba2, a log-decay per channel is kda, anything else gdn.
 
         Returns
         -------
@@ -77,35 +82,29 @@ class Traces:
         FileNotFoundError
             If there is no such file.
         TraceFileError
-            Naming the entry, what was expected and what is there.
+            Naming the entry, the expected and the found contents.
         """
         path = os.fspath(path)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"no trace file at {path}")
-        try:
-            # opened here, since np.load leaves its own file open where the archive turns out to be broken
-            with open(path, "rb") as file:
-                archive = np.load(file, allow_pickle=False)
-                if not hasattr(archive, "files"):
-                    raise TraceFileError(f"{path}: expected an npz archive of named arrays, got a single array")
-                entries = {name: archive[name] for name in archive.files}
-        except TraceFileError:
-            raise
-        except (ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-            raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
-        try:
-            return cls._from_entries(entries, kind, os.path.splitext(os.path.basename(path))[0])
-        except ValueError as error:
-            raise TraceFileError(f"{path}: {error}") from error
+        name = os.path.splitext(os.path.basename(path))[0]
+        with open(path, "rb") as file:
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    return cls._read(_Archive(archive), kind, name)
+            except ValueError as error:
+                raise TraceFileError(f"{path}: {error}") from error
+            except Exception as error:  # zipfile and its decompressors raise exceptions of many kinds
+                raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
 
     @classmethod
     def shipped(cls, kind: str) -> Traces:
-        """Load the small traces that come with the package, of one layer of each kind.
+        """Load the small traces of one layer that come with the package.
 
         Parameters
         ----------
         kind : {"mamba2", "gdn", "kda"}
-            Which recurrence.
+            Kind of the recurrence.
 
         Returns
         -------
@@ -123,37 +122,30 @@ class Traces:
             return cls.load(path)
 
     @classmethod
-    def _from_entries(cls, entries: dict[str, Array], kind: str | None, name: str) -> Traces:
-        needed = [f"{part}_{x}" for part in ("calib", "test") for x in "qkvg"]
-        if "calib_beta" in entries or "test_beta" in entries:
-            needed += ["calib_beta", "test_beta"]
-        missing = [key for key in needed if key not in entries]
+    def _read(cls, archive: _Archive, kind: str | None, name: str) -> Traces:
+        fields = ["q", "k", "v", "g"]
+        if "calib_beta" in archive or "test_beta" in archive:
+            fields.append("beta")
+        needed = [f"{part}_{field}" for part in ("calib", "test") for field in fields]
+        missing = [key for key in needed if key not in archive]
         if missing:
             raise ValueError(f"{', '.join(missing)}: expected an array, got no such entry")
-        arrays = {key: _real(key, entries[key]) for key in [*needed, "calib_grad"] if key in entries}
-        for key in [key for key in needed if key[-1] in "qkv"]:
-            if arrays[key].ndim != 4:
-                raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {arrays[key].shape}")
-        layer = _infer_layer(arrays, kind or (str(entries["kind"]) if "kind" in entries else None))
-        parts = {part: _tokens(layer, arrays, part) for part in ("calib", "test")}
-        grad = arrays.get("calib_grad")
-        if grad is not None:
-            rows, length = parts["calib"].v.shape[:2]
-            if (
-                grad.ndim != 4
-                or grad.shape[2:] != (layer.heads, layer.value_dim)
-                or not (1 <= grad.shape[0] <= rows and 1 <= grad.shape[1] <= length)
-            ):
-                raise ValueError(
-                    f"calib_grad: expected shape (n <= {rows}, t <= {length}, {layer.heads}, {layer.value_dim}), "
-                    f"got {grad.shape}"
-                )
-            if not np.isfinite(grad).all():
-                raise ValueError("calib_grad: expected finite numbers, got NaN or infinity")
-        return cls(layer, parts["calib"], parts["test"], grad, name, str(entries.get("provenance", "")))
+        headers = {key: archive.header(key, "fiu") for key in needed}
+        for key in needed:
+            if key[-1] in "qkv" and len(headers[key].shape) != 4:
+                raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {headers[key].shape}")
+        layer = _infer_layer(headers, kind or archive.text("kind"))
+        for part in ("calib", "test"):
+            _check_shapes(layer, headers, part)
+        grad = None
+        if "calib_grad" in archive:
+            _check_grad(layer, archive.header("calib_grad", "fiu").shape, *headers["calib_v"].shape[:2])
+            grad = archive.array("calib_grad")
+        calib, test = (_read_tokens(archive, part, fields) for part in ("calib", "test"))
+        return cls(layer, calib, test, grad, name, archive.text("provenance") or "")
 
     def fit_part(self) -> Tokens:
-        """Calibration sequences that a basis is fitted on: the first two thirds, at least one.
+        """Calibration sequences that fit the basis: the first two thirds, at least one.
 
         Returns
         -------
@@ -163,14 +155,14 @@ class Traces:
         return _rows(self.calib, slice(None, self._split()))
 
     def score_part(self) -> tuple[Tokens, Array | None]:
-        """Calibration sequences that ranks are scored on, disjoint from `fit_part`.
+        """Calibration sequences that score the ranks, disjoint from `fit_part`.
 
         Returns
         -------
         tokens : Tokens
-            Arrays ``(sequences, tokens, ...)``, cut to the tokens that have gradients where there are any.
+            Arrays ``(sequences, tokens, ...)``, cut to the tokens with gradients if `grad` is not None.
         grad : ndarray or None
-            Gradients ``(sequences, tokens, heads, V)``, if each of these sequences has some.
+            Gradients ``(sequences, tokens, heads, V)``, or None if one of these sequences has none.
         """
         split = self._split()
         held_out = _rows(self.calib, slice(split, None))
@@ -190,39 +182,99 @@ class Traces:
         return rows - max(rows // 3, 1)
 
 
+class _Header(NamedTuple):
+    """Shape and type of an array that is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class _Archive:
+    """Arrays of an npz archive, each read when it is asked for."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def header(self, key: str, kinds: str) -> _Header:
+        """Read the header of an array and check that the entry holds an array of that size and of one of the kinds."""
+        entry = self._entries[key]
+        with self._archive.open(entry) as file:
+            try:
+                version = np.lib.format.read_magic(file)
+                parse = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+                shape, _, dtype = parse(file)
+            except ValueError as error:
+                raise ValueError(f"{key}: expected a plain array ({error})") from error
+            begin = file.tell()
+        if dtype.kind not in kinds:
+            want = "a string" if kinds == "U" else "floating-point numbers"
+            hint = ": npz can't hold bfloat16, use float32" if dtype.kind == "V" else ""
+            raise ValueError(f"{key}: expected {want}, got dtype {dtype}{hint}")
+        if begin + math.prod(shape) * dtype.itemsize != entry.file_size:
+            raise ValueError(f"{key}: expected {dtype} of shape {shape}, got {entry.file_size - begin} bytes")
+        return _Header(shape, dtype)
+
+    def array(self, key: str) -> Array:
+        """Read an array as float32. All values but log-decays must be finite."""
+        with np.errstate(over="ignore"):  # beyond float32 means infinite
+            array: Array = self._read(key).astype(np.float32)
+        if not (key.endswith("_g") or np.isfinite(array).all()):
+            raise ValueError(f"{key}: expected finite numbers, got NaN or infinity")
+        return array
+
+    def text(self, key: str) -> str | None:
+        """Read a string; None if there is no such entry."""
+        if key not in self:
+            return None
+        shape, dtype = self.header(key, "U")
+        if shape or dtype.itemsize > 4 * TEXT_LIMIT:
+            raise ValueError(f"{key}: expected one string of at most {TEXT_LIMIT} characters, got {dtype} of {shape}")
+        return str(self._read(key))
+
+    def _read(self, key: str) -> Array:
+        with self._archive.open(self._entries[key]) as file:
+            return np.lib.format.read_array(file)
+
+
 def _rows(tokens: Tokens, rows: slice) -> Tokens:
     return Tokens(*(x if x is None else x[rows] for x in tokens))
 
 
-def _real(key: str, array: Array) -> Array:
-    if array.dtype.kind == "V":
-        raise ValueError(
-            f"{key}: expected floating-point numbers, got raw bytes (npz can't hold bfloat16: use float32)"
-        )
-    if array.dtype.kind not in "fiu":
-        raise ValueError(f"{key}: expected floating-point numbers, got dtype {array.dtype}")
-    return array.astype(np.float32)
-
-
-def _infer_layer(arrays: dict[str, Array], kind: str | None) -> Layer:
-    k, v, g = (arrays[f"calib_{x}"] for x in "kvg")
+def _infer_layer(headers: dict[str, _Header], kind: str | None) -> Layer:
+    k, v, g = (headers[f"calib_{x}"].shape for x in "kvg")
     if kind is None:
-        kind = "mamba2" if "calib_beta" not in arrays else "kda" if g.ndim == 4 else "gdn"
-    return Layer(kind, v.shape[2], k.shape[3], v.shape[3], k.shape[2])
+        kind = "mamba2" if "calib_beta" not in headers else "kda" if len(g) == 4 else "gdn"
+    return Layer(kind, v[2], k[3], v[3], k[2])
 
 
-def _tokens(layer: Layer, arrays: dict[str, Array], part: str) -> Tokens:
-    """One part of the file as checked inputs."""
-    tokens = Tokens(*(arrays.get(f"{part}_{x}") for x in ("q", "k", "v", "g", "beta")))
+def _check_shapes(layer: Layer, headers: dict[str, _Header], part: str) -> None:
+    """Check the shapes of one part of the file."""
+    tokens = Tokens(*(headers.get(f"{part}_{field}") for field in Tokens._fields))
     try:
         check_tokens(layer, *tokens, tokens_axis=True)
-        check_gates(tokens.g, tokens.beta)
-        if min(tokens.v.shape[:2]) < 1:
-            raise ValueError(f"v: expected at least one sequence of one token, got shape {tokens.v.shape}")
-        for name in ("q", "k", "v", "beta"):
-            values = getattr(tokens, name)
-            if values is not None and not np.isfinite(values).all():
-                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
     except ValueError as error:
         raise ValueError(f"{part}_{error}") from error
-    return tokens
+    if min(tokens.v.shape[:2]) < 1:
+        raise ValueError(f"{part}_v: expected at least one sequence of one token, got shape {tokens.v.shape}")
+
+
+def _check_grad(layer: Layer, shape: tuple[int, ...], rows: int, length: int) -> None:
+    whole = (rows, length, layer.heads, layer.value_dim)
+    if len(shape) != 4 or shape[2:] != whole[2:] or not (1 <= shape[0] <= rows and 1 <= shape[1] <= length):
+        raise ValueError(
+            f"calib_grad: expected shape (n <= {rows}, t <= {length}, {layer.heads}, {layer.value_dim}), got {shape}"
+        )
+
+
+def _read_tokens(archive: _Archive, part: str, fields: list[str]) -> Tokens:
+    """Read one part of the file."""
+    arrays = {field: archive.array(f"{part}_{field}") for field in fields}
+    try:
+        check_gates(arrays["g"], None)
+    except ValueError as error:
+        raise ValueError(f"{part}_{error}") from error
+    return Tokens(*(arrays.get(field) for field in Tokens._fields))

@@ -1,8 +1,15 @@
 """Trace files: what is read, what is refused and in which words."""
 
+import contextlib
+import io
+import tracemalloc
+import zipfile
+
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sketchssm.bench import random_tokens
 from sketchssm.recurrence import KINDS, Layer
@@ -126,13 +133,24 @@ def hole(value):
             changed("calib_q", lambda x: x.astype(complex)),
             "calib_q: expected floating-point numbers, got dtype complex",
         ),
-        (changed("calib_q", lambda x: x.astype(ml_dtypes.bfloat16)), "calib_q: .*can't hold bfloat16"),
+        (
+            changed("calib_q", lambda x: x.astype(ml_dtypes.bfloat16)),
+            "calib_q: expected float.*can't hold bfloat16",
+        ),
         (changed("calib_g", hole(0.5)), "calib_g: expected log-decays <= 0"),
-        (changed("test_beta", hole(np.nan)), "test_beta: expected numbers, got NaN"),
+        (changed("test_beta", hole(np.nan)), "test_beta: expected finite numbers, got NaN"),
         (changed("test_v", hole(np.inf)), "test_v: expected finite numbers"),
         (changed("calib_grad", hole(np.nan)), "calib_grad: expected finite numbers"),
         (changed("calib_grad", lambda x: x[..., :-1]), "calib_grad: expected shape"),
+        (changed("calib_v", lambda x: np.full(x.shape, 1e300)), "calib_v: expected finite numbers"),
+        (changed("calib_q", lambda x: x.astype(object)), "calib_q: expected floating-point numbers, got dtype object"),
+        (changed("calib_q", lambda x: x > 0), "calib_q: expected floating-point numbers, got dtype bool"),
+        (changed("test_v", lambda x: x[:0]), r"test_\w: expected"),
+        (changed("calib_grad", lambda x: x[:, :0]), "calib_grad: expected shape"),
         (lambda e: e.update(kind="rwkv"), "kind: expected one of mamba2, gdn, kda, got 'rwkv'"),
+        (lambda e: e.update(kind=["gdn"]), "kind: expected one string of at most 65536 characters"),
+        (lambda e: e.update(kind=3), "kind: expected a string, got dtype int64"),
+        (lambda e: e.update(provenance="x" * 65537), "provenance: expected one string of at most 65536 characters"),
     ],
 )
 def test_bad_entries_are_named(change, message, tmp_path):
@@ -157,16 +175,77 @@ def test_other_files_are_refused(content, tmp_path):
         Traces.load(tmp_path / "a.npz")
 
 
-def test_pickles_are_refused(tmp_path):
-    np.savez(tmp_path / "a.npz", calib_q=np.array([{}], dtype=object))
-    with pytest.raises(TraceFileError, match="expected an npz archive of plain arrays"):
-        Traces.load(tmp_path / "a.npz")
-
-
 def test_a_single_array_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(3))
     with pytest.raises(TraceFileError, match="expected an npz archive"):
         Traces.load(tmp_path / "a.npy")
+
+
+def rezipped(path, change):
+    """An archive again, with the bytes of its entries changed by name."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    change(entries)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+
+
+@pytest.mark.parametrize("key", ["unused", "calib_q", "calib_grad", "provenance"])
+def test_what_is_not_needed_is_not_read(key, tmp_path):
+    """A small file of a large array: neither an entry of another name nor one of a wrong shape takes memory."""
+    path = write_traces(tmp_path / "a.npz", "gdn")
+    large = np.zeros(2**25, dtype=np.float32)  # 128 MiB
+    rezipped(path, lambda entries: entries.update({f"{key}.npy": npy(large)}))
+    assert path.stat().st_size < 2**20
+    tracemalloc.start()
+    try:
+        Traces.load(path)
+    except TraceFileError as error:
+        assert key in str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**22  # all arrays of the file are some 200 KiB
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "calib_q: expected a plain array"),
+        (b"\x93NUMPY\x07\x00" + b"\0" * 64, "calib_q: expected a plain array"),
+        (npy(np.zeros((3, 40, 2, 16)))[:-8], r"calib_q: expected float64 of shape \(3, 40, 2, 16\), got 30712 bytes"),
+        (npy(np.zeros((3, 40, 2, 16))) + b"\0", "calib_q: expected float64 of shape .* got 30721 bytes"),
+        (npy(np.zeros(3)).replace(b"(3,)", b"(-3,)"), "calib_q: expected"),
+        (npy(np.zeros(3)).replace(b"(3,)", b"(10**9,)"), "calib_q: expected"),
+        (npy(np.zeros(3)).replace(b"(3,)", b"(" + b"9" * 20 + b",)"), "calib_q: expected"),
+    ],
+    ids=["empty", "version", "short", "long", "negative", "expression", "huge"],
+)
+def test_headers_that_lie(content, message, tmp_path):
+    path = write_traces(tmp_path / "a.npz", "gdn")
+    rezipped(path, lambda entries: entries.update({"calib_q.npy": content}))
+    with pytest.raises(TraceFileError, match=message):
+        Traces.load(path)
+
+
+@given(data=st.data())
+def test_damage(data, tmp_path_factory):
+    """A damaged file is refused by the one kind of error, or loads."""
+    path = tmp_path_factory.mktemp("damage") / "a.npz"
+    np.savez_compressed(path, **trace_entries("gdn", calib=2, tokens=1, grads=0), kind="gdn")
+    whole = path.read_bytes()
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, min(start + 16, len(whole))))
+    path.write_bytes(whole[:start] + data.draw(st.binary(max_size=16)) + whole[stop:])
+    with contextlib.suppress(TraceFileError):
+        Traces.load(path)
 
 
 def test_missing_file():
