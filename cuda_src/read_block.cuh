@@ -1,10 +1,10 @@
-// What a block does for all of its items at once, beside or between them.
+// Work that a block does for all of its tiles: appending the newest tokens to the ring, and the shared scores.
 #pragma once
 #include "read_sketch.cuh"
 
-// What the newest tokens of a block's heads, from `from` to `to` - 1, put into one of the ring's arrays, LENGTH elements each.
-// Heads count on from row to row. A warp moves a piece of it at a time.
-template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct Newest {
+// The newest token's contribution to one array of the ring, for heads `from` to `to` - 1 (counted on from row to row),
+// LENGTH elements each. A warp moves one piece at a time.
+template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTokenArray {
     struct alignas(LENGTH == 1 ? sizeof(T) : 16) Chunk {
         T x[LENGTH == 1 ? 1 : 16 / sizeof(T)];
     };
@@ -14,20 +14,21 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct Newest
     int from, to;
 
     __device__ __forceinline__ int pieces() const { return ((to - from) * CHUNKS + 32 * LOADS - 1) / (32 * LOADS); }
-    __device__ __forceinline__ void append(const Share& share, int piece) const {
+    __device__ __forceinline__ void append(const BlockRows& own_rows, int piece) const {
         Chunk x[LOADS];
         Chunk* into[LOADS];
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
             const int i = from * CHUNKS + (piece * LOADS + n) * 32 + threadIdx.x % 32;
             const int row = i / (ROW_HEADS * CHUNKS), own = i % (ROW_HEADS * CHUNKS);
-            const int2 entry = i < to * CHUNKS ? share.of(row) : make_int2(-1, 0);
+            const int2 entry = i < to * CHUNKS ? own_rows.of(row) : make_int2(-1, 0);
             into[n] = nullptr;
-            if (!Share::goes_on(entry.x, entry.y)) continue;
-            x[n] = *place<ROW_HEADS * CHUNKS>(reinterpret_cast<const Chunk*>(input), share.at(row), own);
+            if (!BlockRows::continues(entry.x, entry.y)) continue;
+            x[n] = *place<ROW_HEADS * CHUNKS>(reinterpret_cast<const Chunk*>(input), own_rows.at(row), own);
             constexpr int EACH = sizeof(Chunk) / sizeof(T);
             const int at = own % CHUNKS ^ (VALUES ? turn_of(entry.y) / EACH : 0);
-            into[n] = place<ROW_HEADS * W * CHUNKS>(reinterpret_cast<Chunk*>(ring), entry.x, (own / CHUNKS * W + entry.y) * CHUNKS + at);
+            into[n] = place<ROW_HEADS * W * CHUNKS>(reinterpret_cast<Chunk*>(ring), entry.x,
+                                                    (own / CHUNKS * W + entry.y) * CHUNKS + at);
         }
 #pragma unroll
         for (int n = 0; n < LOADS; n++)
@@ -35,41 +36,45 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct Newest
     }
 };
 
-// What the newest tokens of heads `from` to `to` - 1 put into the ring.
+// The newest tokens of heads `from` to `to` - 1: what is appended to the ring.
 struct NewTokens {
-    Newest<HEADS, V, act_t, true> values;
-    Newest<KEY_HEADS, K, act_t> keys;
-    Newest<HEADS, GATES, gate_t> gates;
-    Newest<HEADS, 1, float> betas;
+    NewTokenArray<HEADS, V, act_t, true> values;
+    NewTokenArray<KEY_HEADS, K, act_t> keys;
+    NewTokenArray<HEADS, GATES, gate_t> gates;
+    NewTokenArray<HEADS, 1, float> betas;
 
     __device__ __forceinline__ NewTokens(const Arguments& arg, int from, int to)
-        : values{arg.ring_v, arg.v, from, to}, keys{arg.ring_k, arg.k, (from + GROUP - 1) / GROUP, (to + GROUP - 1) / GROUP},
-          gates{arg.ring_g, arg.g, from, to}, betas{arg.ring_beta, arg.beta, from, ERASES ? to : from} {}
-    __device__ __forceinline__ int pieces() const { return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces(); }
-    __device__ __forceinline__ void append(const Share& share, int piece) const {
+        : values{arg.ring_v, arg.v, from, to},
+          keys{arg.ring_k, arg.k, (from + GROUP - 1) / GROUP, (to + GROUP - 1) / GROUP},
+          gates{arg.ring_g, arg.g, from, to},
+          betas{arg.ring_beta, arg.beta, from, ERASES ? to : from} {}
+    __device__ __forceinline__ int pieces() const {
+        return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces();
+    }
+    __device__ __forceinline__ void append(const BlockRows& own_rows, int piece) const {
         auto take = [&](const auto& newest) {
             const bool own = piece >= 0 && piece < newest.pieces();
-            if (own) newest.append(share, piece);
+            if (own) newest.append(own_rows, piece);
             piece -= newest.pieces();
         };
         take(values), take(keys), take(gates), take(betas);
     }
 };
 
-// Products of a row's query with its tokens, at the key heads from `first` on: one at a time for each of `warps` warps, of
-// which this is that number.
-__device__ __forceinline__ void find_scores(const Arguments& arg, const Share& share, int first, int count, int warp, int warps,
-                                            Scores* scores) {
+// Scores <k_s, q> of a row's tokens, for `count` key heads from `first` on, dealt out to `warps` warps of which this is
+// number `warp`.
+__device__ __forceinline__ void compute_scores(const Arguments& arg, const BlockRows& own_rows, int first, int count,
+                                               int warp, int warps, KeyScores* scores) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     for (int i = warp; i < count; i += warps) {
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS;
-        const int2 entry = share.of(row);
-        if (Share::goes_on(entry.x, entry.y)) {
+        const int2 entry = own_rows.of(row);
+        if (BlockRows::continues(entry.x, entry.y)) {
             const act_t* const ring = place<KEY_HEADS * W * K>(arg.ring_k, entry.x, head * W * K);
-            const act_t* const newest = place<KEY_HEADS * K>(arg.k, share.at(row), head * K);
-            Query query;
-            Row tokens[2];
-            query.load(place<KEY_HEADS * K>(arg.q, share.at(row), head * K));
+            const act_t* const newest = place<KEY_HEADS * K>(arg.k, own_rows.at(row), head * K);
+            QueryFragment query;
+            RowFragment tokens[2];
+            query.load(place<KEY_HEADS * K>(arg.q, own_rows.at(row), head * K));
 #pragma unroll
             for (int n = 0; n < 2; n++) tokens[n].load(r + 8 * n < entry.y ? ring + (r + 8 * n) * K : newest);
             float d[2][4] = {};
@@ -78,8 +83,8 @@ __device__ __forceinline__ void find_scores(const Arguments& arg, const Share& s
 #pragma unroll
                 for (int n = 0; n < 2; n++) query.multiply(d[n], tokens[n].x[j], j);
             }
-            if (c < 2) scores[i].of[8 * c + r] = c ? Query::product(d[1]) : Query::product(d[0]);
+            if (c < 2) scores[i].of[8 * c + r] = c ? QueryFragment::product(d[1]) : QueryFragment::product(d[0]);
         }
-        scores[i].known.arrive();
+        scores[i].full.arrive();
     }
 }

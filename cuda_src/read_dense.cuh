@@ -1,15 +1,17 @@
-// State read of heads without a sketch: o = S^T x + (buffer output), a quarter of the value rows a warp.
+// State read of heads without a sketch: o = S^T x + output of the buffered tokens. A warp has a quarter of the value
+// rows.
 #pragma once
-#include "read_item.cuh"
+#include "read_tile.cuh"
 
 constexpr int QUARTERS = 4;
-constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp holds in flight
+constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp has in flight
 
-typedef ValueShare<32> Whole;
-typedef Packed<ACT, Whole::WIDTH> WholeValue[Whole::COUNT];
+typedef ValueShare<32> AllLanes;
+typedef Packed<ACT, AllLanes::WIDTH> LaneValues[AllLanes::COUNT];
 
-// Puts the newest token into the ring; its values have been fetched. Only where no head has a sketch: nothing is turned.
-__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const WholeValue& values, int pos,
+// Appends the newest token to the ring; the caller has loaded its value. For replay only: without sketches nothing is
+// swizzled.
+__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const LaneValues& values, int pos,
                                              int head) {
     const int lane = threadIdx.x % 32;
     if (head % GROUP == 0) {
@@ -18,8 +20,8 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
         key.store(ring.k + pos * K + lane * LK);
     }
 #pragma unroll
-    for (int i = 0; i < Whole::COUNT; i++)
-        if (Whole::at(i) < V) values[i].store(ring.v + pos * V + Whole::at(i));
+    for (int i = 0; i < AllLanes::COUNT; i++)
+        if (AllLanes::at(i) < V) values[i].store(ring.v + pos * V + AllLanes::at(i));
     if constexpr (KIND == KDA) {
         Packed<GATE_TYPE, LK> gate;
         gate.load(token.g + lane * LK);
@@ -30,8 +32,9 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
     if (ERASES && lane == 0) ring.beta[pos] = *token.beta;
 }
 
-// The window of a dense head, from global memory: all keys set out at once, tokens follow one by one.
-constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // ring tokens that go through a reduction, or a fetch of gates, together
+// The window of a dense head, read from global memory: all keys are requested at once, then the tokens follow one by
+// one.
+constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // tokens that share a reduction, or a load of gates
 constexpr int CHUNKS = (W - 1 + CHUNK - 1) / CHUNK;
 
 struct WindowRead {
@@ -39,11 +42,12 @@ struct WindowRead {
     float weight;  // lane s: weight of token s (0 after the newest)
 };
 
-__device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, const GateInput<LK>& input, int pos) {
+__device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, const GateInput<LK>& input,
+                                                int pos) {
     static_assert(W <= 32, "lane s keeps the scalars of token s");
     const int lane = threadIdx.x % 32;
     WindowRead window;
-    constexpr int HELD = ERASES ? CHUNKS : 1;  // the delta rule needs keys twice, far apart: all stay in registers
+    constexpr int HELD = ERASES ? CHUNKS : 1;  // the delta rule needs every key twice: all keys stay in registers
     Packed<ACT, LK> query, newest, keys[HELD][CHUNK];
     auto fetch = [&](int n, Packed<ACT, LK>(&into)[CHUNK]) {
 #pragma unroll
@@ -56,7 +60,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
     newest.load(token.k + lane * LK);
 #pragma unroll
     for (int n = 0; n < HELD; n++) fetch(n, keys[n]);
-    float gate = 0, beta = 0;  // of token `lane`
+    float gate = 0, beta = 0;  // of token number `lane`
     if (KIND != KDA) gate = lane < pos ? ring.g[lane] : lane == pos ? *token.g : 0.f;
     if (ERASES) beta = lane < pos ? ring.beta[lane] : lane == pos ? *token.beta : 0.f;
 #pragma unroll
@@ -64,7 +68,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
     window.weight = 0;
 
     if constexpr (!ERASES) {
-        // c_s = exp(g_{s+1} + ... + g_t) <k_s, q>: all tokens at once
+        // c_s = exp(g_{s+1} + ... + g_t) <k_s, q>, for all tokens at once
         float after = __shfl_down_sync(ALL, gate, 1);
         if (lane == 31) after = 0;
 #pragma unroll
@@ -97,7 +101,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 #pragma unroll
         for (int c = 0; c < LK; c++) window.x[c] *= whole;
     } else {
-        const float same = KIND == KDA ? 1.f : decay(gate);  // of token `lane`
+        const float same = KIND == KDA ? 1.f : decay(gate);  // of token number `lane`
         auto back = [&](int s, const Packed<ACT, LK>& key, const float* gates) {
             float product = 0;
 #pragma unroll
@@ -107,7 +111,8 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
             if (lane == s) window.weight = weight;
 #pragma unroll
             for (int c = 0; c < LK; c++)
-                window.x[c] = (KIND == KDA ? decay(input.log_decay(gates[c], c)) : one) * (window.x[c] - weight * key[c]);
+                window.x[c] =
+                    (KIND == KDA ? decay(input.log_decay(gates[c], c)) : one) * (window.x[c] - weight * key[c]);
         };
         constexpr int FETCH = KIND == KDA ? CHUNK : 1;
         float gates[FETCH][LK];
@@ -139,7 +144,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
     return window;
 }
 
-// One quarter of a (row, head).
+// A quarter of the value rows of one (row, head).
 __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 at, i64 slot, int pos, int part) {
     const int lane = threadIdx.x % 32;
     constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
@@ -149,16 +154,16 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
     Packed<FP32, LK> rows[DENSE_ROWS];
 #pragma unroll
     for (int i = 0; i < DENSE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
-    WholeValue newest;
+    LaneValues newest;
 #pragma unroll
-    for (int i = 0; i < Whole::COUNT; i++) {
+    for (int i = 0; i < AllLanes::COUNT; i++) {
         newest[i].clear();
-        if (part == 0 && Whole::at(i) < V) newest[i].load(token.v + Whole::at(i));
+        if (part == 0 && AllLanes::at(i) < V) newest[i].load(token.v + AllLanes::at(i));
     }
     GateInput<LK> input;
     input.load(arg.gate_input, head, lane * LK);
     const WindowRead window = read_ring(token, ring, input, pos);
-    if (part == 0 && !SKETCHED_HEADS) append_token(token, ring, newest, pos, head);  // else the block does it for all heads
+    if (part == 0 && !SKETCHED_HEADS) append_token(token, ring, newest, pos, head);  // else NewTokens does it
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {
         float sums[DENSE_ROWS];
 #pragma unroll
@@ -170,7 +175,7 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
 #pragma unroll
         for (int i = 0; i < DENSE_ROWS; i++)
             if (first + DENSE_ROWS + i < SHARE) rows[i].load(home + (part * SHARE + first + DENSE_ROWS + i) * K);
-        // four lanes share a value row: they add a quarter of the buffer each
+        // Four lanes share a value row; each adds a quarter of the buffered tokens.
         float o = warp_sums(sums), buffer = 0;
         const int row = first + lane / 4, value = part * SHARE + row;
 #pragma unroll

@@ -1,63 +1,70 @@
-// What heads with a sketch need for their output, from shared memory: weights of the tokens, and what maps and pivots make of the query.
+// Coefficients of heads with a sketch: token weights, and products of the effective query with map and pivots.
 #pragma once
-#include "read_item.cuh"
+#include "read_tile.cuh"
 #include "warp_latch.cuh"
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
-// Of a head, with room for whole tiles: coefficients, eight at a time, and where rows are operands weights of all of them, 16 at a time.
+// Room for a head's weights in whole tiles: the map's coefficients (eights), or with SWIZZLED all summed rows
+// (sixteens).
 constexpr int WEIGHTS = OPERANDS ? (RANK_MAX + W - 1 + 15) / 16 * 16 : (RANK_MAX + 7) / 8 * 8;
 
-// Whether maps and pivots meet an effective query on the tensor cores, though tokens do not: rows as they lie in memory, the query
-// in two bf16 slices (2^-16), the leading one and the rest.
-constexpr bool SLICED = SPLIT && SKETCH == BF16;
+// Token-by-token path with bf16 storage: map and pivots still use the tensor cores. Their rows are operands as stored,
+// the effective query comes in two bf16 slices (2^-16).
+constexpr bool QUERY_SLICED = TWO_HALVES && SKETCH == BF16;
 constexpr int KEY_CHUNKS = K / 32;
 struct QuerySlices {
-    alignas(16) u32 of[SLICED ? 32 * KEY_CHUNKS : 4];
+    alignas(16) u32 of[QUERY_SLICED ? 32 * KEY_CHUNKS : 4];
 
-    // Of a slice, the even words or the odd ones that lanes take which have this c (Query).
-    __device__ __forceinline__ u32* words(int slice, int odd, int c) { return &of[(8 * slice + 4 * odd + c) * 2 * KEY_CHUNKS]; }
+    // The even (odd = 0) or odd words of a slice for lanes with this c, in the order in which QueryFragment loads them.
+    __device__ __forceinline__ u32* words(int slice, int odd, int c) {
+        return &of[(8 * slice + 4 * odd + c) * 2 * KEY_CHUNKS];
+    }
 
-    // LK channels a lane.
+    // Stores the query, LK channels a lane.
     __device__ __forceinline__ void set(const float (&x)[LK]) {
 #pragma unroll
         for (int n = 0; n < LK; n += 2) {
             const int word = (threadIdx.x % 32 * LK + n) / 2;
             const u32 low = __float_as_uint(x[n]), high = __float_as_uint(x[n + 1]);
-            auto put = [&](int slice, u32 pair) { words(slice, word % 2, word / 4 % 4)[word / 16 * 2 + word / 2 % 2] = pair; };
+            auto put = [&](int slice, u32 pair) {
+                words(slice, word % 2, word / 4 % 4)[word / 16 * 2 + word / 2 % 2] = pair;
+            };
             put(0, __byte_perm(low, high, 0x7632));
-            put(1, floats_to_bf16(x[n] - __uint_as_float(low & 0xffff0000u), x[n + 1] - __uint_as_float(high & 0xffff0000u)));
+            put(1, floats_to_bf16(x[n] - __uint_as_float(low & 0xffff0000u),
+                                  x[n + 1] - __uint_as_float(high & 0xffff0000u)));
         }
     }
 };
 
-// Small results that the lanes of a warp exchange.
+// Small intermediate results in shared memory, one per warp.
 struct Scratch {
     union {
-        alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];  // of tokens and the query (last row); padded: bank conflicts
+        alignas(16) float product[MATRIX && ERASES ? 16 : 1]
+                                 [20];  // <k_s, k_j>, last row <k_s, q>; padded against bank conflicts
         QuerySlices query;
         struct {
-            alignas(16) float c[TOGETHER][WEIGHTS];   // rows of the map times x, then the coefficients or all weights
-            float y[TOGETHER * PIVOT_SLOTS + 8];      // B^T x
+            alignas(16) float c[TILE_HEADS][WEIGHTS];  // map times x; later the coefficients, or all weights
+            float y[TILE_HEADS * PIVOT_SLOTS + 8];     // B^T x
         };
     };
-    alignas(8) float weight[TOGETHER][W];            // c_s; 0 after the newest
-    alignas(8) float beta[SPLIT ? W : 1];
-    float part[TOGETHER][16];                        // gdn: the query that is left is -sum_s part_s k_s, times decay
-    float whole[TOGETHER];                           // decay of the whole window
+    alignas(8) float weight[TILE_HEADS][W];            // c_s; 0 past the newest token
+    alignas(8) float beta[TWO_HALVES ? W : 1];
+    float query_part[TILE_HEADS][16];  // gdn: effective query = -decay * sum_s query_part_s k_s (q is k_15)
+    float window_decay[TILE_HEADS];                    // decay of the whole window
 };
 
-// Products of a row's tokens with its query at one key head, where the block works them out.
-struct Scores {
+// <k_s, q> of a row at one key head, where the block computes them (SHARED_SCORES).
+struct KeyScores {
     float of[16];
-    WarpLatch known;
+    WarpLatch full;
 };
 
-// A lane's part of a row as an operand of m16n8k16: channels 32 i + 8 c to 32 i + 8 c + 7, whose places among 16 are
-// the same in all operands.
+// Operand order of this kernel for m16n8k16: lane (r, c) loads channels 32 i + 8 c to 32 i + 8 c + 7 of row r with one
+// 16-byte load. The order of channels within a product is the same for all operands, so it does not change the sum.
 __device__ __forceinline__ uint4 chunk(const void* row, int i) {
     return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
 }
-struct Row {
+struct RowFragment {
     uint4 x[KEY_CHUNKS];
     __device__ __forceinline__ void load(const void* row) {
 #pragma unroll
@@ -65,11 +72,12 @@ struct Row {
     }
 };
 
-// Two rows of a lane as a left operand over a chunk, r and r + 8; d[m][n] += <row m, row n> with row r of another.
-// `none` is 0, but not to the compiler: words that are merely moved it would move once more for every product.
-struct Left {
+// Left operand from the lane's rows r and r + 8; multiply: d[m][n] += <row m, row n> with row n = r of another
+// fragment. `none` is 0 at run time, which the compiler does not know: without it, the words would be moved again for
+// every product.
+struct LeftFragment {
     u32 x[2][4];
-    __device__ __forceinline__ Left(const uint4& low, const uint4& high, u32 none)
+    __device__ __forceinline__ LeftFragment(const uint4& low, const uint4& high, u32 none)
         : x{{low.x | none, high.x | none, low.y | none, high.y | none},
             {low.z | none, high.z | none, low.w | none, high.w | none}} {}
     __device__ __forceinline__ void multiply(float (&d)[4], const uint4& other) const {
@@ -78,15 +86,15 @@ struct Left {
     }
 };
 
-// Scalar decays of a lane's tokens: from each to the newest, and of the window up to each.
+// Scalar decays of the lane's token: from it to the newest, and from the window's start up to the newest.
 struct Decays {
     float after[TURNS], whole[TURNS];
 
-    __device__ __forceinline__ explicit Decays(const Gates& gates) {
+    __device__ __forceinline__ explicit Decays(const TokenScalars& gates) {
         const int s = threadIdx.x % SPAN;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
-            float sum = __shfl_down_sync(ALL, gates.g[i], 1, SPAN);  // of later tokens' gates
+            float sum = __shfl_down_sync(ALL, gates.g[i], 1, SPAN);  // log-decays of later tokens
             if (s == SPAN - 1) sum = 0;
 #pragma unroll
             for (int d = 1; d < 16; d *= 2) {
@@ -98,9 +106,11 @@ struct Decays {
     }
 };
 
-// Weights of the tokens, and parts of the effective query, from products of keys and query. With scalar decays D_s
-// after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) has no decays in it.
-__device__ __forceinline__ void solve(const float* with_query, const Gates& gates, const Decays& decays, int pos, Scratch& scratch) {
+// Token weights, and the tokens' parts of the effective query, from the products of keys and query. With scalar decays
+// D_s after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) contains no
+// decay.
+__device__ __forceinline__ void solve(const float* with_query, const TokenScalars& gates, const Decays& decays, int pos,
+                                      Scratch& scratch) {
     const int lane = threadIdx.x % 32, s = lane % SPAN;
     float e[TURNS], row[16];
 #pragma unroll
@@ -116,15 +126,16 @@ __device__ __forceinline__ void solve(const float* with_query, const Gates& gate
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             if (8 * half > pos) continue;
-            // Two tokens at a time: every lane takes the later one out of the earlier one itself, so that their shuffles do not follow
-            // one another.
+            // Two tokens at a time: every lane recomputes the earlier token's result from the later one, so that the
+            // two shuffles do not depend on each other.
 #pragma unroll
             for (int j = 8 * half + 7; j > 8 * half; j -= 2)
 #pragma unroll
                 for (int i = 0; i < TURNS; i++) {
                     const float with_later = gates.beta[i] * row[j], with_earlier = gates.beta[i] * row[j - 1];
                     const float later = __shfl_sync(ALL, e[i], j, SPAN);
-                    const float earlier = __shfl_sync(ALL, e[i], j - 1, SPAN) - __shfl_sync(ALL, with_later, j - 1, SPAN) * later;
+                    const float earlier =
+                        __shfl_sync(ALL, e[i], j - 1, SPAN) - __shfl_sync(ALL, with_later, j - 1, SPAN) * later;
                     if (s < j) e[i] -= with_later * later;
                     if (s < j - 1) e[i] -= with_earlier * earlier;
                 }
@@ -133,44 +144,47 @@ __device__ __forceinline__ void solve(const float* with_query, const Gates& gate
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
         const int h = lane / SPAN + i * HEADS_AT_ONCE;
-        if (h >= TOGETHER || s >= 16) continue;
+        if (h >= TILE_HEADS || s >= 16) continue;
         if (s < W) scratch.weight[h][s] = decays.after[i] * e[i];
-        if (ERASES) scratch.part[h][s] = s == 15 ? -1.f : e[i];
-        if (s == 0) scratch.whole[h] = decays.whole[i];
+        if (ERASES) scratch.query_part[h][s] = s == 15 ? -1.f : e[i];
+        if (s == 0) scratch.window_decay[h] = decays.whole[i];
     }
 }
 
-// Eight rows of a head's map; a dense head has none, and gets some other ones.
-__device__ __forceinline__ Row load_map(const Arguments& arg, const Item& item, const Heads& heads, int h, int first) {
+// Eight rows of a head's map. A dense head has no map and loads arbitrary valid rows.
+__device__ __forceinline__ RowFragment load_map(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                                                int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
-    Row rows;
-    if (MAP == OWN) rows.load(rank ? item.sketches() + heads.at[h] + rank * V + row * K : item.sketches());
+    RowFragment rows;
+    if (MAP == OWN) rows.load(rank ? buffer.sketches() + heads.at[h] + rank * V + row * K : buffer.sketches());
     else rows.load(arg.projection + heads.projection[h] + row * K);
     return rows;
 }
-// The eight rows of each head of an item, where there are any.
-struct MapRows {
-    Row of[TOGETHER];
-    __device__ __forceinline__ void load(const Arguments& arg, const Item& item, const Heads& heads, int first) {
+// The eight rows of each head of a tile, if it has that many.
+struct MapFragments {
+    RowFragment of[TILE_HEADS];
+    __device__ __forceinline__ void load(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                                         int first) {
 #pragma unroll
-        for (int h = 0; h < TOGETHER; h++)
-            if (first == 0 || first < heads.rank[h]) of[h] = load_map(arg, item, heads, h, first);
+        for (int h = 0; h < TILE_HEADS; h++)
+            if (first == 0 || first < heads.rank[h]) of[h] = load_map(arg, buffer, heads, h, first);
     }
 };
-// Rows that a tile of the pivots' products has: those of all heads of an item, one after the other.
-constexpr int PIVOT_TILES = MAP == FACTORS ? (TOGETHER * PIVOT_SLOTS + 7) / 8 : 0;
-__device__ __forceinline__ const void* pivot_row(const Item& item, const Heads& heads, int tile) {
-    // rows that a head or an item does not have are some other row, and their products nobody's
-    const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TOGETHER - 1);
+// Operand tiles of pivot rows: the pivots of all heads of a work tile, one after the other.
+constexpr int PIVOT_TILES = MAP == FACTORS ? (TILE_HEADS * PIVOT_SLOTS + 7) / 8 : 0;
+__device__ __forceinline__ const void* pivot_row(const TileBuffer& buffer, const TileHeads& heads, int tile) {
+    // Places without a pivot load another row; their products are not used.
+    const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TILE_HEADS - 1);
     const int rank = heads.rank[h];
-    if (TOGETHER > 1 && rank == 0) return item.query();
-    return item.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
+    if (TILE_HEADS > 1 && rank == 0) return buffer.query();
+    return buffer.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
 }
 
-// The query as the right operand for rows that are left ones as they lie in memory: a row's four words stand in places
-// (r, c), (r + 8, c), (r, c + 4) and (r + 8, c + 4), even columns have the query's words 0 and 2, odd ones 1 and 3.
-// Every even column of the upper half of a product, and every odd one of the lower half, has a part of it.
-struct Query {
+// The query as right operand for rows that are left operands as stored. The four words of a lane's 16 bytes take the
+// places (r, c), (r + 8, c), (r, c + 4), (r + 8, c + 4) of the left operand. Even columns of the right operand hold
+// words 0 and 2 of the query, odd columns words 1 and 3. <row r, query> is then d[0] + d[3] in each of the row's four
+// lanes.
+struct QueryFragment {
     u32 x[KEY_CHUNKS][2];
     __device__ __forceinline__ void load(const void* row) {
         const int odd = threadIdx.x / 4 % 2;
@@ -180,7 +194,7 @@ struct Query {
             x[i][0] = words[0], x[i][1] = words[2];
         }
     }
-    // One in slices: every other pair of columns has the rest.
+    // The query in two slices: columns 0, 1, 4, 5 hold the leading slice, columns 2, 3, 6, 7 the second.
     __device__ __forceinline__ void load(QuerySlices& slices) {
         const int r = threadIdx.x / 4 % 8;
         const u32* const words = slices.words(r / 2 % 2, r % 2, threadIdx.x % 4);
@@ -194,77 +208,80 @@ struct Query {
         const u32 a[4] = {row.x, row.y, row.z, row.w};
         mma_bf16(d, a, x[i][0], x[i][1]);
     }
-    // of row r, in all of its four lanes
+    // <row r, query>, in all four lanes of r
     static __device__ __forceinline__ float product(const float (&d)[4]) { return d[0] + d[3]; }
 };
 
-// Products along K without erasure: of maps and pivots with the query, eight rows at a time.
-__device__ __forceinline__ void project_query(const Arguments& arg, const Item& item, const Heads& heads,
-                                              const Gates& gates, const MapRows& first_rows, Scores& scores,
-                                              Scratch& scratch) {
+// Products along K without erasure (mamba2): maps and pivots with the query, eight rows at a time.
+__device__ __forceinline__ void project_query(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                                              const TokenScalars& gates, const MapFragments& first_rows,
+                                              KeyScores& scores, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const Decays decays(gates);
-    Query query;
-    query.load(item.query());
+    QueryFragment query;
+    query.load(buffer.query());
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
-    for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(item, heads, n);
-    float z[TOGETHER][4] = {}, y[PIVOT_TILES + 1][4] = {};
+    for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(buffer, heads, n);
+    float z[TILE_HEADS][4] = {}, y[PIVOT_TILES + 1][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
 #pragma unroll
-        for (int h = 0; h < TOGETHER; h++) query.multiply(z[h], first_rows.of[h].x[i], i);
+        for (int h = 0; h < TILE_HEADS; h++) query.multiply(z[h], first_rows.of[h].x[i], i);
 #pragma unroll
         for (int n = 0; n < PIVOT_TILES; n++) query.multiply(y[n], chunk(pivots[n], i), i);
     }
-    scores.known.wait(0);
+    scores.full.wait(0);
     __syncwarp();
-    solve(scores.of, gates, decays, item.pos, scratch);
+    solve(scores.of, gates, decays, buffer.pos, scratch);
 #pragma unroll
-    for (int h = 0; h < TOGETHER; h++)
-        if (c == h) scratch.c[h][r] = Query::product(z[h]);
+    for (int h = 0; h < TILE_HEADS; h++)
+        if (c == h) scratch.c[h][r] = QueryFragment::product(z[h]);
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++)
-        if (c == 3 - n) scratch.y[8 * n + r] = Query::product(y[n]);
+        if (c == 3 - n) scratch.y[8 * n + r] = QueryFragment::product(y[n]);
 #pragma unroll 1
-    for (int h = 0; h < TOGETHER; h++) {
+    for (int h = 0; h < TILE_HEADS; h++) {
 #pragma unroll 1
         for (int first = 8; first < heads.rank[h]; first += 8) {
-            const Row rows = load_map(arg, item, heads, h, first);
+            const RowFragment rows = load_map(arg, buffer, heads, h, first);
             float d[4] = {};
 #pragma unroll
             for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.x[i], i);
-            if (c == 0) scratch.c[h][first + r] = Query::product(d);
+            if (c == 0) scratch.c[h][first + r] = QueryFragment::product(d);
         }
     }
 }
 
-// All products along K with erasure, in one pass over K. Rows of the left operand are tokens 0 to pos and, in all
-// other places, the query; the right ones are tokens, maps and pivots. The effective query is never formed: what a map
-// makes of it is a sum of what it makes of keys and query.
-__device__ __forceinline__ void project_matrix(const Arguments& arg, const Item& item, const Heads& heads,
-                                               const Gates& gates, const MapRows& first_rows, Scratch& scratch) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
+// All products along K with erasure (gdn), in one pass over K. Rows of the left operand: tokens 0 to pos; all other
+// rows: the query. Right operands: tokens, maps, pivots. The effective query is never formed: its product with a map
+// row is a sum over the products of keys and query with that row.
+__device__ __forceinline__ void project_matrix(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                                               const TokenScalars& gates, const MapFragments& first_rows,
+                                               Scratch& scratch) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
     const u32 none = pos < 0;
-    const act_t* const query = item.query();
-    const act_t *const lower = r <= pos ? item.key(r) : query, *const upper = r + 8 <= pos ? item.key(r + 8) : query;
+    const act_t* const query = buffer.query();
+    const act_t *const lower = r <= pos ? buffer.key(r) : query, *const upper =
+                                                                     r + 8 <= pos ? buffer.key(r + 8) : query;
     const Decays decays(gates);
-    // Tiles of eight columns: the first eight rows of each head's map, the pivots of all, the second eight rows.
-    constexpr int PIVOT = TOGETHER, SECOND = TOGETHER + PIVOT_TILES, TILES = SECOND + (RANK_MAX > 8 ? TOGETHER : 0);
-    MapRows second_rows;  // where a rank has none, products with what is there are nobody's
-    second_rows.load(arg, item, heads, 8);
+    // Operand tiles of eight columns: first eight rows of each head's map | pivots of all heads | second eight rows.
+    constexpr int PIVOT = TILE_HEADS, SECOND = TILE_HEADS + PIVOT_TILES,
+                  TILES = SECOND + (RANK_MAX > 8 ? TILE_HEADS : 0);
+    MapFragments second_rows;  // left unset where the rank is at most 8; those products are not used
+    second_rows.load(arg, buffer, heads, 8);
     const void* pivots[PIVOT_TILES + 1];
 #pragma unroll
-    for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(item, heads, n);
+    for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(buffer, heads, n);
     float scores[2][4] = {}, z[TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
         const uint4 low = chunk(lower, i), high = chunk(upper, i);
-        const Left tokens(low, high, none);
+        const LeftFragment tokens(low, high, none);
         tokens.multiply(scores[0], low);
         tokens.multiply(scores[1], high);
 #pragma unroll
-        for (int h = 0; h < TOGETHER; h++) tokens.multiply(z[h], first_rows.of[h].x[i]);
+        for (int h = 0; h < TILE_HEADS; h++) tokens.multiply(z[h], first_rows.of[h].x[i]);
 #pragma unroll
         for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(z[PIVOT + n], chunk(pivots[n], i));
 #pragma unroll
@@ -281,18 +298,20 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
     __syncwarp();
     solve(scratch.product[MATRIX && ERASES ? 15 : 0], gates, decays, pos, scratch);
     __syncwarp();
-    float parts[TOGETHER][2];  // of the thread's rows r and r + 8
+    float parts[TILE_HEADS][2];  // query_part of rows r and r + 8
 #pragma unroll
-    for (int h = 0; h < TOGETHER; h++) parts[h][0] = -scratch.part[h][r], parts[h][1] = -scratch.part[h][r + 8];
-    // Columns 2c and 2c + 1 of 8 rows' products: what the effective query makes of them, but for its decay.
+    for (int h = 0; h < TILE_HEADS; h++)
+        parts[h][0] = -scratch.query_part[h][r], parts[h][1] = -scratch.query_part[h][r + 8];
+    // Columns 2c and 2c + 1: product with the effective query, up to its decay and the sum over r.
     auto sum = [&](const float (&d)[4], int h, float (&x)[2]) {
-        const float upper = h ? parts[TOGETHER - 1][0] : parts[0][0], lower = h ? parts[TOGETHER - 1][1] : parts[0][1];
+        const float upper = h ? parts[TILE_HEADS - 1][0] : parts[0][0],
+                    lower = h ? parts[TILE_HEADS - 1][1] : parts[0][1];
         x[0] = upper * d[0] + lower * d[2], x[1] = upper * d[1] + lower * d[3];
     };
     auto put = [&](const float (&x)[2], float* to) {
         if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x[0], x[1]);
     };
-    auto add_lanes = [&](auto& x) {  // chains side by side
+    auto add_lanes = [&](auto& x) {  // sums over r; independent chains
 #pragma unroll
         for (int bit = 4; bit < 32; bit *= 2)
 #pragma unroll
@@ -303,22 +322,27 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const Item&
     float x[TILES][2];
 #pragma unroll
     for (int n = 0; n < TILES; n++)
-        sum(z[n], n < PIVOT ? n : n >= SECOND ? n - SECOND : min((8 * (n - PIVOT) + 2 * c) / PIVOT_SLOTS, TOGETHER - 1), x[n]);
+        sum(z[n],
+            n < PIVOT     ? n
+            : n >= SECOND ? n - SECOND
+                          : min((8 * (n - PIVOT) + 2 * c) / PIVOT_SLOTS, TILE_HEADS - 1),
+            x[n]);
     add_lanes(x);
 #pragma unroll
-    for (int h = 0; h < TOGETHER; h++) put(x[h], scratch.c[h]);
+    for (int h = 0; h < TILE_HEADS; h++) put(x[h], scratch.c[h]);
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++) put(x[PIVOT + n], &scratch.y[8 * n]);
 #pragma unroll
-    for (int h = 0; h < TOGETHER; h++) {
+    for (int h = 0; h < TILE_HEADS; h++) {
         if constexpr (TILES > SECOND)
             if (heads.rank[h] > 8) put(x[SECOND + h], &scratch.c[h][8]);
 #pragma unroll 1
         for (int first = 16; first < heads.rank[h]; first += 8) {
-            const Row rows = load_map(arg, item, heads, h, first);
+            const RowFragment rows = load_map(arg, buffer, heads, h, first);
             float d[4] = {}, more[1][2];
 #pragma unroll
-            for (int i = 0; i < KEY_CHUNKS; i++) Left(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
+            for (int i = 0; i < KEY_CHUNKS; i++)
+                LeftFragment(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
             sum(d, h, more[0]);
             add_lanes(more);
             put(more[0], &scratch.c[h][first]);

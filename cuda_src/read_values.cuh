@@ -1,22 +1,25 @@
-// The output of heads with a sketch, once maps and pivots have met the query: o = U c + sum over tokens of w_s v_s.
+// Output of heads with a sketch, from the coefficients: o = U c + sum over tokens of w_s v_s.
 //
-// Where values and sketches are bf16, the rows that are summed (columns of U, buffered values, the newest one) are left operands of
-// products: 16 channels of 16 rows, or of eight rows of each of two heads. Weights are right ones, in two bf16 slices (2^-16): even
-// columns have the leading slice, odd ones the rest. A head takes two columns, and so do other channels: products with zeros in
-// all columns but their own go to one accumulator.
+// With bf16 values and sketches (SWIZZLED) this is a tensor-core product. Left operands: the summed rows (columns of U,
+// buffered values, the newest value), 16 channels by 16 rows, or by eight rows of each of two heads. Right operands:
+// weights as two bf16 slices (2^-16), the leading slice in even columns, the second one in odd columns. A head needs
+// two of the eight columns, so up to four groups of 16 channels share an accumulator: each group's weights are in its
+// own columns, with zeros elsewhere.
 #pragma once
 #include "read_sketch.cuh"
 
-// Coefficients of the columns of a head's U: c = w z + F (B^T x).
+// Coefficients for the columns of a head's U: c = w z + F (B^T x).
 struct Coefficients {
     const sketch_t *f, *w;
     int p;
     float whole, y[PIVOTS];
 
-    __device__ __forceinline__ Coefficients(const Item& item, const Heads& heads, const Scratch& scratch, int h)
-        : p(pivots_of(heads.rank[h])), whole(SPLIT ? 1.f : scratch.whole[h]) {
+    __device__ __forceinline__ Coefficients(const TileBuffer& buffer, const TileHeads& heads, const Scratch& scratch,
+                                            int h)
+        : p(pivots_of(heads.rank[h])),
+          whole(TWO_HALVES ? 1.f : scratch.window_decay[h]) {
         const int rank = heads.rank[h];
-        f = item.sketches() + heads.at[h] + rank * V + p * K, w = f + rank * p;
+        f = buffer.sketches() + heads.at[h] + rank * V + p * K, w = f + rank * p;
         if (MAP == FACTORS)
 #pragma unroll
             for (int i = 0; i < PIVOTS; i++) y[i] = scratch.y[h * PIVOT_SLOTS + i];
@@ -33,21 +36,23 @@ struct Coefficients {
     }
 };
 
-// By products. Rows after the newest are that one again, without weight: a head takes as many as the one that has most.
-__device__ __forceinline__ void multiply_values(const Item& item, const Heads& heads, out_t* output, Scratch& scratch) {
-    constexpr int ROWS = 16 / TOGETHER, SERVED = 4 / TOGETHER;  // rows of a head in a product; products with columns of their own
-    constexpr int APART = 16 * SERVED, SUMS = (V + APART - 1) / APART;  // channels of an accumulator, and how many there are
-    constexpr int ELEMENT = sizeof(act_t), VALUE = Item::VALUE;
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = item.pos;
-    // A dense head stands in with one row of the other: what its own hold is not multiplied, not even by 0.
-    const int h = lane / LANES, rank = heads.rank[h], rows = rank > 0 ? rank + pos + 1 : 1;
+// On the tensor cores. The heads of a tile take as many rows as the longest; missing rows are the newest with weight 0.
+__device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
+                                                Scratch& scratch) {
+    constexpr int ROWS = 16 / TILE_HEADS,
+                  SERVED = 4 / TILE_HEADS;  // rows of a head per product; channel groups per accumulator
+    constexpr int APART = 16 * SERVED, SUMS = (V + APART - 1) / APART;  // channels of an accumulator; accumulators
+    constexpr int ELEMENT = sizeof(act_t), VALUE = TileBuffer::VALUE;
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
+    // A dense head uses a row of the other head: its own values may be infinite and must not even be multiplied by 0.
+    const int h = lane / HEAD_LANES, rank = heads.rank[h], rows = rank > 0 ? rank + pos + 1 : 1;
     int end = rows;
 #pragma unroll
-    for (int i = 0; i < TOGETHER; i++) end = max(end, heads.rank[i] + pos + 1);
+    for (int i = 0; i < TILE_HEADS; i++) end = max(end, heads.rank[i] + pos + 1);
     end = (end + ROWS - 1) / ROWS * ROWS;
-    const Coefficients coefficients(item, heads, scratch, h);
+    const Coefficients coefficients(buffer, heads, scratch, h);
 #pragma unroll 1
-    for (int n = lane % LANES; n < end; n += LANES) {
+    for (int n = lane % HEAD_LANES; n < end; n += HEAD_LANES) {
         float weight = n < rank ? scratch.c[h][n] : scratch.weight[h][min(n - rank, W - 1)];
         if (n < rank) weight = coefficients.of(n, weight);
         const float leading = __uint_as_float(__float_as_uint(weight) & 0xffff0000u);
@@ -55,19 +60,22 @@ __device__ __forceinline__ void multiply_values(const Item& item, const Heads& h
     }
     __syncwarp();
 
-    const int columns = Item::sketches_at(pos) + heads.at[h] * ELEMENT, values = (h * pos - rank) * VALUE;  // where row 0 is, or would be
-    const int newest = Item::newest_at(pos) + (rank > 0 ? h : TOGETHER - 1 - h) * VALUE, half = lane / 8 % 2 * 16;
-    const float* weights = &scratch.c[r / 2 % TOGETHER][2 * c];
+    // byte offsets of row 0 of U and of the values, as if the rows of both were numbered through
+    const int columns = TileBuffer::sketches_at(pos) + heads.at[h] * ELEMENT, values = (h * pos - rank) * VALUE;
+    const int newest = TileBuffer::newest_at(pos) + (rank > 0 ? h : TILE_HEADS - 1 - h) * VALUE,
+              half = lane / 8 % 2 * 16;
+    const float* weights = &scratch.c[r / 2 % TILE_HEADS][2 * c];
     float sums[SUMS][4] = {};
 #pragma unroll 1
-    for (int n = TOGETHER > 1 ? lane % 8 : lane % 8 + lane / 16 * 8; end > 0; end -= ROWS, n += ROWS, weights += ROWS) {
+    for (int n = TILE_HEADS > 1 ? lane % 8 : lane % 8 + lane / 16 * 8; end > 0;
+         end -= ROWS, n += ROWS, weights += ROWS) {
         u32 slices[SERVED][2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float2 pair = *reinterpret_cast<const float2*>(weights + (TOGETHER > 1 ? 0 : 8 * i));
+            const float2 pair = *reinterpret_cast<const float2*>(weights + (TILE_HEADS > 1 ? 0 : 8 * i));
             const u32 slice = __byte_perm(__float_as_uint(pair.x), __float_as_uint(pair.y), r % 2 ? 0x5410 : 0x7632);
 #pragma unroll
-            for (int j = 0; j < SERVED; j++) slices[j][i] = r / 2 == (TOGETHER > 1 ? 2 * j + i : j) ? slice : 0;
+            for (int j = 0; j < SERVED; j++) slices[j][i] = r / 2 == (TILE_HEADS > 1 ? 2 * j + i : j) ? slice : 0;
         }
         const bool last = n >= rows - 1;
         const int from = last ? newest : n * VALUE + (n < rank ? columns : values);
@@ -75,15 +83,17 @@ __device__ __forceinline__ void multiply_values(const Item& item, const Heads& h
 #pragma unroll
         for (int channel = 0; channel < V; channel += 16) {
             u32 x[4];
-            load_transposed(x, item.rest, from + channel / TURNED * TURNED * ELEMENT + (channel % TURNED * ELEMENT ^ turn));
+            load_transposed(x, buffer.rest,
+                            from + channel / TURNED * TURNED * ELEMENT + (channel % TURNED * ELEMENT ^ turn));
             const u32(&own)[2] = slices[channel / 16 % SERVED];
             mma_bf16(sums[channel / APART], x, own[0], own[1]);
         }
     }
 
-    // d[0] + d[1] is channel r of 16, and d[2] + d[3] the one eight on: of the 16 and the head that have columns 2c and 2c + 1
-    const int column = OUT == FP32 ? 2 * c : r, of = column / 2 % TOGETHER, at = 16 * (column / (2 * TOGETHER));
-    const bool sketched = TOGETHER == 1 || heads.rank[of] > 0;  // of two heads one may be dense
+    // d[0] + d[1] is channel r, d[2] + d[3] channel r + 8, of the group of 16 and the head that own columns 2c and 2c
+    // + 1.
+    const int column = OUT == FP32 ? 2 * c : r, of = column / 2 % TILE_HEADS, at = 16 * (column / (2 * TILE_HEADS));
+    const bool sketched = TILE_HEADS == 1 || heads.rank[of] > 0;  // one of two heads may be dense
     out_t* const to = output + of * V + at + (OUT == FP32 ? r : 8 * (column % 2) + 2 * c);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {
@@ -99,19 +109,21 @@ __device__ __forceinline__ void multiply_values(const Item& item, const Heads& h
 }
 
 // Row by row, for other types.
-__device__ __forceinline__ void add_values(const Item& item, const Heads& heads, out_t* output, Scratch& scratch) {
-    const int h = threadIdx.x % 32 / LANES, pos = item.pos, rank = heads.rank[h];
-    const Coefficients coefficients(item, heads, scratch, h);
-    for (int j = threadIdx.x % LANES; j < rank; j += LANES) scratch.c[h][j] = coefficients.of(j, scratch.c[h][j]);
+__device__ __forceinline__ void add_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
+                                           Scratch& scratch) {
+    const int h = threadIdx.x % 32 / HEAD_LANES, pos = buffer.pos, rank = heads.rank[h];
+    const Coefficients coefficients(buffer, heads, scratch, h);
+    for (int j = threadIdx.x % HEAD_LANES; j < rank; j += HEAD_LANES)
+        scratch.c[h][j] = coefficients.of(j, scratch.c[h][j]);
     __syncwarp();
 
-    typedef ValueShare<LANES> Own;
+    typedef ValueShare<HEAD_LANES> Own;
     float o[Own::COUNT][Own::WIDTH] = {};
     auto add = [&](const auto& x, float weight, int i) {
 #pragma unroll
         for (int n = 0; n < Own::WIDTH; n++) o[i][n] += weight * x[n];
     };
-    const sketch_t* const u = item.sketches() + heads.at[h];
+    const sketch_t* const u = buffer.sketches() + heads.at[h];
 #pragma unroll 4
     for (int j = 0; j < rank; j++) {
 #pragma unroll
@@ -122,7 +134,7 @@ __device__ __forceinline__ void add_values(const Item& item, const Heads& heads,
             add(x, scratch.c[h][j], i);
         }
     }
-    const act_t* const values = item.values(h);
+    const act_t* const values = buffer.values(h);
 #pragma unroll 4
     for (int s = 0; s < pos; s++) {
 #pragma unroll
@@ -137,15 +149,16 @@ __device__ __forceinline__ void add_values(const Item& item, const Heads& heads,
     for (int i = 0; i < Own::COUNT; i++) {
         if (Own::at(i) >= V || rank == 0) continue;
         Packed<ACT, Own::WIDTH> x;
-        x.load(item.newest(h) + Own::at(i));
+        x.load(buffer.newest(h) + Own::at(i));
         add(x, scratch.weight[h][pos], i);
-        Packed<OUT, Own::WIDTH> rounded;
-        rounded.set(o[i]);
-        rounded.store(output + h * V + Own::at(i));
+        Packed<OUT, Own::WIDTH> round_up_128;
+        round_up_128.set(o[i]);
+        round_up_128.store(output + h * V + Own::at(i));
     }
 }
 
-__device__ __forceinline__ void read_values(const Item& item, const Heads& heads, out_t* output, Scratch& scratch) {
-    if constexpr (OPERANDS) multiply_values(item, heads, output, scratch);
-    else add_values(item, heads, output, scratch);
+__device__ __forceinline__ void read_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
+                                            Scratch& scratch) {
+    if constexpr (OPERANDS) multiply_values(buffer, heads, output, scratch);
+    else add_values(buffer, heads, output, scratch);
 }

@@ -1,38 +1,38 @@
-// What a read step takes from the window's tokens: effective query and buffer weights of one (row, head).
+// Effective query and token weights of one (row, head), from the window's tokens.
 //
-// Going back from the newest token with x = q, token s contributes c_s = beta_s <k_s, x> v_s to the output, and the
-// query that is left for the state before it is x <- Diag(exp g_s) (x - c_s k_s): the transposed transition, applied
-// one by one. No decay is ever divided by, and no sum of log-decays is subtracted from another.
+// Start with x = q at the newest token and go back. Token s contributes c_s v_s to the output, c_s = beta_s <k_s, x>,
+// and leaves x <- Diag(exp g_s) (x - c_s k_s) for the state before it: the transposed transition, one token at a time.
+// There is no division by a decay and no difference of sums of log-decays.
 #pragma once
 #include "window.cuh"
 
-// How LANES neighbouring lanes share the value channels: chunks of WIDTH neighbours, lane, lane + LANES, ...
-template <int LANES> struct ValueShare {
-    static constexpr int WIDTH = V % (8 * LANES) == 0 ? 8 : V % (4 * LANES) == 0 ? 4 : 2;
-    static constexpr int COUNT = (V / WIDTH + LANES - 1) / LANES;
-    __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % LANES + LANES * i); }
+// How LANES neighbouring lanes share the value channels: lane l has chunks l, l + LANES, ... of WIDTH neighbours.
+template <int HEAD_LANES> struct ValueShare {
+    static constexpr int WIDTH = V % (8 * HEAD_LANES) == 0 ? 8 : V % (4 * HEAD_LANES) == 0 ? 4 : 2;
+    static constexpr int COUNT = (V / WIDTH + HEAD_LANES - 1) / HEAD_LANES;
+    __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % HEAD_LANES + HEAD_LANES * i); }
 };
 
-// What going back needs of each token, in shared memory, one after the other.
-struct Tokens {
+// Inputs of the window's tokens in shared memory, token after token.
+struct TokenPointers {
     const act_t *q, *k;
     const gate_t* g;    // kda
-    const float* beta;  // starts at a multiple of 8 bytes
+    const float* beta;  // aligned to 8 bytes
 };
 
-// Goes back over tokens 0 to pos, two at a time, which takes half the reductions of one by one, one after the other, for a few
-// products more; the newest alone if their number is odd. `gate` is token `lane`'s. Leaves this lane's channels of the effective
-// query in x, and the weights of the tokens in shared memory, at a multiple of 8 bytes.
+// Goes back over tokens pos to 0, two at a time (the newest alone if their number is odd): half the reductions of one
+// at a time, for a few more products. `gate` is the log-decay of token number `lane`. Results: this lane's channels of
+// the effective query in x, the tokens' weights in shared memory at `weights` (aligned to 8 bytes).
 //
-// Of two tokens the later one takes c_1 = beta_1 <k_1, x>; with x and k_1 carried on by its decay, the other takes
+// Of a pair (0, 1), the later token has c_1 = beta_1 <k_1, x>. With x and k_1 decayed by token 1, the earlier token has
 // c_0 = beta_0 (<k_0, x> - c_1 <k_0, k_1>).
-__device__ __forceinline__ void read_window(const Tokens& tokens, const GateInput<LK>& input, int pos, float gate, float (&x)[LK],
-                                            float* weights) {
+__device__ __forceinline__ void read_window(const TokenPointers& tokens, const GateInput<LK>& input, int pos,
+                                            float gate, float (&x)[LK], float* weights) {
     const int lane = threadIdx.x % 32;
     const float same = KIND == KDA ? 1.f : decay(gate);
     const act_t* const keys = tokens.k + lane * LK;
     const gate_t* const gates = tokens.g + lane * LK;
-    // A token's channels of this lane: as they come, then its key and decays.
+    // This lane's channels of a token, as stored.
     struct Coming {
         Packed<ACT, LK> key;
         Packed<GATE_TYPE, LK> gates;
@@ -84,18 +84,19 @@ __device__ __forceinline__ void read_window(const Tokens& tokens, const GateInpu
             later[c] *= later_decays[c];
             dots[2] += key[c] * later[c];
         }
-        // Sums of all three at once, which lanes 0, 8 and 16 have then.
+        // All three sums in one reduction: lanes 0, 8 and 16 hold dots 0, 1 and 2.
         const float first = (upper ? dots[2] : dots[0]) + __shfl_xor_sync(ALL, upper ? dots[0] : dots[2], 16);
         const float second = (upper ? 0.f : dots[1]) + __shfl_xor_sync(ALL, upper ? dots[1] : 0.f, 16);
         const float sum = group_sum<8>((odd ? second : first) + __shfl_xor_sync(ALL, odd ? first : second, 8));
-        float2 weight = make_float2(__shfl_sync(ALL, sum, 8), __shfl_sync(ALL, sum, 0));  // in the order of the tokens
+        float2 weight = make_float2(__shfl_sync(ALL, sum, 8), __shfl_sync(ALL, sum, 0));  // earlier token, later token
         if constexpr (ERASES) {
             const float2 beta = *reinterpret_cast<const float2*>(tokens.beta + s - 1);
             weight.y *= beta.y;
             weight.x = beta.x * (weight.x - weight.y * __shfl_sync(ALL, sum, 16));
         }
 #pragma unroll
-        for (int c = 0; c < LK; c++) x[c] = decays[c] * (ERASES ? x[c] - weight.y * later[c] - weight.x * key[c] : x[c]);
+        for (int c = 0; c < LK; c++)
+            x[c] = decays[c] * (ERASES ? x[c] - weight.y * later[c] - weight.x * key[c] : x[c]);
         if (lane == 0) *reinterpret_cast<float2*>(weights + s - 1) = weight;
     }
 }

@@ -142,7 +142,7 @@ class SketchEngine(StandardEngine):
                 )
             elif self._dense < self.layer.heads:  # one block shares all there is out to its warps
                 shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
-                names = ("read_parts", "read_most_items", "read_most_warps")
+                names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
                 self._read_limits = tuple(size_of(module, name) for name in names)
                 blocks = 1
             blocks *= int(cupy.cuda.Device().attributes["MultiProcessorCount"])

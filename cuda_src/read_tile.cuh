@@ -1,0 +1,152 @@
+// The work tile of a read step: one row of the batch and TILE_HEADS neighbouring heads that share a key head.
+#pragma once
+#include "sketch_layout.cuh"
+#include "read_window.cuh"
+
+// Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
+constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH == BF16 && W <= 16;
+constexpr int TILE_HEADS = MATRIX && GROUP % 2 == 0 ? 2 : 1;
+constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
+constexpr int KEY_TILES = GROUP / TILE_HEADS;  // tiles of a row that share a key head
+constexpr int HEAD_LANES = 32 / TILE_HEADS;    // lanes per head where a warp works on the heads side by side
+
+// SHARED_SCORES: without erasure, all heads of a key head use the same products <k_s, q>; the block computes them once.
+// TWO_HALVES: the token-by-token path is done with the keys long before the values and the sketch, so the two halves of
+// a tile are separate pipeline stages.
+constexpr bool SHARED_SCORES = MATRIX && !ERASES, TWO_HALVES = !MATRIX;
+enum { KEY_HALF = 1, VALUE_HALF = 2, BOTH_HALVES = 3 };  // halves of a tile in shared memory, see TileBuffer
+
+// Lane l holds the scalar gate of token l % SPAN, for heads l / SPAN, l / SPAN + HEADS_AT_ONCE, ...
+constexpr int SPAN = MATRIX && TILE_HEADS > 1 ? 16 : 32;
+constexpr int HEADS_AT_ONCE = 32 / SPAN;
+constexpr int TURNS = (TILE_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+
+// base + index * STEP + more, with one widening multiplication.
+template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int index, int more) {
+    return base + static_cast<i64>(index) * STEP + more;
+}
+
+struct Arguments {
+    const float* state;
+    i64 slot_stride;
+    act_t *ring_k, *ring_v;
+    gate_t* ring_g;
+    float* ring_beta;
+    const float* gate_input;
+    const sketch_t *sketch, *projection;
+    i64 sketch_stride;
+    const int4* heads;
+    const act_t *q, *k, *v;
+    const gate_t* g;
+    const float* beta;
+    out_t* out;
+
+    __device__ __forceinline__ Ring ring(i64 slot, int head) const {
+        return Ring(ring_k, ring_v, ring_g, ring_beta, slot, head);
+    }
+    __device__ __forceinline__ Token token(i64 at, int head) const { return Token(q, k, v, g, beta, at, head); }
+};
+
+// The batch rows of a thread block's tiles, and where their new tokens are in the inputs.
+struct BlockRows {
+    const int2* rows;  // {slot, position} of each row
+    int first_row, tokens, t;
+
+    __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }
+    __device__ __forceinline__ int at(int row) const { return row * tokens + t; }
+    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
+};
+
+// What the plan says about the heads of a tile.
+struct TileHeads {
+    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a dense head
+    int at[TILE_HEADS];                            // offsets of their sketches in the tile's sketches
+    int from, elements;                            // offset of the tile's sketches in a slot, and their length
+
+    __device__ __forceinline__ void load(const int4* heads, int part) {
+        from = elements = 0;
+#pragma unroll
+        for (int h = 0; h < TILE_HEADS; h++) {
+            const int4 info = heads[part * TILE_HEADS + h];
+            rank[h] = info.x, projection[h] = info.z;
+            if (elements == 0) from = info.y;
+            at[h] = elements;
+            elements += sketch_elements(info.x);
+        }
+    }
+};
+
+// One tile of work. bytes: its size in shared memory; 0 if the row is padding or due for a flush, row -1 past the last
+// tile.
+struct ReadTile {
+    int row, index, slot, pos, bytes;  // index: which tile of its row
+    __device__ __forceinline__ bool reads() const { return bytes > 0; }
+};
+
+// Scalar gates and betas of a tile's tokens, 0 past the newest. With TWO_HALVES the betas are in shared memory instead.
+struct TokenScalars {
+    float g[TURNS], beta[TURNS];
+
+    __device__ __forceinline__ void load(const Arguments& arg, const ReadTile& tile, int at) {
+        const int lane = threadIdx.x % 32, s = lane % SPAN;
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            const int h = lane / SPAN + i * HEADS_AT_ONCE, head = tile.index * TILE_HEADS + h;
+            g[i] = beta[i] = 0;
+            if (s > tile.pos || h >= TILE_HEADS) continue;
+            auto get = [&](auto* ring, auto* input) -> float {
+                auto* const kept = place<HEADS * W>(ring, tile.slot, head * W + s);
+                return *(s < tile.pos ? kept : place<HEADS>(input, at, head));
+            };
+            if (KIND != KDA) g[i] = get(arg.ring_g, arg.g);
+            if (ERASES && !TWO_HALVES) beta[i] = get(arg.ring_beta, arg.beta);
+        }
+    }
+};
+
+// Starts the copies of a tile's betas to shared memory, one token a lane (TWO_HALVES). Copies rather than loads: an
+// instruction that waits for one load also waits for the other loads on the same scoreboard, and these come from DRAM.
+__device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, int at, float* to) {
+    const int s = threadIdx.x % 32;
+    if (ERASES && s <= tile.pos)
+        copy_async_4(to + s, s < tile.pos ? place<HEADS * W>(arg.ring_beta, tile.slot, tile.index * W + s)
+                                          : place<HEADS>(arg.beta, at, tile.index));
+    copy_async_commit();
+}
+
+// A tile in shared memory, two halves without gaps:
+//
+//   key half     keys of tokens 0 to pos (absent with SHARED_SCORES) | query | gates of tokens 0 to pos (kda)
+//   value half   per head: values of tokens 0 to pos - 1 | newest value of each head | sketches of all heads
+struct TileBuffer {
+    static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t);
+    static constexpr int GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
+    char *keys, *rest;
+    int pos;
+
+    __device__ __forceinline__ const act_t* key(int s) const { return reinterpret_cast<const act_t*>(keys + s * KEY); }
+    __device__ __forceinline__ const act_t* query() const {
+        return reinterpret_cast<const act_t*>(keys + query_at(pos));
+    }
+    __device__ __forceinline__ const gate_t* gates() const {
+        return reinterpret_cast<const gate_t*>(keys + gates_at(pos));
+    }
+    __device__ __forceinline__ const act_t* values(int h) const {
+        return reinterpret_cast<const act_t*>(rest + h * pos * VALUE);
+    }
+    __device__ __forceinline__ const act_t* newest(int h) const {
+        return reinterpret_cast<const act_t*>(rest + newest_at(pos) + h * VALUE);
+    }
+    __device__ __forceinline__ const sketch_t* sketches() const {
+        return reinterpret_cast<const sketch_t*>(rest + sketches_at(pos));
+    }
+
+    static constexpr __device__ __forceinline__ int query_at(int pos) { return SHARED_SCORES ? 0 : (pos + 1) * KEY; }
+    static constexpr __device__ __forceinline__ int gates_at(int pos) { return query_at(pos) + KEY; }
+    static constexpr __device__ __forceinline__ int newest_at(int pos) { return TILE_HEADS * pos * VALUE; }
+    static constexpr __device__ __forceinline__ int sketches_at(int pos) { return TILE_HEADS * (pos + 1) * VALUE; }
+    static constexpr __device__ __forceinline__ int bytes(int half, int pos, int elements) {
+        return (half & KEY_HALF ? gates_at(pos) + (pos + 1) * GATE : 0) +
+               (half & VALUE_HALF ? sketches_at(pos) + elements * static_cast<int>(sizeof(sketch_t)) : 0);
+    }
+};

@@ -1,0 +1,202 @@
+// Shared memory of a block of the read kernel, and how a warp works through its tiles.
+//
+// Each warp is its own pipeline: it issues the bulk copies of a tile into its own part of shared memory, waits for them
+// on its own full barriers, and computes. No other warp waits for it, except for the scores (SHARED_SCORES):
+//
+//   whole tiles            | tile n, lower end | ... | tile n + 1, upper end |     full[n % 2] per tile
+//   halves (TWO_HALVES)    | key half, lower end | ... | value half, upper end |   full[0] keys, full[1] values
+#pragma once
+#include "read_copies.cuh"
+#include "read_block.cuh"
+#include "read_backward.cuh"
+#include "read_values.cuh"
+
+constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX));
+constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
+                          : SHARED_SCORES && V <= 64 ? 20
+                                                     : 16;  // limited by registers; multiples of 4
+
+// Header of the block's shared memory. Then: {slot, position} of each row, scores, and a part for each active warp.
+struct BlockMemory {
+    int max_tokens, max_elements;  // over the block's tiles
+    int next_tile;                 // next unclaimed tile, not counting each warp's first
+    int pieces, next_piece;        // pieces of the newest tokens to append to the ring, and the next unclaimed piece
+    TileHeads heads[ROW_TILES];    // of the tiles that the block may have
+    Arrival full[MAX_WARPS][2];
+    alignas(16) int2 rows[1];
+};
+// Header of a warp's part. Then: room for at least one tile.
+struct WarpMemory {
+    Scratch scratch;
+    alignas(128) char tiles[1];
+};
+constexpr int TILES_OFFSET = (sizeof(WarpMemory) - 1) / 128 * 128;
+__device__ __forceinline__ constexpr int round_up_128(int bytes) { return (bytes + 127) / 128 * 128; }
+
+// x / y for small positive integers: adding a half keeps the rounded quotient below the next integer.
+__device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(__fdividef(x + 0.5f, y)); }
+
+// Bytes per cycle that the warps of a block request at first, one warp after the other. Slightly less than the memory
+// delivers, so that the tiles do not all arrive at once and the warps do not all wait again afterwards. Measured on
+// H200.
+constexpr int PACE = 16;
+
+// The block's tiles begin to begin + count - 1. Each warp starts with the tile of its own number and claims the next
+// ones.
+struct TileReader {
+    const Arguments& arg;
+    BlockMemory& block;
+    const BlockRows& own_rows;
+    KeyScores* scores;
+    int first_key, begin, count, active_warps;
+    u32 start;  // clock when the block began
+
+    __device__ __forceinline__ const TileHeads& heads_of(const ReadTile& tile) const { return block.heads[tile.index]; }
+    __device__ __forceinline__ int at(const ReadTile& tile) const { return own_rows.at(tile.row); }
+    __device__ __forceinline__ out_t* output(const ReadTile& tile) const {
+        return place<HEADS * V>(arg.out, at(tile), tile.index * TILE_HEADS * V);
+    }
+    __device__ __forceinline__ ReadTile find(int i) const {
+        const u32 buffer = begin + i;
+        ReadTile tile{static_cast<int>(buffer / ROW_TILES), static_cast<int>(buffer % ROW_TILES), -1, 0, 0};
+        if (i >= count) {
+            tile.row = -1;
+            return tile;
+        }
+        const int2 entry = own_rows.of(tile.row);
+        const int elements = heads_of(tile).elements;
+        tile.slot = entry.x, tile.pos = entry.y;
+        if (BlockRows::continues(entry.x, entry.y) && elements > 0)
+            tile.bytes = TileBuffer::bytes(BOTH_HALVES, tile.pos, elements);
+        return tile;
+    }
+    // A warp's first tile, and its next one.
+    __device__ __forceinline__ ReadTile first() const {
+        const ReadTile tile = find(threadIdx.x / 32);
+        if (tile.reads()) wait_since(start, threadIdx.x / 32 * tile.bytes / PACE);
+        return tile;
+    }
+    __device__ __forceinline__ ReadTile next() const { return find(active_warps + next_number(block.next_tile)); }
+    // The output of a padding row.
+    __device__ __forceinline__ void write_zeros(const ReadTile& tile) const {
+        if (tile.slot >= 0) return;
+        for (int j = threadIdx.x % 32; j < TILE_HEADS * V; j += 32)
+            if (heads_of(tile).rank[j / V] > 0) output(tile)[j] = narrow<OUT>(0.f);
+    }
+};
+
+// A warp's loop over whole tiles, in its memory from `lower` to `upper`: tiles take turns at the two ends, so the next
+// one is on its way while the warp works on this one, if both fit.
+__device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* const lower,
+                                                 char* const upper) {
+    const Arguments& arg = of.arg;
+    Arrival(&full)[2] = of.block.full[threadIdx.x / 32];
+    u32 sent = 0, read = 0;  // tiles whose copies were issued, and tiles that were consumed
+    auto buffer_of = [&](u32 number, const ReadTile& tile) {  // where copy number `number` goes
+        char* const at = number % 2 ? upper - tile.bytes : lower;
+        return TileBuffer{at, at + TileBuffer::bytes(KEY_HALF, tile.pos, 0), tile.pos};
+    };
+    auto send = [&](TokenScalars& gates, const ReadTile& tile) {
+        fetch<BOTH_HALVES>(arg, buffer_of(sent, tile), of.heads_of(tile), tile, of.at(tile), full[sent % 2]);
+        gates.load(arg, tile, of.at(tile));
+        sent++;
+    };
+    TokenScalars next_scalars, gates;
+    ReadTile tile = of.first();
+    if (tile.reads()) send(next_scalars, tile);
+
+    // The first rows of a shared projection are loaded long before they are needed.
+    MapFragments first_rows;
+    if (MAP != OWN && tile.reads()) first_rows.load(arg, TileBuffer{}, of.heads_of(tile), 0);
+    while (tile.row >= 0) {
+        const ReadTile next = of.next();
+        const TileHeads& own = of.heads_of(tile);
+        const TileBuffer buffer = buffer_of(read, tile);
+        if (tile.reads()) {
+            full[read % 2].wait(read / 2);
+            __syncwarp();
+            if (MAP == OWN) first_rows.load(arg, buffer, own, 0);
+            gates = next_scalars;
+        }
+        // Issue the next tile only after this one has landed: all warps of the device start together and would
+        // otherwise wait for twice the bytes.
+        const bool early = next.reads() && tile.bytes + next.bytes <= upper - lower;
+        if (early) send(next_scalars, next);
+        if (tile.reads()) {
+            if constexpr (ERASES) {
+                project_matrix(arg, buffer, own, gates, first_rows, memory.scratch);
+            } else {
+                KeyScores& products = of.scores[(tile.row * ROW_TILES + tile.index) / KEY_TILES - of.first_key];
+                project_query(arg, buffer, own, gates, first_rows, products, memory.scratch);
+            }
+        }
+        if (MAP != OWN && next.reads()) first_rows.load(arg, buffer, of.heads_of(next), 0);
+        if (tile.reads()) {
+            __syncwarp();
+            read_values(buffer, own, of.output(tile), memory.scratch);
+            __syncwarp();
+        } else {
+            of.write_zeros(tile);
+        }
+        if (next.reads() && !early) send(next_scalars, next);
+        read += tile.reads();
+        tile = next;
+    }
+}
+
+// The same with TWO_HALVES: key halves at the lower end, value halves at the upper end. There is room for the key half
+// of any tile beside the value half of any other (read.cu). The value half is requested at once, the next tile's key
+// half after this tile's value half has landed.
+__device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char* const lower,
+                                                     char* const upper) {
+    const Arguments& arg = of.arg;
+    Arrival(&full)[2] = of.block.full[threadIdx.x / 32];
+    auto buffer_of = [&](const ReadTile& tile) {
+        return TileBuffer{lower, upper - TileBuffer::bytes(VALUE_HALF, tile.pos, of.heads_of(tile).elements), tile.pos};
+    };
+    auto fetch_keys = [&](TokenScalars& gates, const ReadTile& tile) {
+        copy_betas(arg, tile, of.at(tile), memory.scratch.beta);
+        fetch<KEY_HALF>(arg, buffer_of(tile), of.heads_of(tile), tile, of.at(tile), full[0]);
+        gates.load(arg, tile, of.at(tile));
+    };
+    TokenScalars gates;
+    ReadTile tile = of.first();
+    if (tile.reads()) fetch_keys(gates, tile);
+    for (u32 round = 0; tile.row >= 0;) {
+        if (!tile.reads()) {
+            of.write_zeros(tile);
+            tile = of.next();
+            if (tile.reads()) fetch_keys(gates, tile);
+            continue;
+        }
+        const TileHeads& own = of.heads_of(tile);
+        const TileBuffer buffer = buffer_of(tile);
+        fetch<VALUE_HALF>(arg, buffer, own, tile, of.at(tile), full[1]);
+        GateInput<LK> input;
+        input.load(arg.gate_input, tile.index, threadIdx.x % 32 * LK);
+        full[0].wait(round);
+        copy_async_wait<0>();
+        __syncwarp();
+        RowFragment first_rows, second_rows;
+        auto load_rows = [&] {
+            first_rows = load_map(arg, buffer, own, 0, 0);
+            if (own.rank[0] > 8) second_rows = load_map(arg, buffer, own, 0, 8);
+        };
+        if (QUERY_SLICED && MAP != OWN) load_rows();
+        float x[LK];  // channels of the effective query
+        walk_back(buffer, gates, input, memory.scratch, x);
+
+        const ReadTile next = of.next();
+        full[1].wait(round);
+        __syncwarp();
+        if (QUERY_SLICED && MAP == OWN) load_rows();
+        if (next.reads()) fetch_keys(gates, next);
+        if constexpr (QUERY_SLICED) project_slices(arg, buffer, own, first_rows, second_rows, memory.scratch);
+        else project_lanes(arg, buffer, own, x, memory.scratch);
+        __syncwarp();
+        read_values(buffer, own, of.output(tile), memory.scratch);
+        __syncwarp();
+        round++;
+        tile = next;
+    }
+}
