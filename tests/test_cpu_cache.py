@@ -16,7 +16,7 @@ from sketchssm.recurrence import Layer
 
 
 def test_kernels_are_cached_under_the_whole_package() -> None:
-    assert decode.step._cache._cache_file._source_stamp == source_digest(*jit.SOURCES)
+    assert decode.window_kernel.dispatcher._cache._cache_file._source_stamp == source_digest(*jit.SOURCES)
 
 
 @pytest.mark.parametrize("module", ["cpu/tiles.py", "reference/maps.py"])
@@ -34,9 +34,9 @@ def test_an_edit_of_any_kernel_invalidates_all(module: str, tmp_path: Path, monk
 def test_read_only_inputs_need_no_other_kernel() -> None:
     head = ss.ReplayHead(Layer("mamba2", 2, 6, 5), 1, "cpu", window=4)
     head.warmup()
-    compiled = len(decode.step.signatures)
+    compiled = len(decode.window_kernel.dispatcher.signatures)
     tokens = [np.zeros(shape, np.float32) for shape in ((1, 2, 6), (1, 2, 6), (1, 2, 5), (1, 2))]
     for array in tokens:
         array.flags.writeable = False
     head.step(*tokens)
-    assert len(decode.step.signatures) == compiled
+    assert len(decode.window_kernel.dispatcher.signatures) == compiled

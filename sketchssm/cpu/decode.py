@@ -7,21 +7,21 @@ out to the workers on its own: flushes by key head, reads by row, or by part of 
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
-from sketchssm.cpu.jit import njit, parallel
-from sketchssm.cpu.layout import KDA, Array, Record, blank, open_call
+from sketchssm.cpu.jit import Kernel, njit
+from sketchssm.cpu.layout import KDA, Record, areas_record, blank, call_record
 from sketchssm.cpu.maps import advance_sketch, project_block, refresh
 from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.read import read
 from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, short_integers, splat, total
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
+from sketchssm.cpu.workers import SERIAL
 from sketchssm.recurrence import DENSE
 
-__all__ = ["flush", "rebuild", "step"]
+__all__ = ["FLUSH", "REBUILD", "STEP", "window_kernel"]
 
 PARTS_PER_WORKER = 4
 """Parts that the reads of a call are cut into at least, to be shared evenly."""
@@ -30,27 +30,33 @@ NO_OUTPUT = -1
 """Instead of a token's place: nothing is read."""
 
 
-@parallel
-def step(
-    context: Array, areas: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array
-) -> None:
-    """Decode ``out.shape[1]`` tokens for each row, one after the other."""
-    open_call(context, q, k, v, g, beta, rows, out)
-    for token in range(out.shape[1]):
-        context[0].token = token
-        for worker in numba.prange(context[0].workers):
-            _step(context[0], areas[0], worker)
-        _advance(context[0])
+STEP, FLUSH, REBUILD = range(3)
+"""Tasks of the kernel, which is one so that they share machine code."""
+
+
+@Kernel
+def window_kernel(context: int, areas: int, worker: int) -> None:
+    """One worker's share of a task, or of one token of a step."""
+    m, at = call_record(context), areas_record(areas)
+    if worker == SERIAL:
+        _advance(m)
+    elif m.task == STEP:
+        _step(m, at, worker)
+    elif m.task == FLUSH:
+        _flush(m, at, worker)
+    else:
+        _rebuild(m, at, worker)
 
 
 @njit
 def _advance(m: Record) -> None:
-    """Move the cursors by one token."""
+    """Move the cursors by one token, or back to the start of a window."""
     position = short_integers(m.position)
     for row in range(m.batch):
         slot = integers(m.rows)[row]
         if slot >= 0:
-            position[slot] = (position[slot] + 1) % m.window
+            position[slot] = (position[slot] + 1) % m.window if m.task == STEP else 0
+    m.token += 1
 
 
 @njit
@@ -119,40 +125,26 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
 
-@parallel
-def flush(context: Array, areas: Array, slots: Array) -> None:
-    """Fold what the slots have buffered into their states."""
-    for worker in numba.prange(context[0].workers):
-        _flush(context[0], areas[0], worker, slots)
-
-
 @njit
-def _flush(m: Record, at: Record, worker: int, slots: Array) -> None:
-    """One worker's share of `flush`."""
+def _flush(m: Record, at: Record, worker: int) -> None:
+    """One worker's share of folding what slots have buffered into their states."""
     buf = floats(m.scratch + 4 * worker * at.size)
-    units = slots.size * m.key_heads
+    units = m.batch * m.key_heads
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
-        slot = slots[unit // m.key_heads]
+        slot = integers(m.rows)[unit // m.key_heads]
         count = np.int64(short_integers(m.position)[slot]) if slot >= 0 else 0
         if count > 0:
             _fold(m, at, buf, slot, unit % m.key_heads, count, NO_OUTPUT)
 
 
-@parallel
-def rebuild(context: Array, areas: Array, slots: Array) -> None:
-    """Sketch states anew, as after loading them."""
-    for worker in numba.prange(context[0].workers):
-        _rebuild(context[0], areas[0], worker, slots)
-
-
 @njit
-def _rebuild(m: Record, at: Record, worker: int, slots: Array) -> None:
-    """One worker's share of `rebuild`."""
+def _rebuild(m: Record, at: Record, worker: int) -> None:
+    """One worker's share of sketching states that were loaded."""
     buf = floats(m.scratch + 4 * worker * at.size)
     state = floats(m.state)
-    units = slots.size * m.heads
+    units = m.batch * m.heads
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
-        slot, head = slots[unit // m.heads], unit % m.heads
+        slot, head = integers(m.rows)[unit // m.heads], unit % m.heads
         if slot >= 0 and field(m, head, RANK) != DENSE:
             first = (slot * m.heads + head) * m.values * m.keys
             norm = 0.0

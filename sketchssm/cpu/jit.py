@@ -1,45 +1,133 @@
-"""Compiling kernels with Numba, and keeping what was compiled."""
+"""Compile kernels with Numba and keep them on disk."""
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+from numba import types
+from numba.core import caching
 
 from sketchssm.files import source_digest
 
-__all__ = ["njit", "parallel"]
+__all__ = ["Kernel", "entry", "njit"]
 
-SOURCES = ("cpu/*.py", "recurrence.py", "plan.py", "reference/maps.py")
-"""All that a kernel's machine code comes from: modules with kernels, and those whose constants they take."""
+SOURCES = ("cpu/*.py", "recurrence.py", "coefficients.py", "plan.py", "reference/maps.py")
+"""Files that machine code depends on: modules with kernels, and modules whose constants kernels use."""
+
+OPTIONS = {"error_model": "numpy", "nogil": True}
+"""``error_model`` keeps exception paths out of inner loops; ``nogil`` lets threads run side by side."""
 
 
-class PackageCache(FunctionCache):  # type: ignore[misc]  # the base is untyped
-    """Numba's cache on disk, valid for one text of the whole package.
+class ReadOnlyLocator(caching.InTreeCacheLocator):  # type: ignore[misc]  # the base is untyped
+    """The cache beside the sources, whether or not it can be written."""
 
-    Numba goes by a kernel's own file, and so would miss an edit, or an upgrade, of another kernel that it calls.
+    def ensure_cache_path(self) -> None:
+        """Do not test for a writable folder; saving does."""
+
+
+class CacheFiles(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    """Where Numba keeps compiled functions; without any folder that can be written, beside the sources."""
+
+    _locator_classes = (*caching.CacheImpl._locator_classes, ReadOnlyLocator)
+
+
+class PackageCache(caching.FunctionCache):  # type: ignore[misc]
+    """Numba's cache on disk, valid for one text of all kernels.
+
+    Numba compares a kernel's own file only, and would miss an edit or an upgrade of a function that the kernel calls.
+    A cache beside the sources is read even where it cannot be written. If saving fails, the process gives one warning
+    and goes on with what it compiled.
     """
+
+    _impl_class = CacheFiles
+    _cache_file: Any
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file._source_stamp = source_digest(*SOURCES)
+        files = self._cache_file
+        files._source_stamp = source_digest(*SOURCES)
+        beside = str(Path(function.__code__.co_filename).parent / "__pycache__")
+        installed = type(files)(beside, self._impl.filename_base, files._source_stamp)
+        self._places = (files,) if beside == self._cache_path else (files, installed)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Load a kernel; None where there is none that can be read."""
+        for files in self._places:
+            self._cache_file = files
+            try:
+                found = super().load_overload(sig, target_context)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                continue
+            finally:
+                self._cache_file = self._places[0]
+            if found is not None:
+                return found
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save a kernel, or warn once that kernels cannot be saved."""
+        global _warned  # noqa: PLW0603
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            if not _warned:
+                _warned = True
+                warnings.warn(
+                    f"compiled CPU kernels cannot be kept in {self._cache_path} ({error.strerror or error}), so every "
+                    "process compiles them anew; NUMBA_CACHE_DIR names another folder",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+_warned = False
 
 
 def njit(function: Callable[..., Any]) -> Any:
-    """Compile a piece of a kernel; error_model numpy keeps exception paths out of inner loops."""
-    return _cached(numba.njit(error_model="numpy", nogil=True)(function))
+    """Compile a piece of a kernel.
 
+    Numba would compile a function once for every constant that it is called with. Here arguments have plain types.
+    """
+    dispatcher = numba.njit(**OPTIONS)(function)
+    template = dispatcher.get_call_template
 
-def parallel(function: Callable[..., Any]) -> Any:
-    """Compile a kernel whose `numba.prange` loop spreads over the threads."""
-    return _cached(numba.njit(error_model="numpy", nogil=True, parallel=True)(function))
+    def plain(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        return template(tuple(map(types.unliteral, args)), {name: types.unliteral(kind) for name, kind in kws.items()})
 
-
-def _cached(dispatcher: Any) -> Any:
-    # no folder to write to, or a Numba that keeps its cache otherwise: every process compiles for itself
-    with suppress(RuntimeError, AttributeError):
-        dispatcher._cache = PackageCache(dispatcher.py_func)
+    dispatcher.get_call_template = plain
     return dispatcher
+
+
+def entry(function: Callable[..., Any]) -> Any:
+    """Compile a function that Python calls, at its first call, or load it from disk."""
+    dispatcher = numba.njit(**OPTIONS)(function)
+    dispatcher._cache = PackageCache(function)
+    return dispatcher
+
+
+class Kernel:
+    """A function ``(context, areas, worker)`` that threads run; it returns nothing and raises nothing.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the addresses of two records and a worker's number. It is compiled, or loaded from disk, when `address`
+        is first read.
+    """
+
+    def __init__(self, function: Callable[[Any, Any, int], None]) -> None:
+        self.dispatcher = entry(function)
+
+    @cached_property
+    def address(self) -> int:
+        """Where the machine code begins: a C function of three 64-bit integers."""
+        signature = types.void(types.intp, types.intp, types.intp)
+        self.dispatcher.compile(signature)
+        compiled = self.dispatcher.overloads[signature.args]
+        return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))

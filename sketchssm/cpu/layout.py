@@ -7,14 +7,15 @@ it; loading and resetting a slot clear it. Every array starts on a cache line.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from numba import from_dtype
 
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.simd import LANES, floats, padded
-from sketchssm.recurrence import KINDS, Layer, Tokens
+from sketchssm.cpu.simd import LANES, floats, padded, pointer_cast
+from sketchssm.recurrence import KINDS, Layer
 
 __all__ = [
     "GDN",
@@ -24,10 +25,10 @@ __all__ = [
     "Array",
     "Memory",
     "Record",
+    "areas_record",
     "blank",
+    "call_record",
     "flat",
-    "open_call",
-    "pass_call",
     "scratch_areas",
 ]
 
@@ -36,7 +37,7 @@ MAMBA2, GDN, KDA = (KINDS.index(kind) for kind in ("mamba2", "gdn", "kda"))
 Array = npt.NDArray[Any]
 
 Record = Any
-"""In signatures of compiled functions: one record of `CONTEXT` (``c``) or `AREAS` (``at``)."""
+"""In signatures of compiled functions: one record of `CONTEXT` (``m``) or `AREAS` (``at``)."""
 
 CACHE_LINE = 64
 
@@ -57,8 +58,8 @@ POINTERS = (
 )  # fmt: skip
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
 
-CALL = ["in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "batch", "length", "token"]
-"""One call: addresses of its inputs, its output and its rows' slots, its sizes, the token at hand."""
+CALL = ["task", "in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "batch", "length", "token"]
+"""One call: the task, addresses of its inputs, its output and its rows' slots, its sizes, the token at hand."""
 
 SKETCH = [
     "map",
@@ -71,7 +72,13 @@ SKETCH = [
     "pending_share",
 ]
 
-CONTEXT = np.dtype([(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)] + [("ridge", np.float64)])
+GRIDS = ["top", "shift", "residual_top", "residual_shift"]
+"""Largest codes and shifts of the grids that `sketchssm.cpu.quantised` rounds to."""
+
+CONTEXT = np.dtype(
+    [(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)]
+    + [(name, np.float64) for name in ("ridge", *GRIDS)]
+)
 
 AREA_NAMES = (
     "inputs", "x", "scores", "open", "weights", "coefficients",
@@ -81,6 +88,9 @@ AREA_NAMES = (
 AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
 """Offsets of one worker's scratch areas, and the size of all. A key head's query and key lie next to one another in
 ``inputs``, as do the two vectors of ``x``, the scores and the coefficients that come of them."""
+
+call_record = pointer_cast(from_dtype(CONTEXT))
+areas_record = pointer_cast(from_dtype(AREAS))
 
 
 def flat(size: int, dtype: Any = np.float32) -> Array:
@@ -126,6 +136,7 @@ class Memory:
         self.set(**dict(zip(SIZES, (*sizes, *dims, *map(padded, dims)), strict=False)))
         keys, values, tokens = map(padded, dims)
         rows = num_slots * layer.heads
+        self.state_size = layer.heads * values * keys
         state = self.own("state", rows * values * keys).reshape(num_slots, layer.heads, values, keys)
         self.context["served"] = self.context["state"]
         self.state, self.padded_state = state[:, :, : layer.value_dim, : layer.key_dim], state
@@ -172,15 +183,19 @@ class Memory:
         for name, value in fields.items():
             self.context[name] = value
 
-    def scratch(self, workers: int, rank: int = 0) -> Array:
-        """Allocate scratch memory for some workers; returns the record of its areas."""
+    def scratch(self, workers: int, rank: int = 0) -> None:
+        """Allocate scratch memory for some workers, and the record of its areas."""
         areas = scratch_areas(self.context[0], rank)
         self.set(columns=padded(rank))
         size = int(areas["size"][0])
         memory = self.own("scratch", workers * size).reshape(workers, size)
         memory[:, areas["ones"][0] : areas["decay"][0]] = 1.0
-        self.set(workers=workers)
-        return areas
+        self.areas, self.workers = areas, workers
+        self.addresses = self.context.ctypes.data, areas.ctypes.data
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied: the record holds addresses, which would still be those of the original's arrays."""
+        raise TypeError("a decode head on backend 'cpu' cannot be copied or pickled: it holds addresses of its memory")
 
 
 def scratch_areas(sizes: Any, rank: int) -> Array:
@@ -208,27 +223,7 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
 
 
 @njit
-def open_call(context: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array) -> None:
-    """Record one call's arrays, so that they don't have to be passed on."""
-    m = context[0]
-    m.in_q, m.in_k, m.in_v, m.in_g = q.ctypes.data, k.ctypes.data, v.ctypes.data, g.ctypes.data
-    m.in_beta, m.out, m.rows = beta.ctypes.data, out.ctypes.data, rows.ctypes.data
-    m.batch, m.length = out.shape[0], out.shape[1]
-
-
-@njit
 def blank(m: Record, place: int, heads: int) -> None:
     """Zero a padding row's output for some heads; `place` counts heads over rows and tokens."""
     for c in range(place * m.value_dim, (place + heads) * m.value_dim):
         floats(m.out)[c] = np.float32(0.0)
-
-
-def pass_call(tokens: Tokens, slots: Array, out: Array) -> tuple[Array, ...]:
-    """A kernel's arguments for one call: flat, and an empty beta where there is none, so that all kinds share code."""
-    beta = NO_BETA if tokens.beta is None else tokens.beta
-    # Numba would compile anew, for 20 s, for arrays that are read-only (as JAX's are) or unaligned
-    plain = (x if x.flags.carray else x.copy() for x in (*tokens[:4], beta))
-    return (*(x.reshape(-1) for x in plain), slots, out)
-
-
-NO_BETA = np.empty(0, dtype=np.float32)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 import numpy.typing as npt
+from numba import carray
 
-from sketchssm.cpu.jit import njit, parallel
-from sketchssm.cpu.layout import Array
+from sketchssm.cpu.jit import Kernel, njit
+from sketchssm.cpu.layout import Array, Memory, Record, call_record
 from sketchssm.cpu.replay import ReplayEngine
+from sketchssm.cpu.simd import floats, integers
 from sketchssm.cpu.standard import StandardEngine
+from sketchssm.cpu.workers import SERIAL, run
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.quantise import Grid
 
@@ -54,8 +56,8 @@ class QuantisedEngine(StandardEngine):
         self._requantise(slots)
 
     def _requantise(self, slots: npt.NDArray[np.int64]) -> None:
-        states = self._memory.padded_state
-        _round_trip(states, states, slots, *_grid(self.bits, True), *_grid(self.residual_bits, True))
+        _set_grids(self._memory, Grid.of(self.bits, True), Grid.of(self.residual_bits, True))
+        run(quantise_kernel, self._memory, slots)
 
 
 class CopyEngine(ReplayEngine):
@@ -76,8 +78,7 @@ class CopyEngine(ReplayEngine):
     def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
         super().__init__(layer, num_slots, window)
         self.bits = bits
-        states = self._memory.padded_state
-        self._copy = self._memory.own("served", states.size).reshape(states.shape)
+        self._memory.own("served", self._memory.padded_state.size)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -102,8 +103,8 @@ class CopyEngine(ReplayEngine):
         self._renew(slots)
 
     def _renew(self, slots: npt.NDArray[np.int64]) -> None:
-        states = self._memory.padded_state
-        _round_trip(states, self._copy, slots, *_grid(self.bits, False), *_grid(0, True))
+        _set_grids(self._memory, Grid.of(self.bits, False), Grid.of(0, True))
+        run(quantise_kernel, self._memory, slots)
 
 
 def _one_token(
@@ -115,22 +116,29 @@ def _one_token(
     return part[:, 0]
 
 
-def _grid(bits: int, zero: bool) -> tuple[np.float32, np.float32]:
-    """Largest code and shift of a grid, in the kernel's type."""
-    grid = Grid.of(bits, zero)
-    return np.float32(grid.top), np.float32(grid.shift)
+def _set_grids(memory: Memory, grid: Grid, residual: Grid) -> None:
+    """Record what states are rounded to, and what their residuals are."""
+    memory.set(top=grid.top, shift=grid.shift, residual_top=residual.top, residual_shift=residual.shift)
 
 
-@parallel
-def _round_trip(
-    states: Array, stored: Array, slots: Array, top: float, shift: float, residual_top: float, residual_shift: float
-) -> None:
-    """Quantise the states of some slots, ``(slots, heads, V, K)``, into `stored`, which may be `states` itself."""
-    heads = states.shape[1]
-    for unit in numba.prange(slots.size * heads):
-        slot, head = slots[unit // heads], unit % heads
+@Kernel
+def quantise_kernel(context: int, areas: int, worker: int) -> None:
+    """One worker's share of quantising the states of some slots into what is served, which may be the states."""
+    if worker != SERIAL:
+        _share(call_record(context), worker)
+
+
+@njit
+def _share(m: Record, worker: int) -> None:
+    units, shape = m.batch * m.heads, (m.values, m.keys)
+    top, shift = np.float32(m.top), np.float32(m.shift)
+    residual_top, residual_shift = np.float32(m.residual_top), np.float32(m.residual_shift)
+    for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
+        slot = integers(m.rows)[unit // m.heads]
         if slot >= 0:
-            _round_trip_one(states[slot, head], stored[slot, head], top, shift, residual_top, residual_shift)
+            offset = 4 * (slot * m.heads + unit % m.heads) * m.values * m.keys
+            state, stored = carray(floats(m.state + offset), shape), carray(floats(m.served + offset), shape)
+            _round_trip_one(state, stored, top, shift, residual_top, residual_shift)
 
 
 @njit

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cpu import decode
-from sketchssm.cpu.layout import Array, Memory, pass_call
+from sketchssm.cpu.decode import FLUSH, STEP, window_kernel
+from sketchssm.cpu.layout import Array, Memory
 from sketchssm.cpu.packed import pack
 from sketchssm.cpu.standard import StandardEngine
+from sketchssm.cpu.workers import run, worker_count
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
@@ -36,14 +36,15 @@ class ReplayEngine(StandardEngine):
         """Set up the window's memory; without a plan, every head reads its full state."""
         self._own(Memory(layer, num_slots, window))
         rank = pack(self._memory, plan, sketch_dtype)
-        self._areas = self._memory.scratch(numba.get_num_threads(), rank)
+        self._memory.scratch(worker_count(), rank)
         self.window = window
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
-        decode.step(self._memory.context, self._areas, *pass_call(tokens, slots, out))
+        self._memory.set(task=STEP)
+        run(window_kernel, self._memory, slots, tokens, out, rounds=out.shape[1])
 
     def flush(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
-        decode.flush(self._memory.context, self._areas, slots)
-        self.position[slots[slots >= 0]] = 0
+        self._memory.set(task=FLUSH)
+        run(window_kernel, self._memory, slots)

@@ -33,6 +33,7 @@ __all__ = [
     "integers",
     "load",
     "padded",
+    "pointer_cast",
     "prefetch",
     "short_integers",
     "splat",
@@ -165,21 +166,23 @@ def prefetch(typingctx: Any, pointer: Any, index: Any) -> Any:
     return types.void(pointer, types.intp), codegen
 
 
-def _pointer_cast(dtype: Any) -> Any:
+def pointer_cast(kind: Any) -> Any:
+    """Make a function that takes an address as a pointer, or as a record by reference."""
+
     @intrinsic
     def cast(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(dtype).as_pointer())
+            return builder.inttoptr(args[0], context.get_value_type(kind))
 
-        return types.CPointer(dtype)(types.intp), codegen
+        return kind(types.intp), codegen
 
     return cast
 
 
-floats = _pointer_cast(types.float32)
-bfloats = _pointer_cast(types.uint16)
-integers = _pointer_cast(types.int64)
-short_integers = _pointer_cast(types.int32)
+floats = pointer_cast(types.CPointer(types.float32))
+bfloats = pointer_cast(types.CPointer(types.uint16))
+integers = pointer_cast(types.CPointer(types.int64))
+short_integers = pointer_cast(types.CPointer(types.int32))
 
 
 @intrinsic

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cpu import decode
+from sketchssm.cpu.decode import REBUILD, window_kernel
 from sketchssm.cpu.layout import Array
 from sketchssm.cpu.replay import ReplayEngine
+from sketchssm.cpu.workers import run
 from sketchssm.plan import SketchPlan
 
 __all__ = ["SketchEngine"]
@@ -33,7 +34,8 @@ class SketchEngine(ReplayEngine):
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
         super().load_state(state, slots)
-        decode.rebuild(self._memory.context, self._areas, slots)
+        self._memory.set(task=REBUILD)
+        run(window_kernel, self._memory, slots)
 
     def reset(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""

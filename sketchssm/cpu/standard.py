@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cpu.jit import njit, parallel
-from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, blank, open_call, pass_call
+from sketchssm.cpu.jit import Kernel, njit
+from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, areas_record, blank, call_record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
+from sketchssm.cpu.workers import SERIAL, run, worker_count
 from sketchssm.interop import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 
@@ -33,7 +33,7 @@ class StandardEngine:
 
     def __init__(self, layer: Layer, num_slots: int) -> None:
         self._own(Memory(layer, num_slots))
-        self._areas = self._memory.scratch(numba.get_num_threads())
+        self._memory.scratch(worker_count())
 
     def _own(self, memory: Memory) -> None:
         self._memory = memory
@@ -51,7 +51,7 @@ class StandardEngine:
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
-        _step(self._memory.context, self._areas, *pass_call(tokens, slots, out))
+        run(standard_kernel, self._memory, slots, tokens, out)
 
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -67,18 +67,15 @@ class StandardEngine:
         self._memory.clear_state(slots[slots >= 0])
 
 
-@parallel
-def _step(
-    context: Array, areas: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array
-) -> None:
-    open_call(context, q, k, v, g, beta, rows, out)
-    for worker in numba.prange(context[0].workers):
-        _share(context[0], areas[0], worker)
+@Kernel
+def standard_kernel(context: int, areas: int, worker: int) -> None:
+    """One worker's share of a step: a contiguous range of rows and heads, all tokens of each."""
+    if worker != SERIAL:
+        _share(call_record(context), areas_record(areas), worker)
 
 
 @njit
 def _share(m: Record, at: Record, worker: int) -> None:
-    """One worker's share of a step: a contiguous range of rows and heads."""
     buf = floats(m.scratch + 4 * worker * at.size)
     units = m.batch * m.heads
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):

@@ -1,0 +1,207 @@
+"""Threads that share the rows and heads of a call.
+
+Numba's own threading layers do not fit a library. One of them aborts when two threads use it, one kills a forked
+child, and the idle threads of that one take cores that PyTorch needs. Here the calling thread works together with one
+thread per further core. Idle threads look for work for some tens of microseconds, and then sleep.
+
+If the threads are busy with the call of another caller, a caller does all of its work alone. A forked child starts
+threads of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import config, typeof, types
+from numba.extending import intrinsic
+
+from sketchssm.cpu.jit import Kernel, entry, njit
+from sketchssm.cpu.layout import Array, Memory, call_record
+from sketchssm.recurrence import Tokens
+
+__all__ = ["SERIAL", "run", "worker_count"]
+
+SMALL = 2**18
+"""Elements of states in a call under which the calling thread does it alone, in less time than others need to wake."""
+
+SERIAL = -1
+"""Worker number with which a kernel is called once, by one thread, after the shares of a round."""
+
+PATIENCE = 1000
+"""Tries to get a lock before a thread sleeps, of about 20 ns each."""
+
+WAIT, TRY = 1, 0
+
+FUNCTION, CONTEXT, AREAS = range(3)
+"""What the threads' mailbox holds: addresses of a kernel and of its two records. A function of 0 ends the threads."""
+
+_lock_take = types.ExternalFunction("PyThread_acquire_lock", types.intc(types.intp, types.intc))
+_lock_give = types.ExternalFunction("PyThread_release_lock", types.void(types.intp))
+
+
+@intrinsic
+def _call(typingctx: Any, function: Any, context: Any, areas: Any, worker: Any) -> Any:
+    """Call a kernel by its address."""
+    integer = types.intp
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [args[0].type] * 3)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(integer, integer, integer, integer), codegen
+
+
+@njit
+def _take(lock: int) -> None:
+    """Wait for a lock: awake at first, then asleep."""
+    for _ in range(PATIENCE):
+        if _lock_take(lock, TRY):
+            return
+    _lock_take(lock, WAIT)
+
+
+@entry
+def _serve(box: Array, start: int, done: int, worker: int) -> None:
+    """Do one worker's share of every round."""
+    while True:
+        _take(start)
+        _call(box[FUNCTION], box[CONTEXT], box[AREAS], worker)
+        _lock_give(done)
+
+
+@entry
+def _launch(
+    box: Array, locks: Array, function: int, workers: int, context: int, areas: int, rounds: int,
+    q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array, length: int,
+) -> None:  # fmt: skip
+    """Record a call's arrays and run a kernel for all workers, `rounds` times, each followed by its serial part."""
+    m = call_record(context)
+    m.in_q, m.in_k, m.in_v, m.in_g = q.ctypes.data, k.ctypes.data, v.ctypes.data, g.ctypes.data
+    m.in_beta, m.out, m.rows = beta.ctypes.data, out.ctypes.data, rows.ctypes.data
+    m.batch, m.length, m.token, m.workers = rows.size, length, 0, workers
+    box[FUNCTION], box[CONTEXT], box[AREAS] = function, context, areas
+    for _ in range(rounds):
+        for worker in range(1, workers):
+            _lock_give(locks[2 * worker])
+        _call(function, context, areas, 0)
+        for worker in range(1, workers):
+            _take(locks[2 * worker + 1])
+        _call(function, context, areas, SERIAL)
+
+
+class Pool:
+    """The calling thread and one sleeping thread for each further worker.
+
+    Parameters
+    ----------
+    workers : int
+        How many, the calling thread included.
+
+    Attributes
+    ----------
+    workers : int
+        How many there are: fewer where the system gives no more threads.
+    """
+
+    def __init__(self, workers: int) -> None:
+        python = ctypes.pythonapi
+        python.PyThread_allocate_lock.restype = ctypes.c_void_p
+        python.PyThread_acquire_lock.argtypes = ctypes.c_void_p, ctypes.c_int
+        self.box = np.zeros(3, dtype=np.int64)
+        # of each worker one to begin a round and one to end it; both are taken at first
+        self.locks = np.array([python.PyThread_allocate_lock() for _ in range(2 * workers)], dtype=np.int64)
+        for lock in self.locks:
+            python.PyThread_acquire_lock(int(lock), WAIT)
+        # here, since an error in a thread would leave callers waiting
+        _serve.compile((typeof(self.box), types.intp, types.intp, types.intp))
+        self.workers = 1
+        for worker in range(1, workers):
+            start, done = map(int, self.locks[2 * worker : 2 * worker + 2])
+            name, args = f"sketchssm-{worker}", (self.box, start, done, worker)
+            try:
+                threading.Thread(target=_serve, name=name, args=args, daemon=True).start()
+            except RuntimeError:
+                break
+            self.workers += 1
+
+
+_alone = Pool(1)
+_pool: Pool | None = None
+_free = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child: the parent's threads are not there."""
+    global _pool, _free
+    _pool, _free = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def worker_count() -> int:
+    """Workers of a call: the cores that this process may use, or the environment's ``NUMBA_NUM_THREADS``."""
+    return int(config.NUMBA_NUM_THREADS)
+
+
+def run(
+    kernel: Kernel,
+    memory: Memory,
+    rows: npt.NDArray[np.int64],
+    tokens: Tokens | None = None,
+    out: Array | None = None,
+    rounds: int = 1,
+) -> None:
+    """Run a kernel on an engine's memory, with as many threads as are worth it and free.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        What to run.
+    memory : Memory
+        The engine's.
+    rows : ndarray of int64, (batch,)
+        Slot of each row.
+    tokens : Tokens, optional
+        Inputs, ``(batch, tokens, ...)``.
+    out : ndarray, (batch, tokens, heads, V), optional
+        Where outputs go.
+    rounds : int, default 1
+        Times that all workers run the kernel, waiting for one another.
+    """
+    global _pool  # noqa: PLW0603
+    length = 1 if out is None else out.shape[1]
+    if not rows.size or not length:
+        return
+    given = (None,) * 5 if tokens is None else tokens
+    arrays = [NO_FLOATS if x is None else _plain(x) for x in given]
+    work = (*memory.addresses, rounds, *arrays, _plain(rows), NO_FLOATS if out is None else out.reshape(-1), length)
+    size = rows.size * memory.state_size * length
+    if size < SMALL or memory.workers == 1 or not _free.acquire(blocking=False):
+        _launch(_alone.box, _alone.locks, kernel.address, 1, *work)
+        return
+    free = _free
+    try:
+        _pool = _pool or Pool(memory.workers)
+        _launch(_pool.box, _pool.locks, kernel.address, _pool.workers, *work)
+    finally:
+        free.release()
+
+
+def _plain(array: Array) -> Array:
+    """An array as the compiled functions take it, flat.
+
+    Numba would compile anew for arrays that are read-only (as JAX's are), unaligned or with gaps.
+    """
+    return (array if array.flags.carray else array.copy()).reshape(-1)
+
+
+NO_FLOATS = np.empty(0, dtype=np.float32)
