@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
+from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.measure import rounded
-from sketchssm.evaluate.windows import collect_windows
 from sketchssm.recurrence import KINDS, Layer, Tokens
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import run
@@ -119,11 +119,20 @@ def two_slices(states, phi, ridge, stored):
     return (x.astype(kept).astype(np.float32) for x in (u, cross))
 
 
+def collect_windows(layer, tokens):
+    """States ``(n, heads, K, V)`` at window starts, and the queries ``(n, heads, W - 1, K)`` that read them."""
+    whole = tokens.v.shape[1] // WINDOW * WINDOW
+    found = []
+    part = Tokens(*(None if x is None else x[:, :whole] for x in tokens))
+    walk(layer, host_tokens(layer, *part), WINDOW, None, found.append)
+    return [np.concatenate(parts) for parts in ([r.state for r in found], [r.queries for r in found])]
+
+
 def lost(windows, phi, make):
     """Energy that reads through sketches and maps ``make(states, phi)`` lose, over all heads."""
     total = 0.0
     for head, columns in enumerate(phi):
-        states, queries = windows.states[:, head], windows.queries[:, head]
+        states, queries = (x[:, head] for x in windows)
         sketch, coefficients = make(states, columns)
         with np.errstate(invalid="ignore"):
             read = queries @ coefficients.swapaxes(-1, -2) @ sketch.swapaxes(-1, -2)
@@ -137,7 +146,7 @@ def errors(layer, calib, test):
     moments.update(*calib)
     basis = fit_basis(moments)
     output, _ = run(layer, *test)
-    size, windows = np.square(output).sum(), collect_windows(layer, test, WINDOW)
+    size, windows = np.square(output).sum(), collect_windows(layer, test)
     found = {}
     for rank in RANKS:
         for ridge in RIDGES + BELOW:

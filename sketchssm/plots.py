@@ -1,9 +1,9 @@
-"""Pictures of calibrations and comparisons, as PNG or SVG by the file's suffix; they need matplotlib."""
+"""Pictures of evaluations and benchmarks, as PNG or SVG by the suffix of the file; they need matplotlib."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.bench.results import BenchResult
-from sketchssm.calibrate.basis import SketchBasis
-from sketchssm.evaluate.energy import MapEnergy
-from sketchssm.evaluate.systems import SystemResult
+from sketchssm.evaluate.evaluation import LayerResults
+from sketchssm.evaluate.measure import Measurement
+from sketchssm.evaluate.registry import FULL, series
 from sketchssm.recurrence import DENSE, ROUNDING
 
-__all__ = ["error_against_traffic", "rank_heatmap", "spectrum", "step_times"]
+__all__ = ["check", "draw", "load_pyplot", "rank_heatmap", "save", "step_times"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with any colour vision."""
 
 MARKERS = "osD^vPX"
+GREY_MARKERS = "ovs*hp"
 
 STYLE = {
     "axes.spines.top": False,
@@ -34,90 +35,64 @@ STYLE = {
     "legend.frameon": False,
     "figure.dpi": 130,
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "sketchssm",  # names of clip paths and markers, drawn at random otherwise
+    "svg.hashsalt": "sketchssm",  # fixed names of clip paths and markers, so that files repeat to the byte
 }
 
+COLUMNS = 3
+"""Panels side by side."""
 
-def spectrum(basis: SketchBasis, energies: Sequence[MapEnergy], path: str | os.PathLike[str], title: str = "") -> Path:
-    """Draw a basis's spectrum beside what each map retains, with quartiles over heads.
+BAND = (9.0, 11.0)
+"""Traffic reductions at which the paper's sketches keep their accuracy."""
+
+LEAST = 4.0
+"""Over tokens, each kind of compressed state is shown at the setting nearest above this traffic reduction."""
+
+FLOOR = 1e-8
+"""Where an error of zero is drawn."""
+
+
+def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> dict[str, Path]:
+    """Draw every picture of an evaluation that the results have data for, one panel per layer.
 
     Parameters
     ----------
-    basis : SketchBasis
-        Calibrated basis.
-    energies : sequence of MapEnergy
-        Retained energies on held-out windows, from `retained_energy`.
-    path : str or PathLike
-        Where to, a name that ends in ``.png`` or ``.svg``.
-    title : str, optional
-        Name of the layer.
+    layers : sequence of LayerResults
+        Results.
+    folder : Path
+        Where to write.
+    suffix : {".png", ".svg"}, default ".png"
+        Format.
 
     Returns
     -------
-    Path
-        The file.
+    dict of str to Path
+        Files by the name of the picture.
 
     Raises
     ------
     ModuleNotFoundError
         If matplotlib is missing.
-    ValueError
-        If the suffix is neither.
     """
-    pyplot = load_pyplot()
-    with pyplot.rc_context(STYLE):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
-        total = basis.spectrum.sum(axis=-1, keepdims=True)
-        share = basis.spectrum / np.where(total > 0, total, 1.0)
-        index = np.arange(1, share.shape[-1] + 1)
-        low, middle, high = np.quantile(np.maximum(share, 1e-12), (0.25, 0.5, 0.75), axis=0)
-        left.fill_between(index, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="quartiles over heads")
-        left.plot(index, middle, color=COLOURS[0], label="median head")
-        left.set(
-            xscale="log",
-            yscale="log",
-            xlabel="direction (of K)",
-            ylabel="share of query energy",
-            title="Spectrum of state-weighted queries",
-        )
-        left.set_ylim(bottom=max(middle[middle > 1e-11].min(initial=1.0) / 3, 1e-9))
-        left.legend(loc="lower left")
-        plain_ticks(left.xaxis, [t for t in (1, 2, 4, 8, 16, 32, 64, 128, 256) if t <= share.shape[-1]])
-
-        offsets = np.geomspace(0.94, 1.06, len(energies)) if len(energies) > 1 else [1.0]
-        for i, (energy, offset) in enumerate(zip(energies, offsets, strict=True)):
-            lost = np.maximum(1 - energy.retained, 1e-9)
-            low, middle, high = np.quantile(lost, (0.25, 0.5, 0.75), axis=0)
-            ranks = np.array(energy.ranks) * offset  # side by side, so that bars don't hide each other
-            name = energy.map.name if energy.basis == "calibrated" else f"{energy.basis} basis, {energy.map.name}"
-            right.errorbar(
-                ranks, middle, yerr=(middle - low, high - middle), color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)], markersize=5, capsize=2, linewidth=1.4, elinewidth=0.9,
-                linestyle="-" if energy.basis == "calibrated" else "--", label=name,
-            )  # fmt: skip
-        right.set(
-            xscale="log",
-            yscale="log",
-            xlabel="rank G",
-            ylabel="lost share of output energy",
-            title="State reads on held-out text",
-        )
-        plain_ticks(right.xaxis, energies[0].ranks)
-        right.legend(title="map (median head, quartiles)", fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        if title:
-            figure.suptitle(title)
-        return save(figure, path)
+    makers: dict[str, Callable[[Sequence[LayerResults], Path], Path | None]] = {
+        "error-against-traffic": _error_against_traffic,
+        "retained-by-rank": _retained_by_rank,
+        "drift-of-outputs": lambda shown, path: _over_tokens(shown, path, "output_error", "outputs"),
+        "drift-of-states": lambda shown, path: _over_tokens(shown, path, "state_error", "states"),
+        "ranks": _ranks,
+    }
+    made = {name: make(layers, folder / f"{name}{suffix}") for name, make in makers.items()}
+    return {name: path for name, path in made.items() if path is not None}
 
 
 def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:
-    """Draw which head got which rank: one row per layer or allocation.
+    """Draw the rank of every head, one row per layer or allocation.
 
     Parameters
     ----------
     ranks : mapping of str to ndarray
-        Ranks ``(heads,)`` by the row's name; `DENSE` is drawn apart.
+        Ranks ``(heads,)`` by the name of the row; `DENSE` has a colour of its own.
     path : str or PathLike
-        Where to, a name that ends in ``.png`` or ``.svg``.
+        Where to write, a name that ends in ``.png`` or ``.svg``.
 
     Returns
     -------
@@ -147,93 +122,32 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
         image = axes.imshow(table, cmap=colours, norm="log", aspect="auto", interpolation="nearest")
         image.set_clim(1, top)
         axes.set_xlabel("head")
-        axes.set_yticks(range(len(ranks)), list(ranks))
+        axes.set_yticks(range(len(ranks)), [_plain(name) for name in ranks])
         axes.set_xticks(np.arange(0, heads, max(1, heads // 16)))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         if heads <= 32 and len(ranks) <= 40:
             for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
                 text = "full" if table[i, j] == full else f"{table[i, j]:.0f}"
-                colour = "black" if table[i, j] ** 2 > top else "white"  # by which half of the scale it is in
+                colour = "black" if table[i, j] ** 2 > top else "white"  # the scale is logarithmic
                 axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6, color=colour)
         dense = bool((table == full).any())
         bar = figure.colorbar(image, ax=axes, extend="max" if dense else "neither", label="rank G")
-        plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
+        _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
         if dense:
             bar.ax.set_title("full", fontsize=8)
         return save(figure, path)
 
 
-def error_against_traffic(results: Mapping[str, Sequence[SystemResult]], path: str | os.PathLike[str]) -> Path:
-    """Draw the systems' output errors against their traffic reductions.
-
-    Parameters
-    ----------
-    results : mapping of str to sequence of SystemResult
-        Results of `compare` by the layer's name.
-    path : str or PathLike
-        Where to, a name that ends in ``.png`` or ``.svg``.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    ValueError
-        If the suffix is neither.
-    """
-    pyplot = load_pyplot()
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
-        for i, (layer, systems) in enumerate(results.items()):
-            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-            exact = [s for s in systems if s.output_error <= ROUNDING]
-            lossy = sorted((s for s in systems if s.output_error > ROUNDING), key=lambda s: s.reduction)
-            axes.plot(
-                [s.reduction for s in lossy], [100 * s.output_error for s in lossy], markersize=13, label=layer, **look
-            )
-            axes.plot(
-                [s.reduction for s in exact],
-                [0.0] * len(exact),
-                linestyle="none",
-                fillstyle="none",
-                markersize=9,
-                clip_on=False,
-                **look,
-            )
-            for s in lossy:
-                axes.annotate(
-                    s.name.rpartition(" ")[2], (s.reduction, 100 * s.output_error), color="white", fontsize=7,
-                    fontweight="bold", ha="center", va="center",
-                )  # fmt: skip
-        for s in (s for systems in list(results.values())[:1] for s in systems if s.output_error <= ROUNDING):
-            axes.annotate(
-                s.name, (s.reduction, 0), xytext=(0, 10), textcoords="offset points", fontsize=9, rotation=45
-            )
-        axes.set(
-            xlabel="state traffic, times less than standard decoding",
-            ylabel="relative output error on held-out text (%)",
-            xlim=(0, None),
-            ylim=(0, None),
-        )
-        axes.margins(0.06)
-        axes.legend(title="sketch by mean rank\n(hollow: exact systems)", loc="upper left", markerscale=0.6)
-        return save(figure, path)
-
-
 def step_times(results: Sequence[BenchResult], path: str | os.PathLike[str]) -> Path:
-    """Draw what a step takes, amortised over a window, against the batch: one panel a shape and window.
+    """Draw the time of a step, amortised over a window, against the batch: one panel per shape and window.
 
     Parameters
     ----------
     results : sequence of BenchResult
         Results of a benchmark.
     path : str or PathLike
-        Where to, a name that ends in ``.png`` or ``.svg``.
+        Where to write, a name that ends in ``.png`` or ``.svg``.
 
     Returns
     -------
@@ -250,33 +164,182 @@ def step_times(results: Sequence[BenchResult], path: str | os.PathLike[str]) -> 
     if not results:
         raise ValueError("results: expected at least one, got none")
     pyplot = load_pyplot()
-    panels = list(dict.fromkeys((r.shape, r.window) for r in results))
-    columns = min(len(panels), 3)
-    rows = -(-len(panels) // columns)
+    cases = list(dict.fromkeys((r.shape, r.window) for r in results))
     with pyplot.rc_context(STYLE):
-        size = (4.6 * columns, 3.7 * rows)
-        figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-        for axes, (shape, window) in zip(grid.flat, panels, strict=False):
-            mine = [r for r in results if (r.shape, r.window) == (shape, window)]
+        figure, panels = _panels(pyplot, [f"{shape}, W = {window}" for shape, window in cases], shared=False)
+        for axes, case in zip(panels, cases, strict=True):
+            mine = [r for r in results if (r.shape, r.window) == case]
             for i, system in enumerate(dict.fromkeys(r.system for r in mine)):
                 own = sorted((r for r in mine if r.system == system), key=lambda r: r.batch)
-                axes.plot(
-                    [r.batch for r in own],
-                    [r.microseconds for r in own],
-                    color=COLOURS[i % len(COLOURS)],
-                    marker=MARKERS[i % len(MARKERS)],
-                    label=system,
-                )
-            axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="step, microseconds")
-            axes.set_title(f"{shape}, W = {window}")
-            plain_ticks(axes.xaxis, sorted({r.batch for r in mine}))
+                axes.plot([r.batch for r in own], [r.microseconds for r in own], label=_plain(system), **_look(i))
+            axes.set(xscale="log", yscale="log")
+            _plain_ticks(axes.xaxis, sorted({r.batch for r in mine}))
             axes.legend(fontsize=8)
-        for axes in list(grid.flat)[len(panels) :]:
-            axes.remove()
+        figure.supxlabel("batch", fontsize=10)
+        figure.supylabel("step, microseconds", fontsize=10)
         return save(figure, path)
 
 
-def plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
+def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:
+    """The accuracy figure of the paper, in terms of output error."""
+    shown = [[s for s in layer.systems if s.family != "ablation"] for layer in layers]
+    lossy = [[s for s in own if ROUNDING < s.output_error < np.inf] for own in shown]
+    if not any(lossy):
+        return None
+    looks = _looks(layers)
+    pyplot = load_pyplot()
+    with pyplot.rc_context(STYLE):
+        title = "Output error against state traffic, held-out text"
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
+        for axes, own, every in zip(panels, lossy, shown, strict=True):
+            axes.axvspan(*BAND, color="#eeeeee", zorder=0)
+            for name, look in looks.items():
+                curve = sorted((s for s in own if series(s.name) == name), key=lambda s: s.reduction)
+                if curve:
+                    axes.plot([s.reduction for s in curve], [s.output_error for s in curve], label=name, **look)
+            for s in every:
+                if s.output_error <= ROUNDING:
+                    axes.axvline(s.reduction, color="black", linewidth=0.8, linestyle=":")
+                    axes.text(s.reduction, 0.98, f" {s.setting}: exact", rotation=90, fontsize=7, va="top", ha="right",
+                              transform=axes.get_xaxis_transform())  # fmt: skip
+            axes.set(xscale="log", yscale="log")
+        low, high = panels[0].get_xlim()
+        for axes in panels:
+            _plain_ticks(axes.xaxis, [t for t in (1, 2, 4, 6, 9, 11, 16) if low <= t <= high])
+        figure.supxlabel("state traffic, times less than standard decoding (grey: 9 to 11)", fontsize=10)
+        return _finish(figure, panels, "relative error of the outputs", path)
+
+
+def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None:
+    """Lost energy of the state reads by mean rank: mean and quartiles over heads, one curve per map."""
+    groups = [_curves(layer, "sketch") for layer in layers]
+    if not any(groups):
+        return None
+    pyplot = load_pyplot()
+    names = list(dict.fromkeys(name for curves in groups for name in curves))
+    with pyplot.rc_context(STYLE):
+        title = "Lost share of the state reads' energy, held-out text"
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
+        for axes, curves in zip(panels, groups, strict=True):
+            for name, curve in curves.items():
+                ranks = [int(s.setting.rpartition("-")[2]) for s in curve]
+                lost = np.maximum(1 - np.array([s.head_retained for s in curve]), 1e-6)
+                low, high = np.quantile(lost, (0.25, 0.75), axis=1)
+                look = _look(names.index(name)) | {"markersize": 4}
+                axes.plot(ranks, lost.mean(axis=1), label=name, **look)
+                axes.fill_between(ranks, low, high, color=look["color"], alpha=0.12, linewidth=0)
+            axes.set(xscale="log", yscale="log")
+            _plain_ticks(axes.xaxis, sorted({int(s.setting.rpartition("-")[2]) for c in curves.values() for s in c}))
+        figure.supxlabel("mean rank", fontsize=10)
+        return _finish(figure, panels, "1 - retained (mean, quartiles over heads)", path)
+
+
+def _over_tokens(layers: Sequence[LayerResults], path: Path, field: str, what: str) -> Path | None:
+    """Errors over tokens of one system per curve."""
+    shown = [_representative(layer) for layer in layers]
+    if max((len(s.drift["tokens"]) for own in shown for s in own), default=0) < 2:
+        return None
+    looks = _looks(layers)
+    pyplot = load_pyplot()
+    with pyplot.rc_context(STYLE):
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], f"Error of the {what} over tokens")
+        for axes, layer, own in zip(panels, layers, shown, strict=True):
+            for s in own:
+                name = f"sketch/{layer.map}" if s.family == "ablation" else series(s.name)
+                curve = np.clip(np.array(s.drift[field]), FLOOR, 1e3)
+                look = looks.get(name, {"color": COLOURS[0]}) | {"markersize": 3}
+                axes.plot(s.drift["tokens"], curve, label=s.name, **look)
+            axes.set_yscale("log")
+        figure.supxlabel("tokens since the start of the sequence", fontsize=10)
+        return _finish(figure, panels, f"relative error of the {what}", path)
+
+
+def _ranks(layers: Sequence[LayerResults], path: Path) -> Path | None:
+    """Ranks that each allocation gives to the heads."""
+    rows = {
+        f"{layer.name}, by {s.setting.removeprefix('allocation-')}": np.array(s.ranks)
+        for layer in layers
+        for s in layer.systems
+        if s.setting.startswith("allocation-") and s.ranks and s.setting != "allocation-uniform"
+    }
+    return rank_heatmap(rows, path) if rows else None
+
+
+def _curves(layer: LayerResults, *families: str) -> dict[str, list[Measurement]]:
+    """Systems of some families by the curve that they belong to."""
+    curves: dict[str, list[Measurement]] = {}
+    for s in layer.systems:
+        if s.family in families:
+            curves.setdefault(series(s.name), []).append(s)
+    return curves
+
+
+def _representative(layer: LayerResults) -> list[Measurement]:
+    """One system per curve for pictures over tokens: the full method, and of the others the one nearest above 4x."""
+    base = layer.find(f"ablation/{FULL}")
+    chosen = [] if base is None else [base]
+    others = {s.family: None for s in layer.systems if s.family not in ("ablation", "sketch", "exact")}
+    for own in _curves(layer, *others).values():
+        enough = [s for s in own if s.reduction >= LEAST * (1 - 1e-6)]
+        chosen.append(min(enough or own, key=lambda s: abs(s.reduction - LEAST)))
+    return chosen
+
+
+def _look(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+
+
+def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
+    """A look for each curve of lossy systems: the map in use stands out, other sketches are grey."""
+    own = {f"sketch/{layer.map}" for layer in layers}
+    lossy = [s.name for layer in layers for s in layer.systems if s.family not in ("ablation", "exact")]
+    listed = sorted(dict.fromkeys(map(series, lossy)), key=lambda name: name not in own)
+    grey = [name for name in listed if name.startswith("sketch/") and name not in own]
+    looks: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(name for name in listed if name not in grey):
+        looks[name] = _look(i) | {"linewidth": 2.4 if name in own else 1.3, "zorder": 4 if name in own else 3}
+    for i, name in enumerate(grey):
+        looks[name] = {"color": "#888888", "marker": GREY_MARKERS[i % len(GREY_MARKERS)], "markersize": 4}
+        looks[name] |= {"linewidth": 0.8, "linestyle": "--", "fillstyle": "none"}
+    return looks
+
+
+def _panels(pyplot: Any, titles: Sequence[str], title: str = "", shared: bool = True) -> tuple[Any, list[Any]]:
+    """A figure with one panel per title; shared panels have the same axes."""
+    columns = min(COLUMNS, len(titles))
+    rows = -(-len(titles) // columns)
+    width, height = (3.3 * columns + 2.6, 3.0 * rows + 0.5) if shared else (4.6 * columns, 3.7 * rows)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width, height), sharex=shared, sharey=shared, squeeze=False, layout="constrained"
+    )
+    if title:
+        figure.suptitle(title)
+    panels = list(grid.flat)
+    for spare in panels[len(titles) :]:
+        spare.set_visible(False)
+    for axes, name in zip(panels, titles, strict=False):
+        axes.set_title(_plain(name), fontsize=10)
+    return figure, panels[: len(titles)]
+
+
+def _finish(figure: Any, panels: Sequence[Any], y: str, path: Path) -> Path:
+    """Label the y axis, add one legend for all panels, and write the file."""
+    figure.supylabel(y, fontsize=10)
+    seen: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            seen.setdefault(label, handle)
+    if seen:
+        figure.legend(list(seen.values()), list(seen), loc="outside right center", fontsize=9)
+    return save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Names of the user as they are: a dollar sign begins no formula."""
+    return text.replace("$", r"\$")
+
+
+def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
     """Label a logarithmic axis with the numbers themselves."""
     from matplotlib.ticker import NullLocator
 
@@ -285,7 +348,18 @@ def plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
 
 
 def load_pyplot() -> Any:
-    """Import matplotlib's pyplot without a display, or say what to install."""
+    """Import matplotlib's pyplot without a display.
+
+    Returns
+    -------
+    module
+        ``matplotlib.pyplot``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing, with the command that installs it.
+    """
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -297,14 +371,57 @@ def load_pyplot() -> Any:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure and close it; the same figure gives the same bytes."""
+    """Write a figure and close it; the same figure gives the same bytes.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        The figure.
+    path : str or PathLike
+        Where to write, a name that ends in ``.png`` or ``.svg``.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ValueError
+        If the suffix is neither.
+    """
     from matplotlib import pyplot
 
-    target = Path(path)
     try:
-        if target.suffix not in (".png", ".svg"):
-            raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
+        target = _checked(path)
         figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
     finally:
         pyplot.close(figure)
+    return target
+
+
+def check(path: str | os.PathLike[str] | None = None) -> None:
+    """Check before long work that pictures can be drawn after it.
+
+    Parameters
+    ----------
+    path : str or PathLike, optional
+        The file to write.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither ``.png`` nor ``.svg``.
+    """
+    if path is not None:
+        _checked(path)
+    load_pyplot()
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    if target.suffix not in (".png", ".svg"):
+        raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
     return target

@@ -10,15 +10,16 @@ from host import compiler, standin
 from test_traces import SHAPES
 
 from sketchssm import bench, cuda, plots
-from sketchssm.bench import device, peers
+from sketchssm.bench import cases, device, peers
 from sketchssm.bench.results import BenchResult, StepBytes
 from sketchssm.bench.workloads import token_at
 from sketchssm.cli import main
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import modules
-from sketchssm.evaluate import compare
-from sketchssm.evaluate.systems import exact_systems, relative_error
+from sketchssm.evaluate import Settings, Study, entries, exact_systems, measure
+from sketchssm.evaluate.measure import relative_error
 from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
+from sketchssm.traces import Traces
 
 WINDOW = 4
 LAYER = Layer("gdn", 2, 64, 80, 1)
@@ -168,7 +169,7 @@ class TestDevice:
             layer, chosen = Layer("kda", 2, 64, 64, 2), ["--batch", "2,3", "--raw-gate"]
         monkeypatch.setattr(bench, "SHAPES", {"tiny": layer})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
-        monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
+        monkeypatch.setattr(cases, "device_bandwidth", lambda: 1e12)
         monkeypatch.setattr(device, "LEAST", 1)
         monkeypatch.setattr(device, "PASSING", 100_000)  # a few sets of slots
         rests = []
@@ -196,8 +197,8 @@ class TestDevice:
         """What does not fit is named; the rest is timed."""
         monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
-        monkeypatch.setattr(bench, "device_bandwidth", lambda: 1e12)
-        monkeypatch.setattr(bench, "compile_all", lambda systems: 0.0)
+        monkeypatch.setattr(cases, "device_bandwidth", lambda: 1e12)
+        monkeypatch.setattr(cases, "compile_all", lambda systems: 0.0)
 
         def measured(shape, system, *rest, **settings):
             assert settings == {"seconds": 0.2, "duty": 0.5}
@@ -205,7 +206,7 @@ class TestDevice:
                 raise MemoryError("Out of memory allocating 8 bytes")
             return result(system.name)
 
-        monkeypatch.setattr(bench, "measure_device", measured)
+        monkeypatch.setattr(cases, "measure_device", measured)
         file = tmp_path / "out.json"
         pace = ["--seconds", 0.2, "--duty", 0.5]
         printed = invoke("--batch", 2, "--window", WINDOW, *pace, "--json", file).output
@@ -242,12 +243,14 @@ class TestDevice:
             with pytest.raises(ValueError, match="duty: expected a share in"):
                 device.typical_times([], stream, 0, duty)
 
-    def test_compare(self, cupy):
+    def test_evaluate(self, cupy):
         """Inputs and outputs on the host, states on the device."""
-        tokens = bench.random_tokens(LAYER, 1, 2 * WINDOW)
-        for found in compare(bench.systems(LAYER, WINDOW, []), LAYER, tokens, window=WINDOW, rows=2):
+        calib, test = (bench.random_tokens(LAYER, 2, 2 * WINDOW, seed) for seed in range(2))
+        study = Study(Traces(LAYER, calib, test), Settings(WINDOW))
+        for entry in entries(study, ["exact"]):
+            found = measure(entry, study, "cuda")
             assert found.backend == "cuda"
-            assert max(found.output_error, found.state_error) < EXACT
+            assert max(found.output_error, found.flush_error, found.state_error) < EXACT
 
 
 UPDATE = """

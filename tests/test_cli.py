@@ -12,11 +12,13 @@ from click.testing import CliRunner
 from test_traces import SHAPES, write_traces
 
 from sketchssm import bench
-from sketchssm.cli import COMMANDS, main
+from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
 from sketchssm.coefficients import CoefficientMap
+from sketchssm.evaluate import Settings, Study
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import KINDS
+from sketchssm.traces import Traces
 
 SMALL = ["--window", "8", "--backend", "reference"]
 
@@ -78,10 +80,10 @@ def test_calibrate_then_evaluate(traces, tmp_path):
     measured = json.loads(
         invoke("evaluate", traces, "--plan", plan_file, "--backend", "reference", "--json", "-").stdout
     )
-    names = [system["name"] for system in measured["layers"][0]["systems"]]
-    assert names[:2] == ["standard", "replay"]
-    assert names[2].startswith("plan")
-    assert measured["layers"][0]["systems"][2]["reduction"] == pytest.approx(report["reduction"])
+    systems = measured["layers"][0]["systems"]
+    assert [system["setting"] for system in systems] == ["standard", "replay", "given"]
+    assert systems[2]["reduction"] == pytest.approx(report["reduction"], rel=1e-5)
+    assert systems[1]["reduction"] == pytest.approx(2 / (1 + 1 / 8), rel=1e-5)  # the window of the plan
 
 
 def test_several_layers_share_a_budget(tmp_path):
@@ -99,14 +101,13 @@ def test_evaluate_compares_everything(traces, tmp_path):
     other = write_traces(tmp_path / "layer7.npz", "kda")
     arguments = ["--ranks", "1,4", "--mean-rank", 2, "--every", 8, *SMALL, "--out", out, "--plots", "--report", page]
     result = invoke("evaluate", traces, other, *arguments)
-    for title in ("Systems: output error", "Ablations: times the full method's output error"):
+    for title in ("Systems: output error", "Ablations: output error relative to the full method's"):
         assert title in result.output
     layers = json.loads((out / "results.json").read_text())["layers"]
     assert [layer["kind"] for layer in layers] == ["gdn", "kda"]
     for layer in layers:
         families = {system["family"] for system in layer["systems"]}
         assert {"exact", "sketch", "quantised", "read-only", "ablation"} < families
-        assert len(layer["curves"]) == 6
     assert {path.name for path in out.glob("*.*")} == {
         "results.json", "results.csv", "drift.csv", "error-against-traffic.png", "retained-by-rank.png",
         "drift-of-outputs.png", "drift-of-states.png", "ranks.png",
@@ -177,7 +178,6 @@ def test_report_needs_nothing_beside_it(tmp_path):
     assert "a &lt;b&gt; &amp; c" in text
     assert "a <b>" not in text
     assert page.headings[1:] == [
-        "What a sketch retains by rank",
         "Errors over tokens",
         "Every system",
         "How it was measured",
@@ -202,20 +202,54 @@ def test_evaluate_a_plan_among_others(traces, tmp_path):
 def test_demo(tmp_path):
     file = tmp_path / "demo.json"
     result = invoke("demo", "--backend", "reference", "--ranks", "2,8", "--json", file)
-    assert "The comparison" in result.output
+    assert "Ablations" in result.output
+    assert "us/token" not in result.output
     report = json.loads(file.read_text())
+    assert report["times"] == []
     assert [layer["kind"] for layer in report["layers"]] == list(KINDS)
     for layer in report["layers"]:
-        systems = {system["name"]: system for system in layer["systems"]}
+        systems = {system["setting"]: system for system in layer["systems"]}
         assert all(system["flush_error"] < 1e-6 and system["state_error"] < 1e-9 for system in systems.values())
-        wide, narrow = systems["sketch, mean rank 8"], systems["sketch, mean rank 2"]
+        wide, narrow = systems["ridge-8"], systems["ridge-2"]
         assert narrow["reduction"] > wide["reduction"] > 9
         assert narrow["output_error"] > wide["output_error"] > 0
 
 
+def test_demo_times_every_system(traces):
+    study = Study(Traces.load(traces), Settings(8), (1, 3), mean_rank=3)
+    seen = []
+    times = demo._times([study], ["sketch/ridge-1", "sketch/ridge-3"], "reference", 2, seen.append)
+    names = ["exact/standard", "exact/replay", "sketch/ridge-1", "sketch/ridge-3"]
+    assert list(times) == [("layer3", name) for name in names]
+    assert min(times.values()) > 0
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo", "--plots", "x"],
+        ["evaluate", "--report", "x.html"],
+        ["evaluate", "--out", "x", "--plots"],
+        ["bench", "--plot", "x.png"],
+    ],
+)
+def test_missing_matplotlib_is_said_before_any_work(command, traces, monkeypatch, tmp_path):
+    def refuse(*arguments, **settings):
+        raise AssertionError("worked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("sketchssm.traces.Traces.load", refuse)
+    monkeypatch.setattr(bench, "time_cases", refuse)
+    result = invoke(*command, *([traces] if command[0] == "evaluate" else []), code=2)
+    assert "pip install 'sketchssm[plot]'" in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {traces.name}
+
+
 def test_bench(monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", SHAPES)
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e10)
+    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: 1e10)
     arguments = [
         "--shape",
         "kda",
@@ -235,6 +269,16 @@ def test_bench(monkeypatch):
     assert len(results) == 2 * 4
     assert all(entry["error"] == 0 and entry["fraction"] > 0 for entry in results)
     assert "invalid value" in invoke("bench", "--shape", "nemotron", code=2).output.lower()
+
+
+def test_bench_of_a_plan(traces, tmp_path, monkeypatch):
+    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: 1e10)
+    plan = tmp_path / "mine.safetensors"
+    invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
+    chosen = ["--batch", "1,2", "--backend", "reference", "--seconds", 0, "--json", "-"]
+    results = json.loads(invoke("bench", "--plan", plan, *chosen).stdout)["results"]
+    assert [(r["shape"], r["batch"], r["window"]) for r in results] == [("mine", n, 8) for n in (1, 1, 1, 2, 2, 2)]
+    assert [r["system"].split()[0] for r in results[:3]] == ["standard", "replay", "sketch"]
 
 
 def test_info(traces, tmp_path):
@@ -277,7 +321,11 @@ def errors(tmp_path):
             "plan: expected one for",
         ),
         "one plan, two layers": (["evaluate", traces, other, "--plan", plan], "one trace file"),
-        "rows of what is not timed": (["evaluate", traces, "--rows", 4], "--plan alone"),
+        "settings of a plan": (["evaluate", traces, "--plan", plan, "--window", 4], "--window: has no effect"),
+        "format of nothing": (["evaluate", traces, "--format", "svg"], "--format: has no effect without --plots"),
+        "shape of a plan": (["bench", "--plan", plan, "--shape", "qwen3-next"], "--shape: has no effect with --plan"),
+        "rows that are not timed": (["demo", "--backend", "reference", "--rows", 4], "--rows: has no effect"),
+        "pivots of no map": (["evaluate", traces, "--pivots", 2], "map 'ridge' has no pivots"),
         "too high a rank for all systems": (["evaluate", traces, "--mean-rank", 500], "mean_rank: expected 1 to"),
         "pictures nowhere": (["evaluate", traces, "--plots"], "--out FOLDER"),
         "no such system": (
@@ -301,6 +349,6 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path):
 
 def test_bugs_keep_their_traceback(monkeypatch):
     """Only what the library says of a caller's input becomes one line."""
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda: {}["bug"])
+    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: {}["bug"])
     result = CliRunner().invoke(main, ["bench"])
     assert isinstance(result.exception, KeyError)

@@ -6,8 +6,7 @@ from samples import at
 
 from sketchssm import traffic
 from sketchssm.baselines.quantised import RESIDUAL_BITS
-from sketchssm.evaluate import baselines
-from sketchssm.evaluate.systems import compare
+from sketchssm.evaluate import Entry, Settings, Study, baselines, measure
 from sketchssm.recurrence import KINDS
 from sketchssm.traces import Traces
 
@@ -29,6 +28,11 @@ def listed(traces, window=8, **keywords):
     return {make: make(traces.layer, traces.calib, window, **keywords) for make in LISTS}
 
 
+def measured(traces, systems):
+    study = Study(traces, Settings(8))
+    return [measure(Entry("own", system.name, 8, lambda system=system: system), study) for system in systems]
+
+
 def test_kinds_that_a_method_excludes_list_nothing(traces):
     counts = {make.__name__: len(systems) for make, systems in listed(traces).items()}
     gdn = traces.layer.kind == "gdn"
@@ -46,7 +50,7 @@ def test_reductions_are_the_byte_model_s(traces):
     by_name = {system.name: system.reduction for systems in listed(traces).values() for system in systems}
     assert by_name["DSQ 8 bits"] == whole / traffic.compressed(*size, bits=8)
     assert by_name["4-bit copy"] == whole / traffic.read_only_copy(*size, 4, 8)
-    assert by_name["low-rank read 8"] == traffic.reduction(traces.layer.kind, *size, 8, 8, "shared")
+    assert by_name["low-rank read 8"] == traffic.reduction(traces.layer.kind, *size, 8, 8, "offline")
     pruned = "DRRQR" if traces.layer.kind == "gdn" else "GHOST"
     # K = 128 and every key head's share of it are whole numbers, so that nothing is rounded
     assert [by_name[f"{pruned} {share:.1%}"] for share in baselines.SPARSITIES] == [1.6, 2, 1 / 0.375, 4]
@@ -79,9 +83,9 @@ def test_all_run_side_by_side(traces):
     exact = {system.name for system in together[baselines.read_only_systems]}
     systems = [system for each in together.values() for system in each]
     assert len({system.name for system in systems}) == len(systems)
-    for result in compare(systems, traces.layer, traces.test, window=8):
+    for result in measured(traces, systems):
         assert 0 < result.output_error < 1
-        assert (result.state_error < 1e-5) == (result.name in exact)
+        assert (result.state_error < 1e-5) == (result.setting in exact)
 
 
 def test_less_traffic_costs_accuracy(traces):
@@ -89,7 +93,7 @@ def test_less_traffic_costs_accuracy(traces):
     for make, systems in listed(traces).items():
         groups = [systems[:2], systems[2:]] if make is baselines.read_only_systems else [systems]
         for group in groups:
-            results = compare(group, traces.layer, traces.test, window=8)
+            results = measured(traces, group)
             order = sorted(results, key=lambda result: result.reduction)
             errors = [result.output_error for result in order]
             assert errors == sorted(errors)

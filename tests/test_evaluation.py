@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from test_traces import trace_entries, write_traces
 
+from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate import collect_windows, plan_energy
-from sketchssm.evaluate.evaluation import evaluate
-from sketchssm.evaluate.measure import measure, rounded
-from sketchssm.evaluate.registry import FAMILIES, FULL, entries, select, series
-from sketchssm.evaluate.settings import Settings
-from sketchssm.evaluate.study import Study
+from sketchssm.evaluate import Settings, Study, entries, evaluate, measure, select
+from sketchssm.evaluate.measure import rounded
+from sketchssm.evaluate.registry import FAMILIES, FULL, series
 from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import KINDS
@@ -24,11 +22,11 @@ from sketchssm.traces import Traces
 WINDOW = 8
 
 
-def study_of(folder, kind="gdn", *, name="a", grads=1, seed=0, **settings):
+def study_of(folder, kind="gdn", *, name="a", grads=1, seed=0, method=None, **settings):
     """Evaluation of small random traces."""
     path = write_traces(folder / f"{name}.npz", kind, test=2, grads=grads, seed=seed)
     chosen = {"ranks": (1, 3), "mean_rank": 3, "every": 8} | settings
-    return Study(Traces.load(path), Settings(WINDOW), **chosen)
+    return Study(Traces.load(path), Settings(WINDOW, method=method), **chosen)
 
 
 @pytest.fixture(params=KINDS)
@@ -97,20 +95,42 @@ def test_without_gradients_there_is_less_to_ablate(tmp_path):
 
 
 def test_selection(tmp_path):
-    listed = [entries(study_of(tmp_path, kind, name=kind)) for kind in ("gdn", "kda")]
+    studies = [study_of(tmp_path, kind, name=kind) for kind in ("gdn", "kda")]
     for names, expected in (
         (["exact"], ["exact/standard", "exact/replay"]),
         (["sketch/ridge-?", "exact/replay"], ["exact/replay", "sketch/ridge-1", "sketch/ridge-3"]),
         (["pruned"], []),  # of gdn; kda has some
+        (
+            ["*/*-3"],
+            [
+                "sketch/exact-3",
+                "sketch/ridge-3",
+                "sketch/lowrank-3",
+                "sketch/prior-3",
+                "sketch/offline-3",
+                "sketch/random-basis-3",
+            ],
+        ),
     ):
-        assert [entry.name for entry in select(listed, names)[0]] == expected
-    assert select(listed, ["pruned"])[1]
-    assert select(listed, []) == [list(own) for own in listed]
+        assert [entry.name for entry in select(studies, names)[0]] == expected
+    assert select(studies, ["pruned"])[1]
+    assert [[entry.name for entry in own] for own in select(studies, [])] == [names_of(study) for study in studies]
+
+
+def test_baselines_that_are_not_asked_for_are_not_calibrated(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("calibrated")
+
+    monkeypatch.setattr("sketchssm.baselines.KeyMoments.update", refuse)
+    study = study_of(tmp_path)
+    assert select([study], ["exact", "sketch/ridge-*"])
+    with pytest.raises(AssertionError, match="calibrated"):
+        select([study], ["key-reduced"])
 
 
 def test_unknown_systems_are_told_what_there_is(tmp_path):
     with pytest.raises(ValueError, match=r"got 'exakt'; there are exact \(standard, replay\); sketch \(.*window-16"):
-        select([entries(study_of(tmp_path))], ["exact", "exakt"])
+        select([study_of(tmp_path)], ["exact", "exakt"])
 
 
 @pytest.mark.parametrize(
@@ -161,20 +181,19 @@ def test_half_life_of_channels(tmp_path):
 
 def test_read_energy(tmp_path):
     study = study_of(tmp_path)
-    windows = collect_windows(study.traces.layer, study.traces.test, WINDOW)
-    by_head = [np.square(windows.queries[:, h] @ windows.states[:, h]).sum() for h in range(4)]
+    by_window = []
+    tokens = host_tokens(study.traces.layer, *study.traces.test)
+    walk(study.traces.layer, tokens, WINDOW, None, lambda reads: by_window.append(reads.queries @ reads.state))
+    by_head = np.square(by_window).sum(axis=(0, 1, 3, 4))
     # sums of float64 in another order
     np.testing.assert_allclose(study.read_energy(WINDOW).sum(axis=0), by_head, rtol=1e-9)
     assert not study.read_energy(WINDOW)[0].any()  # the first window starts from a zero state
 
 
-def test_sketch_measured_as_plan_energy_says(study):
-    """Retained energy is that of the float64 plan: the reference head's errors are the plan's."""
+def test_sketches_read_by_their_plan(study):
     found = measure(entry_of(study, "sketch/ridge-3"), study, "reference")
     plan = study.calibrated().plan(3)
     np.testing.assert_array_equal(found.ranks, plan.ranks)
-    # outputs are rounded to the inputs' float32, 6e-8 of each, and retained is a share of squares
-    np.testing.assert_allclose(found.head_retained, plan_energy(plan, study.windows).retained, atol=1e-6)
     assert found.retained == pytest.approx(np.mean(found.head_retained))
     assert found.state_error < 1e-9  # float64 in another order of summation
     assert (found.name, found.backend) == ("sketch/ridge-3", "reference")
@@ -218,7 +237,7 @@ def evaluated(
     progress=lambda label: None,
     backend="reference",
 ):
-    return evaluate([study], select([entries(study)], names), folder, backend, progress)
+    return evaluate([study], select([study], names), folder, backend, progress)
 
 
 def forbid(monkeypatch):
@@ -228,13 +247,12 @@ def forbid(monkeypatch):
         raise AssertionError(f"measured again: {arguments[0]}")
 
     monkeypatch.setattr("sketchssm.evaluate.evaluation.measure", refuse)
-    monkeypatch.setattr("sketchssm.evaluate.evaluation.rank_curves", refuse)
 
 
 def test_finished_parts_are_kept(tmp_path, monkeypatch):
     seen = []
     first = evaluated(study_of(tmp_path), tmp_path / "out", progress=seen.append)
-    assert len(seen) == len(first.layers[0].systems) + 1
+    assert len(seen) == len(first.layers[0].systems)
     forbid(monkeypatch)
     assert evaluated(study_of(tmp_path), tmp_path / "out") == first
 
@@ -281,9 +299,9 @@ def test_other_sources_are_measured_anew(tmp_path, monkeypatch):
 )
 def test_settings_are_checked_before_anything_is_measured(tmp_path, settings, message):
     good = study_of(tmp_path, grads=settings.get("grads", 1))
-    chosen = {"mean_rank": 3} | {name: value for name, value in settings.items() if name != "grads"}
+    chosen = {"mean_rank": 3} | {name: value for name, value in settings.items() if name not in ("grads", "method")}
     with pytest.raises(ValueError, match=message):
-        Study(good.traces, good.settings, **chosen)
+        Study(good.traces, Settings(WINDOW, method=settings.get("method")), **chosen)
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"key": 1}', "[]", "flip"])

@@ -4,20 +4,32 @@ import sys
 
 import numpy as np
 import pytest
-from test_traces import write_traces
 
 from sketchssm import plots
-from sketchssm.evaluate import SystemResult, calibrate, collect_windows, retained_energy
+from sketchssm.evaluate import LayerResults, Measurement
+from sketchssm.evaluate.registry import FULL
 from sketchssm.recurrence import DENSE
-from sketchssm.traces import Traces
 
-RESULTS = {
-    "gdn": [
-        SystemResult(name, reduction, error, 1e-7, 1e-7, 10.0, 0.0, "cpu", 1)
-        for name, reduction, error in (("standard", 1, 1e-7), ("sketch, mean rank 4", 12, 0.03))
-    ]
-}
 HEADER = {".png": b"\x89PNG", ".svg": b"<?xml"}
+
+
+def system(name, reduction=5.0, error=0.1, ranks=None):
+    """A made-up measurement with curves of eight points."""
+    family, _, setting = name.partition("/")
+    drift = {"tokens": list(range(1, 9)), "output_error": [error] * 8, "state_error": [error] * 8}
+    heads = [[error], [error], [1 - error**2]]
+    return Measurement(family, setting, reduction, "cpu", error, error, error, 1 - error**2, *heads, drift, ranks)
+
+
+def layer_of(*systems, name="layer"):
+    return LayerResults(name, "gdn", {"half_life": [5.0, None]}, "ridge", list(systems))
+
+
+LAYER = layer_of(
+    system("exact/standard", 1, 1e-7), system("exact/replay", 1.9, 1e-7), system("sketch/ridge-4", 12, 0.03),
+    system("sketch/ridge-8", 10, 0.02), system("sketch/prior-8", 10, 0.02), system("quantised/dsq-6-bits"),
+    system(f"ablation/{FULL}", 10, 0.02), system("ablation/allocation-error", 10, 0.02, [4, 12]), name="a $x and $y",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -25,28 +37,39 @@ def matplotlib():
     return pytest.importorskip("matplotlib")
 
 
-@pytest.fixture
-def basis_and_energies(tmp_path):
-    layer = calibrate(Traces.load(write_traces(tmp_path / "a.npz", "gdn")), 8)
-    windows = collect_windows(layer.traces.layer, layer.traces.test, 8)
-    return layer.basis, retained_energy(layer.basis, windows, (1, 2, 4), ["exact", "prior"])
-
-
 @pytest.mark.parametrize("suffix", HEADER)
-def test_pictures(suffix, matplotlib, basis_and_energies, tmp_path):
-    ranks = {"layer 1": np.array([1, 5, DENSE, 3]), "layer 2": np.array([2, 2])}
-    made = [
-        plots.spectrum(*basis_and_energies, tmp_path / f"a{suffix}", "layer"),
-        plots.rank_heatmap(ranks, tmp_path / f"b{suffix}"),
-        plots.error_against_traffic(RESULTS, tmp_path / f"c{suffix}"),
-    ]
-    for path in made:
+def test_pictures(suffix, matplotlib, tmp_path):
+    made = plots.draw([LAYER, layer_of(*LAYER.systems)], tmp_path, suffix)
+    assert set(made) == {
+        "error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks",
+    }  # fmt: skip
+    for path in made.values():
         assert path.read_bytes().startswith(HEADER[suffix])
+    if suffix == ".svg":
+        assert "a $x and $y" in made["retained-by-rank"].read_text()  # no formula
+
+
+def test_pictures_without_data_are_left_out(matplotlib, tmp_path):
+    assert plots.draw([layer_of(system("exact/standard", 1, 1e-7))], tmp_path).keys() == set()
+
+
+def test_curves_over_tokens_look_different(matplotlib, monkeypatch, tmp_path):
+    """The exact systems are left out, and take no look from the seven others."""
+    seen = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, axes, *rest: seen.extend(axes[0].get_lines()))
+    names = ("quantised/dsq-6-bits", "pruned/ghost-75.0", "key-reduced/drrqr-75.0", "read-only/4-bit-copy")
+    others = ("read-only/low-rank-read-16", "quantised/dsq-4-bits-with-feedback")
+    lossy = [f"ablation/{FULL}", "sketch/ridge-8", *names, *others]
+    layer = layer_of(*(system(name) for name in ("exact/standard", "exact/replay-16", *lossy)))
+    plots._over_tokens([layer], tmp_path / "drift.png", "output_error", "outputs")
+    assert len({(line.get_color(), line.get_marker()) for line in seen}) == len(seen) == 7
 
 
 def test_other_suffixes_are_refused(matplotlib, tmp_path):
     with pytest.raises(ValueError, match=r"expected a name that ends in \.png or \.svg, got 'a\.pdf'"):
-        plots.error_against_traffic(RESULTS, tmp_path / "a.pdf")
+        plots.rank_heatmap({"layer": np.array([1, 2])}, tmp_path / "a.pdf")
+    with pytest.raises(ValueError, match=r"got 'b\.pdf'"):
+        plots.check(tmp_path / "b.pdf")
 
 
 def test_full_reads_stand_out(matplotlib, tmp_path):
@@ -69,5 +92,6 @@ def test_no_ranks_no_picture(matplotlib, tmp_path):
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm\[plot\]'"):
-        plots.error_against_traffic(RESULTS, tmp_path / "a.png")
+    for call in (plots.check, lambda: plots.draw([LAYER], tmp_path)):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm\[plot\]'"):
+            call()

@@ -4,9 +4,11 @@ One step's cost depends on where in its window it falls: the ring grows, and the
 is timed, and what counts is their mean. The floor is the bytes that the operation must move over the copy bandwidth
 measured in the same run, and each time stands beside the error of the same run's outputs.
 
-`measure` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` what other libraries have there.
+`measure` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
+`time_cases` runs a list of cases with the three.
 """
 
+from sketchssm.bench.cases import Case, Report, time_cases
 from sketchssm.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.bench.host import available_cores, copy_bandwidth, measure
 from sketchssm.bench.peers import PEERS, Peer, measure_peer
@@ -26,7 +28,9 @@ __all__ = [
     "PEERS",
     "SHAPES",
     "BenchResult",
+    "Case",
     "Peer",
+    "Report",
     "StepBytes",
     "Workload",
     "available_cores",
@@ -43,4 +47,5 @@ __all__ = [
     "spread_ranks",
     "step_bytes",
     "systems",
+    "time_cases",
 ]

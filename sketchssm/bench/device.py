@@ -21,7 +21,8 @@ import numpy as np
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
 from sketchssm.cuda.timing import Ahead, captured, upload
-from sketchssm.evaluate.systems import System, relative_error
+from sketchssm.evaluate.measure import relative_error
+from sketchssm.evaluate.systems import System
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
 from sketchssm.recurrence import Layer, Tokens

@@ -11,7 +11,8 @@ import numpy as np
 
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
-from sketchssm.evaluate.systems import System, relative_error
+from sketchssm.evaluate.measure import relative_error
+from sketchssm.evaluate.systems import System
 from sketchssm.head import DecodeHead
 from sketchssm.recurrence import Layer, Tokens
 

@@ -1,16 +1,15 @@
-"""``sketchssm bench``: decode systems on this machine's GPU or CPU."""
+"""``sketchssm bench``: times of decode systems on this machine's GPU or CPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,35 +19,12 @@ from sketchssm.cli.options import Numbers
 from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 
 if TYPE_CHECKING:
-    from sketchssm.bench import BenchResult
+    from sketchssm.bench import BenchResult, Case
     from sketchssm.cli.output import Output
-    from sketchssm.evaluate.systems import System
-    from sketchssm.gates import GateInput
-    from sketchssm.plan import SketchPlan
-    from sketchssm.recurrence import Layer
 
 __all__ = ["command"]
 
 BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
-SECONDS = {"cuda": 0.05, "cpu": 0.5}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is timed together: all systems at one shape, batch and window."""
-
-    shape: str
-    layer: Layer
-    batch: int
-    window: int
-    plans: list[SketchPlan]
-    gate: GateInput | None
-
-    def systems(self) -> list[System]:
-        """What is timed."""
-        from sketchssm import bench
-
-        return bench.systems(self.layer, self.window, self.plans, self.gate)
 
 
 @click.command("bench")
@@ -67,10 +43,17 @@ class Case:
     "maps",
     type=click.Choice(MAPS),
     multiple=True,
-    help="Coefficient map; may be repeated.  [default: SketchPlan's]",
+    help=f"Coefficient map; may be repeated.  [default: {DEFAULT_MAP}]",
 )
 @click.option(
     "--pivots", type=click.IntRange(min=1), help="Pivot count of lowrank and prior.  [default: the map's own]"
+)
+@click.option(
+    "--plan",
+    "plan_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Time this plan at its layer's shape in place of --shape; may be repeated.",
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
@@ -80,14 +63,14 @@ class Case:
     type=float,
     default=1.0,
     show_default=True,
-    help="Share of the time that a GPU works; with less it rests between windows, out of reach of its power limit.",
+    help="Share of the time that a GPU works; below 1 the GPU rests between windows and stays below its power limit.",
 )
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw the steps' times into this PNG or SVG file (needs matplotlib).",
+    help="Draw the times of a step into this PNG or SVG file (needs matplotlib).",
 )
 @options.backend
 @options.seed
@@ -99,6 +82,7 @@ def command(
     ranks: tuple[int, ...] | None,
     maps: tuple[str, ...],
     pivots: int | None,
+    plan_files: tuple[Path, ...],
     seconds: float | None,
     duty: float,
     raw_gate: bool,
@@ -110,12 +94,13 @@ def command(
 ) -> None:
     """Time decode systems on random inputs, amortised over a window.
 
-    The floor is the bytes that a step must move over the copy bandwidth measured first. The error is that of the timed
-    system's own outputs against the same system in float64, so it is the arithmetic's, not the sketch's.
+    The floor of a time is the bytes that the step must move over the copy bandwidth measured first. The error compares
+    the outputs of the timed system with the same system in float64: it is the error of the arithmetic, not of the
+    sketch.
     """
     from sketchssm import bench, cuda
     from sketchssm.cli.output import Output
-    from sketchssm.plots import load_pyplot, step_times
+    from sketchssm.plots import check, step_times
 
     unknown = [name for name in shapes if name not in bench.SHAPES]
     if unknown:
@@ -130,107 +115,66 @@ def command(
         raise click.BadParameter("only a GPU rests", param_hint="--duty")
     if raw_gate and peers:
         raise click.BadParameter("other libraries are timed with log-decays only", param_hint="--raw-gate")
+    if plan_files:
+        options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots"))
     if plot is not None:
-        if plot.suffix not in (".png", ".svg"):
-            raise click.BadParameter(f"expected a name that ends in .png or .svg, got {plot}", param_hint="--plot")
-        load_pyplot()  # what is missing is missing before anything is timed
-    kind = "cuda" if backend == "cuda" else "cpu"
-    chosen = [CoefficientMap(name, pivots) for name in maps or (DEFAULT_MAP,)]
-    cases = []
-    for name in shapes or bench.SHAPES:
-        layer = bench.SHAPES[name]
-        gate = bench.random_gate(layer, seed) if raw_gate and layer.kind == "kda" else None
-        shape = name if gate is None else f"{name}, raw gate"
-        for window in windows:
-            spread = [
-                bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)
-            ]
-            plans = [bench.random_plan(layer, r, window, m, seed) for r in spread for m in chosen]
-            cases += [Case(shape, layer, batch, window, plans, gate) for batch in batches or BATCHES[kind]]
+        check(plot)
+    batches = batches or BATCHES["cuda" if backend == "cuda" else "cpu"]
+    if plan_files:
+        cases = _plan_cases(plan_files)
+    else:
+        chosen = [CoefficientMap(name, pivots) for name in maps or (DEFAULT_MAP,)]
+        cases = [
+            _shape_case(name, window, ranks, chosen, seed) for name in shapes or bench.SHAPES for window in windows
+        ]
+    if raw_gate:
+        cases = [_raw(case, seed) for case in cases]
+    cases = [dataclasses.replace(case, batch=n) for case in cases for n in batches]
     output = Output(json_file)
-    time: Timing = partial(_on_device, duty, peers) if kind == "cuda" else partial(_on_host, backend)
-    report = time(output, cases, SECONDS[kind] if seconds is None else seconds, seed)
-    results: list[BenchResult] = report["results"]
-    _show(output, results, report["copy_bandwidth"])
+    with output.progress("timing", len(cases) + (backend == "cuda")) as step:
+        report = bench.time_cases(cases, backend, seconds=seconds, duty=duty, peers=peers, seed=seed, progress=step)
+    _show(output, report.results, report.copy_bandwidth)
     if duty < 1:
         output.say(f"The device worked for {duty:.0%} of the time, and rested between windows.")
-    compiled = sum(r.first_call_seconds for r in results) + report.get("compile_seconds", 0.0)
-    output.say(f"First calls (compiling, or loading what was compiled) took {compiled:.1f} s more, not counted above.")
-    for message in report.get("not_timed", []):
+    compiled = sum(r.first_call_seconds for r in report.results) + report.compile_seconds
+    output.say(f"First calls (compiling, or loading compiled kernels) took {compiled:.1f} s more, not counted above.")
+    for message in report.not_timed:
         output.say(message)
     if plot is not None:
-        output.say(f"Drew {step_times(results, plot)}.")
+        output.say(f"Drew {step_times(report.results, plot)}.")
     made = {"version": sketchssm.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    output.finish(made | {"command": shlex.join(["sketchssm", *sys.argv[1:]])} | report)
+    run = {"command": shlex.join(["sketchssm", *sys.argv[1:]])}
+    output.finish(made | run | {field.name: getattr(report, field.name) for field in dataclasses.fields(report)})
 
 
-Timing = Callable[["Output", list[Case], float, int], dict[str, Any]]
-
-
-def _on_host(backend: str, output: Output, cases: list[Case], seconds: float, seed: int) -> dict[str, Any]:
+def _shape_case(
+    name: str, window: int, ranks: Sequence[int] | None, maps: Sequence[CoefficientMap], seed: int
+) -> Case:
+    """A shape of a model in use, with random plans at every rank and map; the batch is set later."""
     from sketchssm import bench
 
-    bandwidth = bench.copy_bandwidth()
-    results = []
-    with output.progress("timing", len(cases)) as step:
-        for case in cases:
-            step(f"{case.shape}, batch {case.batch}, window {case.window}")
-            results += bench.measure(
-                case.shape,
-                case.layer,
-                case.systems(),
-                case.batch,
-                case.window,
-                bandwidth,
-                backend=backend,
-                seconds=seconds,
-                seed=seed,
-            )
-    return {"copy_bandwidth": bandwidth, "results": results}
+    layer = bench.SHAPES[name]
+    spread = [bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)]
+    plans = [bench.random_plan(layer, own, window, map, seed) for own in spread for map in maps]
+    return bench.Case(name, layer, 1, window, plans)
 
 
-def _on_device(
-    duty: float, peers: bool, output: Output, cases: list[Case], seconds: float, seed: int
-) -> dict[str, Any]:
+def _plan_cases(files: Sequence[Path]) -> list[Case]:
+    """A case per plan file, named by the file; the batch is set later."""
+    from sketchssm import bench
+    from sketchssm.plan import SketchPlan
+
+    plans = [(path.stem, SketchPlan.load(path)) for path in files]
+    return [bench.Case(name, plan.layer, 1, plan.window, [plan]) for name, plan in plans]
+
+
+def _raw(case: Case, seed: int) -> Case:
+    """The case with raw gate inputs if its layer is kda, else the case itself."""
     from sketchssm import bench
 
-    others = [peer for peer in bench.PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
-    lacking = {peer: lack for peer in others if (lack := peer.missing())}
-    messages = [f"{peer.name} was not timed: {lack} is not installed." for peer, lack in lacking.items()]
-    ready = [peer for peer in others if peer not in lacking]
-    pace = {"seconds": seconds, "duty": duty}
-    results = []
-    with output.progress("compiling", len(cases) + 1) as step:
-        step("compiling")
-        listed = {id(case): case.systems() for case in cases}
-        one_batch = {(case.shape, case.window): case for case in cases}
-        compiled = bench.compile_all([system for case in one_batch.values() for system in listed[id(case)]])
-        bandwidth = bench.device_bandwidth()
-        for case in cases:
-            step(f"{case.shape}, batch {case.batch}, window {case.window}")
-            work = bench.Workload(case.layer, case.batch, case.window, seed, case.gate is not None)
-            for system in listed[id(case)]:
-                try:
-                    results.append(bench.measure_device(case.shape, system, work, bandwidth, **pace))
-                except MemoryError as error:
-                    messages.append(_not_timed(case, system.name, error))
-            for peer in (peer for peer in ready if peer.kind == case.layer.kind):
-                try:
-                    results.append(bench.measure_peer(case.shape, peer, work, bandwidth, **pace))
-                except (MemoryError, RuntimeError) as error:
-                    messages.append(_not_timed(case, peer.name, error))
-    return {
-        "device": bench.device_name(),
-        "copy_bandwidth": bandwidth,
-        "duty": duty,
-        "compile_seconds": compiled,
-        "not_timed": messages,
-        "results": results,
-    }
-
-
-def _not_timed(case: Case, name: str, error: Exception) -> str:
-    return f"{case.shape}, batch {case.batch}: {name} was not timed: {' '.join(str(error).split())}"
+    if case.layer.kind != "kda":
+        return case
+    return dataclasses.replace(case, shape=f"{case.shape}, raw gate", gate=bench.random_gate(case.layer, seed))
 
 
 def _show(output: Output, results: list[BenchResult], bandwidth: float) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sketchssm.cli import options
+
+if TYPE_CHECKING:
+    from sketchssm.evaluate import Settings
 
 __all__ = ["command"]
 
@@ -18,20 +21,18 @@ __all__ = ["command"]
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="Plan file or, for several trace files, the folder of one plan each.",
+    help="Plan file or, for several trace files, a folder with one plan each.",
 )
 @click.option(
     "--mean-rank",
     type=click.FloatRange(min=1),
     default=7.0,
     show_default=True,
-    help="Budget: what all heads would read at this rank.",
+    help="Budget: the read bytes of all heads at this rank.",
 )
 @options.map_settings
 @options.output
-def command(
-    traces: tuple[Path, ...], out: Path, mean_rank: float, method: str | None, json_file: str | None, **settings: Any
-) -> None:
+def command(traces: tuple[Path, ...], out: Path, mean_rank: float, settings: Settings, json_file: str | None) -> None:
     """Make plans from TRACES, one npz file per layer.
 
     Bases are fitted on the first two thirds of the calibration sequences and ranks are scored on the rest. Several
@@ -39,65 +40,52 @@ def command(
     """
     import numpy as np
 
+    from sketchssm.calibrate.allocation import allocate_ranks
     from sketchssm.cli.output import Output, percent
-    from sketchssm.coefficients import CoefficientMap
-    from sketchssm.evaluate import allocate
-    from sketchssm.evaluate.settings import Settings
+    from sketchssm.evaluate import calibrate
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import DENSE
     from sketchssm.traces import Traces
 
-    map = CoefficientMap(*(settings.pop(name) for name in ("map_name", "pivots", "ridge")))
-    chosen = Settings(map=map, **settings)
     target = plan_paths(traces, out)
     output = Output(json_file)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:
             step(f"calibrating {path.name}")
-            layers.append(chosen.calibrate(Traces.load(path)))
-    allocation = allocate(layers, mean_rank, map=chosen.map, method=method)
+            layers.append(calibrate(Traces.load(path), settings.window, weighting=settings.weighting))
+    scores = [layer.scores for layer in layers]
+    allocation = allocate_ranks(scores, mean_rank, settings.method, map=settings.map)
 
     rows, report = [], []
     for layer, ranks, path in zip(layers, allocation.ranks, target, strict=True):
-        plan = SketchPlan(layer.basis, ranks, chosen.window, chosen.map)
+        plan = SketchPlan(layer.basis, ranks, settings.window, settings.map)
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
         ideal = layer.scores.retained[range(plan.layer.heads), ranks]
-        predicted = np.where(ranks == DENSE, 1.0, ideal).mean()
-        reduction = plan.reduction
-        rows.append([str(path), plan.layer.kind, ranks_text(ranks), f"{reduction:.2f}x", percent(predicted)])
-        report.append(
-            {
-                "plan": str(path),
-                "kind": plan.layer.kind,
-                "ranks": ranks,
-                "reduction": reduction,
-                "retained_ideal": predicted,
-            }
-        )
-    output.table(
-        f"Plans at mean rank {mean_rank:g} ({chosen.map}, window {chosen.window}, allocation by {allocation.method})",
-        ["plan", "kind", "ranks", "traffic", "retained (ideal map)"],
-        rows,
-        words=3,
-    )
+        facts = {
+            "plan": str(path),
+            "kind": plan.layer.kind,
+            "ranks": ranks,
+            "reduction": plan.reduction,
+            "retained_ideal": float(np.where(ranks == DENSE, 1.0, ideal).mean()),
+        }
+        report.append(facts)
+        rows.append([
+            str(path), plan.layer.kind, ranks_text(ranks), f"{plan.reduction:.2f}x", percent(facts["retained_ideal"]),
+        ])  # fmt: skip
+    title = f"Plans at mean rank {mean_rank:g} ({settings.map}, window {settings.window}, by {allocation.method})"
+    output.table(title, ["plan", "kind", "ranks", "less traffic", "retained (ideal map)"], rows, words=3)
     output.say(
         f"All layers: {allocation.traffic.reduction:.2f}x less state traffic than standard decoding; no table within "
         f"the budget scores better by more than {percent(allocation.gap)}."
     )
-    output.finish(
-        {
-            "plans": report,
-            "reduction": allocation.traffic.reduction,
-            "gap": allocation.gap,
-            "method": allocation.method,
-        }
-    )
+    totals = {"reduction": allocation.traffic.reduction, "gap": allocation.gap, "method": allocation.method}
+    output.finish({"plans": report, **totals})
 
 
 def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
-    """Where each trace file's plan goes: `out` itself for one file, a folder of plans for several."""
+    """Plan file of each trace file: `out` itself for one trace file, a file in the folder `out` for several."""
     if len(traces) == 1 and not out.is_dir():
         return [out]
     paths = [out / f"{path.stem}.safetensors" for path in traces]
@@ -110,7 +98,7 @@ def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
 
 
 def ranks_text(ranks: Any) -> str:
-    """Ranks of a layer's heads, in short where there are many."""
+    """Ranks of the heads of a layer; a summary for more than 16 heads."""
     from sketchssm.recurrence import DENSE
 
     if len(ranks) <= 16:

@@ -2,89 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
-from sketchssm.coefficients import CoefficientMap
+
+if TYPE_CHECKING:
+    from sketchssm.evaluate import Settings, Study
 
 __all__ = ["command"]
 
+MEAN_RANK = 4
+"""Mean rank of the ablations."""
+
 ROWS = 128
-"""Rows that decode at once on a compiled backend: 34 MB of states, more than most caches hold."""
+"""Rows of a timed step: 34 MB of states, more than most caches hold."""
 
 
 @click.command("demo")
 @click.option("--ranks", type=Numbers(), default="2,4,8,16", show_default=True, help="Mean ranks of the sketches.")
-@click.option(
-    "--rows", type=click.IntRange(min=1), help=f"Rows that decode at once.  [default: {ROWS}; 1 on the reference]"
-)
+@click.option("--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of a timed step.")
 @options.map_settings
 @options.backend
 @options.seed
-@options.plots
+@options.plots(
+    type=click.Path(file_okay=False, path_type=Path), help="Draw pictures into this folder (needs matplotlib)."
+)
 @options.output
 def command(
     ranks: tuple[int, ...],
-    rows: int | None,
-    window: int,
-    map_name: str,
-    pivots: int | None,
-    ridge: float | None,
-    method: str | None,
-    weighting: str,
+    rows: int,
+    settings: Settings,
     backend: str,
     seed: int,
     plots: Path | None,
     json_file: str | None,
 ) -> None:
-    """Calibrate, plan, decode and compare, on real traces of one small layer of each kind."""
+    """Calibrate, plan, decode and compare, on real traces of one small layer of each kind.
+
+    The reference backend is not timed.
+    """
+    from sketchssm.cli import tables
     from sketchssm.cli.output import Output
-    from sketchssm.cli.report import STAGES, draw, measure_layer, show, show_margins
-    from sketchssm.evaluate.settings import Settings
+    from sketchssm.evaluate import Study, evaluate, select
+    from sketchssm.plots import draw
     from sketchssm.recurrence import KINDS
     from sketchssm.traces import Traces
 
+    if backend == "reference":
+        options.refuse("with --backend reference, which is not timed", ("rows",))
     started = time.perf_counter()
     output = Output(json_file)
-    settings = Settings(window, CoefficientMap(map_name, pivots, ridge), weighting)
-    rows = rows or (1 if backend == "reference" else ROWS)
     output.say(
         "Each layer: bases from two sequences of real traces, ranks from a third, then a fourth is decoded.\n"
-        f"Map {settings.map}, window {window}. Kernels are compiled on first use, which can take a minute."
+        f"Map {settings.map}, window {settings.window}. Kernels are compiled on first use."
     )
-    with output.progress("", len(KINDS) * (STAGES + len(ranks))) as step:
-        reports = [
-            measure_layer(
-                Traces.shipped(kind),
-                settings,
-                ranks,
-                method=method,
-                mean_rank=4,
-                backend=backend,
-                rows=rows,
-                seed=seed,
-                step=step,
-            )
-            for kind in KINDS
-        ]
-    show_margins(output, reports)
-    show(output, reports, "The comparison")
+    studies = [Study(Traces.shipped(kind), settings, ranks, MEAN_RANK, seed) for kind in KINDS]
+    sketches = [f"sketch/{settings.map.name}-{rank}" for rank in ranks]
+    replaced = ["ablation/full-method", "ablation/random-basis", "ablation/allocation-*"]
+    chosen = select(studies, ["exact", *sketches, *replaced])
+    with output.progress("", sum(map(len, chosen)) + len(studies)) as step:
+        found = evaluate(studies, chosen, None, backend, step)
+        used = found.layers[0].systems[0].backend
+        times = {} if used == "reference" else _times(studies, sketches, used, rows, step)
+    compared = [
+        dataclasses.replace(layer, systems=[s for s in layer.systems if s.family != "ablation"])
+        for layer in found.layers
+    ]
+    tables.show(output, tables.ablations(found.layers))
+    tables.show(output, tables.details(compared, times or None))
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
-        draw(output, reports, plots)
+        output.say("Pictures: " + ", ".join(str(path) for path in draw(found.layers, plots).values()))
     took = time.perf_counter() - started
-    compiling = sum(result.first_call_seconds for report in reports for result in report.systems)
-    output.say(
-        f"\nTook {took:.0f} s, of which first calls {compiling:.0f} s (compiling, or loading what was compiled); "
-        "times per token do not count them."
-    )
-    output.finish({
-        "layers": [report.plain() for report in reports],
-        "seconds": took,
-        "first_call_seconds": compiling,
-        "settings": settings,
-    })  # fmt: skip
+    timed = f"Times: steps of {rows} rows on {used}. " if times else ""
+    output.say(f"\n{timed}The demo took {took:.0f} s.")
+    per_token = [{"layer": layer, "system": name, "microseconds": took} for (layer, name), took in times.items()]
+    output.finish(found.plain() | {"times": per_token, "rows": rows, "seconds": took})
+
+
+def _times(
+    studies: Sequence[Study], sketches: Sequence[str], backend: str, rows: int, progress: Callable[[str], None]
+) -> dict[tuple[str, str], float]:
+    """Microseconds per token by layer and system."""
+    from sketchssm import bench
+
+    def case(study: Study) -> bench.Case:
+        settings, layer = study.settings, study.calibrated()
+        plans = [layer.plan(rank, settings.map, settings.method) for rank in study.ranks]
+        return bench.Case(study.traces.name, study.traces.layer, rows, settings.window, plans)
+
+    cases = [case(study) for study in studies]
+    results = bench.time_cases(cases, backend, seconds=0.05, progress=progress).results
+    names = ["exact/standard", "exact/replay", *sketches]
+    timed = [(study.traces.name, name) for study in studies for name in names]
+    return {key: r.microseconds / rows for key, r in zip(timed, results, strict=True)}

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from sketchssm import cuda
 from sketchssm.backends import BACKENDS
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.moments import WEIGHTINGS
-from sketchssm.coefficients import DEFAULT_MAP, MAPS
+from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 
-__all__ = ["Numbers", "backend", "map_settings", "output", "plots", "seed", "trace_files"]
+__all__ = [
+    "MAP_SETTINGS",
+    "Numbers",
+    "backend",
+    "map_settings",
+    "needs_matplotlib",
+    "output",
+    "plots",
+    "refuse",
+    "seed",
+    "trace_files",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,13 +57,18 @@ def output(command: F) -> F:
     )(command)
 
 
-def plots(command: F) -> F:
-    """``--plots``."""
-    return click.option(
-        "--plots",
-        type=click.Path(file_okay=False, path_type=Path),
-        help="Draw pictures into this folder (needs matplotlib).",
-    )(command)
+def plots(**settings: Any) -> Callable[[F], F]:
+    """``--plots``, with the settings of the option; refused where matplotlib is missing, before any work."""
+    return click.option("--plots", callback=needs_matplotlib, **settings)
+
+
+def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Check for matplotlib where an option is given that needs it: a callback of the option."""
+    if value:
+        from sketchssm import plots
+
+        plots.check()
+    return value
 
 
 def backend(command: F) -> F:
@@ -66,7 +84,7 @@ def backend(command: F) -> F:
 
 
 def _check_backend(context: click.Context, param: click.Parameter, value: str) -> str:
-    """Refuse a GPU that is not there before any work is done."""
+    """Refuse a missing GPU before any work."""
     lack = cuda.missing() if value == "cuda" else ""
     if lack:
         raise click.BadParameter(f"'cuda' can't run here: {lack}")
@@ -88,7 +106,24 @@ def trace_files(command: F) -> F:
 
 
 def map_settings(command: F) -> F:
-    """``--window --map --pivots --ridge --method --weighting``: how a plan is made."""
+    """``--window --map --pivots --ridge --method --weighting``: how a plan is made, as one argument `settings`."""
+
+    @wraps(command)
+    def gathered(
+        *args: Any,
+        window: int,
+        map_name: str,
+        pivots: int | None,
+        ridge: float | None,
+        method: str | None,
+        weighting: str,
+        **others: Any,
+    ) -> Any:
+        from sketchssm.evaluate import Settings
+
+        settings = Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting)
+        return command(*args, settings=settings, **others)
+
     options = [
         click.option(
             "--window",
@@ -125,5 +160,25 @@ def map_settings(command: F) -> F:
         ),
     ]
     for option in reversed(options):
-        command = option(command)
-    return command
+        gathered = option(gathered)
+    return cast(F, gathered)
+
+
+MAP_SETTINGS = ("window", "map_name", "pivots", "ridge", "method", "weighting")
+"""Names of the options of `map_settings`."""
+
+
+def refuse(reason: str, names: Sequence[str]) -> None:
+    """Refuse options of the current command that were given and would be ignored.
+
+    Parameters
+    ----------
+    reason : str
+        What makes them void.
+    names : sequence of str
+        Names of the parameters.
+    """
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name in names and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{param.opts[0]}: has no effect {reason}")

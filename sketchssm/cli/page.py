@@ -11,10 +11,10 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import sketchssm
-from sketchssm.cli.comparison import ablation_rows, system_rows
+from sketchssm.cli.tables import Table, ablations, details, systems
 from sketchssm.evaluate.evaluation import Evaluation, LayerResults
-from sketchssm.evaluate.pictures import draw
 from sketchssm.files import write_whole
+from sketchssm.plots import draw
 
 __all__ = ["write_page"]
 
@@ -28,7 +28,12 @@ FACTS = {
     "calibration tokens": "calibration_tokens",
     "gradients": "gradients",
 }
-"""Columns of the layer table, and the facts in them."""
+"""Columns of the table of layers, and the facts in them."""
+
+HALF_LIFE = (
+    "Half-life: tokens after which the gates of a head have halved a write, for the fastest, the median and the "
+    "slowest head. For kda, of the slow channels of a head."
+)
 
 
 def write_page(evaluation: Evaluation, path: Path) -> Path:
@@ -50,12 +55,12 @@ def write_page(evaluation: Evaluation, path: Path) -> Path:
     ]
     text = environment.get_template("report.html").render(
         version=sketchssm.__version__,
-        layers=layers,
-        systems=len({s.name for layer in layers for s in layer.systems}),
+        count=len({s.name for layer in layers for s in layer.systems}),
         pictures=pictures,
-        layer_table=(["layer", "kind", *FACTS, "half-life of gates, tokens"], facts),
-        ablation_table=ablation_rows(layers),
-        system_table=(["system", *(layer.name for layer in layers)], list(system_rows(layers))),
+        layers=Table("Layers", ["layer", "kind", *FACTS, "half-life of gates, tokens"], facts, HALF_LIFE),
+        ablations=ablations(layers),
+        systems=details(layers) if len(layers) == 1 else systems(layers),
+        sources=[(layer.name, layer.facts["provenance"], layer.facts["digest"]) for layer in layers],
         settings=", ".join(f"{name} {value}" for name, value in evaluation.settings.items() if value is not None),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,26 +1,30 @@
-"""Judge plans on traces: retained energy, decode systems side by side, allocation methods at one budget."""
+"""Compare decode systems on traces: the sketch and its ablations, and quantised, pruned and read-only states.
 
-from sketchssm.evaluate.allocations import AllocationResult, compare_allocations
-from sketchssm.evaluate.calibrated import Calibrated, allocate, calibrate
-from sketchssm.evaluate.energy import HeadEnergy, MapEnergy, plan_energy, retained_energy
-from sketchssm.evaluate.systems import System, SystemResult, compare, exact_systems, sketch_system
-from sketchssm.evaluate.windows import Windows, collect_windows
+`Study` holds one layer, `select` picks its systems by name, `measure` decodes the test sequences with one of them, and
+`evaluate` measures all of them on several layers and keeps the finished parts.
+"""
+
+from sketchssm.evaluate.calibrated import Calibrated, Settings, calibrate
+from sketchssm.evaluate.evaluation import Evaluation, LayerResults, evaluate
+from sketchssm.evaluate.measure import Measurement, measure
+from sketchssm.evaluate.registry import Entry, entries, select
+from sketchssm.evaluate.study import Study
+from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 
 __all__ = [
-    "AllocationResult",
     "Calibrated",
-    "HeadEnergy",
-    "MapEnergy",
+    "Entry",
+    "Evaluation",
+    "LayerResults",
+    "Measurement",
+    "Settings",
+    "Study",
     "System",
-    "SystemResult",
-    "Windows",
-    "allocate",
     "calibrate",
-    "collect_windows",
-    "compare",
-    "compare_allocations",
+    "entries",
+    "evaluate",
     "exact_systems",
-    "plan_energy",
-    "retained_energy",
+    "measure",
+    "select",
     "sketch_system",
 ]

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sketchssm.calibrate.allocation import Allocation, allocate_ranks
+from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis, fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.coefficients import MAPS, CoefficientMap
 from sketchssm.plan import SketchPlan
 from sketchssm.traces import Traces
 
-__all__ = ["Calibrated", "allocate", "calibrate"]
+__all__ = ["Calibrated", "Settings", "calibrate"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How plans are made: the options ``--window --map --pivots --ridge --method --weighting`` of the command line.
+
+    Attributes
+    ----------
+    window : int, default 16
+        Tokens from one flush to the next.
+    map : CoefficientMap
+        Coefficient map, by default the default map.
+    method : str or None
+        Allocation method, see `allocate_ranks`. None: "gradient" where the traces have gradients, else "error".
+    weighting : {"uniform", "output"}, default "uniform"
+        Weight of a sample in the basis, see `Moments`.
+    """
+
+    window: int = 16
+    map: CoefficientMap = field(default_factory=CoefficientMap)
+    method: str | None = None
+    weighting: str = "uniform"
+
+    def maps(self) -> list[CoefficientMap]:
+        """Return every coefficient map: the one in use with its parameters, the others with their defaults."""
+        return [self.map if name == self.map.name else CoefficientMap(name) for name in MAPS]
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration makes of one layer's traces.
+    """Calibration of one layer.
 
     Attributes
     ----------
@@ -34,16 +59,10 @@ class Calibrated:
     basis: SketchBasis
     scores: RankScores
 
-    @property
-    def default_method(self) -> str:
-        """The allocation method that there are data for: "gradient", or "error" without gradients."""
-        return self.scores.default_method
-
     def plan(
         self,
         mean_rank: float,
-        *,
-        map: str | CoefficientMap = DEFAULT_MAP,
+        map: str | CoefficientMap = "ridge",
         method: str | None = None,
         basis: SketchBasis | None = None,
     ) -> SketchPlan:
@@ -52,20 +71,20 @@ class Calibrated:
         Parameters
         ----------
         mean_rank : float
-            The budget: what all heads would read at this rank.
+            The budget: the read bytes of all heads at this rank.
         map : CoefficientMap or str, default "ridge"
             Coefficient map.
         method : str, optional
             Allocation method, see `allocate_ranks`.
         basis : SketchBasis, optional
-            Read through this basis in place of the calibrated one, at the same ranks.
+            Replaces the calibrated basis; the ranks stay the same.
 
         Returns
         -------
         SketchPlan
             The plan.
         """
-        allocation = allocate(self, mean_rank, map=map, method=method)
+        allocation = allocate_ranks(self.scores, mean_rank, method, map=map)
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 
@@ -100,32 +119,3 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
     scores = RankScores(basis)
     scores.update(*held_out, grad=grad)
     return Calibrated(traces, basis, scores)
-
-
-def allocate(
-    layers: Calibrated | Sequence[Calibrated],
-    mean_rank: float,
-    *,
-    map: str | CoefficientMap = DEFAULT_MAP,
-    method: str | None = None,
-) -> Allocation:
-    """Allocate ranks to one layer or, under one shared budget, to several, at what the map's storage costs.
-
-    Parameters
-    ----------
-    layers : Calibrated or sequence of them
-        Calibrated layers.
-    mean_rank : float
-        The budget: what all heads would read at this rank.
-    map : CoefficientMap or str, default "ridge"
-        Coefficient map.
-    method : str, optional
-        See `allocate_ranks`.
-
-    Returns
-    -------
-    Allocation
-        Ranks with their certificate.
-    """
-    scores = layers.scores if isinstance(layers, Calibrated) else [layer.scores for layer in layers]
-    return allocate_ranks(scores, mean_rank, method, map=map)

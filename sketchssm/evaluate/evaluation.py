@@ -1,4 +1,4 @@
-"""The whole evaluation: every system on every layer, kept as it is finished, written as CSV and JSON."""
+"""The whole evaluation: every chosen system on every layer, kept as it is finished, written as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import sketchssm
-from sketchssm.evaluate.measure import Measurement, RankCurve, measure, rank_curves, rounded
+from sketchssm.evaluate.measure import Measurement, measure, rounded
 from sketchssm.evaluate.registry import Entry
 from sketchssm.evaluate.store import Store
 from sketchssm.evaluate.study import Study
@@ -23,20 +23,18 @@ __all__ = ["Evaluation", "LayerResults", "evaluate"]
 
 @dataclass(frozen=True)
 class LayerResults:
-    """What an evaluation found on one layer.
+    """Results of one layer.
 
     Attributes
     ----------
     name, kind : str
         Layer.
     facts : dict
-        Its shape, its test text, where the traces come from, and the half-life of each head's gates in tokens.
+        Shape, test text, provenance of the traces, and the half-life of each head's gates in tokens.
     map : str
         The coefficient map in use.
     systems : list of Measurement
         Decode systems.
-    curves : list of RankCurve
-        Retained energy by map and rank; empty where no sketch was asked for.
     """
 
     name: str
@@ -44,11 +42,10 @@ class LayerResults:
     facts: dict[str, Any]
     map: str
     systems: list[Measurement]
-    curves: list[RankCurve]
 
     @property
     def half_life(self) -> list[float]:
-        """Half-lives of the heads' gates in tokens, infinite ones included."""
+        """Half-lives of the gates of all heads in tokens, infinite ones included."""
         return [math.inf if life is None else life for life in self.facts["half_life"]]
 
     def find(self, name: str) -> Measurement | None:
@@ -58,13 +55,13 @@ class LayerResults:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of all layers, and the settings that they were made with."""
+    """Results of all layers, and their shared settings."""
 
     settings: dict[str, Any]
     layers: list[LayerResults]
 
     def plain(self) -> dict[str, Any]:
-        """Return what JSON holds of it."""
+        """Return the results as JSON holds them."""
         layers = [
             {
                 "name": layer.name,
@@ -72,7 +69,6 @@ class Evaluation:
                 **layer.facts,
                 "map": layer.map,
                 "systems": [system.plain() for system in layer.systems],
-                "curves": [curve.plain() for curve in layer.curves],
             }
             for layer in self.layers
         ]
@@ -84,7 +80,7 @@ class Evaluation:
         Parameters
         ----------
         folder : Path
-            Where to; made if missing.
+            Where to write; made if missing.
 
         Returns
         -------
@@ -109,20 +105,20 @@ def evaluate(
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> Evaluation:
-    """Measure systems on layers, leaving out what an earlier run has finished.
+    """Measure systems on layers; results of an earlier run in the same folder are used again.
 
     Parameters
     ----------
     studies : sequence of Study
-        Layers, with names of their own.
+        Layers with different names.
     chosen : sequence of sequence of Entry
-        Systems to measure on each, from `select`.
+        Systems to measure on each layer, from `select`.
     folder : Path, optional
-        Where finished parts are kept, under ``parts``; default nowhere.
+        Keep finished parts below this folder, under ``parts``.
     backend : str, default "auto"
         Where to decode.
     progress : callable, optional
-        Called with a label before each system, and once more per layer before its rank curves.
+        Called with a label before each system.
 
     Returns
     -------
@@ -132,7 +128,7 @@ def evaluate(
     Raises
     ------
     ValueError
-        If there are no layers, two have one name, or `chosen` has not one entry for each.
+        If there are no layers, two have one name, or `chosen` has not one item per layer.
     """
     if not studies or len(chosen) != len(studies):
         raise ValueError(
@@ -143,26 +139,43 @@ def evaluate(
     if twice:
         raise ValueError(f"traces: expected files with different names, got {', '.join(sorted(twice))} twice")
     store = Store(None if folder is None else folder / "parts")
-    layers = [_layer(study, own, store, backend, progress) for study, own in zip(studies, chosen, strict=True)]
-    return Evaluation(_settings(studies[0], backend), layers)
+    layers = []
+    for study, own in zip(studies, chosen, strict=True):
+        systems = []
+        for entry in own:
+            progress(f"{study.traces.name}: {entry.name}")
+            systems.append(_measured(entry, study, store, backend))
+        layers.append(_results(study, systems))
+    settings = asdict(studies[0].settings) | {
+        "map": str(studies[0].settings.map),
+        "method": studies[0].settings.method or "gradient where the traces have gradients, else error",
+        "ranks": list(studies[0].ranks),
+        "mean_rank": studies[0].mean_rank,
+        "seed": studies[0].seed,
+        "every": studies[0].every,
+        "backend": backend,
+    }
+    return Evaluation(settings, layers)
 
 
-def _layer(
-    study: Study, entries: Sequence[Entry], store: Store, backend: str, progress: Callable[[str], None]
-) -> LayerResults:
-    name = study.traces.name
+def _measured(entry: Entry, study: Study, store: Store, backend: str) -> Measurement:
+    """A measurement by way of JSON, so that kept results and new ones are the same to the last digit."""
     digest = f"{study.digest} {backend}"
+    part = store.get(digest, study.traces.name, entry.name, lambda: measure(entry, study, backend).plain())
 
-    def measured(entry: Entry) -> Measurement:
-        progress(f"{name}: {entry.name}")
-        return _measurement(store.get(digest, name, entry.name, lambda: measure(entry, study, backend).plain()))
+    def bounded(value: Any, beyond: float) -> Any:
+        """Put back what JSON has no numbers for: an error or a loss beyond all bounds."""
+        if isinstance(value, list):
+            return [bounded(item, beyond) for item in value]
+        return beyond if value is None else value
 
-    systems = [measured(entry) for entry in entries]
-    progress(f"{name}: rank curves")
-    curves = []
-    if any(entry.family == "sketch" for entry in entries):
-        ranks = repr(tuple(study.ranks))
-        curves = store.get(f"{digest} {ranks}", name, "curves", lambda: [c.plain() for c in rank_curves(study)])
+    errors = {name: bounded(value, math.inf) for name, value in part.items() if name.endswith("_error")}
+    shares = {name: bounded(value, -math.inf) for name, value in part.items() if name.endswith("retained")}
+    drift = {name: bounded(curve, math.inf) for name, curve in part["drift"].items()}
+    return Measurement(**(part | errors | shares | {"drift": drift}))
+
+
+def _results(study: Study, systems: list[Measurement]) -> LayerResults:
     shape = layer_fields(study.traces.layer)
     facts = {
         **{key: value for key, value in shape.items() if key != "kind"},
@@ -174,40 +187,7 @@ def _layer(
         "provenance": study.traces.provenance,
         "digest": study.digest,
     }
-    return LayerResults(name, shape["kind"], facts, study.settings.map.name, systems, [RankCurve(**c) for c in curves])
-
-
-def _settings(study: Study, backend: str) -> dict[str, Any]:
-    """What all layers share, for the record."""
-    shared = {"ranks": list(study.ranks), "mean_rank": study.mean_rank, "seed": study.seed, "every": study.every}
-    allocation = study.method or "gradient where the traces have gradients, else error"
-    return {
-        **asdict(study.settings),
-        "map": study.settings.map.name,
-        "allocation": allocation,
-        **shared,
-        "backend": backend,
-    }
-
-
-def _measurement(part: dict[str, Any]) -> Measurement:
-    """A measurement from JSON, where a number that is not finite became null: an error beyond bounds."""
-
-    def bounded(value: Any, beyond: float) -> Any:
-        return (
-            [bounded(item, beyond) for item in value]
-            if isinstance(value, list)
-            else beyond
-            if value is None
-            else value
-        )
-
-    fixed = dict(part)
-    for field in ("output_error", "state_error"):
-        fixed[field], fixed[f"head_{field}"] = (bounded(part[f"{x}{field}"], math.inf) for x in ("", "head_"))
-    fixed["retained"], fixed["head_retained"] = (bounded(part[x], -math.inf) for x in ("retained", "head_retained"))
-    fixed["drift"] = {key: bounded(curve, math.inf) for key, curve in part["drift"].items()}
-    return Measurement(**fixed)
+    return LayerResults(study.traces.name, shape["kind"], facts, study.settings.map.name, systems)
 
 
 RESULT_COLUMNS = (
@@ -233,7 +213,7 @@ def _drift_rows(layers: Sequence[LayerResults]) -> Iterator[list[Any]]:
                 yield [layer.name, layer.kind, s.family, s.setting, *point]
 
 
-def _csv(columns: Sequence[str], rows: Iterator[list[Any]]) -> str:
+def _csv(columns: Sequence[str], rows: Iterable[list[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

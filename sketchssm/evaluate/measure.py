@@ -1,52 +1,61 @@
-"""Measure one decode system on one layer's test sequences: errors per head, and how they go on over tokens."""
+"""Measure one decode system on the test sequences of one layer: errors per head, and errors over tokens."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.evaluate.energy import retained_energy
-from sketchssm.evaluate.registry import Entry, random_basis
+from sketchssm.evaluate.registry import Entry
 from sketchssm.evaluate.study import Study
 from sketchssm.interop import to_host
-from sketchssm.recurrence import Tokens
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["Measurement", "RankCurve", "measure", "rank_curves", "rounded"]
+__all__ = ["Measurement", "measure", "relative_error", "rounded"]
+
+ALLOCATED = ("sketch", "ablation")
+"""Families whose ranks are allocated."""
 
 DIGITS = 6
-"""Significant digits that results keep: beyond what rounding in another order of summation changes."""
+"""Significant digits that results keep: another order of summation does not change them."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a system did on a layer's test sequences; errors are relative norms against float64.
+    """Errors and traffic of a system on the test sequences of a layer; errors are relative norms against float64.
 
     Attributes
     ----------
     family, setting : str
-        The system's name in the registry.
+        Name of the system in the registry.
     reduction : float
         Traffic reduction relative to standard decoding.
     backend : str
         Where it ran.
-    output_error, state_error : float
-        Of all outputs, and of the states after the last token (of windowed systems: after the last flush).
+    output_error : float
+        Error of all outputs.
+    flush_error : float
+        Largest error of the last token of a window, over sequences and windows. Systems with windows read the exact
+        state there.
+    state_error : float
+        Error of the states after the last token (of systems with windows: after the last flush).
     retained : float
-        Retained energy of the state reads, mean over heads: 1 less the error's energy over the energy of the state
-        reads between flushes. Exactly what a sketch retains; negative where an error exceeds what is read.
+        Retained energy of the state reads, mean over heads: 1 minus the error's energy over the energy of the state
+        reads between flushes. For a sketch, the share of the energy that it keeps. Negative where the error exceeds
+        what is read.
     head_output_error, head_state_error, head_retained : list of float
-        The same per head.
+        The same errors per head.
     drift : dict of str to list
-        ``tokens``: points of the curves. ``output_error``: of the outputs since the point before.
-        ``state_error``: of the states at the point.
+        ``tokens``: points of the curves. ``output_error``: of the outputs since the point before. ``state_error``: of
+        the states at the point.
     ranks : list of int or None
         Ranks of a sketch, -1 for a full read.
     objective : float or None
-        Gradient-weighted score of the ranks, on the sequences that ranks were scored on; None without gradients.
+        Gradient-weighted score of the ranks on the sequences that ranks were scored on; None without gradients, and
+        for systems whose ranks are not allocated.
     """
 
     family: str
@@ -54,6 +63,7 @@ class Measurement:
     reduction: float
     backend: str
     output_error: float
+    flush_error: float
     state_error: float
     retained: float
     head_output_error: list[float]
@@ -69,39 +79,12 @@ class Measurement:
         return f"{self.family}/{self.setting}"
 
     def plain(self) -> dict[str, Any]:
-        """Return what JSON holds of it, numbers rounded to what repeats."""
-        return rounded(asdict(self))
-
-
-@dataclass(frozen=True)
-class RankCurve:
-    """What a coefficient map retains at each rank, all heads at that rank.
-
-    Attributes
-    ----------
-    basis, map : str
-        "calibrated" or "random", and the map.
-    ranks : list of int
-        Ranks.
-    retained : list of list of float, (heads, ranks)
-        Retained energy of the state reads, in float64.
-    reduction : list of float, (ranks,)
-        Traffic reduction.
-    """
-
-    basis: str
-    map: str
-    ranks: list[int]
-    retained: list[list[float]]
-    reduction: list[float]
-
-    def plain(self) -> dict[str, Any]:
-        """Return what JSON holds of it, numbers rounded to what repeats."""
+        """Return the measurement as JSON holds it, numbers rounded to the digits that repeat."""
         return rounded(asdict(self))
 
 
 def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
-    """Decode the test sequences with one system and judge it by the float64 recurrence.
+    """Decode the test sequences with one system and judge the outputs by the float64 recurrence.
 
     Parameters
     ----------
@@ -117,68 +100,67 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     Measurement
         Errors and traffic.
     """
-    system = entry.build()
-    head = system.build(study.traces.test.v.shape[0], backend)
+    system, window = entry.build(), entry.window
+    test = study.traces.test
+    head = system.build(test.v.shape[0], backend)
     if head.backend == "cuda":
         head.warmup("float32")
-    lost, energy, states = [], [], []
-    start = 0
-    for stop in study.checkpoints:
-        tokens = Tokens(*(None if x is None else x[:, start:stop] for x in study.traces.test))
-        right = study.output[:, start:stop]
-        lost.append(np.square(head.step(*tokens) - right).sum(axis=(0, 3)))
-        energy.append(np.square(right).sum(axis=(0, 3)))
+    outputs, states = [], []
+    for start, stop in pairwise([0, *study.checkpoints]):
+        outputs.append(head.step(*(None if x is None else x[:, start:stop] for x in test)))
         exact = study.state(stop - int(head.position[0]))
         away = to_host(head.state, "state") - exact
         states.append([np.square(x).sum(axis=(0, 2, 3)) for x in (away, exact)])
-        start = stop
-    sums = np.array([[part.sum(axis=0) for part in parts] for parts in (lost, energy)])  # (2, points, heads)
-    error, size = sums.sum(axis=1)
-    away, whole = np.array(states).swapaxes(0, 1)
-    cut = study.length // entry.window * entry.window  # reads are counted over whole windows
-    reads = study.read_energy(entry.window).sum(axis=0)
-    missed = np.concatenate(lost)[:cut].sum(axis=0)
+    # sums of squares: (sequences, tokens, heads) of the outputs, (points, heads) of the states
+    lost = np.square(np.concatenate(outputs, axis=1) - study.output).sum(axis=-1)
+    size = np.square(study.output).sum(axis=-1)
+    state_lost, state_size = np.moveaxis(np.array(states), 1, 0)
+    points = [0, *study.checkpoints[:-1]]
+    flushes = slice(window - 1, None, window)
+    whole = study.length // window * window  # reads are counted over whole windows
+    reads = study.read_energy(window).sum(axis=0)
+    missed = lost[:, :whole].sum(axis=(0, 1))
     retained = 1.0 - np.divide(missed, reads, out=np.zeros_like(missed), where=reads > 0)
-    plan = system.plan
+    ranks = None if system.plan is None else system.plan.ranks
     return Measurement(
         entry.family,
         entry.setting,
         float(system.reduction),
         head.backend,
-        float(_ratio(error.sum(), size.sum())),
-        float(_ratio(away[-1].sum(), whole[-1].sum())),
-        float(retained.mean()),
-        _ratio(error, size).tolist(),
-        _ratio(away[-1], whole[-1]).tolist(),
-        retained.tolist(),
-        {
+        output_error=float(_ratio(lost.sum(), size.sum())),
+        flush_error=float(_ratio(*(x[:, flushes].sum(axis=-1) for x in (lost, size))).max()),
+        state_error=float(_ratio(state_lost[-1].sum(), state_size[-1].sum())),
+        retained=float(retained.mean()),
+        head_output_error=_ratio(*(x.sum(axis=(0, 1)) for x in (lost, size))).tolist(),
+        head_state_error=_ratio(state_lost[-1], state_size[-1]).tolist(),
+        head_retained=retained.tolist(),
+        drift={
             "tokens": study.checkpoints,
-            "output_error": _ratio(*sums.sum(axis=2)).tolist(),
-            "state_error": _ratio(away.sum(axis=1), whole.sum(axis=1)).tolist(),
+            "output_error": _ratio(*(np.add.reduceat(x.sum(axis=(0, 2)), points) for x in (lost, size))).tolist(),
+            "state_error": _ratio(state_lost.sum(axis=1), state_size.sum(axis=1)).tolist(),
         },
-        None if plan is None else plan.ranks.tolist(),
-        None if plan is None else entry.objective(plan.ranks),
+        ranks=None if ranks is None else ranks.tolist(),
+        objective=None if ranks is None or entry.family not in ALLOCATED else study.objective(ranks, window),
     )
 
 
-def rank_curves(study: Study) -> list[RankCurve]:
-    """Measure in float64 what each map retains of the test sequences' state reads at each rank.
+def relative_error(have: npt.ArrayLike, want: npt.ArrayLike) -> float:
+    """Norm of the error over the norm of the reference.
 
     Parameters
     ----------
-    study : Study
-        The layer.
+    have : array_like
+        The result.
+    want : array_like
+        The reference, in the same shape.
 
     Returns
     -------
-    list of RankCurve
-        One per map with the calibrated basis, and the exact map with a random one.
+    float
+        The ratio; infinity for an error where the reference is zero.
     """
-    basis = study.calibrated().basis
-    ranks = [rank for rank in study.ranks if rank <= basis.rank_max]
-    found = retained_energy(basis, study.windows, ranks, study.settings.maps())
-    found += retained_energy(random_basis(study), study.windows, ranks, ["exact"], "random")
-    return [RankCurve(e.basis, e.map.name, ranks, e.retained.tolist(), e.reduction.tolist()) for e in found]
+    away = np.asarray(have, dtype=np.float64) - np.asarray(want, dtype=np.float64)
+    return float(_ratio(np.square(away).sum(), np.square(np.asarray(want, dtype=np.float64)).sum()))
 
 
 def rounded(value: Any) -> Any:
@@ -187,7 +169,7 @@ def rounded(value: Any) -> Any:
     Parameters
     ----------
     value : object
-        What JSON knows.
+        Any value that JSON can hold.
 
     Returns
     -------
@@ -204,6 +186,6 @@ def rounded(value: Any) -> Any:
 
 
 def _ratio(error: npt.ArrayLike, size: npt.ArrayLike) -> Array:
-    """Relative norms from sums of squares; infinity for an error where right is zero."""
+    """Relative norms from sums of squares; infinity for an error where the reference is zero."""
     lost, whole = np.asarray(error), np.asarray(size)
     return np.sqrt(np.divide(lost, whole, out=np.where(lost > 0, np.inf, 0.0), where=whole > 0))

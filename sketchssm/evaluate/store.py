@@ -1,4 +1,4 @@
-"""Results kept as they are finished, so that an evaluation that was interrupted goes on where it stopped."""
+"""Finished results on disk, so that an interrupted evaluation goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sketchssm.files import source_digest, write_whole
 __all__ = ["Store"]
 
 FORMAT = 1
-"""Version of what a part holds; part of its key."""
+"""Version of the content of a part; it enters the key."""
 
 SOURCES = ("**/*.py", "cuda_src/*.cu*", "../cuda_src/*.cu*")
-"""All that a result may come from, CUDA sources of an installed package and of a checkout included."""
+"""All sources that a result may depend on; the CUDA sources of an installed package, and of a checkout."""
 
 
 class Store:
-    """Parts of an evaluation, one file each, or none where no folder is given.
+    """Parts of an evaluation, one file each; without a folder nothing is kept.
 
-    A part is named by the layer and by what was measured, and carries a key: a digest of the traces' contents, of
-    the settings and of the library's sources. One with another key, or one that is broken, counts as missing and is
-    measured anew. Files are written whole or not at all.
+    The layer and the measured system name a part. Its key is a digest of the contents of the traces, of the settings
+    and of the sources of the library. A part with another key, or a broken part, counts as missing and is measured
+    again. Files are written whole or not at all.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Store:
         self._folder = folder
 
     def get(self, digest: str, layer: str, name: str, make: Callable[[], Any]) -> Any:
-        """Return a part, from its file if that is good, else made now and kept.
+        """Return a part from its file, or make the part and keep it.
 
         Parameters
         ----------
@@ -45,9 +45,9 @@ class Store:
         layer : str
             Name of the layer.
         name : str
-            What was measured, ``family/setting``.
+            The system, ``family/setting``.
         make : callable
-            Makes the part, a value that JSON knows.
+            Makes the part, a value that JSON can hold.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""One layer's traces and how they are to be evaluated: calibrated when first needed, named by a digest."""
+"""One layer to evaluate: its traces, its settings, its calibrations, and the float64 results that judge systems."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.moments import check_window
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
-from sketchssm.evaluate.calibrated import Calibrated
-from sketchssm.evaluate.settings import Settings
-from sketchssm.evaluate.windows import Windows, collect_windows
+from sketchssm.evaluate.calibrated import Calibrated, Settings, calibrate
 from sketchssm.files import layer_fields
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Tokens
+from sketchssm.recurrence import DENSE, Tokens
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.traces import Traces
 
@@ -29,7 +28,7 @@ __all__ = ["Study"]
 
 @dataclass(eq=False)
 class Study:
-    """One layer's evaluation.
+    """One layer to evaluate.
 
     Attributes
     ----------
@@ -41,14 +40,12 @@ class Study:
         Mean ranks of the sketches.
     mean_rank : float
         Mean rank of the ablations.
-    method : str or None
-        Allocation method; None for the best there are data for.
     seed : int
         Seed of random bases.
     plan : SketchPlan or None
-        A ready plan to measure beside the others.
+        A plan to measure beside the others.
     every : int
-        Tokens from one point of the drift curves to the next.
+        Tokens from one point of the curves over tokens to the next.
 
     Raises
     ------
@@ -60,7 +57,6 @@ class Study:
     settings: Settings = field(default_factory=Settings)
     ranks: Sequence[int] = (2, 4, 6, 8, 12, 16)
     mean_rank: float = 8.0
-    method: str | None = None
     seed: int = 0
     plan: SketchPlan | None = None
     every: int = 64
@@ -81,19 +77,20 @@ class Study:
         self._states: dict[int, Array] = {}
 
     def _check_settings(self) -> None:
-        """Refuse what would only fail at some system, when results of others are written."""
+        """Refuse settings that would fail only later, when results of other systems are written."""
         limit = min(self.traces.layer.key_dim, self.traces.layer.value_dim)
+        method = self.settings.method
         whole = [isinstance(rank, int | np.integer) and rank >= 1 for rank in self.ranks]
         if not whole or not all(whole) or len(set(self.ranks)) < len(whole):
             raise ValueError(f"ranks: expected different positive integers, got {self.ranks!r}")
-        if self.method == "uniform" and max(self.ranks) > limit:
+        if method == "uniform" and max(self.ranks) > limit:
             raise ValueError(f"ranks: expected at most {limit} for uniform ranks, got {max(self.ranks)}")
         if not 1 <= self.mean_rank <= limit:
             raise ValueError(f"mean_rank: expected 1 to {limit} (K and V bound it), got {self.mean_rank!r}")
-        if self.method is not None and self.method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.method in ("gradient", "sensitivity") and self.traces.score_part()[1] is None:
-            raise ValueError(f"method: {self.method!r} needs gradients, and {self.traces.name} has none to score by")
+        if method is not None and method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        if method in ("gradient", "sensitivity") and self.traces.score_part()[1] is None:
+            raise ValueError(f"method: {method!r} needs gradients, and {self.traces.name} has none to score by")
         for name, value, least in (("every", self.every, 1), ("seed", self.seed, 0)):
             if value < least:
                 raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
@@ -105,42 +102,58 @@ class Study:
 
     @property
     def calibration_length(self) -> int:
-        """Tokens of a calibration sequence, or of the shorter ones that ranks are scored on."""
+        """Tokens of a calibration sequence, or of a sequence that ranks are scored on if those are shorter."""
         return min(int(part.v.shape[1]) for part in (self.traces.calib, self.traces.score_part()[0]))
 
     @property
     def checkpoints(self) -> list[int]:
-        """Token counts at which drift is measured: every `every` tokens, and the end if half of that is left."""
+        """Points of the curves: every `every` tokens, and the end if at least half of `every` is left there."""
         points = list(range(self.every, self.length + 1, self.every))
         if 2 * (self.length % self.every) < self.every:
             points = points[:-1]
         return [*points, self.length]
 
     def calibrated(self, window: int | None = None) -> Calibrated:
-        """Basis and rank scores for a window; default the settings'.
+        """Return basis and rank scores for a window, made once.
 
         Parameters
         ----------
         window : int, optional
-            Tokens from one flush to the next.
+            Tokens from one flush to the next; default the settings'.
 
         Returns
         -------
         Calibrated
-            Made once.
+            The calibration.
         """
         window = window or self.settings.window
         if window not in self._calibrated:
-            self._calibrated[window] = self.settings.calibrate(self.traces, window)
+            self._calibrated[window] = calibrate(self.traces, window, weighting=self.settings.weighting)
         return self._calibrated[window]
 
-    @cached_property
-    def windows(self) -> Windows:
-        """Windows of the test sequences, at the settings' window."""
-        return collect_windows(self.traces.layer, self.traces.test, self.settings.window)
+    def objective(self, ranks: npt.NDArray[np.int64], window: int) -> float | None:
+        """Gradient-weighted score of a rank table, the objective of the allocation method "gradient".
+
+        Parameters
+        ----------
+        ranks : ndarray of int64, (heads,)
+            Rank of each head.
+        window : int
+            Tokens from one flush to the next.
+
+        Returns
+        -------
+        float or None
+            Sum over heads; None without gradients.
+        """
+        scores = self.calibrated(window).scores
+        if not scores.graded:
+            return None
+        sketched = np.flatnonzero(ranks != DENSE)  # a full read loses nothing
+        return float(scores.objective("gradient")[sketched, ranks[sketched]].sum())
 
     def read_energy(self, window: int) -> Array:
-        """Energy of the state reads between the flushes of a window, one window after the other.
+        """Energy of the state reads between flushes.
 
         Parameters
         ----------
@@ -150,7 +163,7 @@ class Study:
         Returns
         -------
         ndarray of float64, (windows, heads)
-            Sums of squares over the test sequences; windows that are whole.
+            Sums of squares over the test sequences, for each whole window.
         """
         if window not in self._energies:
             layer = self.traces.layer
@@ -167,23 +180,23 @@ class Study:
 
     @cached_property
     def output(self) -> Array:
-        """What the float64 recurrence gives for the test sequences, ``(sequences, tokens, heads, V)``."""
+        """Outputs ``(sequences, tokens, heads, V)`` of the float64 recurrence for the test sequences."""
         return run(self.traces.layer, *self.traces.test)[0]
 
     def state(self, tokens: int) -> Array:
-        """States ``(sequences, heads, V, K)`` of the float64 recurrence after some tokens of the test sequences.
+        """Return the states of the float64 recurrence after some tokens of the test sequences.
 
         Parameters
         ----------
         tokens : int
-            How many.
+            Number of tokens.
 
         Returns
         -------
-        ndarray of float64
+        ndarray of float64, (sequences, heads, V, K)
             States, K last.
         """
-        # always by way of the checkpoints, so that the last digits do not depend on what was asked for before
+        # always through the checkpoints, so that the last digits do not depend on earlier calls
         stops = [point for point in self.checkpoints if point < tokens]
         for start, stop in pairwise([0, *stops, tokens]):
             if stop not in self._states:
@@ -193,10 +206,10 @@ class Study:
 
     @cached_property
     def half_life(self) -> Array:
-        """Tokens after which each head's gates have halved what it wrote, ``(heads,)``; writes are not counted.
+        """Tokens ``(heads,)`` after which the gates of each head have halved a write; later writes are not counted.
 
-        The median over tokens of the log-decay says it, for kda that of the channel with the longest memory but for a
-        tenth of them; infinite where the median gate keeps all.
+        From the median log-decay over tokens; infinite where the median gate keeps everything. For kda, of the channel
+        with the longest memory after the longest tenth is left out.
         """
         gates = np.asarray(self.traces.test.g, dtype=np.float64)
         typical = np.median(gates, axis=(0, 1))
@@ -206,10 +219,9 @@ class Study:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the traces' contents and of all settings that a result depends on, beside what is measured."""
+        """SHA-256 of the contents of the traces and of all settings that a result depends on."""
         known = hashlib.sha256()
-        settings = asdict(self.settings)
-        described: list[Any] = [layer_fields(self.traces.layer), settings, self.mean_rank, self.method, self.seed]
+        described: list[Any] = [layer_fields(self.traces.layer), asdict(self.settings), self.mean_rank, self.seed]
         known.update(repr([*described, self.every]).encode())
         arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
         if self.plan is not None:

@@ -10,11 +10,7 @@ from cuda_support import LAYERS
 
 from sketchssm import bench
 from sketchssm.cli import main
-from sketchssm.evaluate import compare
-from sketchssm.evaluate.measure import measure
-from sketchssm.evaluate.registry import entries
-from sketchssm.evaluate.settings import Settings
-from sketchssm.evaluate.study import Study
+from sketchssm.evaluate import Settings, Study, entries, measure
 from sketchssm.traces import Traces
 
 pytestmark = pytest.mark.gpu
@@ -78,13 +74,3 @@ def test_evaluation():
         assert found.backend == "cuda"
         assert found.state_error < EXACT
         assert found.output_error == pytest.approx(judge.output_error, rel=0.05, abs=EXACT)
-
-
-def test_compare_takes_traces():
-    """Host traces, states on the device: errors are float32's."""
-    traces = Traces.shipped("gdn")
-    systems = bench.systems(traces.layer, 16, [])
-    for result in compare(systems, traces.layer, traces.test, backend="cuda", rows=3):
-        assert result.backend == "cuda"
-        assert max(result.output_error, result.state_error) < EXACT
-        assert result.microseconds > 0
