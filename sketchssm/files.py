@@ -19,13 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.recurrence import Layer
-
 __all__ = [
     "FileFormat",
     "FileFormatError",
     "check_array",
-    "layer_fields",
     "load_file",
     "save_file",
     "source_digest",
@@ -55,11 +52,6 @@ class FileFormat(NamedTuple):
     version: int
     tensors: tuple[str, ...]
     error: type[ValueError] = FileFormatError
-
-
-def layer_fields(layer: Layer) -> dict[str, Any]:
-    """Keyword arguments that make a layer again, for metadata."""
-    return {name: getattr(layer, name) for name in ("kind", "heads", "key_dim", "value_dim", "key_heads")}
 
 
 def save_file(

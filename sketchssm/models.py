@@ -9,6 +9,7 @@ float32, or kept in float64 where the array that it comes from has it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from scipy.special import expit
 
 from sketchssm.gates import bounded_decay, log_softplus, scaled_decay
+from sketchssm.interop import to_host
 from sketchssm.recurrence import Tokens
 
 __all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output"]
@@ -80,7 +82,8 @@ def mamba2_inputs(
     if not 0 <= low <= high:
         raise ValueError(f"dt_limit: expected 0 <= low <= high, got {dt_limit}")
 
-    step = _biased("dt", dt, "dt_bias", dt_bias, (*lead, heads), (heads,))
+    dt = _array("dt", dt, (*lead, heads))
+    step = _biased(dt, dt_bias, (heads,))
     log_step = log_softplus(step) if dt_softplus else _log(step)
     with np.errstate(divide="ignore"):  # log(0) = -inf is the limit meant
         log_step = np.clip(log_step, np.log(low), np.log(high))
@@ -180,7 +183,8 @@ def gdn_inputs(
     """
     v, lead, heads, _ = _values("v", v)
     q, k = _queries_keys(q, k, lead, heads, scale, l2norm, eps)
-    raw = _biased("a", a, "dt_bias", dt_bias, (*lead, heads), (heads,))
+    a = _array("a", a, (*lead, heads))
+    raw = _biased(a, dt_bias, (heads,))
     rate_log = _per_head("A_log", A_log, heads)
     return Tokens(
         q=q,
@@ -258,7 +262,8 @@ def kda_inputs(
         if bound is not None and not bound < 0:
             raise ValueError(f"{name}: expected a negative number, got {bound}")
 
-    raw = _biased("a", a, "dt_bias", dt_bias, (*lead, heads, k.shape[-1]), (heads, k.shape[-1]))
+    a = _array("a", a, (*lead, heads, k.shape[-1]))
+    raw = _biased(a, dt_bias, (heads, k.shape[-1]))
     rate_log = _per_head("A_log", A_log, heads)[:, None]
     if lower_bound is not None:
         g = bounded_decay(rate_log, raw, lower_bound)
@@ -275,10 +280,10 @@ def kda_inputs(
     )
 
 
-def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...] | None = None) -> Array:
+def _array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array:
     try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+        array = to_host(value, name) if hasattr(value, "dtype") else np.asarray(value)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: expected an array that NumPy can read, got {type(value).__name__}") from error
     if not np.can_cast(array.dtype, np.float64):
         raise ValueError(f"{name}: expected real numbers of at most 64 bits, got dtype {array.dtype}")
@@ -335,21 +340,15 @@ def _per_head(name: str, value: npt.ArrayLike, heads: int) -> Array:
     return array.reshape(heads).astype(np.float64)
 
 
-def _biased(
-    name: str,
-    value: npt.ArrayLike,
-    bias_name: str,
-    bias: npt.ArrayLike | None,
-    shape: tuple[int, ...],
-    bias_shape: tuple[int, ...],
-) -> Array:
-    raw = _array(name, value, shape).astype(np.float64)
+def _biased(raw: Array, bias: npt.ArrayLike | None, shape: tuple[int, ...]) -> Array:
+    """Add `dt_bias`, in its shape or flat, in float64."""
+    wide = raw.astype(np.float64)
     if bias is None:
-        return raw
-    array = _array(bias_name, bias)
-    if array.shape not in (bias_shape, (int(np.prod(bias_shape)),)):
-        raise ValueError(f"{bias_name}: expected shape {bias_shape}, got {array.shape}")
-    return raw + array.reshape(bias_shape)
+        return wide
+    array = _array("dt_bias", bias)
+    if array.shape not in (shape, (math.prod(shape),)):
+        raise ValueError(f"dt_bias: expected shape {shape}, got {array.shape}")
+    return wide + array.reshape(shape)
 
 
 def _log(x: Array) -> Array:
@@ -364,7 +363,7 @@ def _write_gate(b: npt.ArrayLike, shape: tuple[int, ...], allow_neg_eigval: bool
     return _rounded(expit(raw.astype(np.float64)) * (2.0 if allow_neg_eigval else 1.0), raw)
 
 
-def _rounded(x: Array, given: npt.ArrayLike) -> Array:
+def _rounded(x: Array, given: Array) -> Array:
     """Round to float32, or to float64 where the given array has it."""
     with np.errstate(over="ignore"):  # a log-decay beyond float32 is -inf, a full forget
-        return x.astype(np.result_type(np.asarray(given).dtype, np.float32))
+        return x.astype(np.result_type(given.dtype, np.float32))

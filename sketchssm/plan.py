@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.files import FileFormat, FileFormatError, layer_fields, load_file, save_file
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.files import FileFormat, FileFormatError, load_file, save_file
+from sketchssm.recurrence import DENSE, Layer, check_window
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.allocation import Allocation
@@ -37,8 +37,8 @@ class SketchPlan:
         Calibrated bases, from `fit_basis`.
     ranks : array_like of int, (heads,), or Allocation
         Rank of each head; `DENSE` for a head that reads its full state.
-    window : int, default 16
-        Tokens from one flush to the next (W).
+    window : int, optional
+        Tokens from one flush to the next (W). Default: the basis's window.
     map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
 
@@ -68,7 +68,7 @@ class SketchPlan:
         self,
         basis: SketchBasis,
         ranks: npt.ArrayLike | Allocation,
-        window: int = 16,
+        window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
     ) -> None:
         table = np.asarray(getattr(ranks, "ranks", ranks))
@@ -77,12 +77,12 @@ class SketchPlan:
             raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")
         map = CoefficientMap.of(map)
         omega, projection = basis.columns(used, weighted=map.weighted)
-        self._fill(basis.layer, {"omega": omega, "projection": projection, "ranks": table}, window, map)
+        tensors = {"omega": omega, "projection": projection, "ranks": table}
+        self._fill(basis.layer, tensors, basis.window if window is None else window, map)
 
     def _fill(self, layer: Layer, tensors: dict[str, npt.NDArray[Any]], window: int, map: CoefficientMap) -> None:
         """Check every field and set it; the one way into a plan, from a basis or from a file."""
-        if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 2:
-            raise ValueError(f"window: expected an integer of at least 2, got {window!r}")
+        self.window = check_window(window)
         self.omega, self.projection = (_columns(layer, name, tensors[name]) for name in ("omega", "projection"))
         if self.omega.shape != self.projection.shape:
             raise ValueError(f"projection: expected omega's shape {self.omega.shape}, got {self.projection.shape}")
@@ -95,7 +95,7 @@ class SketchPlan:
             raise ValueError(f"ranks: expected DENSE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
         self.layer = layer
         self.ranks = ranks.astype(np.int64)
-        self.window, self.map = int(window), map
+        self.map = map
 
     @property
     def mean_rank(self) -> float:
@@ -129,7 +129,7 @@ class SketchPlan:
             Where to; an existing file is replaced at once when the new one is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        fields = {"layer": layer_fields(self.layer), "window": self.window, "map": asdict(self.map)}
+        fields = {"layer": asdict(self.layer), "window": self.window, "map": asdict(self.map)}
         save_file(path, FORMAT, tensors, fields)
 
     @classmethod
@@ -166,7 +166,7 @@ class SketchPlan:
 
 def _columns(layer: Layer, name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Columns ``(heads, K, rank_max)`` of a plan, checked, in float32."""
-    if array.ndim != 3 or array.shape[:2] != (layer.heads, layer.key_dim):
+    if array.ndim != 3 or array.shape[:2] != (layer.heads, layer.key_dim) or array.shape[2] == 0:
         raise ValueError(f"{name}: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {array.shape}")
     if array.dtype.kind != "f":
         raise ValueError(f"{name}: expected floating-point numbers, got dtype {array.dtype}")

@@ -17,12 +17,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DENSE", "KINDS", "ROUNDING", "Layer", "Tokens", "check_slots", "check_state", "check_tokens"]
+__all__ = [
+    "DENSE",
+    "KINDS",
+    "ROUNDING",
+    "Layer",
+    "Tokens",
+    "check_slots",
+    "check_state",
+    "check_tokens",
+    "check_window",
+]
 
 KINDS = ("mamba2", "gdn", "kda")
 
 DENSE = -1
 """Rank that marks a head which reads the full state instead of a sketch."""
+
+MAX_WINDOW = 4096
+"""Longest window in tokens: a ring of so many has more elements than any state of fewer than 8192 keys and values."""
 
 ROUNDING = 1e-5
 """Relative errors of outputs and states below this value are float32 rounding."""
@@ -261,6 +274,32 @@ def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
         if twice.size:
             raise ValueError(f"slots: expected each slot at most once, got slot {twice[0]} twice")
     return array
+
+
+def check_window(window: Any, least: int = 2) -> int:
+    """Check and return a window's length in tokens.
+
+    Parameters
+    ----------
+    window : int
+        Tokens from one flush to the next.
+    least : int, default 2
+        Smallest window: a sketch needs a token between two flushes, replay needs none.
+
+    Returns
+    -------
+    int
+        The window.
+
+    Raises
+    ------
+    ValueError
+        Unless the window is an integer from `least` to `MAX_WINDOW`.
+    """
+    integer = isinstance(window, int | np.integer) and not isinstance(window, bool)
+    if not (integer and least <= window <= MAX_WINDOW):
+        raise ValueError(f"window: expected an integer from {least} to {MAX_WINDOW}, got {window!r}")
+    return int(window)
 
 
 def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:

@@ -35,7 +35,7 @@ class TraceFileError(ValueError):
 class Traces:
     """Inputs of one layer's recurrence on calibration and on test text.
 
-    Attributes
+    Parameters
     ----------
     layer : Layer
         Kind and shape.

@@ -70,6 +70,7 @@ class Basis:
 
     def __init__(self, rng, layer, rank_max=None):
         self.layer = layer
+        self.window = 16
         self.rank_max = min(layer.key_dim, layer.value_dim) if rank_max is None else rank_max
         size = layer.key_dim
         mixed = rng.standard_normal((layer.heads, size, size)) * 0.7 ** np.arange(size)

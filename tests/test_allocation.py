@@ -224,6 +224,28 @@ def test_refusals(mean_rank, method, match, rng):
         ss.allocate_ranks(scores_of(SMALL, falling(rng, 4, 8)), mean_rank, method)
 
 
+def test_no_samples(rng):
+    fresh = ss.RankScores(SketchBasis.random(SMALL, 8))
+    match = r"^scores: expected samples .*, got none for layer 1: .* longer than the window of 16 tokens"
+    with pytest.raises(ValueError, match=match):
+        ss.allocate_ranks([scores_of(SMALL, falling(rng, 4, 8)), fresh], 4)
+
+
+def test_a_dead_head_gets_rank_1(rng):
+    scores = scores_of(SMALL, falling(rng, 4, 8) * [[1], [1], [0], [1]])
+    scores.samples[2] = 0
+    assert ss.allocate_ranks(scores, 4).ranks[2] == 1
+
+
+def test_scores_of_any_range():
+    """The price is found to float64's last digit even if it is tiny beside the largest score."""
+    curves = 0.5 ** np.arange(9.0) * np.array([[1e30], [1e-10], [1e-10], [1e-10]])
+    # a budget of one full read and 19 ranks: the first head takes the one, equal heads share the others
+    allocation = ss.allocate_ranks(scores_of(SMALL, curves), 10.1)
+    assert allocation.ranks[0] == ss.DENSE
+    assert sorted(allocation.ranks[1:]) == [6, 6, 7]
+
+
 def test_no_layers():
     with pytest.raises(ValueError, match="at least one layer"):
         ss.allocate_ranks([], 4)

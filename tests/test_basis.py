@@ -146,12 +146,38 @@ def test_nothing_seen(rng):
             assert np.abs(spans(basis.omega[head, :, :rank]) - spans(leading[:, :rank])).max() < 1e-12
 
 
-def test_fresh_moments_make_a_valid_plan():
-    basis = ss.fit_basis(ss.Moments("kda", 2, 8, 4))
+def test_no_samples():
+    """Nothing to fit: fresh moments, and traces with no window but the first."""
+    moments = ss.Moments("kda", 2, 8, 4)
+    with pytest.raises(ValueError, match=r"^moments: expected samples .*, got none: .* longer than the window of 16"):
+        ss.fit_basis(moments)
+    moments.update(*tokens_of(np.random.default_rng(0), moments.layer, 2, 16))
+    with pytest.raises(ValueError, match=r"^moments: expected samples"):
+        ss.fit_basis(moments)
+
+
+def test_a_dead_head_makes_a_valid_plan(rng):
+    """One head writes nothing, which is no error."""
+    layer = LAYERS["kda"]
+    tokens = tokens_of(rng, layer, 2, 20)
+    tokens.v[:, :, 2] = 0
+    moments = ss.Moments(layer, window=W)
+    moments.update(*tokens)
+    assert (moments.samples == 0).tolist() == [False, False, True, False]
+    basis = ss.fit_basis(moments)
     check_orthonormal(basis)
-    assert basis.rank_max == 4
+    assert (basis.retained[2] == 1).all()
     for name in MAPS:
-        ss.SketchPlan(basis, [2, 4], map=name)
+        ss.SketchPlan(basis, [2, 4, 4, 1], map=name)
+
+
+@pytest.mark.parametrize(("share", "counts"), [(1e-9, True), (1e-11, False)])
+def test_support_of_the_state_metric(share, counts):
+    """Eigenvalues of E0 count down to 1e-10 of the largest."""
+    gram = np.diag([1.0, 0.5, share])[None]
+    basis = ss.fit_basis(given_moments(gram, np.eye(3)[None]))
+    assert basis.weighted[0].any(axis=0).tolist() == [True, True, counts]
+    assert (basis.spectrum[0] > 0).tolist() == [True, True, counts]
 
 
 @pytest.mark.parametrize("name", MAPS)

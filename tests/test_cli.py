@@ -9,7 +9,7 @@ from importlib import resources
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_traces import SHAPES, write_traces
+from test_traces import SHAPES, trace_entries, write_traces
 
 from sketchssm import bench
 from sketchssm.cli import COMMANDS, demo, main
@@ -301,6 +301,9 @@ def errors(tmp_path):
     plan = tmp_path / "plan.safetensors"
     invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
     out = tmp_path / "out.safetensors"
+    entries = trace_entries("gdn")
+    few = tmp_path / "few.npz"
+    np.savez(few, **entries | {"calib_grad": entries["calib_grad"][:, :12]})
     return {
         "missing traces": (["calibrate", tmp_path / "none.npz", "--out", out], "does not exist"),
         "broken traces": (["calibrate", broken, "--out", out], "expected an npz archive"),
@@ -313,6 +316,13 @@ def errors(tmp_path):
             "needs gradients",
         ),
         "same name twice": (["calibrate", traces, traces, "--out", tmp_path / "plans"], "different names"),
+        "no window but the first": (
+            ["calibrate", traces, "--out", out, "--window", 40],
+            "good.npz: moments: expected",
+        ),
+        "no scored window but the first": (["calibrate", few, "--out", out], "scores: expected samples"),
+        "traces as plan": (["calibrate", traces, "--out", traces], "--out: expected another file than the traces"),
+        "traces as report": (["calibrate", traces, "--out", out, "--json", traces], "--json: expected another file"),
         "missing plan": (["info", tmp_path / "none.safetensors"], "none.safetensors"),
         "not a plan": (["info", broken], "not a whole safetensors file"),
         "plan of another layer": (["evaluate", other, "--plan", plan, *SMALL[2:]], "plan: expected one for"),

@@ -582,7 +582,7 @@ class TestConstructors:
 
     @pytest.mark.parametrize("window", [0, -1, 2.0, True])
     def test_window(self, window):
-        with pytest.raises(ValueError, match=re.escape(f"window: expected a positive integer, got {window!r}")):
+        with pytest.raises(ValueError, match=re.escape(f"window: expected an integer from 1 to 4096, got {window!r}")):
             ss.ReplayHead(LAYERS["gdn"], 2, "reference", window=window)
 
     def test_backend(self, rng):

@@ -65,6 +65,28 @@ def delta(rng, kind, lead=(2, 3), heads=4, key_heads=2, K=16, V=80, dtype=np.flo
 CONVERTERS = {"mamba2": mamba2_inputs, "gdn": gdn_inputs, "kda": kda_inputs}
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_bf16_tensors_and_parameters(kind, rng, torch):
+    """As a PyTorch layer holds them: the same as float32 arrays of the same values, to the last bit."""
+    given = mamba2(rng) if kind == "mamba2" else delta(rng, kind)
+    tensors = {name: torch.from_numpy(x).bfloat16() for name, x in given.items()}
+    parameters = {name: torch.nn.Parameter(tensors[name]) for name in ("A_log", "dt_bias")}
+    got = CONVERTERS[kind](**tensors | parameters)
+    want = CONVERTERS[kind](**{name: x.float().numpy() for name, x in tensors.items()})
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x is None or x.dtype == np.float32
+
+
+def test_skip_of_bf16_tensors(rng, torch):
+    o, x = (torch.from_numpy(rng.standard_normal((2, 8, 80))).bfloat16() for _ in range(2))
+    D = torch.nn.Parameter(torch.from_numpy(rng.standard_normal(8)).bfloat16())
+    want = mamba2_output(*(y.detach().float().numpy() for y in (o, x, D)))
+    got = mamba2_output(o, x, D)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", RTOL)
 @pytest.mark.parametrize("lead", [(2, 3), (2,)])
 def test_mamba2_formulas(rng, lead, dtype):

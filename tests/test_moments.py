@@ -149,6 +149,16 @@ def test_output_weighting_of_zero_outputs():
     assert moments.samples.all() and not moments.query_gram.any()
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e-160])
+def test_output_weighting_of_outputs_whose_squares_underflow(size):
+    """Their norms are zero, or hardly a digit of theirs is right: dividing by them gives numbers of no meaning."""
+    layer = LAYERS["gdn"]
+    tokens = make_traces(layer, 1, 3 * W, 5)
+    moments = moments_of(layer, weighting="output")
+    moments.update(*tokens._replace(v=size * tokens.v))
+    assert moments.samples.all() and not moments.query_gram.any()
+
+
 def test_float16_traces_and_other_frameworks(torch):
     layer = LAYERS["gdn"]
     tokens = make_traces(layer, 2, 12, 6)

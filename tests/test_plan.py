@@ -71,6 +71,11 @@ class TestPlan:
         np.testing.assert_array_equal(ss.SketchPlan(Basis(rng, LAYER), Allocation()).ranks, RANKS)
         np.testing.assert_array_equal(ss.SketchPlan(Basis(rng, LAYER), RANKS.tolist()).ranks, RANKS)
 
+    def test_the_window_is_the_basis_s(self, rng):
+        basis = ss.SketchBasis.random(LAYER, 4, window=32)
+        assert ss.SketchPlan(basis, RANKS).window == 32
+        assert ss.SketchPlan(basis, RANKS, window=8).window == 8
+
     def test_mean_rank_and_repr(self, plan, rng):
         assert plan.mean_rank == 2.0
         line = repr(plan)
@@ -94,9 +99,10 @@ class TestPlan:
         ("change", "message"),
         [
             ({"map": "best"}, "map: expected one of exact, ridge, lowrank, prior, offline, got 'best'"),
-            ({"window": 1}, "window: expected an integer of at least 2, got 1"),
-            ({"window": 8.0}, "window: expected an integer of at least 2, got 8.0"),
-            ({"window": True}, "window: expected an integer of at least 2, got True"),
+            ({"window": 1}, "window: expected an integer from 2 to 4096, got 1"),
+            ({"window": 10**30}, f"window: expected an integer from 2 to 4096, got {10**30}"),
+            ({"window": 8.0}, "window: expected an integer from 2 to 4096, got 8.0"),
+            ({"window": True}, "window: expected an integer from 2 to 4096, got True"),
             ({"ranks": [1, 2, 3]}, "ranks: expected 4 integers, got shape (3,)"),
             ({"ranks": 2}, "ranks: expected 4 integers, got shape ()"),
             ({"ranks": [1.0, 2.0, 3.0, 4.0]}, "ranks: expected 4 integers, got shape (4,) of float64"),
@@ -191,6 +197,7 @@ class TestBadFiles:
             ("layer", {"value_dim": 2}),
             ("layer", {"colour": "red"}),
             ("window", 1),
+            ("window", 10**30),
             ("window", "16"),
             ("map", "best"),
             ("map", {"name": "best"}),

@@ -155,7 +155,7 @@ def test_low_rank_and_zero_states(rng):
     scores = ss.RankScores(basis)
     scores.update(*tokens, grad=grad)
     error, paired, sensitivity, samples = brute_force(layer, basis.omega, tokens, grad)
-    assert samples.tolist() == [W - 1] * 3 + [0]
+    assert scores.samples.tolist() == samples.tolist() == [W - 1] * 3 + [0]
     for name, want in zip(SUMS, (error, paired, sensitivity), strict=True):
         # as above: relative to whole outputs
         assert np.abs(getattr(scores, name) - want).max() < 1e-10 * want.max()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sketchssm.backends import load_engine
 from sketchssm.head import DecodeHead, check_capacity, check_gate
-from sketchssm.recurrence import Layer
+from sketchssm.recurrence import Layer, check_window
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
@@ -91,15 +89,8 @@ class ReplayHead(DecodeHead):
         output_dtype: str | None = None,
         state: Any = None,
     ) -> None:
-        width, capacity = check_window(window), check_capacity(num_slots)
+        width, capacity = check_window(window, least=1), check_capacity(num_slots)
         check_gate(gate, layer)
         device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
         engine = load_engine("replay", backend, layer, capacity, width, gate=gate, **device)
         super().__init__(layer, capacity, *engine)
-
-
-def check_window(window: Any) -> int:
-    """Check a window's length, which may be a single token."""
-    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
-        raise ValueError(f"window: expected a positive integer, got {window!r}")
-    return int(window)

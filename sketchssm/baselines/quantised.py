@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from sketchssm.backends import load_engine
-from sketchssm.baselines.heads import check_window
 from sketchssm.head import DecodeHead, check_capacity
-from sketchssm.recurrence import Layer
+from sketchssm.recurrence import Layer, check_window
 
 __all__ = ["RESIDUAL_BITS", "CopyReadHead", "QuantisedHead"]
 
@@ -90,7 +89,7 @@ class CopyReadHead(DecodeHead):
     ) -> None:
         capacity, self.bits = check_capacity(num_slots), check_bits(bits)
         super().__init__(
-            layer, capacity, *load_engine("copy", backend, layer, capacity, check_window(window), self.bits)
+            layer, capacity, *load_engine("copy", backend, layer, capacity, check_window(window, least=1), self.bits)
         )
 
 

@@ -101,13 +101,19 @@ def allocate_ranks(
     Raises
     ------
     ValueError
-        If there are no scores, the mean rank is below 1 or, for "uniform", beyond the ranks that can be given, or the
-        method is unknown or needs gradients that were not given.
+        If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
+        that can be given, or the method is unknown or needs gradients that were not given.
     """
     single = isinstance(scores, RankScores)
     layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
     if not layers:
         raise ValueError("scores: expected those of at least one layer, got none")
+    for index, layer in enumerate(layers):
+        if not layer.samples.any():
+            raise ValueError(
+                f"scores: expected samples of at least one head of every layer, got none for layer {index}: sequences "
+                f"must be longer than the window of {layer.window} tokens and write a state"
+            )
     map = CoefficientMap.of(map)
     default = "gradient" if all(layer.graded for layer in layers) else "error"
     method = method or default
@@ -184,41 +190,33 @@ def _bisect(table: _Table, budget: float) -> tuple[Choice, Choice, float]:
     beyond, used, bound = choose(0.0)
     if used <= budget:
         return beyond, beyond, bound
-    # at this price no step up from rank 1 is worth its bytes
-    worst = table.score.max(where=np.isfinite(table.score), initial=0.0)
-    low, high = 0.0, float(worst / np.diff(table.cost, axis=1)[:, :-1].min(initial=1.0))
-    feasible, _, at_high = choose(high)
-    best, bound = table.totals(feasible)[0], max(bound, at_high)
-    for _ in range(100):  # halves the price's interval beyond float64's resolution
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
+    # A step up costs at least a byte: at a price of the largest score every head takes its cheapest action.
+    low, high = 0.0, float(table.score.max(where=np.isfinite(table.score), initial=0.0))
+    feasible, _, value = choose(high)
+    bound = max(bound, value)
+    while low < (middle := (low + high) / 2) < high:  # until float64 has no price in between
         choice, used, value = choose(middle)
         bound = max(bound, value)
         if used > budget:
             low, beyond = middle, choice
-            continue
-        high = middle
-        objective = table.totals(choice)[0]
-        if objective <= best:
-            feasible, best = choice, objective
+        else:
+            high, feasible = middle, choice
     return feasible, beyond, bound
 
 
 def _upgrade(table: _Table, choice: Choice, beyond: Choice, budget: float) -> Choice:
-    """Move heads to what they choose at a slightly lower price, best gain per byte first, as far as the budget goes.
+    """Move heads to their choices at the next lower price as far as the budget goes, the largest gain first.
 
-    Heads of like curves change their choice at one price, all at once: this takes as many of them as there is room.
+    Heads with equal curves change their choices at one price. All these moves gain equally much per byte.
     """
-    choice = choice.copy()
-    heads = np.flatnonzero(choice != beyond)
-    gain = table.score[heads, choice[heads]] - table.score[heads, beyond[heads]]
-    extra = table.cost[heads, beyond[heads]] - table.cost[heads, choice[heads]]
+    choice, rows = choice.copy(), np.arange(choice.size)
+    gain = table.score[rows, choice] - table.score[rows, beyond]
+    extra = table.cost[rows, beyond] - table.cost[rows, choice]
     slack = budget - table.totals(choice)[1]
-    for i in np.argsort(-gain / np.maximum(extra, 1.0), kind="stable"):
-        if gain[i] > 0 and extra[i] <= slack:
-            choice[heads[i]] = beyond[heads[i]]
-            slack -= extra[i]
+    for head in np.argsort(-gain, kind="stable"):
+        if gain[head] > 0 and extra[head] <= slack:
+            choice[head] = beyond[head]
+            slack -= extra[head]
     return choice
 
 

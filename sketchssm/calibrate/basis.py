@@ -9,15 +9,15 @@ whose columns are E0-orthonormal.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.moments import Moments, check_window
-from sketchssm.files import FileFormat, check_array, layer_fields, load_file, save_file
-from sketchssm.recurrence import Layer
+from sketchssm.calibrate.moments import Moments
+from sketchssm.files import FileFormat, check_array, load_file, save_file
+from sketchssm.recurrence import Layer, check_window
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SketchBasis", "fit_basis"]
@@ -154,7 +154,7 @@ class SketchBasis:
             Where to; an existing file is replaced at once when the new one is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        save_file(path, FORMAT, tensors, {"layer": layer_fields(self.layer), "window": self.window})
+        save_file(path, FORMAT, tensors, {"layer": asdict(self.layer), "window": self.window})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SketchBasis:
@@ -212,8 +212,13 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     Raises
     ------
     ValueError
-        If `rank_max` is out of range.
+        If `rank_max` is out of range or there is no sample of any head.
     """
+    if not moments.samples.any():
+        raise ValueError(
+            f"moments: expected samples of at least one head, got none: sequences must be longer than the window of "
+            f"{moments.window} tokens and write a state"
+        )
     layer = moments.layer
     columns = _check_rank_max(layer, min(layer.key_dim, layer.value_dim) if rank_max is None else rank_max)
     samples = np.maximum(moments.samples, 1)[:, None, None]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, walk
-from sketchssm.files import FileFormat, check_array, layer_fields, load_file, save_file
-from sketchssm.recurrence import Layer
+from sketchssm.files import FileFormat, check_array, load_file, save_file
+from sketchssm.recurrence import Layer, check_window
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["Moments"]
@@ -151,7 +152,7 @@ class Moments:
             Where to; an existing file is replaced at once when the new one is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        fields = {"layer": layer_fields(self.layer), "window": self.window, "weighting": self.weighting}
+        fields = {"layer": asdict(self.layer), "window": self.window, "weighting": self.weighting}
         save_file(path, FORMAT, tensors, fields)
 
     @classmethod
@@ -184,7 +185,7 @@ class Moments:
         check_array("state_gram", tensors["state_gram"], gram, np.float64)  # first: these bound what is allocated
         check_array("query_gram", tensors["query_gram"], gram, np.float64)
         check_array("samples", tensors["samples"], (shape.heads,), np.int64)
-        moments = cls(**layer, window=window, weighting=weighting)
+        moments = cls(shape, window=window, weighting=weighting)
         for name, array in tensors.items():
             if not np.isfinite(array).all():
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
@@ -205,10 +206,3 @@ def _layer(kind: str | Layer, **sizes: int | None) -> Layer:
         if name not in given:
             raise ValueError(f"{name}: expected a positive integer, got None")
     return Layer(kind, **given)
-
-
-def check_window(window: Any) -> int:
-    """Check a window's length."""
-    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 2:
-        raise ValueError(f"window: expected an integer of at least 2, got {window!r}")
-    return int(window)

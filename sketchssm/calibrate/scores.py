@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
-from sketchssm.calibrate.moments import check_window
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, take_array, walk
+from sketchssm.recurrence import check_window
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SCORES", "RankScores", "prefix_basis"]

@@ -48,18 +48,23 @@ def command(traces: tuple[Path, ...], out: Path, mean_rank: float, settings: Set
     from sketchssm.traces import Traces
 
     target = plan_paths(traces, out)
+    check_outputs(traces, {"--out": target, "--json": [Path(json_file)] if json_file not in (None, "-") else []})
     output = Output(json_file)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:
             step(f"calibrating {path.name}")
-            layers.append(calibrate(Traces.load(path), settings.window, weighting=settings.weighting))
+            recorded = Traces.load(path)
+            try:
+                layers.append(calibrate(recorded, settings.window, weighting=settings.weighting))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
     scores = [layer.scores for layer in layers]
     allocation = allocate_ranks(scores, mean_rank, settings.method, map=settings.map)
 
     rows, report = [], []
     for layer, ranks, path in zip(layers, allocation.ranks, target, strict=True):
-        plan = SketchPlan(layer.basis, ranks, settings.window, settings.map)
+        plan = SketchPlan(layer.basis, ranks, map=settings.map)
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
         ideal = layer.scores.retained[range(plan.layer.heads), ranks]
@@ -95,6 +100,14 @@ def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
     if out.is_file():
         raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
     return paths
+
+
+def check_outputs(traces: tuple[Path, ...], outputs: dict[str, list[Path]]) -> None:
+    """Refuse to write over a trace file; `outputs` has the files of each option."""
+    for option, paths in outputs.items():
+        for path in paths:
+            if path.exists() and any(path.samefile(trace) for trace in traces):
+                raise click.UsageError(f"{option}: expected another file than the traces, got {path}")
 
 
 def ranks_text(ranks: Any) -> str:

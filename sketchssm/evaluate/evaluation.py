@@ -16,7 +16,7 @@ from sketchssm.evaluate.measure import Measurement, measure, rounded
 from sketchssm.evaluate.registry import Entry
 from sketchssm.evaluate.store import Store
 from sketchssm.evaluate.study import Study
-from sketchssm.files import layer_fields, write_whole
+from sketchssm.files import write_whole
 
 __all__ = ["Evaluation", "LayerResults", "evaluate"]
 
@@ -176,7 +176,7 @@ def _measured(entry: Entry, study: Study, store: Store, backend: str) -> Measure
 
 
 def _results(study: Study, systems: list[Measurement]) -> LayerResults:
-    shape = layer_fields(study.traces.layer)
+    shape = asdict(study.traces.layer)
     facts = {
         **{key: value for key, value in shape.items() if key != "kind"},
         "test_sequences": int(study.traces.test.v.shape[0]),

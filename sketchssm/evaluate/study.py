@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.calibrate.moments import check_window
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
 from sketchssm.evaluate.calibrated import Calibrated, Settings, calibrate
-from sketchssm.files import layer_fields
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Tokens
+from sketchssm.recurrence import DENSE, Tokens, check_window
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.traces import Traces
 
@@ -221,7 +219,7 @@ class Study:
     def digest(self) -> str:
         """SHA-256 of the contents of the traces and of all settings that a result depends on."""
         known = hashlib.sha256()
-        described: list[Any] = [layer_fields(self.traces.layer), asdict(self.settings), self.mean_rank, self.seed]
+        described: list[Any] = [asdict(self.traces.layer), asdict(self.settings), self.mean_rank, self.seed]
         known.update(repr([*described, self.every]).encode())
         arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
         if self.plan is not None:
