@@ -250,22 +250,28 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
 
 
 @pytest.mark.parametrize(
-    ("name", "value_dim"), [("mamba2", 80), ("gdn", 96), ("mamba2", 128), ("kda", 64), ("kda", 80)]
+    ("name", "value_dim", "output"),
+    [
+        ("mamba2", 80, "bfloat16"),
+        ("mamba2", 128, "float16"),
+        ("gdn", 96, "float16"),
+        ("kda", 64, "bfloat16"),
+        ("kda", 80, "float16"),
+    ],
 )
-def test_output_types(name, value_dim, rng, cupy):
-    """Outputs of 16 bits, which reads put together otherwise, are those in float32, rounded."""
+def test_output_types(name, value_dim, output, rng, cupy):
+    """Outputs of 16 bits are those in float32, rounded: reads gather them in other pieces."""
     layer = Layer(name, 6, 64, value_dim, 6 if name == "kda" else 3)
     plan = make_plan(layer, [1, 9, DENSE, 20, 3, DENSE], rng, window=8)
     tokens = tokens_to_device(make_tokens(layer, 3, 9, "bfloat16", rng), "bfloat16")
     start = cupy.asarray(rng.standard_normal((3, *layer.state_shape)).astype(np.float32))
-    outs = {}
-    for output in ("float32", "bfloat16", "float16"):
-        engine = poisoned(SketchEngine(plan, 3, output_dtype=output))
+    outs = []
+    for type_ in ("float32", output):
+        engine = poisoned(SketchEngine(plan, 3, output_dtype=type_))
         engine.load_state(start, cupy.arange(3))
-        outs[output] = cupy.full((3, 9, 6, value_dim), np.nan, ml_dtypes.bfloat16 if output == "bfloat16" else output)
-        engine.step(tokens, cupy.arange(3), outs[output])
-    for output in ("bfloat16", "float16"):
-        assert np.array_equal(outs[output], outs["float32"].astype(outs[output].dtype))
+        outs.append(cupy.full((3, 9, 6, value_dim), np.nan, ml_dtypes.bfloat16 if type_ == "bfloat16" else type_))
+        engine.step(tokens, cupy.arange(3), outs[-1])
+    assert np.array_equal(outs[1], outs[0].astype(outs[1].dtype))
 
 
 @pytest.mark.parametrize("neighbour", [DENSE, 4])
@@ -454,48 +460,48 @@ MANY_HEADS = {
 }
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 40])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", *MANY_HEADS])
-def test_claims_of_a_flush_do_not_matter(name, blocks, rng, cupy):
-    """Bitwise equal results where one block takes more items than its queue holds, or many have a few.
+def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
+    """Bitwise equal results where one block takes more items than its queue holds, and where many take a few.
 
-    Few heads have a sketch: in between, warps get ahead of the one that finishes sketches, by more than a queue's
-    length if they are let. (Blocks run one after the other here, and the first takes all that there is to claim.)
+    Few heads have a sketch. Between two of them, warps would get ahead of the warp that finishes sketches by more than
+    a queue's length if the kernel let them. (Blocks run one after the other here: the first takes all items.)
     """
     layer = (LAYERS | MANY_HEADS)[name]
     ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), DENSE, 17)
     plan = make_plan(layer, ranks, rng)
     tokens = tokens_to_device(make_tokens(layer, 5, 20, "bfloat16", rng), "bfloat16")
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
-    engines = [poisoned(SketchEngine(plan, 5, output_dtype="float32")) for _ in range(2)]
-    outs = [cupy.empty((5, 20, layer.heads, layer.value_dim), np.float32) for _ in engines]
-    for engine, out in zip(engines, outs, strict=True):
-        if engine is engines[1]:
+    results = []
+    for blocks in (None, 1, 2, 40):
+        engine = poisoned(SketchEngine(plan, 5, output_dtype="float32"))
+        if blocks:
             with_blocks(engine, blocks)
+        out = cupy.empty((5, 20, layer.heads, layer.value_dim), np.float32)
         engine.load_state(cupy.asarray(start), cupy.arange(5))
         engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), out)
         engine.flush(cupy.arange(5))
-    assert np.array_equal(*outs)
-    for array in ("state", "sketch", "position"):
-        assert np.array_equal(*(getattr(engine, array).view(np.uint8) for engine in engines))
+        results.append((out, engine.state, engine.sketch, engine.position))
+    for other in results[1:]:
+        for array, same in zip(results[0], other, strict=True):
+            assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
 
 
-@pytest.mark.parametrize("room", [1, 2, 4])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_shares_of_a_read_step_do_not_matter(name, room, rng, cupy, monkeypatch):
-    """Bitwise equal results where few warps do everything, one after the other in room for one item, or ahead.
+def test_shares_of_a_read_step_do_not_matter(name, rng, cupy):
+    """Bitwise equal results where few warps do everything: one item after the other in room for one, or ahead.
 
-    In the roomiest case blocks may have three items at most, so that there are many.
+    With room for four, a block may have three items at most, so that there are many blocks.
     """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
     tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng, gate=gate), "bfloat16", gate)
     outs = []
-    for shares in (False, True):
+    for room in (None, 1, 2, 4):
         engine = poisoned(SketchEngine(plan, 5, output_dtype="float32", gate=gate))
         engine.reset(cupy.arange(5))
-        if shares:
+        if room:
             least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
             tables = 512 * 8 + (128 * 72 if layer.kind == "mamba2" else 0)  # of most rows and scores: here are few
             least += 1024 - tables
@@ -504,7 +510,8 @@ def test_shares_of_a_read_step_do_not_matter(name, room, rng, cupy, monkeypatch)
             engine._read_limits = parts, most_items if room < 4 else 3, 4
         outs.append(cupy.empty((5, 18, layer.heads, layer.value_dim), np.float32))
         engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), outs[-1])
-    assert np.array_equal(*outs)
+    for other in outs[1:]:
+        assert np.array_equal(outs[0], other)
 
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])

@@ -24,7 +24,7 @@ OPTIONS = (
     "-w",  # warnings are for the device's compiler to give
 )
 SANITIZERS = (
-    "-g",
+    "-g1",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
     "-fsanitize-sections=shared_memory",
