@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gpu.cuda_support import make_plan
-from host import standin
+from host import compiler, standin
 from samples import gate_of
 
 from sketchssm.cuda.engines import SCHEDULE_WORDS, ReplayEngine, SketchEngine, StandardEngine
@@ -86,37 +86,48 @@ def chosen():
 
 
 @pytest.fixture(scope="module")
-def compiled(chosen, tmp_path_factory):
-    """What nvcc had to say about every variant."""
-    folder = tmp_path_factory.mktemp("nvcc")
+def compiled(chosen):
+    """nvcc's log of every variant, or its error. Logs are kept between runs."""
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
+    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
 
-    def one(name):
-        source = folder / f"{name}.cu"
-        source.write_text(source_text(chosen[name].operation))
+    def one(variant):
         # -ftz is CuPy's own addition
-        options = ("-std=c++17", "-fatbin", "-ftz=true", "-Xptxas=-v", *targets, *chosen[name].options)
-        command = ["nvcc", *options, str(source), "-o", str(source.with_suffix(".fatbin"))]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        options = ("-std=c++17", "-fatbin", "-ftz=true", "-Xptxas=-v", *targets, *variant.options)
+        source = source_text(variant.operation)
+
+        def make(folder, log):
+            unit = folder / "unit.cu"
+            unit.write_text(source)
+            command = ["nvcc", *options, str(unit), "-o", str(unit.with_suffix(".fatbin"))]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise compiler.CompileError(done.stderr)
+            log.write_text(done.stderr)
+
+        try:
+            return compiler.cached([nvcc, *options, source], ".log", make).read_text()
+        except compiler.CompileError as error:
+            return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(chosen, pool.map(one, chosen), strict=True))
+        return dict(zip(chosen, pool.map(one, chosen.values()), strict=True))
 
 
 def test_all_variants_compile(compiled):
-    failed = {name: done.stderr for name, done in compiled.items() if done.returncode}
+    failed = {name: log for name, log in compiled.items() if isinstance(log, compiler.CompileError)}
     assert not failed, "\n\n".join(f"{name}:\n{log}" for name, log in failed.items())
-    for name, done in compiled.items():
+    for name, log in compiled.items():
         for sm in ARCHITECTURES:
-            assert f"for 'sm_{sm}'" in done.stderr, name
+            assert f"for 'sm_{sm}'" in log, name
 
 
 def test_nothing_big_spills(compiled):
     """At the shapes that count."""
     spilt = {}
-    for name, done in compiled.items():
-        if done.returncode == 0 and not name.startswith("small"):
-            spilt[name] = max(int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr))
+    for name, log in compiled.items():
+        if isinstance(log, str) and not name.startswith("small"):
+            spilt[name] = max(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     allowed = {name: SPILL_OF_PIVOTS.get(name, SPILL_BYTES[name.rsplit("-", 1)[1]]) for name in spilt}
     over = {name: (n, allowed[name]) for name, n in spilt.items() if n > allowed[name]}
     assert not over, f"bytes spilt by each thread, and how many may be: {over}"

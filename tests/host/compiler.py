@@ -97,15 +97,10 @@ def precompiled(options):
 
 
 def built(command, source, suffix, result):
-    """What g++ makes of a source: a file in the cache, named after all that goes into it."""
-    key = "\0".join([*command, source, *(header.read_text() for header in HEADERS)])
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sketchssm" / "host-kernels"
-    target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{result}"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        unit, output = Path(scratch) / f"unit{suffix}", Path(scratch) / f"unit{result}"
+    """What g++ makes of a source."""
+
+    def make(folder, output):
+        unit = folder / f"unit{suffix}"
         unit.write_text(source)
         # g++ itself needs no sanitizer, whatever this process was started with
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -113,5 +108,20 @@ def built(command, source, suffix, result):
         done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompileError(done.stderr)
+
+    return cached([*command, source, *(header.read_text() for header in HEADERS)], result, make)
+
+
+def cached(key, suffix, make):
+    """Path of a file named after its key, the texts it depends on; ``make(folder, path)`` makes it if it is new."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sketchssm" / "host-kernels"
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    target = folder / f"{digest[:32]}{suffix}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        output = Path(scratch) / f"unit{suffix}"
+        make(Path(scratch), output)
         output.replace(target)  # at once, as others may be compiling the same
     return target
