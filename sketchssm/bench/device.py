@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.bench.graphs import Ahead, captured, upload
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
-from sketchssm.cuda.timing import Ahead, captured, upload
 from sketchssm.evaluate.measure import relative_error
 from sketchssm.evaluate.systems import System
 from sketchssm.head import DecodeHead

@@ -1,0 +1,52 @@
+"""Parts of a measurement on a GPU: inputs in device memory, captured graphs, and work that keeps the queue full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sketchssm.recurrence import Tokens
+
+__all__ = ["Ahead", "captured", "upload"]
+
+AHEAD, TIMES = 256 << 20, 3
+"""Bytes that `Ahead` clears, and how often: a fifth of a millisecond in all."""
+
+
+class Ahead:
+    """Work for an idle device that goes ahead of timed work, so that the timed work is queued when its turn comes."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._memory = cupy.empty(AHEAD, np.uint8)
+
+    def launch(self, stream: Any) -> None:
+        """Clear memory."""
+        for _ in range(TIMES):
+            self._memory.data.memset_async(0, AHEAD, stream)
+
+
+def upload(tokens: Tokens, activation: str = "float32", raw_gate: bool = False) -> Tokens:
+    """Copy inputs to the current device: q, k, v and raw gate inputs in the activations' type, gates in float32."""
+    import cupy
+    import ml_dtypes
+
+    wide = np.dtype(np.float32)
+    narrow = np.dtype(ml_dtypes.bfloat16 if activation == "bfloat16" else activation)
+    activations = "qkvg" if raw_gate else "qkv"
+
+    def copied(name: str, x: Any) -> Any:
+        return cupy.asarray(np.ascontiguousarray(x, dtype=narrow if name in activations else wide))
+
+    return Tokens(*(None if x is None else copied(name, x) for name, x in tokens._asdict().items()))
+
+
+def captured(work: Callable[[], None], stream: Any) -> Any:
+    """Capture as a graph what launches kernels on CuPy's current stream, without waiting or allocating."""
+    with stream:
+        stream.begin_capture()
+        work()
+        return stream.end_capture()
