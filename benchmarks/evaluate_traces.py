@@ -1,9 +1,9 @@
-"""Evaluate every system on trace files and keep the table: what `sketchssm evaluate` finds, without heads.
+"""Evaluate every system on trace files and keep the table: the results of `sketchssm evaluate` without those per head.
 
     python benchmarks/evaluate_traces.py traces/*.npz --out build/evaluation
 
-The folder of --out keeps finished parts, so that a run that was interrupted goes on; the table goes to --json, by
-default benchmarks/results/evaluate-traces.json. Other options are those of `sketchssm evaluate`:
+The folder of --out keeps finished parts for a later run; the table goes to --json, by default
+benchmarks/results/evaluate-traces.json. Other options are those of `sketchssm evaluate`:
 
     python benchmarks/evaluate_traces.py traces/*.npz sketchssm/data/*.npz --window 32 --ranks 10,12,14,16,18 \\
         --json benchmarks/results/evaluate-traces-w32.json
@@ -24,16 +24,16 @@ KEPT = ("reduction", "output_error", "state_error", "retained", "objective")
 
 
 def table(results):
-    """Results of each layer, one row per system: its errors, and those over tokens at every other point."""
+    """Results of each layer, one row per system: its errors, and its errors over tokens; results per head are left out."""
     layers = []
     for layer in results["layers"]:
         facts = {name: value for name, value in layer.items() if name not in ("systems", "curves", "digest")}
         systems = {
             f"{s['family']}/{s['setting']}": {name: s[name] for name in KEPT if s[name] is not None}
-            | {f"{name}_over_tokens": s["drift"][name][1::2] for name in ("output_error", "state_error")}
+            | {f"{name}_over_tokens": s["drift"][name] for name in ("output_error", "state_error")}
             for s in layer["systems"]
         }
-        layers.append(facts | {"points": layer["systems"][0]["drift"]["tokens"][1::2], "systems": systems})
+        layers.append(facts | {"points": layer["systems"][0]["drift"]["tokens"], "systems": systems})
     return {"version": results["version"], "settings": results["settings"], "layers": layers}
 
 
