@@ -24,7 +24,7 @@ KEPT = ("reduction", "output_error", "state_error", "retained", "objective")
 
 
 def table(results):
-    """Results of each layer, one row per system: its errors, and its errors over tokens; results per head are left out."""
+    """Results of each layer, one row per system: errors, and errors over tokens. Results per head are left out."""
     layers = []
     for layer in results["layers"]:
         facts = {name: value for name, value in layer.items() if name not in ("systems", "curves", "digest")}

@@ -53,7 +53,7 @@ def headline(layers):
             yield [
                 layer["name"], f"{max(band):.1e} to {min(band):.1e}",
                 f"{name} {rival['output_error']:.1e} at {rival['reduction']:.2f}x", " to ".join(less),
-                f"{max(layer['half_life'], key=lambda x: x or float('inf')):.0f}",
+                f"{max(float('inf') if life is None else life for life in layer['half_life']):.0f}",
             ]  # fmt: skip
 
 

@@ -1,0 +1,72 @@
+"""The tables of docs/evaluation.md are those of the reports that they name."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("trace_tables", ROOT / "benchmarks" / "trace_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("report", "layers"), [("evaluate-traces", 6), ("evaluate-traces-w32", 9), ("evaluate-slice", 3)]
+)
+def test_documented_rows(tables, report, layers):
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    rows = list(tables.headline(json.loads((RESULTS / f"{report}.json").read_text())["layers"]))
+    assert len(rows) == layers
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in page
+
+
+def system(reduction, error, **curves):
+    return {"reduction": reduction, "output_error": error, "state_error": error} | curves
+
+
+def layer_of(**systems):
+    names = {name.replace("__", "/").replace("_", "-"): s for name, s in systems.items()}
+    return {"name": "layer", "map": "ridge", "half_life": [5.0, None], "systems": names}
+
+
+def test_headline_takes_the_worst_sketch_and_the_best_rival(tables):
+    layer = layer_of(
+        sketch__ridge_8=system(10.5, 0.02), sketch__ridge_12=system(9.1, 0.01), sketch__ridge_2=system(14, 0.09),
+        sketch__prior_8=system(10.0, 0.5), quantised__dsq_6_bits=system(5.1, 0.06),
+        quantised__dsq_8_bits=system(3.9, 0.001), pruned__ghost_75=system(4.0, 0.05), read_only__copy=system(8, 0.001),
+    )  # fmt: skip
+    [row] = tables.headline([layer])
+    assert row == ["layer", "2.0e-02 to 1.0e-02", "pruned/ghost-75 5.0e-02 at 4.00x", "2.5 to 5", "inf"]
+    assert list(tables.headline([layer_of(sketch__ridge_8=system(10, 0.02))])) == []
+
+
+def test_copies_meet_the_best_sketch_of_no_more_bytes(tables):
+    layer = layer_of(
+        sketch__ridge_8=system(10, 0.02), sketch__ridge_16=system(7.99, 0.01), sketch__ridge_24=system(6, 0.001),
+        read_only__copy=system(8, 0.04),
+    )  # fmt: skip
+    assert list(tables.copies([layer])) == [["layer", "read-only/copy", "sketch/ridge-16", "0.25"]]
+
+
+def test_ablations_and_growth(tables):
+    layer = layer_of(
+        ablation__full_method=system(10, 0.02), ablation__random_basis=system(10, 0.05),
+        quantised__dsq_6_bits=system(5, 0.1, output_error_over_tokens=[0.1] * 2 + [0.2] * 4 + [0.3] * 2,
+                                     state_error_over_tokens=[0.1] * 8),
+    )  # fmt: skip
+    assert ["ablation/random-basis", "2.50 to 2.50"] in list(tables.ablations([layer]))
+    assert list(tables.growths([layer])) == [
+        ["layer", "quantised", "output_error", "3.00 to 3.00"],
+        ["layer", "quantised", "state_error", "1.00 to 1.00"],
+    ]
+    del layer["systems"]["ablation/full-method"]
+    assert list(tables.ablations([layer])) == []
