@@ -1,4 +1,4 @@
-"""Every system that a sketch is compared with, behind the interface of `sketchssm.head.DecodeHead`."""
+"""Baselines: the systems that a sketch is compared with, as heads with the interface of `DecodeHead`."""
 
 from sketchssm.baselines.heads import ReplayHead, StandardHead
 from sketchssm.baselines.key_reduction import KeyMoments, KeyReducedHead, KeyReduction

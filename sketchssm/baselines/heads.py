@@ -1,4 +1,4 @@
-"""The two exact systems that a sketch is compared with: standard decode and buffered replay."""
+"""The two exact baselines: standard decode and buffered replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ReplayHead", "StandardHead"]
 
 
 class StandardHead(DecodeHead):
-    """Reads and writes every state at every token: what serving engines do by default.
+    """Standard decode: reads and writes every state at every token, as serving engines do by default.
 
     Parameters
     ----------
@@ -51,13 +51,13 @@ class StandardHead(DecodeHead):
 
 
 class ReplayHead(DecodeHead):
-    """Buffers a window's raw inputs and writes the state once per window, but reads it at every token.
+    """Buffered replay: writes the state once per window, but reads the state and the buffered inputs at every token.
 
-    From ReplaySSM: the scheme, and that raw inputs are what is buffered, so that states stay those of the recurrence.
-    Chosen here: the delta rule's triangular system is solved at the flush, each slot has a window of its own, and
-    padding rows take no part. It stands for KVBuffer (arXiv 2605.19049) too, which buffers keys and what each token
-    writes instead: outputs and states are the same in exact arithmetic at every token, and a test holds the two
-    together. KVBuffer's speculative form, with a rollback, is left out.
+    ReplaySSM is the source of the scheme and of buffering raw inputs. Choices of this library: the triangular system
+    of the delta rule is solved at the flush, each slot has a window of its own, and padding rows take no part. This
+    head also stands for KVBuffer (arXiv 2605.19049), which buffers keys and the write of each token instead. In exact
+    arithmetic outputs and states are the same at every token; a test compares the two. KVBuffer's speculative form,
+    with a rollback, is left out.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Key reduction with DRRQR: the key channels that a strong rank-revealing QR picks, the others folded into them."""
+"""Key reduction with DRRQR: a strong rank-revealing QR picks key channels, the others are folded into them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sketchssm.reference.recurrence import Array
 __all__ = ["GROWTH", "KeyMoments", "KeyReducedHead", "KeyReduction", "StrongQR", "strong_rrqr"]
 
 GROWTH = 1.5
-"""How much larger a volume a swap of two channels may still promise where the search stops: f, the source's value."""
+"""The search stops where no swap of two channels makes the volume larger than this factor: f, the source's value."""
 
 SUPPORT = 1e-7
-"""Directions of the channels with less than this share of the largest singular value count as absent: squares of
-smaller ones are lost in the rounding of a Gram matrix."""
+"""Directions with less than this share of the largest singular value count as absent: the rounding of a Gram matrix
+loses their squares."""
 
 
 class StrongQR(NamedTuple):
-    """Columns that a strong rank-revealing QR picks of a matrix M.
+    """Columns of a matrix M that a strong rank-revealing QR picks.
 
-    ``kept (n,)`` and ``dropped (K - n,)`` are column numbers, and ``swaps`` counts what was swapped.
+    ``kept (n,)`` and ``dropped (K - n,)`` are column numbers, and ``swaps`` is the number of swaps.
     """
 
     kept: npt.NDArray[np.int64]
@@ -39,13 +39,13 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
 
     With ``M P = Q [[A, B], [0, C]]``, swapping kept column i for dropped column j multiplies the volume ``det A`` by
     ``rho_ij = sqrt((A^-1 B)_ij^2 + (|C_j| |row i of A^-1|)^2)``. Columns start in the order of a pivoted QR, and the
-    pair of the largest rho is swapped until none is above `growth`. Each swap lets the volume grow, so that it ends;
-    the source of DRRQR stops after 20 swaps at the latest, this does not.
+    pair of the largest rho is swapped until none is above `growth`. Each swap makes the volume larger, so the search
+    ends. The source of DRRQR stops after at most 20 swaps; this function does not.
 
     Parameters
     ----------
     gram : ndarray, (K, K)
-        ``M^T M``: all that the method needs of M.
+        ``M^T M``; the method needs no more of M.
     count : int
         Columns to keep, 1 to K.
     growth : float, default 1.5
@@ -54,7 +54,7 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
     Returns
     -------
     StrongQR
-        Of a matrix whose rank is below `count`, what the pivoted QR starts with: there is no volume to compare.
+        For a matrix whose rank is below `count`, the first columns of the pivoted QR: there is no volume to compare.
     """
     from scipy.linalg import qr, solve_triangular
 
@@ -88,10 +88,10 @@ def _full_rank(r: Array, count: int) -> bool:
 class KeyMoments:
     """Running Gram matrices of a gdn layer's keys and queries, from which DRRQR picks channels.
 
-    From Nazari and Rusch (arXiv 2602.04852) and their repository come the strong rank-revealing QR of keys and
-    queries together, one for each key head, its bound of 1.5, and that a share of the channels of every head goes.
-    They factorise up to 5000 samples of activations before the layer normalises them; here samples come normalised,
-    so queries are brought to unit length to weigh as much as keys do, and all samples count, through their Gram
+    Nazari and Rusch (arXiv 2602.04852) and their repository are the source of the strong rank-revealing QR of keys
+    and queries together, one per key head, of its bound of 1.5, and of dropping a share of the channels of every head.
+    They factorise up to 5000 samples of activations before the layer normalises them. Here samples come normalised:
+    queries are scaled to unit length, so that they weigh as much as keys, and all samples count, through their Gram
     matrix.
 
     Parameters
@@ -112,7 +112,7 @@ class KeyMoments:
     ------
     ValueError
         For mamba2 and kda: the source reduces DeltaNet and Gated DeltaNet. Folding needs one decay for all channels,
-        which kda has not, and unit keys, which mamba2 has not; see `ChannelScores` for both.
+        which kda does not have, and unit keys, which mamba2 does not have. `ChannelScores` prunes both kinds.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -125,14 +125,14 @@ class KeyMoments:
         self.tokens = 0
 
     def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None) -> None:
-        """Add what some tokens contribute.
+        """Add the contribution of some tokens.
 
         Parameters
         ----------
         q, k : array, (batch, tokens, key_heads, K)
             Queries and keys, normalised and scaled.
         v, g, beta : array
-            Values, log-decays and write gates, which are only checked: see `DecodeHead.step` for the shapes.
+            Values, log-decays and write gates, only checked; see `DecodeHead.step` for the shapes.
 
         Raises
         ------
@@ -164,23 +164,23 @@ class KeyMoments:
         return total
 
     def reduce(self, sparsity: float) -> KeyReduction:
-        """Pick the channels that stay.
+        """Pick the channels to keep.
 
         Parameters
         ----------
         sparsity : float
-            Share of every key head's channels to drop, 0 to below 1; what is left is rounded down, as in the source,
-            to at least one.
+            Share of the channels of every key head to drop, 0 to below 1. The count of kept channels is rounded down,
+            as in the source, and at least one.
 
         Returns
         -------
         KeyReduction
-            Channels of every key head and what the others are of them.
+            Kept channels of every key head, and the others as combinations of them.
 
         Raises
         ------
         ValueError
-            If the share is out of range or there is nothing to pick by.
+            If the share is out of range or no tokens were added.
         """
         count = max(int(self.layer.key_dim * (1 - check_sparsity(sparsity)) + 1e-9), 1)
         if not self.tokens:
@@ -196,7 +196,7 @@ class KeyMoments:
 
 @dataclass(frozen=True, eq=False)
 class KeyReduction:
-    """Key channels that stay, and what the others are of them.
+    """Kept key channels, and the others as combinations of them.
 
     Made by `KeyMoments.reduce`.
 
@@ -205,11 +205,11 @@ class KeyReduction:
     layer : Layer
         Kind and shape.
     kept : ndarray of int64, (key_heads, n)
-        Channels that stay.
+        Kept channels.
     dropped : ndarray of int64, (key_heads, K - n)
         The others.
     weights : ndarray, (key_heads, n, K - n)
-        Least squares coefficients over the keys alone, of which states are made: ``k[dropped] ~ k[kept] @ weights``.
+        Least-squares coefficients over the keys: ``k[dropped] ~ k[kept] @ weights``.
     """
 
     layer: Layer
@@ -218,7 +218,7 @@ class KeyReduction:
     weights: Array
 
     def channels(self, fold: bool = True) -> ChannelMap:
-        """Maps of queries, keys and states, see `KeyReducedHead`.
+        """Return the maps of queries, keys and states, see `KeyReducedHead`.
 
         Parameters
         ----------
@@ -243,15 +243,15 @@ class KeyReduction:
 
 
 class KeyReducedHead(ReducedHead):
-    """Keeps the key channels that DRRQR picks, in a recurrence that is smaller by the others.
+    """The recurrence over the key channels that DRRQR picks.
 
-    The source slices queries and keys, and the layer then normalises what is left (``fold=False``, where both keep
-    their lengths). Its short convolutions leave no other way within a model's weights. A decode head gets queries and
-    keys after those, and can fold the dropped channels into the kept ones: where ``k = E k[kept]``, with E made of
-    the identity and the reduction's weights, and ``E^T E = L L^T``, the recurrence of the keys ``L^T k[kept]`` and
-    queries ``L^-1 E^T q`` has the outputs of the whole one. It is exact for keys of no higher rank than channels
-    kept, and elsewhere keys keep their lengths, so that no token can erase more than it should. The maps belong to
-    the layer: they cost no state traffic.
+    The source slices queries and keys, and the layer then normalises the rest (``fold=False``; both keep their
+    lengths). Short convolutions before the recurrence leave no other way within a model's weights. A decode head gets
+    queries and keys after the convolutions and can fold the dropped channels into the kept ones. Where
+    ``k = E k[kept]``, with E made of the identity and the weights of the reduction, and ``E^T E = L L^T``, the
+    recurrence with keys ``L^T k[kept]`` and queries ``L^-1 E^T q`` has the outputs of the whole recurrence. Folding is
+    exact if the rank of the keys does not exceed the number of kept channels. Other keys keep their lengths, so that
+    no token erases too much. The maps belong to the layer and cost no state traffic.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A fixed low-rank read: the sketch's plainest alternative among read-only variants."""
+"""A fixed low-rank read: the simplest read-only variant beside the sketch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["low_rank_basis", "low_rank_plan"]
 
 
 def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
-    """Leading eigenvectors of the mean state Gram matrix ``E[S S^T]`` of every head.
+    """Compute the leading eigenvectors of the mean state Gram matrix ``E[S S^T]`` of every head.
 
-    Of all subspaces of their dimension they hold the most of the states' energy on average: they minimise
+    Among all subspaces of their dimension they hold the most energy of the states on average: they minimise
     ``E |S - E E^T S|^2``, whatever the queries are.
 
     Parameters
@@ -54,10 +54,10 @@ def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis
 def low_rank_plan(moments: Moments, ranks: npt.ArrayLike) -> SketchPlan:
     """Plan reads through a fixed low-rank form of the state: ``o = (S^T E)(E^T q)``.
 
-    The read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*, after Eckart and Young:
-    a fixed basis E from `low_rank_basis`, direct projection for coefficients. It is what a sketch with the basis E and
-    the fixed map ``E^T`` reads, so that every backend of `SketchHead` runs it. The paper counts the projection's bytes
-    for every state; by this library's byte model it is shared, like that of `offline`, and costs none.
+    A read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*, after Eckart and Young: a
+    fixed basis E from `low_rank_basis`, and projections as coefficients. A sketch with the basis E and the fixed map
+    ``E^T`` reads the same, so every backend of `SketchHead` runs this plan. The paper counts the bytes of the
+    projection for every state. In this library's byte model the projection is shared, as for `offline`, and free.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def low_rank_plan(moments: Moments, ranks: npt.ArrayLike) -> SketchPlan:
     Returns
     -------
     SketchPlan
-        For `SketchHead`; its map is called "offline", which is what reads with a shared projection do.
+        For `SketchHead`. Its map is "offline", the map with a shared projection.
 
     Raises
     ------

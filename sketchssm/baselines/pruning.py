@@ -1,4 +1,4 @@
-"""State pruning with GHOST's scores: channels that are driven weakly or heard weakly are dropped."""
+"""State pruning with GHOST's scores: key channels with little controllability times observability are dropped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["ChannelScores", "PrunedHead"]
 class ChannelScores:
     """Running sums of GHOST's score of every key channel (Menezes and Kyrillidis, arXiv 2602.11408).
 
-    A channel's score is the root mean, over tokens, of its controllability times its observability: of the energy of
-    its row of the state, over the group's heads and all value channels, times the square of the query's entry, paired
-    token by token. That is exactly the mean squared error of the outputs that zeroing what is read from the channel
-    would cost, and needs forward passes alone.
+    The score of a channel is the root of the mean over tokens of its controllability times its observability. These
+    are the energy of its row of the state, over the heads of the group and all value channels, and the square of the
+    query's entry, multiplied token by token. The mean is exactly the squared output error of zeroing the reads of the
+    channel. Forward passes are enough to compute the score.
 
-    From the source come the score, its sum over the value heads that share a key head, and the pooling of all key
-    heads of a layer before the lowest are dropped. It recalibrates layer by layer while it prunes a model; here each
-    layer's traces are what the unpruned model gave it.
+    The source has the score, its sum over the value heads that share a key head, and the pooling of all key heads of a
+    layer before the lowest are dropped. The source recalibrates layer by layer while it prunes a model. Here the
+    traces of each layer come from the unpruned model.
 
     Parameters
     ----------
@@ -44,8 +44,8 @@ class ChannelScores:
     Raises
     ------
     ValueError
-        For gdn: the source covers Mamba-2 and the paper's comparison adds kda, whose decay is by channel, too; for gdn
-        that comparison reduces keys instead, see `KeyMoments`.
+        For gdn. The source covers Mamba-2, and the paper's comparison adds kda, whose decay is per channel. For gdn
+        the paper compares with key reduction, see `KeyMoments`.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -56,7 +56,7 @@ class ChannelScores:
         self.tokens = 0
 
     def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, state: npt.ArrayLike | None = None) -> Array:
-        """Add what some tokens contribute.
+        """Add the contribution of some tokens.
 
         Parameters
         ----------
@@ -69,12 +69,12 @@ class ChannelScores:
         beta : array, (batch, tokens, heads), optional
             Write gates; None for mamba2.
         state : array_like, (batch, heads, V, K), optional
-            States that the sequences start from, such as those that the call before returned; default zeros.
+            States at the start of the sequences, such as those that the previous call returned; default zeros.
 
         Returns
         -------
         ndarray, (batch, heads, V, K)
-            States after the last token, to go on with.
+            States after the last token, for the next call.
 
         Raises
         ------
@@ -112,11 +112,11 @@ class ChannelScores:
 
     @property
     def scores(self) -> Array:
-        """Root mean square of what each channel adds to outputs, ``(key_heads, K)``."""
+        """Root mean square contribution of each channel to the outputs, ``(key_heads, K)``."""
         return np.sqrt(self.energy / max(self.tokens, 1))
 
     def keep(self, sparsity: float) -> npt.NDArray[np.bool_]:
-        """Choose the channels that stay.
+        """Choose the channels to keep.
 
         Parameters
         ----------
@@ -126,12 +126,12 @@ class ChannelScores:
         Returns
         -------
         ndarray of bool, (key_heads, K)
-            True where a channel stays: those of the highest scores.
+            True for kept channels: those with the highest scores.
 
         Raises
         ------
         ValueError
-            If the share is out of range or there is nothing to score by.
+            If the share is out of range or no tokens were added.
         """
         count = round((1 - check_sparsity(sparsity)) * self.energy.size)
         if not self.tokens:
@@ -145,18 +145,18 @@ class ChannelScores:
 
 
 class PrunedHead(ReducedHead):
-    """Keeps only some key channels of every state, as GHOST prunes Mamba-2.
+    """The recurrence over some key channels of every state, as GHOST prunes Mamba-2.
 
-    What is left is a smaller recurrence of the same kind: the entries of queries, keys and, for kda, decays of the
-    dropped channels are not used, and their rows of a state read as zero. Keys and queries are not normalised again:
-    a pruned model whose layer normalises them afterwards would do so, which measured worse on every trace of kda.
+    The entries of queries, keys and, for kda, decays of dropped channels are not used, and the rows of those channels
+    in a state read as zero. Keys and queries are not normalised again: normalising measured worse on every trace of
+    kda.
 
     Parameters
     ----------
     layer : Layer
         Kind and shape, of kind mamba2 or kda.
     keep : array_like of bool, (key_heads, K)
-        True where a channel stays, from `ChannelScores.keep`.
+        True for kept channels, from `ChannelScores.keep`.
     num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}, default "auto"

@@ -1,4 +1,4 @@
-"""Quantised states (DSQ of Q-Mamba), and quantised copies that only reads see."""
+"""Quantised states (DSQ of Q-Mamba), and quantised copies for reads alone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sketchssm.recurrence import Layer, check_window
 __all__ = ["RESIDUAL_BITS", "CopyReadHead", "QuantisedHead"]
 
 RESIDUAL_BITS = 4
-"""Bits of a stored rounding error, where error feedback is on."""
+"""Bits of a stored rounding error with error feedback."""
 
 
 class QuantisedHead(DecodeHead):
-    """Keeps every state quantised and requantises it at every token: DSQ of Q-Mamba (Findings of ACL 2025, 551).
+    """Quantised states, requantised at every token: DSQ of Q-Mamba (Findings of ACL 2025, 551).
 
-    From there come separate scales along both dimensions of the state, found anew whenever it is stored. How they are
-    found is this library's choice, as `sketchssm.reference.quantise` says, and so is that a token's output is read
-    from the updated state before it is requantised, which a kernel has at hand.
+    DSQ has separate scales along both dimensions of the state, computed whenever the state is stored. Two choices are
+    this library's: how the scales are computed (`sketchssm.reference.quantise`), and that the output of a token is
+    read from the updated state before it is requantised, which a kernel has at hand.
 
-    Error feedback is our own option: what the codes lose is stored too, in 4 bits that share the scales, and added
-    back before the next token's decay. It has to be kept for every element, so that a state costs ``bits + 4`` bits
-    per element to read and to write, and is then as accurate as a quantiser of almost that many bits.
+    Error feedback is an option of this library: rounding errors are stored too, in 4 bits that share the scales, and
+    added back before the decay of the next token. Every element has a rounding error, so a state costs ``bits + 4``
+    bits per element to read and to write, and is about as accurate as a quantiser with that many bits.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class QuantisedHead(DecodeHead):
     bits : int, default 8
         Bits per element of the state, 2 to 16.
     error_feedback : bool, default False
-        Keep what quantising loses, in 4 more bits per element.
+        Store rounding errors, in 4 more bits per element.
 
     Raises
     ------
@@ -57,13 +57,13 @@ class QuantisedHead(DecodeHead):
 
 
 class CopyReadHead(DecodeHead):
-    """Keeps states exact and reads a quantised copy of them between flushes.
+    """Exact states, with reads between flushes from a quantised copy.
 
-    The read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*: updates wait in a
-    window's ring as in `ReplayHead`, and each flush quantises what it has updated. The appendix does not name the
-    copy's format. Here it has the scales of `QuantisedHead`, which the printed traffic agrees with, and all ``2^bits``
-    levels, at the centres of equal cells: zero is none of them, which costs a recurrence but no copy, and takes a
-    third to two thirds off the error of a 2-bit copy.
+    A read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*: updates wait in the ring
+    as in `ReplayHead`, and each flush quantises the updated state. The appendix does not name the format of the copy.
+    Here the copy has the scales of `QuantisedHead`, whose bytes agree with the printed traffic, and all ``2^bits``
+    levels at the centres of equal cells. Zero is not a level. That would add noise to a recurrence at every token, but
+    not to a copy, and removes a third to two thirds of the error of a 2-bit copy.
 
     Parameters
     ----------

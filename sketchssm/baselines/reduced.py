@@ -1,7 +1,7 @@
-"""Recurrences over fewer key channels than the model's: what pruned states and reduced keys have in common.
+"""Recurrences over fewer key channels than the model's: the common part of pruned states and reduced keys.
 
-Dropping key channels leaves a smaller recurrence of the same kind. So its engine is the standard one at a smaller K,
-behind linear maps of queries and keys that belong to the layer, not to a state, and cost no state traffic.
+A recurrence without some key channels is a smaller recurrence of the same kind. Its engine is the standard engine at a
+smaller K, behind linear maps of queries and keys. The maps belong to the layer and cost no state traffic.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["ChannelMap", "ReducedEngine", "ReducedHead", "check_sparsity", "cpu_
 
 @dataclass(frozen=True, eq=False)
 class ChannelMap:
-    """How K channels of a key head become fewer coordinates.
+    """Linear maps from the K channels of a key head to fewer coordinates.
 
     Attributes
     ----------
     kept : ndarray of int64, (key_heads, n)
-        Channels that remain, in the order of the coordinates; -1 for a coordinate that a key head does not use.
+        Kept channels in the order of the coordinates; -1 for a coordinate that a key head does not use.
     query, key : ndarray, (key_heads, n, K)
         Maps of queries and keys.
     lift : ndarray, (key_heads, K, n)
         Orthonormal columns (zero for unused coordinates): a reduced state ``(V, n)`` stands for ``state @ lift^T``.
     norms : tuple of bool
-        Whether queries and keys keep their lengths, as a layer that normalises them would have it.
+        Whether queries and keys are scaled back to their lengths, as a layer that normalises them would do.
     """
 
     kept: npt.NDArray[np.int64]
@@ -45,17 +45,17 @@ class ChannelMap:
     def selection(
         cls, kept: npt.NDArray[np.int64], key_dim: int, norms: tuple[bool, bool] = (False, False)
     ) -> ChannelMap:
-        """Plain selection of channels, the same for queries and keys."""
+        """Select channels, the same for queries and keys."""
         pick = (kept[..., None] == np.arange(key_dim)).astype(np.float64)
         return cls(kept, pick, pick, pick.swapaxes(-1, -2), norms)
 
     def reduced(self, layer: Layer) -> Layer:
-        """The layer with as many key channels as there are coordinates."""
+        """Return the layer with one key channel per coordinate."""
         return Layer(layer.kind, layer.heads, self.kept.shape[-1], layer.value_dim, layer.key_heads)
 
 
 class ReducedEngine:
-    """An engine of a layer with fewer key channels, seen as one of the whole layer.
+    """An engine of a reduced layer with the interface of an engine of the whole layer.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class ReducedEngine:
     inner : Engine
         Standard engine of the reduced layer.
     channels : ChannelMap
-        How the one becomes the other.
+        Maps between the two.
     """
 
     window = 1
@@ -78,7 +78,7 @@ class ReducedEngine:
 
     @property
     def state(self) -> Array:
-        """States ``(slots, heads, V, K)`` that the reduced ones stand for: made anew, not a view."""
+        """States ``(slots, heads, V, K)`` of the whole layer: a new array, not a view."""
         return self._inner.state @ self._lift.swapaxes(-1, -2)
 
     @property
@@ -102,7 +102,7 @@ class ReducedEngine:
         self._inner.step(Tokens(q, k, tokens.v, g, tokens.beta), slots, out)
 
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`; what lies outside the kept channels is lost."""
+        """See `sketchssm.backends.Engine`; the part outside the kept channels is lost."""
         with np.errstate(invalid="ignore", over="ignore"):  # padding rows may hold anything
             self._inner.load_state(np.ascontiguousarray(state @ self._lift), slots)
 
@@ -129,14 +129,14 @@ def cpu_engine(layer: Layer, num_slots: int, channels: ChannelMap) -> ReducedEng
 
 
 class ReducedHead(DecodeHead):
-    """Common part of heads with fewer key channels; make one of its subclasses instead.
+    """Base class of heads with fewer key channels.
 
     Parameters
     ----------
     layer : Layer
         Kind and shape.
     channels : ChannelMap
-        The channels that are left.
+        The kept channels.
     num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu"}
@@ -162,7 +162,7 @@ def check_sparsity(sparsity: float) -> float:
 
 
 def _mapped(maps: Array, x: Array, norm: bool) -> Array:
-    """Map queries or keys ``(batch, tokens, key_heads, K)``, each vector on its own so that no row sees the others."""
+    """Map queries or keys ``(batch, tokens, key_heads, K)``, one vector at a time: rows do not affect each other."""
     with np.errstate(invalid="ignore", over="ignore"):  # padding rows may hold anything
         y = (maps @ x[..., None])[..., 0]
         if norm:

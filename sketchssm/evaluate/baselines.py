@@ -1,7 +1,7 @@
-"""Entries of the paper's baselines, for `sketchssm.evaluate.systems.compare`.
+"""The paper's baselines as systems.
 
-Every function takes a layer, calibration tokens and a window, whether or not the method uses all three, and returns an
-empty list for a kind that the method excludes.
+Every function takes a layer, calibration tokens and a window, even if the method does not use all three, and returns
+an empty list for kinds that the method excludes.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def quantised_systems(
     bits: Sequence[int] = (10, 8, 6, 4),
     error_feedback: bool | Sequence[bool] = False,
 ) -> list[System]:
-    """List quantised states, with and without error feedback as asked.
+    """List quantised states, with and without error feedback.
 
     Parameters
     ----------
     layer : Layer
         Kind and shape.
     tokens : Tokens
-        Not used: the scales follow the state.
+        Not used: scales are computed from the state.
     window : int, default 16
         Not used: a state is requantised at every token.
     bits : sequence of int, default (10, 8, 6, 4)
         Bits per element.
     error_feedback : bool or sequence of bool, default False
-        Whether rounding errors are kept; a sequence lists both.
+        Whether rounding errors are stored; a sequence lists several choices.
 
     Returns
     -------
     list of System
-        Entries for `compare`, by error feedback, then in the order of `bits`.
+        By error feedback, then in the order of `bits`.
     """
     whole = traffic.standard(layer.key_dim, layer.value_dim)
     systems = []
@@ -73,7 +73,7 @@ def quantised_systems(
 def pruned_systems(
     layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
-    """List states pruned by GHOST's scores.
+    """List states pruned by the scores of GHOST.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def pruned_systems(
     Returns
     -------
     list of System
-        Entries for `compare`, in the order of `sparsities`; none for gdn.
+        In the order of `sparsities`; none for gdn.
     """
     if layer.kind == "gdn":
         return []
@@ -110,7 +110,7 @@ def key_reduced_systems(
     sparsities: Sequence[float] = SPARSITIES,
     fold: bool | Sequence[bool] = True,
 ) -> list[System]:
-    """List recurrences over the key channels that DRRQR picks.
+    """List recurrences over the key channels picked by DRRQR.
 
     Parameters
     ----------
@@ -123,12 +123,12 @@ def key_reduced_systems(
     sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
         Shares of the key channels to drop.
     fold : bool or sequence of bool, default True
-        Whether dropped channels are folded into the kept ones; a sequence lists both.
+        Whether dropped channels are folded into the kept ones; a sequence lists several choices.
 
     Returns
     -------
     list of System
-        Entries for `compare`, by `fold`, then in the order of `sparsities`; none but for gdn.
+        By `fold`, then in the order of `sparsities`; only for gdn.
     """
     if layer.kind != "gdn":
         return []
@@ -167,12 +167,12 @@ def read_only_systems(
     bits : sequence of int, default (4, 2)
         Bits per element of the copies.
     ranks : sequence of int, default (16, 8, 4)
-        Ranks of the low-rank reads, each for all heads; those above min(K, V) are left out.
+        Ranks of the low-rank reads, one for all heads; ranks above min(K, V) are left out.
 
     Returns
     -------
     list of System
-        Entries for `compare`: copies in the order of `bits`, low-rank reads in that of `ranks`.
+        Copies in the order of `bits`, then low-rank reads in the order of `ranks`.
     """
     size = (layer.key_dim, layer.value_dim)
     whole = traffic.standard(*size)
@@ -194,6 +194,6 @@ def _each(choice: bool | Sequence[bool]) -> Sequence[bool]:
 
 
 def _pruned_reduction(layer: Layer, left: float) -> float:
-    """Traffic reduction where a share of the key channels is left."""
+    """Traffic reduction with a share of the key channels kept."""
     size = (layer.key_dim, layer.value_dim)
     return traffic.standard(*size) / traffic.compressed(*size, sparsity=1 - float(left))
