@@ -1,9 +1,10 @@
-"""The documentation keeps its promises: docstrings are complete, and what is shown runs."""
+"""Docstrings are complete, the API page lists every name, and all code in the documentation runs."""
 
 import ast
 import doctest
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ import sketchssm
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OPTIONAL = {"cupy", "jax", "matplotlib", "torch", "transformers"}
-# A fenced python block that stands right after the marker line.
+# A fenced python block right after the marker line.
 RUNNABLE = re.compile(r"^<!-- run -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [
     page for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))] if RUNNABLE.search(page.read_text())
@@ -27,7 +28,7 @@ PAGES = [
 
 
 def public_objects() -> dict[str, object]:
-    """Public names with a docstring: functions, classes and modules with what they hold."""
+    """Public functions, classes and modules, and the public members of the classes and modules."""
     found: dict[str, object] = {}
 
     def visit(name: str, obj: object) -> None:
@@ -72,6 +73,13 @@ def skip_unless_installed(source: str) -> None:
         pytest.skip(f"needs {', '.join(sorted(missing))}")
 
 
+def test_api_page_lists_the_public_names():
+    listed = re.findall(r"^(?:   |\.\. py:data:: )([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert {name for name in listed if "." not in name} == set(sketchssm.__all__)
+    for name in listed:
+        assert operator.attrgetter(name)(sketchssm) is not None
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstring(name):
     validate = pytest.importorskip("numpydoc.validate").validate
@@ -108,7 +116,7 @@ def test_example(path, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_blocks(page, tmp_path, monkeypatch):
     text = page.read_text()
-    # Blank lines in place of what precedes a block keep the page's line numbers in a traceback.
+    # Blank lines before each block: tracebacks then show the page's line numbers.
     blocks = ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in RUNNABLE.finditer(text)]
     skip_unless_installed("".join(blocks))
     monkeypatch.chdir(tmp_path)
