@@ -1,4 +1,4 @@
-# The two commands that matter: `make demo` and `make test`. Each sets up what it needs in .venv.
+# The main commands are `make demo` and `make test`. Each installs what it needs into .venv.
 PYTHON ?= python3
 PYTEST_FLAGS ?= -n auto --dist loadfile
 ARGS ?=
@@ -11,7 +11,6 @@ BUILD := setup.py pyproject.toml
 demo: .venv/.installed
 	$(BIN)/sketchssm demo $(ARGS)
 
-# The checks come first, and pytest's closing line last.
 test: lint typecheck
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
 
@@ -36,7 +35,7 @@ clean:
 	rm -rf .venv build dist *.egg-info docs/_build docs/generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The virtual environment itself is no target: pip changes its folder's time at every installation.
+# .venv itself is not a target, as pip changes the time of the folder at every installation.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"sketchssm needs Python 3.11 or later; $(PYTHON) is {v[0]}.{v[1]}")'
 	$(PYTHON) -m venv .venv
@@ -45,7 +44,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-# Also builds the test equipment that runs the CUDA kernels on the host.
+# Also builds the extension with which tests run the CUDA kernels on the host.
 .venv/.installed-dev: $(BUILD) tests/host/module.cpp | $(BIN)/python
 	SKETCHSSM_BUILD_HOST_KERNELS=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch .venv/.installed $@
