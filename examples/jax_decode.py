@@ -1,6 +1,7 @@
-"""A JAX prefill handed to a SketchHead: projections stay in `jax.jit`, the recurrence with its states is the head's.
+"""Prefill in JAX, decode with a SketchHead.
 
-The layer is a small Mamba-2: one scalar decay per head, no write gate. JAX arrays go in and come out.
+The layer is a small Mamba-2: one scalar decay per head, no write gate. JAX computes the projections and the prefill,
+the head computes the recurrence of later tokens. The head takes and returns JAX arrays.
 """
 
 import jax
@@ -22,8 +23,8 @@ def weights(key):
 
 @jax.jit
 def inputs(weights, hidden):
-    """What the recurrence receives: C is the query, B the key, dt is folded into the value, dt A is the log-decay."""
-    # B and C of real layers favour some channels, which is what a sketch lives on
+    """Inputs of the recurrence: C is the query, B the key, dt x the value, dt A the log-decay."""
+    # B and C of real layers favour some channels, which makes a sketch accurate
     favour = 0.93 ** jnp.arange(K)
     q, k = ((hidden @ weights[name]).reshape(*hidden.shape[:-1], GROUPS, K) * favour for name in "CB")
     dt = jax.nn.softplus(hidden @ weights["dt"] - 2)
@@ -56,7 +57,7 @@ scores.update(*inputs(layer, jax.random.normal(keys[2], (2, 192, HIDDEN))))
 plan = ss.SketchPlan(basis, ss.allocate_ranks(scores, mean_rank=8))
 print(plan)
 
-# Two requests: a prompt of 40 tokens in JAX, then 48 tokens, each projected by JAX and read by the head.
+# Two requests: JAX computes a prompt of 40 tokens, then the head decodes 48 tokens.
 hidden = jax.random.normal(keys[3], (2, 88, HIDDEN))
 states, _ = prefill(jnp.zeros((2, HEADS, V, K)), *inputs(layer, hidden[:, :40]))
 head = ss.SketchHead(plan, num_slots=2, backend="cpu")

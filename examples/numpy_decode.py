@@ -1,14 +1,14 @@
-"""The main job from end to end, in NumPy: calibrate on traces, allocate ranks, save a plan, decode with it.
+"""The main job in NumPy: calibrate on traces, allocate ranks, save a plan, decode with it.
 
-The traces are the small Gated DeltaNet ones of the package; docs/howto-traces.md shows how to record your own.
+The traces are those of a small Gated DeltaNet layer, which the package contains. docs/howto-traces.md shows how to
+record your own.
 """
 
 import numpy as np
 
 import sketchssm as ss
-from sketchssm.traces import Traces
 
-traces = Traces.shipped("gdn")
+traces = ss.Traces.shipped("gdn")
 layer = traces.layer
 
 # Once per layer. The basis is fitted on some sequences and the ranks are scored on others.
@@ -21,9 +21,9 @@ tokens, grad = traces.score_part()
 scores.update(*tokens, grad=grad)
 allocation = ss.allocate_ranks(scores, mean_rank=8)
 ss.SketchPlan(basis, allocation).save("layer.safetensors")
-print(f"ranks {allocation.ranks.tolist()}: no table within the budget is better by more than {allocation.gap:.1%}")
+print(f"ranks {allocation.ranks.tolist()}: no ranks within the budget are better by more than {allocation.gap:.1%}")
 
-# When serving: one head object holds all heads of the layer, for all requests. Here, each test sequence is a request.
+# When serving: one head object holds all heads of the layer, for all requests. Here each test sequence is a request.
 plan = ss.SketchPlan.load("layer.safetensors")
 print(plan)
 requests, length = traces.test.v.shape[:2]
@@ -35,7 +35,7 @@ for t in range(length):
     error += np.square(output - exact).sum()
     energy += np.square(exact).sum()
 
-# The state itself is exact, whatever the sketch: what is left is float32 rounding.
+# The state itself is exact: the difference is float32 rounding.
 sketch.flush()
 drift = np.linalg.norm(sketch.state - standard.state) / np.linalg.norm(standard.state)
 assert drift < 1e-5

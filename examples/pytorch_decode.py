@@ -1,7 +1,7 @@
-"""A PyTorch model's recurrent decode, handed to a SketchHead: prefill in PyTorch, then tokens one by one.
+"""Prefill in PyTorch, decode with a SketchHead.
 
-The layer is a small Gated DeltaNet. Its prefill ends with states, which `load_state` takes as they are; from then on
-the head keeps them. Tensors go in and come out; on the CPU nothing is copied but what changes its type.
+The layer is a small Gated DeltaNet. `load_state` takes the states of the prefill; from then on the head keeps them.
+The head takes and returns tensors. On the CPU it copies only tensors whose type it must change.
 """
 
 import torch
@@ -15,18 +15,18 @@ HIDDEN, HEADS, KEY_HEADS, K, V = 256, 4, 2, 64, 64
 
 
 class GatedDeltaNet(nn.Module):
-    """The recurrent core of a layer: projections, gates, recurrence, output projection."""
+    """A recurrent layer: projections, gates, recurrence, output projection."""
 
     def __init__(self):
         super().__init__()
         self.q, self.k = nn.Linear(HIDDEN, KEY_HEADS * K), nn.Linear(HIDDEN, KEY_HEADS * K)
         self.v, self.out = nn.Linear(HIDDEN, HEADS * V), nn.Linear(HEADS * V, HIDDEN)
         self.gates = nn.Linear(HIDDEN, 2 * HEADS)
-        # queries and keys of real layers favour some channels, which is what a sketch lives on
+        # queries and keys of real layers favour some channels, which makes a sketch accurate
         self.favour = nn.Buffer(0.93 ** torch.arange(K))
 
     def inputs(self, x):
-        """What the recurrence receives of hidden vectors ``(..., HIDDEN)``; gates stay float32."""
+        """Inputs of the recurrence from hidden vectors ``(..., HIDDEN)``; gates stay float32."""
         q, k = (normalize(layer(x).unflatten(-1, (KEY_HEADS, K)) * self.favour, dim=-1) for layer in (self.q, self.k))
         v = self.v(x).unflatten(-1, (HEADS, V))
         a, b = self.gates(x).float().chunk(2, dim=-1)
@@ -45,7 +45,7 @@ class GatedDeltaNet(nn.Module):
         return torch.stack(outputs, dim=1), state
 
     def decode(self, x, head, slots):
-        """One token per request; the states are the head's."""
+        """Decode one token per request; the head holds the states."""
         o = head.step(*self.inputs(x), slots=slots)
         return self.out(o.flatten(-2))
 
@@ -62,7 +62,7 @@ scores.update(*model.inputs(text[4:]))
 plan = ss.SketchPlan(basis, ss.allocate_ranks(scores, mean_rank=12))
 print(plan)
 
-# Three requests with a prompt each, in slots of their own choosing.
+# Three requests with a prompt each, in any slots.
 slots = torch.tensor([5, 0, 2])
 prompts, following = torch.randn(3, 40, HIDDEN).bfloat16(), torch.randn(3, 48, HIDDEN).bfloat16()
 _, states = model.prefill(prompts, torch.zeros(3, HEADS, V, K))
