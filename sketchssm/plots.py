@@ -371,7 +371,7 @@ def load_pyplot() -> Any:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure and close it; the same figure gives the same bytes.
+    """Write a figure and close it; missing folders are made, and the same figure gives the same bytes.
 
     Parameters
     ----------
@@ -394,6 +394,7 @@ def save(figure: Any, path: str | os.PathLike[str]) -> Path:
 
     try:
         target = _checked(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
     finally:
         pyplot.close(figure)

@@ -290,6 +290,8 @@ def test_info(traces, tmp_path):
     assert (described["kind"], described["window"]) == ("gdn", 8)
     assert len(described["ranks"]) == 4
     assert described["traffic_reduction"] > 1
+    invoke("info", "--json", tmp_path / "new" / "info.json")
+    assert json.loads((tmp_path / "new" / "info.json").read_text()) == report
 
 
 def errors(tmp_path):

@@ -41,6 +41,7 @@ def test_wheel(tmp_path):
     assert {Path(name).name for name in names if "cuda_src/" in name} == {
         x.name for x in (ROOT / "cuda_src").iterdir()
     }
+    assert "sketchssm/cli/report.html" in names
     assert {name for name in names if name.endswith(".py")} == {
         str(path.relative_to(tree)) for path in (tree / "sketchssm").rglob("*.py")
     }

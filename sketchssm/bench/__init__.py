@@ -1,8 +1,8 @@
-"""Benchmarks: window-amortised step times of decode systems, held against the memory's measured bandwidth.
+"""Benchmarks: window-amortised step times of decode systems, compared with the measured memory bandwidth.
 
-One step's cost depends on where in its window it falls: the ring grows, and the last token flushes. So every position
-is timed, and what counts is their mean. The floor is the bytes that the operation must move over the copy bandwidth
-measured in the same run, and each time stands beside the error of the same run's outputs.
+The cost of a step depends on its position in the window: the ring grows, and the last token flushes. Every position is
+timed, and the mean over positions is the result. The floor is the bytes that the operation must move over the copy
+bandwidth measured in the same run. Each time stands beside the error of the outputs of the same run.
 
 `measure` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
 `time_cases` runs a list of cases with the three.

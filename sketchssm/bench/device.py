@@ -1,9 +1,8 @@
 """Times of decode systems on a GPU, by replaying captured graphs.
 
-A window is W graphs, one for each position, which read and advance the cursors on the device like any other step. All
-are launched without waiting for one another, with an event between each two; between windows the device may rest. Each
-graph goes through enough sets of slots that the second cache has forgotten a set's sketches and ring when its turn
-comes again.
+A window is W graphs, one per position, which read and advance the cursors on the device like any other step. They are
+launched without waiting, with an event between each two; between windows the device may rest. Each graph goes through
+so many sets of slots that the L2 cache no longer holds the sketches and ring of a set when its turn comes again.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ __all__ = [
 ACTIVATION = "bfloat16"
 
 PASSING = 1 << 30
-"""Bytes read before a set of slots comes again: no second cache holds them, and gaps between graphs hardly count."""
+"""Bytes read before a set of slots comes again: no L2 cache holds them, and gaps between graphs hardly count."""
 
 MAX_SETS = 512
 
 LEAST, MOST = 5, 200
-"""Rounds that are timed."""
+"""Smallest and largest number of timed rounds."""
 
 
 class Workload:
-    """Inputs of one window, on the host and on the device, and a state to start from.
+    """Inputs of one window on the device, and an initial state.
 
     Parameters
     ----------
@@ -67,34 +66,34 @@ class Workload:
 
     def __init__(self, layer: Layer, batch: int, window: int, seed: int = 0, raw_gate: bool = False) -> None:
         self.layer, self.batch, self.window = layer, batch, window
-        # more rows than that repeat the first ones: drawing them on the host would take longer than all timing
+        # further rows repeat the first 32: drawing all rows on the host would take longer than timing them
         drawn = random_tokens(layer, min(batch, 32), window, seed, raw_gate)
         rows = np.arange(batch) % 32
         self.steps = [upload(_taken(token_at(drawn, t), rows), ACTIVATION, raw_gate) for t in range(window)]
         self.start = np.random.default_rng(seed).standard_normal(layer.state_shape).astype(np.float32)
 
     def one_row(self) -> Tokens:
-        """The first row's inputs as the device has them, ``(1, window, ...)`` float32 on the host."""
+        """Return the first row's inputs with the rounding of the device, ``(1, window, ...)`` float32 on the host."""
         inputs = zip(*self.steps, strict=True)  # by argument
         rows = (None if x[0] is None else [to_host(y[:1], "input") for y in x] for x in inputs)
         return Tokens(*(None if x is None else np.stack(x, axis=1).astype(np.float32) for x in rows))
 
     def errors(self, system: System, outputs: Array, state: Array, row: Tokens | None = None) -> tuple[float, float]:
-        """Relative errors of the first row's outputs ``(window, heads, V)`` and state against float64.
+        """Compute relative errors of the first row's outputs ``(window, heads, V)`` and state against float64.
 
         Parameters
         ----------
         system : System
-            The system whose `reference` judges them.
+            The system; its `reference` backend judges the results.
         outputs, state : ndarray
-            What the device computed.
+            Results of the device.
         row : Tokens, optional
-            What it computed them from; by default `one_row`.
+            Inputs of the results; by default `one_row`.
 
         Returns
         -------
         tuple of float
-            Of the outputs and of the state.
+            Error of the outputs, and of the state.
         """
         twin = system.build(1, "reference")
         twin.load_state(self.start[None])
@@ -108,7 +107,7 @@ def device_name() -> str:
     Returns
     -------
     str
-        As its driver has it.
+        Name from the driver.
     """
     import cupy
 
@@ -117,12 +116,12 @@ def device_name() -> str:
 
 
 def compile_all(systems: Sequence[System]) -> float:
-    """Compile all kernels of several systems, side by side.
+    """Compile all kernels of several systems in parallel.
 
     Parameters
     ----------
     systems : sequence of System
-        What `measure_device` is to time.
+        Systems for `measure_device`.
 
     Returns
     -------
@@ -143,19 +142,19 @@ def compile_all(systems: Sequence[System]) -> float:
 
 
 def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
-    """Measure how fast the current device copies its own memory.
+    """Measure the copy bandwidth of the current device.
 
     Parameters
     ----------
     megabytes : int, default 2048
         Size of the source, well beyond the caches.
     repeats : int, default 7
-        Copies; their median counts.
+        Copies; the result is their median.
 
     Returns
     -------
     float
-        Bytes per second, read and written bytes both counted.
+        Bytes per second; read and written bytes both count.
     """
     import cupy
 
@@ -163,7 +162,7 @@ def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
     source, target = (cupy.zeros(megabytes * 2**18, dtype=np.float32) for _ in range(2))
     cupy.cuda.Device().synchronize()
 
-    def copy() -> None:  # not a graph: its copy nodes would go through the slower copy engines
+    def copy() -> None:  # no graph: copy nodes of a graph use the slower copy engines
         cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, 3, stream.ptr)
 
     times = launch_times([copy], stream, repeats)
@@ -171,23 +170,23 @@ def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
 
 
 def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: int, rest: float = 0.0) -> Array:
-    """Launch work in turns, waiting only to rest, and time it on the device.
+    """Launch work in turns, without waiting except to rest, and time the work on the device.
 
     Parameters
     ----------
     launches : sequence of callable
-        Each puts work onto the stream.
+        Each queues work on the stream.
     stream : cupy.cuda.Stream
         The stream.
     rounds : int
-        How often all of it is timed; a round more goes first.
+        Timed rounds; one round more goes first.
     rest : float, default 0.0
-        Seconds for which the device is idle before each of them.
+        Idle seconds of the device before each round.
 
     Returns
     -------
     ndarray of float64, (rounds, launches)
-        Microseconds from one's end to the next one's, and to the first one's end from that of what went before.
+        Microseconds from the end of the launch before to the end of each launch.
     """
     import cupy
 
@@ -209,7 +208,7 @@ def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: in
 
 
 def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: float, duty: float = 1.0) -> Array:
-    """Median times of launches in turns.
+    """Compute median times of launches in turns.
 
     Parameters
     ----------
@@ -220,8 +219,8 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
     seconds : float
         Device time to spend, in whole rounds, at least five.
     duty : float, default 1.0
-        Share of the time that the device works, in (0, 1]. One that rests keeps the clocks that its power limit takes
-        from one that never does.
+        Share of the time that the device works, in (0, 1]. A device that rests keeps its clocks; one that never rests
+        may reach its power limit, which lowers them.
 
     Returns
     -------
@@ -231,7 +230,7 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
     Raises
     ------
     ValueError
-        If `duty` is no such share.
+        If `duty` is out of range.
     """
     if not 0 < duty <= 1:
         raise ValueError(f"duty: expected a share in (0, 1], got {duty}")
@@ -241,25 +240,25 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
 
 
 def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
-    """How many sets of slots take turns.
+    """Choose the number of sets of slots that take turns.
 
     Parameters
     ----------
     batch : int
         Rows of a set.
     read_bytes : float
-        What a step between flushes reads of one set.
+        Bytes that a step between flushes reads of one set.
     state_bytes : int
         Memory of one slot.
 
     Returns
     -------
     int
-        As many as `PASSING` calls for, and memory allows.
+        As many as `PASSING` needs and memory allows.
     """
     import cupy
 
-    gc.collect()  # what was timed before is gone, and its memory the driver's again
+    gc.collect()  # frees the memory of systems timed before
     cupy.get_default_memory_pool().free_all_blocks()
     free, _ = cupy.cuda.runtime.memGetInfo()
     room = int(free / 2 / (batch * state_bytes))
@@ -280,9 +279,9 @@ def measure_device(
     Parameters
     ----------
     shape : str
-        What to call the layer's shape.
+        Name of the layer's shape.
     system : System
-        What to time, from `systems`.
+        System to time, from `systems`.
     work : Workload
         Inputs.
     bandwidth : float
@@ -295,12 +294,12 @@ def measure_device(
     Returns
     -------
     BenchResult
-        Times, bytes and errors of one row of the same run. Compiling is counted apart.
+        Times and bytes, and the errors of one row of the same run. Compiling counts separately.
 
     Raises
     ------
     ValueError
-        If there are no kernels for the layer or the plan, or `duty` is no share.
+        If there are no kernels for the layer or the plan, or `duty` is out of range.
     MemoryError
         If the device is too small for the batch.
     """
@@ -318,7 +317,7 @@ def measure_device(
     for some in slots:
         head.load_state(start, some)
     del start
-    # an output of its own for each position: what the last set leaves there is compared with float64
+    # one output per position: the last set's outputs stay there and are compared with float64
     outputs = [cupy.empty(x.v.shape, x.v.dtype) for x in work.steps]
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
@@ -332,14 +331,14 @@ def measure_device(
     errors = work.errors(system, got, to_host(head.state[int(slots[-1][0])], "state"))
 
     times = typical_times(launches, stream, seconds, duty) / sets
-    if system.name == "standard":  # has no positions
+    if system.name == "standard":  # all positions are alike
         times[:] = np.median(times)
     names = (shape, system.name, head.backend)
     return BenchResult.of(names, batch, times.tolist(), needed, bandwidth, errors, compiled)
 
 
 def _steps(head: DecodeHead, step: Tokens, output: Any, slots: Sequence[Any]) -> Callable[[], None]:
-    """One token of every set of slots."""
+    """One token for every set of slots."""
 
     def work() -> None:
         for some in slots:

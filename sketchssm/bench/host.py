@@ -25,13 +25,13 @@ def available_cores() -> int:
     Returns
     -------
     int
-        Its affinity's where the system has one, else all.
+        Cores in the process's affinity mask, where the system has one, else all.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def copy_bandwidth(threads: int | None = None, megabytes: int = 256, repeats: int = 5) -> float:
-    """Measure how fast memory can be copied by all cores at once.
+    """Measure the copy bandwidth of all cores together.
 
     Parameters
     ----------
@@ -40,12 +40,12 @@ def copy_bandwidth(threads: int | None = None, megabytes: int = 256, repeats: in
     megabytes : int, default 256
         Size of the source, well beyond the caches.
     repeats : int, default 5
-        The best of so many counts.
+        Repetitions; the best counts.
 
     Returns
     -------
     float
-        Bytes per second, read and written bytes both counted.
+        Bytes per second; read and written bytes both count.
     """
     threads = threads or available_cores()
     source = np.ones(megabytes * 2**20 // 8)
@@ -72,16 +72,16 @@ def measure(
     seconds: float = 1.0,
     seed: int = 0,
 ) -> list[BenchResult]:
-    """Time systems in turns, window by window, so that a busy machine slows all of them alike.
+    """Time systems in turns, window by window, so that other load on the machine slows all of them alike.
 
     Parameters
     ----------
     shape : str
-        What to call the layer's shape.
+        Name of the layer's shape.
     layer : Layer
         Kind and shape.
     systems : sequence of System
-        What to time, from `systems`; with a gate all or none.
+        Systems to time, from `systems`; either all have a gate or none.
     batch : int
         Rows of a step.
     window : int
@@ -91,7 +91,7 @@ def measure(
     backend : {"cpu", "reference"}, default "cpu"
         Where to run; `measure_device` times a GPU.
     seconds : float, default 1
-        Time to spend on each system, in whole windows, at least three.
+        Time for each system, in whole windows, at least three.
     seed : int, default 0
         Seed of the inputs.
 

@@ -1,6 +1,6 @@
-"""Standard decode by other libraries, where they are installed: checked against float64 first, then timed alike.
+"""Standard decode of other libraries, where they are installed: checked against float64, then timed the same way.
 
-PyTorch, which all of them stand on, is imported only when one is asked for.
+All of them need PyTorch, which is imported only when a peer is timed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sketchssm.recurrence import Layer, Tokens
 __all__ = ["PEERS", "Peer", "measure_peer"]
 
 WRONG = 0.05
-"""Relative errors beyond this are no rounding: bf16 leaves 4e-3."""
+"""A larger relative error is not rounding: bf16 leaves 4e-3."""
 
 Step = Callable[[Any], tuple[Any, Any]]
-"""From states to outputs ``(batch, heads, V)`` and new states, in the same memory or not."""
+"""From states to outputs ``(batch, heads, V)`` and new states, in the same memory or in new memory."""
 
 
 class Adapter(Protocol):
-    """How a library takes a token: its inputs ``(batch, ...)`` as tensors, and what they come to in our terms."""
+    """From one token's inputs ``(batch, ...)`` to a step, and the same inputs as this library defines them."""
 
     def __call__(self, layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]: ...
 
@@ -43,15 +43,15 @@ class Peer:
     Attributes
     ----------
     name : str
-        What to call it in a table.
+        Name in tables.
     modules : tuple of str
         Modules that must be installed.
     kind : str
-        Kind of layer that it decodes.
+        Kind of layer that the kernel decodes.
     adapter : callable
-        Makes its step.
+        Makes the step.
     key_first : bool
-        Whether its states are ``(batch, heads, K, V)``.
+        Whether the states are ``(batch, heads, K, V)``.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Peer:
     key_first: bool = False
 
     def missing(self) -> str:
-        """Which module is not installed, or an empty string."""
+        """Return the first module that is not installed, or an empty string."""
         return next((name for name in ("torch", *self.modules) if importlib.util.find_spec(name) is None), "")
 
 
@@ -73,9 +73,9 @@ def measure_peer(
     Parameters
     ----------
     shape : str
-        What to call the layer's shape.
+        Name of the layer's shape.
     peer : Peer
-        Which one; its kind must be the layer's.
+        The peer, of the layer's kind.
     work : Workload
         Inputs.
     bandwidth : float
@@ -93,11 +93,11 @@ def measure_peer(
     Raises
     ------
     ModuleNotFoundError
-        If it is not installed.
+        If the peer is not installed.
     RuntimeError
-        If it fails, or what it computes is wrong.
+        If the peer fails or its results are wrong.
     ValueError
-        If `duty` is no share.
+        If `duty` is out of range.
     """
     import cupy
 
@@ -123,7 +123,7 @@ def measure_peer(
             del state
             sets = slot_sets(batch, needed.read, 8 * int(np.prod(layer.state_shape)))
             graph, kept = _captured([made[i % window][0] for i in range(sets)], start, torch)
-    except Exception as error:  # of another library's many
+    except Exception as error:  # other libraries raise many types
         raise RuntimeError(str(error)) from error
     stream = cupy.cuda.Stream(non_blocking=True)
     shared = torch.cuda.ExternalStream(stream.ptr)
@@ -144,7 +144,7 @@ def _turned(state: Any, peer: Peer) -> Any:
 
 
 def _captured(steps: list[Step], start: Any, torch: Any) -> tuple[Any, Any]:
-    """A graph that takes each set of states one token on; and the memory that it works in."""
+    """Capture a graph that decodes one token for each set of states; return the graph and its memory."""
     states = [start.clone() for _ in steps]
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -154,7 +154,7 @@ def _captured(steps: list[Step], start: Any, torch: Any) -> tuple[Any, Any]:
 
 
 def _tensors(step: Tokens, torch: Any) -> Tokens:
-    """A token's arrays as tensors over the same memory; bf16 goes as bits, which DLPack can carry everywhere."""
+    """Share a token's arrays as tensors; bf16 goes through DLPack as 16-bit integers, which every version supports."""
 
     def taken(name: str, x: Any) -> Any:
         if name in "qkv":
@@ -165,7 +165,7 @@ def _tensors(step: Tokens, torch: Any) -> Tokens:
 
 
 def _row(tensors: Any) -> Any:
-    """The first row of one argument at all tokens, ``(1, window, ...)`` on the host."""
+    """Return the first row of one argument at all tokens, ``(1, window, ...)`` on the host."""
     return np.stack([x[:1].double().cpu().numpy() for x in tensors], axis=1).astype(np.float32)
 
 
@@ -202,7 +202,7 @@ def _fla_kda(layer: Layer, token: Tokens, torch: Any, value_first: bool = True) 
 
 
 def _ssm_inputs(layer: Layer, token: Tokens, torch: Any) -> tuple[tuple[Any, ...], Tokens]:
-    """What a selective state update takes after the state, x to D, and what that comes to in our terms."""
+    """Return the arguments x to D of a selective state update, and the same inputs as this library defines them."""
     q, k, x, g, _ = token
     batch, heads, value_dim, key_dim = x.shape[0], layer.heads, layer.value_dim, layer.key_dim
     dt = (-g).to(torch.bfloat16)  # with A = -1: the decay is exp(-dt), and v is dt x
@@ -212,14 +212,14 @@ def _ssm_inputs(layer: Layer, token: Tokens, torch: Any) -> tuple[tuple[Any, ...
 
 
 def _zeros(layer: Layer, x: Any, torch: Any) -> Any:
-    """Skip weights or biases of nothing; kernels want one number a head, broadcast."""
+    """Return skip weights or biases of zero; kernels want one number per head, broadcast."""
     return torch.zeros((layer.heads, 1), dtype=x.dtype, device=x.device).expand(layer.heads, layer.value_dim)
 
 
 def _mamba_ssm(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
     update = _inner("mamba_ssm", "ops.triton.selective_state_update").selective_state_update
     arguments, told = _ssm_inputs(layer, token, torch)
-    bias = _zeros(layer, token.v, torch)  # it does not do without
+    bias = _zeros(layer, token.v, torch)  # the kernel requires a bias
 
     def step(state: Any) -> tuple[Any, Any]:
         return update(state, *arguments, dt_bias=bias), state
@@ -229,7 +229,7 @@ def _mamba_ssm(layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]:
 
 @cache
 def _inner(package: str, module: str) -> ModuleType:
-    """One module of a package; the package's own code, which may want compiled extensions, does not run for it."""
+    """Import one module of a package without the package's own code, which may need compiled extensions."""
     name = f"{package}.{module}"
     spec = importlib.util.find_spec(package)
     if package in sys.modules or spec is None:
@@ -237,7 +237,7 @@ def _inner(package: str, module: str) -> ModuleType:
     sys.modules[package] = importlib.util.module_from_spec(spec)
     try:
         return importlib.import_module(name)
-    finally:  # who imports the package later gets all of it
+    finally:  # a later import loads the whole package
         for loaded in [x for x in sys.modules if x.split(".")[0] == package]:
             del sys.modules[loaded]
 
@@ -286,4 +286,4 @@ PEERS = (
     Peer("FlashInfer ssu", ("flashinfer",), "mamba2", _flashinfer_ssu),
     Peer("FlashInfer gdn", ("flashinfer", "cutlass"), "gdn", _flashinfer_gdn),
 )
-"""Decode kernels of flash-linear-attention, mamba-ssm and FlashInfer, whose GDN kernel wants nvidia-cutlass-dsl."""
+"""Decode kernels of flash-linear-attention, mamba-ssm and FlashInfer. Its GDN kernel needs nvidia-cutlass-dsl."""

@@ -1,4 +1,4 @@
-"""What a benchmark finds: times of a window's positions, the bytes behind them, and errors."""
+"""Results of a benchmark: times of the positions of a window, bytes, and errors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["BenchResult", "StepBytes", "step_bytes"]
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that a step must move, all rows together.
+    """Bytes that a step of all rows must move.
 
     Attributes
     ----------
     read : float
-        A step between flushes, mean over the window's positions.
+        Bytes of a step between flushes, mean over the positions of the window.
     flush : float
-        The step that flushes.
+        Bytes of the step that flushes.
     """
 
     read: float
     flush: float
 
     def amortised(self, window: int) -> float:
-        """Mean over a window's steps."""
+        """Return the mean over the steps of a window."""
         return ((window - 1) * self.read + self.flush) / window
 
 
@@ -43,7 +43,7 @@ class BenchResult:
     Attributes
     ----------
     shape, system, backend : str
-        What ran where.
+        The layer's shape, the system, and where it ran.
     batch, window : int
         Rows of a step; tokens from one flush to the next.
     read_microseconds : float
@@ -53,19 +53,19 @@ class BenchResult:
     microseconds : float
         A step, amortised over the window with its flush.
     read_bytes, flush_bytes, bytes : float
-        What each of these must move.
+        Bytes that each of these must move.
     read_fraction, flush_fraction, fraction : float
-        Share of the measured copy bandwidth that those bytes reach: 1 is the floor.
+        Share of the measured copy bandwidth: 1 is the floor.
     gigabytes_per_second : float
         Rate of moving `bytes`.
     error : float
         Relative error of the outputs of one row, over a window, against the same system in float64.
     state_error : float
-        Relative error of that row's state after the window, likewise.
+        Relative error of the state of that row after the window, against the same.
     first_call_seconds : float
-        What came before the first step or went beyond a typical one: compiling, or loading what was compiled earlier.
+        Extra time of the first steps: compiling, or loading compiled kernels.
     positions : list of float
-        Microseconds of a step at each position of the window; of standard decoding all the same.
+        Microseconds of a step at each position of the window; all equal for standard decoding.
     """
 
     shape: str
@@ -99,7 +99,7 @@ class BenchResult:
         errors: tuple[float, float],
         first_call_seconds: float,
     ) -> BenchResult:
-        """Put a result together.
+        """Compute a result from times and bytes.
 
         Parameters
         ----------
@@ -110,13 +110,13 @@ class BenchResult:
         positions : sequence of float
             Microseconds of a step at each position of the window.
         needed : StepBytes
-            What the steps must move.
+            Bytes that the steps must move.
         bandwidth : float
             Copy bandwidth in bytes per second.
         errors : tuple of float
-            Of outputs and of the state.
+            Errors of the outputs and of the state.
         first_call_seconds : float
-            What compiling took.
+            Time for compiling.
 
         Returns
         -------
@@ -148,12 +148,12 @@ class BenchResult:
 
 
 def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_device: bool = False) -> StepBytes:
-    """Bytes that a step must move.
+    """Count the bytes that a step must move.
 
     Parameters
     ----------
     system : System
-        Standard decoding (its name must say so), buffered replay, or a sketch with its plan.
+        Standard decoding (named "standard"), buffered replay, or a sketch with its plan.
     layer : Layer
         Kind and shape.
     batch : int
@@ -161,15 +161,15 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     window : int
         Tokens from one flush to the next.
     on_device : bool, default False
-        Whether q, k, v, raw gate inputs and outputs are bf16 and sketches packed as the CUDA kernels do it, instead of
-        float32 and the byte model's.
+        Whether q, k, v, raw gate inputs and outputs are bf16 and sketches are packed as in the CUDA kernels. Else
+        inputs are float32, and sketches as in the byte model.
 
     Returns
     -------
     StepBytes
-        States, sketches and maps as in `sketchssm.traffic`, and what that model leaves out: inputs and outputs, the
-        ring (a token is written once, before the flush, and read at each later one), and the sketch that a flush
-        writes.
+        States, sketches and maps as in `sketchssm.traffic`, plus the parts that this model leaves out: inputs and
+        outputs, the ring (a token is written once and read at each later token of the window), and the sketch that a
+        flush writes.
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
@@ -192,7 +192,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
 
 
 def _sketch_bytes(plan: SketchPlan, on_device: bool) -> npt.NDArray[np.float64]:
-    """What a read needs of each head's sketch and map, ``(heads,)``: what pads heads is not counted."""
+    """Bytes ``(heads,)`` of each head's sketch and map in a read; padding between heads does not count."""
     layer = plan.layer
     settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map)
     modelled = traffic.sketch_read(*settings)

@@ -1,4 +1,4 @@
-"""What is timed: layers of models in use, random inputs and plans, and the systems that take them."""
+"""Workloads: layers of models in use, random inputs and plans, and the systems to time."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ MEAN_RANKS = {
     "qwen3.5-large": 7,
     "kimi-linear": 7,
 }
-"""Mean ranks that a model's quality allows, by the paper's evaluation."""
+"""Mean ranks at which the models keep their quality in the paper's evaluation."""
 
 SPREAD = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.2)
-"""Ranks of eight heads over their mean: allocations have a long tail."""
+"""Ranks of eight heads over their mean, with the long tail of an allocation."""
 
 Array = npt.NDArray[Any]
 
 
 def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
-    """Ranks that differ from head to head as an allocation's do.
+    """Make ranks that differ from head to head as in an allocation.
 
     Parameters
     ----------
     heads : int
         Number of heads.
     mean : int
-        Mean rank, met exactly where `heads` is a multiple of 8 and nothing exceeds `limit`.
+        Mean rank; exact if `heads` is a multiple of 8 and no rank exceeds `limit`.
     limit : int
-        Highest rank there can be, the layer's K.
+        Largest possible rank, the layer's K.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
 
 
 def random_gate(layer: Layer, seed: int = 0) -> GateInput:
-    """Draw a kda layer's gate: rates and steps as layers are initialised with.
+    """Draw the gate of a kda layer with the distributions that initialise such layers.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def random_gate(layer: Layer, seed: int = 0) -> GateInput:
     Returns
     -------
     GateInput
-        Rates of 1 to 16; a raw input of 0 is a step of 0.001 to 0.1.
+        Rates of 1 to 16; a raw input of 0 gives a step of 0.001 to 0.1.
     """
     rng = np.random.default_rng(seed)
     step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), (layer.heads, layer.key_dim)))
@@ -93,7 +93,7 @@ def random_gate(layer: Layer, seed: int = 0) -> GateInput:
 
 
 def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate: bool = False) -> Tokens:
-    """Draw inputs of a layer: unit keys and queries, mild decay.
+    """Draw inputs of a layer: unit keys and queries, slow decay.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate
     seed : int, default 0
         Seed of the draw.
     raw_gate : bool, default False
-        Whether g is to hold raw gate inputs.
+        Whether g holds raw gate inputs.
 
     Returns
     -------
@@ -128,14 +128,14 @@ def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate
 
 
 def token_at(tokens: Tokens, t: int) -> Tokens:
-    """One token of each row, contiguous as a model's layer would hand it over.
+    """Take one token of each row, contiguous as a layer of a model would pass it.
 
     Parameters
     ----------
     tokens : Tokens
         Arrays ``(batch, tokens, ...)``.
     t : int
-        Which token.
+        Position of the token.
 
     Returns
     -------
@@ -155,7 +155,7 @@ def random_plan(
     layer : Layer
         Kind and shape.
     rank : int or ndarray of int64, (heads,)
-        Rank of every head, or one of each.
+        One rank for all heads, or one per head.
     window : int
         Tokens from one flush to the next.
     map : CoefficientMap or str
@@ -174,7 +174,7 @@ def random_plan(
 
 
 def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None) -> list[System]:
-    """List what a benchmark compares: standard, replay, and one sketch for each plan.
+    """List the systems of a benchmark: standard, replay, and one sketch per plan.
 
     Parameters
     ----------
@@ -185,12 +185,12 @@ def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateIn
     plans : sequence of SketchPlan
         Plans of the sketches.
     gate : GateInput, optional
-        Of heads that take raw gate inputs.
+        Gate of heads that take raw gate inputs.
 
     Returns
     -------
     list of System
-        Entries for `measure` and `measure_device`.
+        For `measure` and `measure_device`.
     """
     return exact_systems(layer, window, gate) + [
         sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}", gate) for plan in plans

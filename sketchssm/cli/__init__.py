@@ -1,6 +1,6 @@
 """The command line: ``sketchssm demo | calibrate | evaluate | bench | info``.
 
-Each command is a module of its own, imported when it is asked for, so that ``sketchssm --help`` is instant.
+Each command is a module of its own, imported when it is called, so that ``sketchssm --help`` is instant.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COMMANDS = {
 
 
 class _UserError(click.ClickException):
-    """Something that a user can mend: one line, and exit code 2."""
+    """An error that the user can correct: one line, and exit code 2."""
 
     exit_code = 2
 
 
 class _Commands(click.Group):
-    """Commands by name; the module of one is imported when it is called."""
+    """Commands by name; the module of a command is imported when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -51,7 +51,7 @@ class _Commands(click.Group):
         except BrokenPipeError:
             raise
         except (ValueError, OSError, ModuleNotFoundError) as error:
-            # the library says in such errors what was expected and what came; all else is a bug and keeps its trace
+            # errors of the library about its input; all others are bugs and keep their traceback
             raise _UserError(" ".join(str(error).split())) from error
 
 

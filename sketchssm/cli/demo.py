@@ -78,7 +78,6 @@ def command(
     tables.show(output, tables.ablations(found.layers))
     tables.show(output, tables.details(compared, times or None))
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
         output.say("Pictures: " + ", ".join(str(path) for path in draw(found.layers, plots).values()))
     took = time.perf_counter() - started
     timed = f"Times: steps of {rows} rows on {used}. " if times else ""

@@ -70,7 +70,7 @@ def _devices() -> list[str]:
 
 
 def _cache_folder() -> str:
-    """Where Numba keeps what it compiled: beside the sources unless they can't be written or a folder is named."""
+    """Folder of Numba's compiled kernels: beside the sources unless they are read-only or a folder is named."""
     import sketchssm.cpu
 
     named = os.environ.get("NUMBA_CACHE_DIR")

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for machines."""
+"""Output of commands: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Output", "percent", "plain", "scientific", "seconds"]
+from sketchssm.files import write_whole
+
+__all__ = ["Output", "percent", "plain", "scientific"]
 
 
 class Output:
-    """Where a command's results go.
+    """Output of a command.
 
     Parameters
     ----------
@@ -39,7 +41,7 @@ class Output:
         self.console.print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> None:
-        """Print a table; the first `words` columns are text, the others numbers. An empty row is a rule."""
+        """Print a table: the first `words` columns are text, the others numbers, and an empty row is a rule."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
         for i, column in enumerate(columns):
             table.add_column(column, justify="left" if i < words else "right", overflow="fold")
@@ -53,7 +55,7 @@ class Output:
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Step]:
-        """Show a progress bar on standard error, for as long as the block runs."""
+        """Show a progress bar on standard error while the block runs."""
         console = _console(stderr=True)
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -65,14 +67,16 @@ class Output:
             yield Step(progress, progress.add_task(label, total=total))
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Write the results as JSON, if that was asked for."""
+        """Write the results as JSON if the command was given a file; missing folders are made."""
         if self._json_file is None:
             return
         text = json.dumps(plain(results), indent=1, allow_nan=False)
         if self._json_file == "-":
             print(text)
         else:
-            Path(self._json_file).write_text(text + "\n", encoding="utf-8")
+            path = Path(self._json_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{text}\n".encode())
 
 
 def _console(stderr: bool) -> Console:
@@ -81,20 +85,20 @@ def _console(stderr: bool) -> Console:
 
 
 class Step:
-    """A progress bar to be moved on."""
+    """A progress bar of the current step."""
 
     def __init__(self, progress: Progress, task: Any) -> None:
         self._progress, self._task = progress, task
         self._started = False
 
     def __call__(self, label: str) -> None:
-        """Say what comes next; what came before is done."""
+        """Finish the step before and begin the one with this label."""
         self._progress.update(self._task, description=label, advance=1 if self._started else 0)
         self._started = True
 
 
 def plain(value: Any) -> Any:
-    """Results as what JSON knows: arrays as lists, numbers that are not finite as null."""
+    """Convert results to values that JSON can hold: arrays to lists, numbers that are not finite to null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
@@ -120,8 +124,3 @@ def percent(share: float, digits: int = 2) -> str:
 def scientific(number: float) -> str:
     """Format an error."""
     return f"{number:.1e}" if number else "0"
-
-
-def seconds(number: float) -> str:
-    """Format seconds."""
-    return f"{number:.1f} s"
