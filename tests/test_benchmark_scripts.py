@@ -1,21 +1,30 @@
-"""The tables of docs/evaluation.md are those of the reports that they name."""
+"""Scripts behind docs/evaluation.md: its tables are those of the reports that it names, and bounds are bounds."""
 
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from test_traces import write_traces
+
+from sketchssm.evaluate import Settings, Study, entries
+from sketchssm.recurrence import KINDS
+from sketchssm.traces import Traces
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.fixture(scope="module")
-def tables():
-    spec = importlib.util.spec_from_file_location("trace_tables", ROOT / "benchmarks" / "trace_tables.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return script("trace_tables")
 
 
 @pytest.mark.parametrize(
@@ -70,3 +79,17 @@ def test_ablations_and_growth(tables):
     ]
     del layer["systems"]["ablation/full-method"]
     assert list(tables.ablations([layer])) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sketch_loses_less_than_the_bound(kind, tmp_path):
+    """Least squares bound every map at a sketch's ranks, and the bound holds for every rank table within the bytes."""
+    limits = script("sketch_bounds")
+    traces = Traces.load(write_traces(tmp_path / "a.npz", kind, test=2))
+    study = Study(traces, Settings(8), ranks=(2, 3, 4), mean_rank=3)
+    for entry in entries(study, ["sketch/ridge-*", "sketch/exact-*"]):  # of one number of bytes per rank
+        share, reduction = limits.lost(study, entry, "reference")
+        found = limits.bounds(study, reduction)
+        assert found["bound"] <= min(share, found["found"]) * (1 + 1e-5)  # outputs are rounded to float32
+        assert 0 <= found["test"] <= 1
+    assert limits.bounds(study, 1.0) is None

@@ -1,0 +1,79 @@
+"""Compare read-only copies with a lower bound on the loss of sketches at the same traffic.
+
+    python benchmarks/sketch_bounds.py traces/gdn-layer5.npz
+
+Least-squares coefficients for every token stand for the best map: no map reads more from a sketch. With them, ranks
+are allocated by the loss on the test sequences themselves. The lower bound of this allocation holds for every rank
+table within the bytes (`sketchssm.calibrate.allocate_ranks`). A copy that loses less than the bound is ahead because
+of the basis, not because of map or ranks. The bound for a basis fitted to the test sequences shows what another basis
+could gain. All losses are shares of the energy that the heads read from states.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from sketchssm import Moments, RankScores, allocate_ranks, fit_basis, traffic
+from sketchssm.evaluate import Settings, Study, entries, measure
+from sketchssm.traces import Traces
+
+CLOSE = 0.995
+"""Traffic reductions in this ratio count as equal: ranks are whole numbers."""
+
+
+def scored(study, basis):
+    """Loss of the test sequences at every rank of a basis."""
+    scores = RankScores(basis, study.settings.window)
+    scores.update(*study.traces.test)
+    return scores
+
+
+def mean_rank_at(study, reduction, rank_max):
+    """Mean rank whose sketches have a traffic reduction; None if that takes more than all columns."""
+    layer, ranks = study.traces.layer, np.arange(1, rank_max + 1)
+    used = traffic.sketch(layer.kind, layer.key_dim, layer.value_dim, ranks, study.settings.window, study.settings.map)
+    given = traffic.standard(layer.key_dim, layer.value_dim) / (CLOSE * reduction)
+    return float(np.interp(given, used, ranks)) if used[0] <= given <= used[-1] else None
+
+
+def bounds(study, reduction):
+    """Lower bounds at a traffic reduction, for the calibrated and the test basis, and the loss of the best table."""
+    moments = Moments(study.traces.layer, window=study.settings.window, weighting=study.settings.weighting)
+    moments.update(*study.traces.test)
+    calibrated, hindsight = (scored(study, basis) for basis in (study.calibrated().basis, fit_basis(moments)))
+    mean_rank = mean_rank_at(study, reduction, calibrated.rank_max)
+    if mean_rank is None:
+        return None
+    whole = float(calibrated.objective("error")[:, 0].sum()) or 1.0
+    ours, theirs = (allocate_ranks(x, mean_rank, "error", map=study.settings.map) for x in (calibrated, hindsight))
+    return {"bound": max(ours.bound, 0) / whole, "found": ours.objective / whole, "test": max(theirs.bound, 0) / whole}
+
+
+def lost(study, entry, backend="auto"):
+    """Share of the energy of all heads' state reads that a system loses."""
+    reads = study.read_energy(entry.window).sum(axis=0)
+    found = measure(entry, study, backend)
+    return float((1 - np.array(found.head_retained)) @ reads / reads.sum()), found.reduction
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--window", type=int, default=16)
+    arguments = parser.parse_args()
+    print("| layer | copy | lost | bound | best ranks in hindsight | bound, basis of the test text |")
+    print("|---|---|---|---|---|---|")
+    for path in arguments.traces:
+        study = Study(Traces.load(path), Settings(arguments.window))
+        for entry in entries(study, ["read-only"]):
+            share, reduction = lost(study, entry)
+            if limits := bounds(study, reduction):
+                shares = (share, limits["bound"], limits["found"], limits["test"])
+                print(
+                    f"| {study.traces.name} | {entry.setting} | {' | '.join(f'{x:.3%}' for x in shares)} |", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
