@@ -1,6 +1,6 @@
-"""Log-decays from what a layer computes them from: the formulas, and heads' raw gate inputs.
+"""Log-decays from a layer's gate activations: formulas in float64, and the `GateInput` of a head.
 
-Everything is float64: a softplus of a very negative argument times a large decay rate is lost in float32.
+In float32 a softplus of a very negative argument underflows, and its product with a large decay rate is lost.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ __all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
 Array = npt.NDArray[Any]
 
 LARGEST = 40.0
-"""Of `A_log`, either sign: float32 holds the rate, and times a softplus that float32 flushes it is nothing."""
+"""Largest magnitude of `A_log`: float32 holds the rate, and a rate times an underflowing softplus is negligible."""
 
 
 def log_softplus(x: Array) -> Array:
-    """Logarithm of a softplus, exact where that underflows."""
+    """Logarithm of a softplus, accurate even if the softplus underflows."""
     # Below -37 the softplus is exp(x) to float64's last digit, and beyond -745 it would underflow.
     return np.where(x < -37, x, np.log(np.logaddexp(0.0, np.maximum(x, -37))))
 
 
 def scaled_decay(rate_log: Array, log_step: Array) -> Array:
-    """Return ``-exp(rate_log) * step``, as one exponential: neither factor alone can overflow or vanish."""
+    """Return ``-exp(rate_log) * step`` as one exponential, so that neither factor overflows or underflows."""
     with np.errstate(over="ignore"):  # -inf, a full forget, is the right limit
         return -np.exp(rate_log + log_step)
 
 
 def bounded_decay(rate_log: Array, x: Array, lower_bound: float) -> Array:
     """Return fla's bounded log-decay, ``lower_bound * sigmoid(exp(rate_log) * x)``."""
-    with np.errstate(over="ignore"):  # the sigmoid of +-inf is its limit
+    with np.errstate(over="ignore"):  # the sigmoid of +-inf is exact
         return lower_bound * expit(np.exp(rate_log) * x)
 
 
 @dataclass(frozen=True, eq=False)
 class GateInput:
-    """How a kda layer's log-decays come of its raw gate inputs, for a head that is to do it itself.
+    """Gate parameters of a kda layer, for a head that computes log-decays from raw activations.
 
-    With one of these, the argument g of a head's `step` is the layer's activation a, before the gate, and the head
-    computes ``g = -exp(A_log) * softplus(a + dt_bias)``, or with a `lower_bound`
-    ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``: `models.kda_inputs` without the detour. On ``cuda`` the
-    ring keeps a in the activations' type, half of a float32 log-decay's bytes or less, and all kernels compute g from
-    it; other backends convert it when it comes in.
+    With `gate=`, pass the raw activation ``a`` of the layer to `step` instead of ``g``. The head computes
+    ``g = -exp(A_log) * softplus(a + dt_bias)``, or with a `lower_bound`
+    ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``, as `models.kda_inputs` does. On ``cuda`` the ring holds
+    ``a`` in the activations' type, at most half the bytes of a float32 log-decay, and every kernel computes g from
+    it. Other backends convert ``a`` at each call.
 
     Parameters
     ----------
     A_log : array, (heads,)
         Logarithm of each head's decay rate, from -40 to 40; kept as float64.
     dt_bias : array, (heads, K)
-        Added to a first; ``(heads * K,)``, as layers hold it, is taken too. Kept as float64.
+        Added to the activation; ``(heads * K,)``, the shape in checkpoints, is accepted too. Kept as float64.
     lower_bound : float, optional
         Negative. Selects fla's bounded gate.
 
     Raises
     ------
     TypeError
-        If an array is not one of real floating-point numbers.
+        If an array is not real floating-point.
     ValueError
         If a shape is wrong, a number not finite, a rate out of range, or the bound not negative.
     """
@@ -94,7 +94,7 @@ class GateInput:
         object.__setattr__(self, "dt_bias", bias.reshape(heads, -1))
 
     def check(self, layer: Layer) -> None:
-        """Check that a layer has such a gate.
+        """Check that the gate fits a layer.
 
         Parameters
         ----------
@@ -113,17 +113,17 @@ class GateInput:
             raise ValueError(f"gate: expected A_log and dt_bias of {want} heads and channels, got {have}")
 
     def log_decays(self, a: npt.ArrayLike) -> Array:
-        """Convert raw gate inputs.
+        """Convert raw activations to log-decays.
 
         Parameters
         ----------
         a : array_like, (..., heads, K)
-            Raw gate inputs.
+            Raw activations.
 
         Returns
         -------
         ndarray of float64, (..., heads, K)
-            Log-decays, <= 0; NaN where the input is.
+            Log-decays, <= 0; NaN for a NaN input.
         """
         raw, rate_log = np.asarray(a, dtype=np.float64) + self.dt_bias, self.A_log[:, None]
         if self.lower_bound is not None:

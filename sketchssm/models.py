@@ -1,10 +1,10 @@
-"""From what a model's layer computes to what the recurrence takes.
+"""Inputs of the recurrence from the activations and parameters of a model's layer.
 
-Each converter starts where a layer has finished its projections and its short convolution, and is named in
-that layer's own terms (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). Leading axes are
-``(batch, tokens)`` or, for one decoding step, ``(batch,)``. Everything is computed in float64, since a
-softplus of a very negative argument times a large decay rate is lost in float32. Each result is rounded to
-float32, or kept in float64 where the array that it comes from has it.
+A converter takes a layer's values after the projections and the short convolution. Arguments have the names of the
+layer's code (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). Arrays of NumPy, PyTorch (parameters and
+bfloat16 included), JAX and CuPy are accepted. Leading axes are ``(batch, tokens)`` or, for one decoding step,
+``(batch,)``. Arithmetic is float64, as in `sketchssm.gates`. Results are NumPy arrays: float64 for a float64
+argument, else rounded to float32.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ def mamba2_inputs(
     dt_limit: tuple[float, float] = (0.0, np.inf),
     dt_softplus: bool = True,
 ) -> Tokens:
-    """Convert a Mamba-2 layer's inputs (mamba_ssm, Nemotron-H) to the recurrence's.
+    """Convert the inputs of a Mamba-2 layer (mamba_ssm, Nemotron-H) to inputs of the recurrence.
 
     The step is ``dt <- clip(softplus(dt + dt_bias), *dt_limit)``; then ``q = C``, ``k = B``, ``v = dt * x``
-    and ``g = -exp(A_log) * dt``. The skip term ``D * x`` is no part of the recurrence: add it with
-    `mamba2_output`.
+    and ``g = -exp(A_log) * dt``. The recurrence does not contain the skip term ``D * x``: add it with `mamba2_output`.
 
     Parameters
     ----------
@@ -56,9 +55,9 @@ def mamba2_inputs(
     dt_bias : array_like, optional
         Added to `dt` before the softplus, shape ``(heads,)``.
     dt_limit : tuple of float
-        Least and greatest step, applied last; ``time_step_limit`` in model configurations.
+        Smallest and largest step, applied last; ``time_step_limit`` in model configurations.
     dt_softplus : bool
-        False where `dt` is already positive.
+        False if `dt` is already positive.
 
     Returns
     -------
@@ -72,8 +71,8 @@ def mamba2_inputs(
 
     Notes
     -----
-    Serving engines keep ``A = -exp(A_log)`` in place of the parameter; pass ``log(-A)``. Their decoding
-    kernels take no step limit: pass one only where the model's configuration narrows it.
+    Serving engines hold ``A = -exp(A_log)`` instead of the parameter; pass ``log(-A)``. Their decoding
+    kernels take no step limit: pass a limit only if the model's configuration narrows it.
     """
     x, lead, heads, _ = _values("x", x)
     B, groups, key_dim = _keys("B", B, lead, heads)
@@ -108,12 +107,12 @@ def mamba2_output(o: npt.ArrayLike, x: npt.ArrayLike, D: npt.ArrayLike) -> Array
     x : array_like
         The layer's values as given to `mamba2_inputs` (not multiplied by ``dt``), the shape of `o`.
     D : array_like
-        Skip weight, shape ``(heads,)`` or, where it differs over the channels of a head, ``(heads, V)``.
+        Skip weight, shape ``(heads,)`` or, per channel, ``(heads, V)``.
 
     Returns
     -------
     ndarray
-        ``o + D * x``, the shape of `o`; what the layer gates, normalises and projects.
+        ``o + D * x``, the shape of `o`, before the layer's gate, norm and projection.
 
     Raises
     ------
@@ -143,10 +142,10 @@ def gdn_inputs(
     eps: float = 1e-6,
     allow_neg_eigval: bool = False,
 ) -> Tokens:
-    """Convert a Gated DeltaNet layer's inputs (fla, Qwen3-Next) to the recurrence's.
+    """Convert the inputs of a Gated DeltaNet layer (fla, Qwen3-Next) to inputs of the recurrence.
 
-    ``g = -exp(A_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``; q and k are L2-normalised per head
-    and q is scaled, which fla does inside its kernels (``use_qk_l2norm_in_kernel``, ``scale``).
+    ``g = -exp(A_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. q and k are L2-normalised per head
+    and q is scaled; fla does both inside its kernels (``use_qk_l2norm_in_kernel``, ``scale``).
 
     Parameters
     ----------
@@ -165,11 +164,11 @@ def gdn_inputs(
     scale : float, optional
         Factor of q; default ``K ** -0.5``.
     l2norm : bool
-        False where q and k are already normalised.
+        False if q and k are already normalised.
     eps : float
         Added to the squared norm, as fla and transformers do.
     allow_neg_eigval : bool
-        Double ``beta``, so that a transition may have negative eigenvalues, as fla's option of the name does.
+        Double ``beta``, so that a transition may have negative eigenvalues; fla has an option of this name.
 
     Returns
     -------
@@ -210,10 +209,10 @@ def kda_inputs(
     lower_bound: float | None = None,
     clamp_min: float | None = None,
 ) -> Tokens:
-    """Convert a Kimi Delta Attention layer's inputs (fla, Kimi Linear) to the recurrence's.
+    """Convert the inputs of a Kimi Delta Attention layer (fla, Kimi Linear) to inputs of the recurrence.
 
-    As `gdn_inputs`, with a log-decay per channel: ``g = -exp(A_log) * softplus(a + dt_bias)``, where `A_log`
-    is one number per head.
+    As `gdn_inputs`, with a log-decay per channel: ``g = -exp(A_log) * softplus(a + dt_bias)`` with one `A_log` per
+    head.
 
     Parameters
     ----------
@@ -226,23 +225,22 @@ def kda_inputs(
     b : array_like
         Raw write gate before its sigmoid, shape ``(batch, [tokens,] heads)``.
     A_log : array_like
-        Logarithm of the decay rate, shape ``(heads,)``, or ``(1, 1, heads, 1)`` as Kimi Linear's checkpoints
-        hold it.
+        Logarithm of the decay rate, shape ``(heads,)``, or ``(1, 1, heads, 1)`` as in checkpoints of Kimi Linear.
     dt_bias : array_like, optional
-        Added to `a` first, shape ``(heads, K)`` or, as layers hold it, ``(heads * K,)``.
+        Added to `a` first, shape ``(heads, K)`` or, as in checkpoints, ``(heads * K,)``.
     scale : float, optional
         Factor of q; default ``K ** -0.5``.
     l2norm : bool
-        False where q and k are already normalised.
+        False if q and k are already normalised.
     eps : float
         Added to the squared norm, as fla does.
     allow_neg_eigval : bool
-        Double ``beta``, as fla's option of the name does.
+        Double ``beta``; fla has an option of this name.
     lower_bound : float, optional
-        Negative. Selects fla's bounded gate, ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``, in
-        place of the softplus. It is another function, not a clamp.
+        Negative. Selects fla's bounded gate, ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``, instead of
+        the softplus gate. The bounded gate is another function, not a clamp.
     clamp_min : float, optional
-        Negative. Raise smaller log-decays of the softplus gate to this value.
+        Negative. Lower bound of the softplus gate: smaller log-decays become this value.
 
     Returns
     -------
@@ -293,7 +291,7 @@ def _array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array
 
 
 def _values(name: str, value: npt.ArrayLike) -> tuple[Array, tuple[int, ...], int, int]:
-    """Return the array that sets a call's shape, its leading axes, heads and V."""
+    """Return the array that sets the shape of a call, its leading axes, heads and V."""
     array = _array(name, value)
     if array.ndim not in (3, 4):
         raise ValueError(f"{name}: expected shape (batch, [tokens,] heads, V), got {array.shape}")
@@ -364,6 +362,6 @@ def _write_gate(b: npt.ArrayLike, shape: tuple[int, ...], allow_neg_eigval: bool
 
 
 def _rounded(x: Array, given: Array) -> Array:
-    """Round to float32, or to float64 where the given array has it."""
+    """Round to float32, or keep float64 if the given array is float64."""
     with np.errstate(over="ignore"):  # a log-decay beyond float32 is -inf, a full forget
         return x.astype(np.result_type(given.dtype, np.float32))

@@ -1,4 +1,4 @@
-"""The plan of one layer: sketch bases, ranks and settings, and the file that carries them."""
+"""The plan of one layer: sketch bases, ranks and settings, and their file."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SketchPlan:
         self._fill(basis.layer, tensors, basis.window if window is None else window, map)
 
     def _fill(self, layer: Layer, tensors: dict[str, npt.NDArray[Any]], window: int, map: CoefficientMap) -> None:
-        """Check every field and set it; the one way into a plan, from a basis or from a file."""
+        """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
         self.omega, self.projection = (_columns(layer, name, tensors[name]) for name in ("omega", "projection"))
         if self.omega.shape != self.projection.shape:
@@ -126,7 +126,7 @@ class SketchPlan:
         Parameters
         ----------
         path : str or PathLike
-            Where to; an existing file is replaced at once when the new one is complete.
+            Where to; the new file replaces an existing one when it is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
         fields = {"layer": asdict(self.layer), "window": self.window, "map": asdict(self.map)}
@@ -170,7 +170,7 @@ def _columns(layer: Layer, name: str, array: npt.NDArray[Any]) -> npt.NDArray[np
         raise ValueError(f"{name}: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {array.shape}")
     if array.dtype.kind != "f":
         raise ValueError(f"{name}: expected floating-point numbers, got dtype {array.dtype}")
-    with np.errstate(over="ignore"):  # what float32 can't hold becomes infinite, and is refused as such
+    with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is refused
         columns = np.ascontiguousarray(array, dtype=np.float32)
     if not np.isfinite(columns).all():
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")

@@ -130,6 +130,15 @@ def test_heads_of_one_curve_share_what_there_is():
     assert allocation.gap < 1e-12
 
 
+def test_the_largest_of_equal_moves_comes_first():
+    """Two heads gain equally per byte at one price, and the budget has room for either, but not for both."""
+    small, large = Layer("gdn", 1, 32, 24), Layer("gdn", 1, 64, 64)  # 144 and 288 bytes a rank
+    curves = [1000 + 144 * np.array([[3.0, 2, 1, 1]]), 288 * np.array([[3.0, 2, 1, 1]])]
+    scores = [scores_of(layer, curve) for layer, curve in zip((small, large), curves, strict=True)]
+    ranks = ss.allocate_ranks(scores, 1.75).ranks
+    assert [own.tolist() for own in ranks] == [[1], [2]]
+
+
 def test_one_head_may_end_dense():
     curves = np.full((4, 7), 1e-3)
     curves[1] = 10.0  # a head that no rank helps
@@ -158,6 +167,7 @@ def test_layers_share_one_budget(rng):
     apart = sum(ss.allocate_ranks(own, 3).objective for own in scores)
     assert allocation.bound <= apart
     assert allocation.objective <= apart + allocation.gap * allocation.objective
+    assert allocation.gap < 0.5  # not trivial, though the layers score different ranks
 
 
 def test_methods(rng):
@@ -176,6 +186,7 @@ def test_methods(rng):
     assert (uniform.ranks == 4).all() and uniform.objective == pytest.approx(paired[:, 4].sum())
     assert uniform.bound == results["gradient"].bound and uniform.gap >= results["gradient"].gap
     assert (ss.allocate_ranks(error_only, 4.9, "uniform").ranks == 4).all()
+    assert (ss.allocate_ranks(error_only, 8, "uniform").ranks == 8).all()  # the largest rank that is scored
 
 
 def test_gradient_only_decay_is_common_to_all_layers():
@@ -215,7 +226,7 @@ def test_a_large_model(rng):
         (np.nan, None, "mean_rank"),
         (np.inf, None, "mean_rank"),
         (9, "uniform", "mean_rank"),
-        (2, "loss", "method"),
+        (2, "loss", "method: expected one of gradient, error, sensitivity, uniform, got 'loss'"),
         (2, "gradient", "needs gradients"),
     ],
 )

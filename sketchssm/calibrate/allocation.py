@@ -1,8 +1,9 @@
-"""Rank allocation: which head reads through how wide a sketch, under one budget of read traffic.
+"""Rank allocation: the sketch rank of every head, under one budget of read traffic.
 
-The paper's appendix *Offline sketch-rank allocation*: every head takes a rank or a full read so that the sum of the
-scores is least within the budget (equation *m-allocation*), a multiple-choice knapsack. A price on traffic makes the
-heads independent and gives a lower bound (equation *alloc-dual*) that certifies how far the table can be from optimal.
+This is the paper's appendix *Offline sketch-rank allocation*. Every head takes a rank or a full read. The table
+minimises the sum of the scores within the budget (equation *m-allocation*), which is a multiple-choice knapsack. A
+price on traffic makes the heads independent and gives a lower bound (equation *alloc-dual*). The bound certifies how
+far a table can be from the optimum.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Choice = npt.NDArray[np.int64]
 
 
 class Traffic(NamedTuple):
-    """What a rank table costs.
+    """Cost of a rank table.
 
-    ``read_bytes`` is the sum over heads of what a read between flushes moves, which the budget bounds; ``reduction``
-    the whole state traffic relative to standard decoding, flushes included.
+    ``read_bytes`` is the sum over heads of the bytes of one read between flushes, which the budget bounds.
+    ``reduction`` is the state traffic of standard decoding over that of the table, flushes included.
     """
 
     read_bytes: float
@@ -40,22 +41,22 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """A rank table and how good it is, as `allocate_ranks` returns it.
+    """A rank table with its quality, from `allocate_ranks`.
 
     Parameters
     ----------
     ranks : ndarray of int64, (heads,), or list of them
-        Rank of each head, `DENSE` for a full read; one array per layer where a sequence of scores came in.
+        Rank of each head, `DENSE` for a full read; one array per layer for a sequence of scores.
     objective : float
         Sum of the scores J of the chosen ranks (P).
     bound : float
-        Lower bound on any table's objective within the budget (D).
+        Lower bound on the objective of every table within the budget (D).
     budget : float
-        Read bytes that the mean rank allows (B).
+        Read bytes of all heads at the mean rank (B).
     traffic : Traffic
-        Read bytes in use, and the traffic reduction.
+        Read bytes and traffic reduction of the table.
     method : str
-        Score that the table was chosen by.
+        Score that the table minimises.
     """
 
     ranks: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]
@@ -85,13 +86,13 @@ def allocate_ranks(
     scores : RankScores or sequence of them
         Scores of one layer, or of several layers that share the budget.
     mean_rank : float
-        Mean rank; the budget is what all heads would read at it.
+        Mean rank; the budget is the read traffic of all heads at this rank.
     method : {"gradient", "error", "sensitivity", "uniform"}, optional
-        Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, a fraction dropped so
-        as not to exceed the budget, and reports the default score's objective and bound. Default: "gradient" if all
-        layers have gradients, else "error".
+        Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, rounded
+        down to stay within the budget, and reports the objective and bound of the default score. Default: "gradient"
+        if all layers have gradients, else "error".
     map : CoefficientMap or str, default "ridge"
-        Coefficient map, which decides what a rank costs; see `sketchssm.traffic.sketch_read`.
+        Coefficient map, which sets the cost of a rank; see `sketchssm.traffic.sketch_read`.
 
     Returns
     -------
@@ -144,7 +145,7 @@ def allocate_ranks(
 class _Table:
     """Score and read bytes ``(N, actions)`` of ranks 1, 2, ... and, last, the full read.
 
-    A score is inf where a head can't take the rank: it was not scored, or is no cheaper than the full read.
+    A score is inf for a rank that a head can't take: an unscored rank, or one as dear as the full read.
     """
 
     score: Array
@@ -160,7 +161,7 @@ class _Table:
             heads, limit = layer.layer.heads, layer.rank_max
             full = float(_read(layer, np.asarray(DENSE), map))
             cost = _read(layer, np.arange(1, width + 1), map)
-            limit = min(limit, int((cost < full).sum()))  # G*: a wider sketch costs more than the state
+            limit = min(limit, int((cost < full).sum()))  # G*: a wider sketch costs as much as the state
             score = np.full((heads, width + 1), np.inf)
             curves = layer.objective(method, None if decay is None else decay[: layer.rank_max + 1])
             score[:, :limit] = curves[:, 1 : limit + 1]
@@ -177,14 +178,14 @@ class _Table:
 
 
 def _bisect(table: _Table, budget: float) -> tuple[Choice, Choice, float]:
-    """Find the price at which the heads' own choices meet the budget.
+    """Find the price at which the independent choices of the heads meet the budget.
 
-    Returns the best feasible table met, the choices at the largest price found to be too low, and the best bound.
+    Returns the choices at the lowest feasible price, those at the next lower price, and the best bound.
     """
 
     def choose(price: float) -> tuple[Choice, float, float]:
         penalised = table.score + price * table.cost
-        choice = penalised.argmin(axis=1)  # the first of equals is the cheapest
+        choice = penalised.argmin(axis=1)  # argmin takes the first of equals, which is the cheapest
         return choice, table.totals(choice)[1], float(penalised.min(axis=1).sum()) - price * budget
 
     beyond, used, bound = choose(0.0)
@@ -221,7 +222,7 @@ def _upgrade(table: _Table, choice: Choice, beyond: Choice, budget: float) -> Ch
 
 
 def _spend(table: _Table, choice: Choice, budget: float) -> Choice:
-    """Spend what is left of the budget: the single-head substitution that gains most, until none improves."""
+    """Spend the rest of the budget: make the single-head substitution with the largest gain until none gains."""
     choice = choice.copy()
     rows = np.arange(choice.size)
     while True:
@@ -240,7 +241,7 @@ def _read(layer: RankScores, rank: npt.NDArray[np.generic], map: CoefficientMap)
 
 
 def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], map: CoefficientMap) -> float:
-    """Traffic reduction over all heads of all layers: bytes are added up before the ratio is taken."""
+    """Traffic reduction over all heads of all layers: the ratio of the summed bytes."""
     before = after = 0.0
     for layer, own in zip(layers, ranks, strict=True):
         shape = layer.layer
@@ -251,7 +252,7 @@ def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], map: Coeff
 
 
 def _shared_decay(layers: Sequence[RankScores], width: int) -> Array:
-    """Mean over all heads that are scored at a rank of the share of energy that the rank loses."""
+    """Share of energy lost at each rank, mean over all heads that are scored at the rank."""
     lost = np.full((sum(layer.layer.heads for layer in layers), width + 1), np.nan)
     start = 0
     for layer in layers:

@@ -1,9 +1,9 @@
 """Sketch bases: uncentred PCA of state-weighted queries (section 4.1 and its appendix).
 
-With ``E0 = E[S0 S0^T]`` and ``C_z = E0^{1/2} E[x x^T] E0^{1/2} = P Diag(lambda) P^T``, the rank-G basis that loses
-least is ``E0^{-1/2} P_G`` (equation *app-offline-solution*). Only its span matters for the sketch, so a basis is kept
-in two forms of the same nested spans: `omega` with orthonormal columns, and `weighted`, ``E0^{-1/2} P_G`` itself,
-whose columns are E0-orthonormal.
+With ``E0 = E[S0 S0^T]`` and ``C_z = E0^{1/2} E[x x^T] E0^{1/2} = P Diag(lambda) P^T``, the optimal rank-G basis is
+``E0^{-1/2} P_G`` (equation *app-offline-solution*). Only its span matters for the sketch. A basis is kept in two forms
+with the same nested spans: `omega` has orthonormal columns, and `weighted` is ``E0^{-1/2} P_G``, whose columns are
+E0-orthonormal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SketchBasis", "fit_basis"]
 
 SUPPORT = 1e-10
 """Eigenvalues of E0 below this share of the largest count as zero. Directions with so little of the states' energy
-can't be seen in an output, and an eigenvalue solver in float64 gets smaller ones wrong by more than 1e-5."""
+do not show in an output, and a float64 eigenvalue solver gets smaller eigenvalues wrong by more than 1e-5."""
 
 FORMAT = FileFormat("sketchssm-basis", 2, ("omega", "weighted", "e0", "spectrum", "retained"))
 
@@ -44,16 +44,16 @@ class SketchBasis:
     omega : ndarray of float64, (heads, K, rank_max)
         Orthonormal columns.
     weighted : ndarray of float64, (heads, K, rank_max)
-        E0-orthonormal columns of the same nested spans: ``weighted^T E0 weighted = I``. Columns beyond the rank of a
-        head's E0 are zero (no calibration state has anything there), while `omega` goes on with the leading query
-        directions that remain.
+        E0-orthonormal columns with the same nested spans: ``weighted^T E0 weighted = I``. Columns beyond the rank of
+        a head's E0 are zero, since no calibration state has energy there. In `omega` the leading remaining query
+        directions follow.
     e0 : ndarray of float64, (heads, K, K)
         Mean state metric, scaled to trace K.
     spectrum : ndarray of float64, (heads, K)
         Eigenvalues of C_z, descending; NaN for a random basis.
     retained : ndarray of float64, (heads, rank_max)
-        Share of the spectrum that each rank holds: the retained output energy that calibration predicts for states
-        of the mean metric. NaN for a random basis.
+        Share of the spectrum in the first G columns: the predicted share of output energy that a sketch of rank G
+        retains, for states of the mean metric. NaN for a random basis.
     """
 
     layer: Layer
@@ -77,8 +77,8 @@ class SketchBasis:
         rank : int
             Columns to take, 1 to `rank_max`.
         weighted : bool, default False
-            False for the orthonormal basis, which is its own projection; True for the E0-orthonormal one and
-            ``E0 omega``, as `prior` and `offline` need.
+            False: the orthonormal basis, which is its own projection. True: the E0-orthonormal basis and ``E0 omega``,
+            for `prior` and `offline`.
 
         Returns
         -------
@@ -103,7 +103,7 @@ class SketchBasis:
     def random(
         cls, layer: Layer, rank_max: int, seed: int = 0, e0: npt.ArrayLike | None = None, window: int = 16
     ) -> SketchBasis:
-        """Draw random orthonormal bases, the baseline that calibration is judged against.
+        """Draw random orthonormal bases, the baseline of a calibrated basis.
 
         Parameters
         ----------
@@ -114,14 +114,14 @@ class SketchBasis:
         seed : int, default 0
             Seed of the draw.
         e0 : array_like, (heads, K, K), optional
-            Mean state metric for the weighted form, such as a calibrated basis's; default the identity.
+            Mean state metric for the weighted form, such as that of a calibrated basis; default the identity.
         window : int, default 16
-            Recorded as the basis's window.
+            Window of the basis.
 
         Returns
         -------
         SketchBasis
-            Bases with an unknown spectrum.
+            Bases without a spectrum.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class SketchBasis:
         Parameters
         ----------
         path : str or PathLike
-            Where to; an existing file is replaced at once when the new one is complete.
+            Where to; the new file replaces an existing one when it is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
         save_file(path, FORMAT, tensors, {"layer": asdict(self.layer), "window": self.window})
@@ -200,14 +200,14 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     moments : Moments
         Moments of the calibration traces.
     rank_max : int, optional
-        Columns to keep; default min(K, V), beyond which no sketch gains anything.
+        Number of columns; default min(K, V), since a wider sketch gains nothing.
 
     Returns
     -------
     SketchBasis
-        Optimal bases of every rank up to `rank_max` for the loss of equation *m-subspace-objective*. A head whose
-        queries were never seen gets the leading directions of its states, one whose states were never seen (all
-        zero) those of its queries, and one without samples the unit vectors.
+        Optimal bases of every rank up to `rank_max` for the loss of equation *m-subspace-objective*. A head with zero
+        queries gets the leading directions of its states, a head with zero states the leading directions of its
+        queries, and a head without samples the unit vectors.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     spectrum *= scale[:, None]
     total = spectrum.sum(axis=-1, keepdims=True)
     share = np.cumsum(spectrum[:, :columns], axis=-1) / np.where(total > 0, total, 1.0)
-    retained = np.where(total > 0, np.minimum(share, 1.0), 1.0)  # nothing can be lost of nothing
+    retained = np.where(total > 0, np.minimum(share, 1.0), 1.0)  # a head without energy loses none
     return SketchBasis(layer, moments.window, omega, weighted, metric, spectrum, retained)
 
 
@@ -255,7 +255,7 @@ def _fit_head(e0: Array, queries: Array, columns: int) -> tuple[Array, Array, Ar
 
 
 def _support(e0: Array) -> tuple[Array, Array, Array]:
-    """Factor E0 on its support: ``root`` and ``inverse (K, r)`` and a basis ``(K, K - r)`` of what is left."""
+    """Factor E0 on its support: ``root`` and ``inverse (K, r)``, and a basis ``(K, K - r)`` of the complement."""
     values, vectors = _descending(e0)
     rank = int((values > SUPPORT * values[0]).sum())
     scale = np.sqrt(values[:rank])
@@ -263,7 +263,7 @@ def _support(e0: Array) -> tuple[Array, Array, Array]:
 
 
 def _unit_trace(gram: Array) -> Array:
-    """A metric scaled to trace K; the identity for a zero one."""
+    """Scale a metric to trace K. A zero metric becomes the identity."""
     trace = np.trace(gram)
     return gram * (gram.shape[-1] / trace) if trace > 0 else np.eye(gram.shape[-1])
 
@@ -274,7 +274,7 @@ def _descending(gram: Array) -> tuple[Array, Array]:
 
 
 def _orthonormal(columns: Array) -> tuple[Array, Array]:
-    """QR with a positive diagonal: the first G columns of Q span those of the input, and keep their signs."""
+    """QR with a positive diagonal: the first G columns of Q span the first G of the input, with the same signs."""
     q, r = np.linalg.qr(columns)
     sign = np.where(np.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
     return q * sign[..., None, :], r * sign[..., :, None]

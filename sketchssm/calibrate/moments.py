@@ -1,4 +1,4 @@
-"""Second moments of states and effective queries: all that a sketch basis needs of the traces (section 4.1)."""
+"""Second moments of states and effective queries, from which a sketch basis is fitted (section 4.1)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "sample
 class Moments:
     """Running sums of ``S0 S0^T`` and ``x x^T`` over the reads that a sketch will serve.
 
-    A sample is a token at position 1 to W - 1 of a window: the flush token reads the exact state. It contributes its
-    effective query x and the state S0 that x reads, so that both expectations are over one set of samples. Tokens
-    whose S0 is exactly zero, such as those of a sequence's first window, read nothing and are not counted.
+    A sample is a token at position 1 to W - 1 of a window. The flush token is none, because it reads the exact state.
+    A sample contributes its effective query x and the state S0 that x reads, so both expectations are over the same
+    samples. Tokens whose S0 is exactly zero, such as those of a sequence's first window, are not samples.
 
     Parameters
     ----------
@@ -39,9 +39,9 @@ class Moments:
     window : int, default 16
         Tokens from one flush to the next (W).
     weighting : {"uniform", "output"}, default "uniform"
-        "output" divides each effective query by the norm of its token's output (state read and buffer together), so
-        that a basis minimises the relative error: the right loss where a per-head norm follows the recurrence.
-        The state's moment is never weighted: E0 stays the mean geometry of the states.
+        "output" divides each effective query by the norm of its token's output (state read plus buffer output). The
+        basis then minimises the relative error, which is the right loss if a per-head norm follows the recurrence.
+        States are not weighted: E0 stays the mean metric of the states.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Moments:
     state_gram : ndarray of float64, (heads, K, K)
         Sum of ``S0 S0^T`` over the samples.
     query_gram : ndarray of float64, (heads, K, K)
-        Sum of ``x x^T`` over the samples, weighted if so asked.
+        Sum of ``x x^T`` over the samples, with their weights.
     samples : ndarray of int64, (heads,)
         Number of samples.
     window, weighting
@@ -84,7 +84,7 @@ class Moments:
         self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, carry: Carry | None = None) -> Carry:
-        """Add what some tokens contribute.
+        """Add the samples of some tokens.
 
         Parameters
         ----------
@@ -97,13 +97,13 @@ class Moments:
         beta : array, (batch, tokens, heads), optional
             Write gates; None for mamba2.
         carry : Carry, optional
-            What the call before returned, to go on with the same sequences. Default: new sequences, from zero states
-            at the start of a window.
+            Result of the previous call, to continue the same sequences. Default: new sequences, from zero states at
+            the start of a window.
 
         Returns
         -------
         Carry
-            Where the sequences stand. However they are cut along tokens, the sums are the same to rounding.
+            Positions of the sequences. The sums do not depend on how sequences are cut, except for rounding.
 
         Raises
         ------
@@ -120,7 +120,7 @@ class Moments:
         x = np.where(reads.live[..., None, None], reads.queries, 0.0)
         if self.weighting == "output":
             norm = np.linalg.norm(reads.queries @ reads.state + reads.buffer, axis=-1, keepdims=True)
-            # an output whose square underflows is a zero: it has no direction that an error could turn
+            # an output whose square underflows counts as zero: its norm has no accurate digit
             x = np.divide(x, norm, out=np.zeros_like(x), where=norm > np.sqrt(np.finfo(np.float64).tiny))
         heads, key_dim = self.layer.heads, self.layer.key_dim
         columns = reads.state.transpose(1, 2, 0, 3).reshape(heads, key_dim, -1)
@@ -144,12 +144,12 @@ class Moments:
         return total
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sums to a safetensors file, all or nothing, to be added to or updated later.
+        """Write the sums to a safetensors file, all or nothing. A loaded file can be updated and added.
 
         Parameters
         ----------
         path : str or PathLike
-            Where to; an existing file is replaced at once when the new one is complete.
+            Where to; the new file replaces an existing one when it is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
         fields = {"layer": asdict(self.layer), "window": self.window, "weighting": self.weighting}
@@ -194,7 +194,7 @@ class Moments:
 
 
 def _layer(kind: str | Layer, **sizes: int | None) -> Layer:
-    """Layer of a `Layer` alone, or of a kind and its sizes."""
+    """Layer from a `Layer`, or from a kind and sizes."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if isinstance(kind, Layer):
         if given:

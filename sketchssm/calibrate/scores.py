@@ -1,8 +1,8 @@
-"""Rank scores: what each head loses at each rank, and what the model's loss would feel of it (section 4.2).
+"""Rank scores: the error of each head at each rank, and its effect on the model's loss (section 4.2).
 
-The residual of a rank-G read with ideal least-squares coefficients is ``delta(G) = (I - Q_G Q_G^T) o`` for the state
-read ``o = S0^T x`` and an orthonormal basis ``Q_G`` of the first G sketch columns, so that one QR factorisation of
-the widest sketch serves every rank (equation *alloc-qr*).
+With ideal least-squares coefficients, the residual of a rank-G read is ``delta(G) = (I - Q_G Q_G^T) o`` for the state
+read ``o = S0^T x`` and an orthonormal basis ``Q_G`` of the first G sketch columns. One QR factorisation of the widest
+sketch serves every rank (equation *alloc-qr*).
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ SCORES = ("gradient", "error", "sensitivity")
 """What `RankScores.J` can score by."""
 
 DEPENDENT = 1e-7
-"""A sketch column that lies this close to the span of those before it (relative to its norm) adds only the rounding
+"""Relative distance of a sketch column from the span of the columns before it. A closer column adds only the rounding
 noise of a float32 state."""
 
 
 class RankScores:
-    """Running per-head, per-rank statistics of what ideal sketch reads lose.
+    """Running per-head, per-rank sums of the residuals of ideal sketch reads.
 
-    Samples are those of `Moments`: tokens that are read through the sketch of a nonzero state. Use other traces than
-    those that the basis was fitted to.
+    Samples are those of `Moments`: tokens read through the sketch of a nonzero state. Use other traces than those of
+    the basis.
 
     Parameters
     ----------
     basis : SketchBasis
-        Bases to score; only the nested spans matter.
+        Bases to score. Only their nested spans matter.
     window : int, optional
-        Tokens from one flush to the next (W); default the basis's.
+        Tokens from one flush to the next (W). Default: the basis's window.
     rank_max : int, optional
-        Largest rank to score; default the basis's.
+        Largest rank to score. Default: the basis's `rank_max`.
 
     Attributes
     ----------
     layer : Layer
         Kind and shape.
     error : ndarray of float64, (heads, rank_max + 1)
-        Sum of ``|delta(G)|^2`` for G = 0 to `rank_max`; rank 0 reads nothing, so column 0 is the whole energy.
+        Sum of ``|delta(G)|^2`` for G = 0 to `rank_max`. Rank 0 reads nothing, so column 0 is the whole energy.
     paired : ndarray of float64, (heads, rank_max + 1)
         Sum of ``(grad^T delta(G))^2``.
     sensitivity : ndarray of float64, (heads,)
@@ -80,7 +80,7 @@ class RankScores:
     def update(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
     ) -> Carry:
-        """Add what some tokens contribute.
+        """Add the samples of some tokens.
 
         Parameters
         ----------
@@ -93,21 +93,21 @@ class RankScores:
         beta : array, (batch, tokens, heads), optional
             Write gates; None for mamba2.
         grad : array, (batch, tokens, heads, V), optional
-            Gradient of the loss with respect to the recurrence's output, on one scale for all layers and calls. Given
-            at every call or at none.
+            Gradient of the loss with respect to the recurrence's output, on one scale for all layers and calls. Pass
+            gradients at every call or at none.
         carry : Carry, optional
-            What the call before returned, to go on with the same sequences.
+            Result of the previous call, to continue the same sequences.
 
         Returns
         -------
         Carry
-            Where the sequences stand.
+            Positions of the sequences.
 
         Raises
         ------
         ValueError
-            Naming the argument, before anything is added: what `Moments.update` refuses, a gradient of the wrong
-            shape or not finite, or one that comes at some calls only.
+            Naming the argument, before anything is added: input that `Moments.update` refuses, a gradient of the wrong
+            shape or not finite, or gradients at some calls only.
         TypeError
             If an argument is not a real floating-point array.
         """
@@ -126,7 +126,7 @@ class RankScores:
         basis = prefix_basis(reads.state.swapaxes(-1, -2) @ self._omega)
         seen = output @ basis
         energy = np.square(output).sum(axis=-1, keepdims=True)
-        # the difference of two nearly equal energies may come out negative by rounding
+        # rounding may make the difference of two nearly equal energies negative
         lost = np.maximum(energy - np.cumsum(np.square(seen), axis=-1), 0.0)
         self.error += np.concatenate([energy, lost], axis=-1).sum(axis=(0, 2))
         self.samples += reads.queries.shape[-2] * reads.live.sum(axis=0)
@@ -141,12 +141,12 @@ class RankScores:
 
     @property
     def retained(self) -> Array:
-        """Retained output fraction rho_G ``(heads, rank_max + 1)``; 1 for a head that reads nothing."""
+        """Retained output fraction rho_G ``(heads, rank_max + 1)``; 1 for a head without energy."""
         whole = self.error[:, :1]
         return 1.0 - np.divide(self.error, whole, out=np.zeros_like(self.error), where=whole > 0)
 
     def objective(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
-        """Score every head and rank: the expected harm of reading through a rank-G sketch.
+        """Score every head and rank: the expected loss of reading through a rank-G sketch.
 
         Parameters
         ----------
@@ -181,11 +181,11 @@ class RankScores:
 
     @property
     def default_method(self) -> str:
-        """The best score there are data for: "gradient", or "error" without gradients."""
+        """The default score: "gradient", or "error" without gradients."""
         return "gradient" if self.graded else "error"
 
     def __add__(self, other: RankScores) -> RankScores:
-        """Scores over both sets of traces; ValueError unless basis and window agree, and gradients do."""
+        """Scores over both sets of traces; ValueError unless basis, window and use of gradients agree."""
         if not isinstance(other, RankScores):
             return NotImplemented
         for name in ("layer", "window", "rank_max"):
@@ -206,7 +206,7 @@ class RankScores:
 
 
 def prefix_basis(sketch: Array) -> Array:
-    """Orthonormal basis of the columns of sketches, nested: the first G columns of one span those of the other.
+    """Nested orthonormal bases of sketches: the first G columns of basis and sketch have one span.
 
     Parameters
     ----------
@@ -216,21 +216,21 @@ def prefix_basis(sketch: Array) -> Array:
     Returns
     -------
     ndarray, (..., V, G)
-        Orthonormal columns, and a zero column wherever a sketch column depends on those before it.
+        Orthonormal columns, and a zero column for each sketch column that depends on the columns before it.
     """
     basis, triangle = np.linalg.qr(sketch)
     own = np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))
     dependent = own <= DEPENDENT * np.linalg.norm(triangle, axis=-2)
     lacking = dependent.any(axis=-1)
     if lacking.any():
-        # Householder QR puts an arbitrary direction in a dependent column's place, and later columns lose their share
-        # of it once it is dropped: start again with what is a basis at every column.
+        # Householder QR replaces a dependent column by an arbitrary direction and removes that direction from later
+        # columns. Factor such sketches again by Gram-Schmidt, which keeps later columns whole.
         basis[lacking] = _gram_schmidt(sketch[lacking])
     return basis
 
 
 def _gram_schmidt(sketch: Array) -> Array:
-    """`prefix_basis` column by column, each orthogonalised twice (float64's rounding needs the second time)."""
+    """`prefix_basis` column by column. Each column is orthogonalised twice, for full float64 accuracy."""
     basis = np.zeros_like(sketch)
     for i in range(sketch.shape[-1]):
         residual = sketch[..., i : i + 1]

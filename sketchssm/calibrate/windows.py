@@ -1,9 +1,8 @@
 """Traces, window by window: the state at each window's start and the effective queries that read it.
 
-Moments and rank scores are both sums over the same samples, defined here once. A sample is a token that decoding
-would read through the sketch: positions 1 to W - 1 of a window, since the flush token reads the exact state. Where
-the window starts from a zero state (a sequence's first, or after a full forget) nothing is read, and its tokens are
-no samples of that head.
+Moments and rank scores are sums over the same samples, which this module defines. A sample is a token that decoding
+reads through the sketch: positions 1 to W - 1 of a window, since the flush token reads the exact state. A window that
+starts from a zero state of a head (a sequence's first window, or after a full forget) has no samples of that head.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from sketchssm.reference.window import Ring, fold, read_window
 __all__ = ["Carry", "SketchReads", "host_tokens", "take_array", "walk"]
 
 BLOCK_BYTES = 2**27
-"""Batch rows are walked in groups whose largest array (the states, or kda's decays between tokens) is below this."""
+"""Batch rows are walked in groups. The largest array of a group (states, or decays between tokens) is below this."""
 
 
 @dataclass(frozen=True)
 class Carry:
-    """Where sequences stand, so that a later call can go on from there.
+    """Positions of sequences, from which a later call continues.
 
     Parameters
     ----------
@@ -50,9 +49,9 @@ class Carry:
 class SketchReads(NamedTuple):
     """Tokens of one window that are read through the sketch.
 
-    ``state (batch, heads, K, V)`` is S0 and ``live (batch, heads)`` tells where it is not zero; ``queries
-    (batch, heads, n, K)`` are effective queries and ``buffer (batch, heads, n, V)`` the exact buffer outputs.
-    ``rows`` and ``tokens`` tell where in the call's arrays they come from.
+    ``state (batch, heads, K, V)`` is S0, and ``live (batch, heads)`` is True for a nonzero S0. ``queries
+    (batch, heads, n, K)`` are effective queries, and ``buffer (batch, heads, n, V)`` are the exact buffer outputs.
+    ``rows`` and ``tokens`` are the tokens' places in the arrays of the call.
     """
 
     state: Array
@@ -64,7 +63,7 @@ class SketchReads(NamedTuple):
 
 
 def take_array(array: Any, name: str) -> npt.NDArray[Any]:
-    """Bring a caller's real floating-point array to the host and check that it is finite."""
+    """Copy or view a real floating-point array on the host and check that it is finite."""
     host = interop.to_host(array, name)
     if not interop.is_real(host.dtype):
         raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
@@ -74,7 +73,7 @@ def take_array(array: Any, name: str) -> npt.NDArray[Any]:
 
 
 def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Tokens:
-    """Check one call's traces ``(batch, tokens, ...)`` and bring them to the host, in the types they have."""
+    """Check the traces ``(batch, tokens, ...)`` of one call and return them on the host, with unchanged types."""
     check_tokens(layer, q, k, v, g, beta, tokens_axis=True)
     given = zip(Tokens._fields, (q, k, v, g, beta), strict=True)
     tokens = Tokens(*(None if x is None else take_array(x, name) for name, x in given))
@@ -96,14 +95,14 @@ def walk(
     window : int
         Tokens from one flush to the next (W).
     carry : Carry or None
-        Where the sequences stand; None for zero states and an empty window.
+        Positions of the sequences; None for zero states and an empty window.
     visit : callable
-        Called in order for each part of a window that lies within the call and has a nonzero state.
+        Called in order for each part of a window within the call that has a nonzero state.
 
     Returns
     -------
     Carry
-        Where they stand after the last token; shares no memory with the caller's arrays.
+        Positions after the last token; shares no memory with the caller's arrays.
 
     Raises
     ------
@@ -114,7 +113,7 @@ def walk(
     carry = _checked(layer, carry, batch, window)
     row_bytes = 8 * layer.heads * max(layer.gate_channels * window**2, layer.key_dim * layer.value_dim)
     step = max(1, BLOCK_BYTES // row_bytes)
-    starts = range(0, max(batch, 1), step)  # an empty batch's position advances too
+    starts = range(0, max(batch, 1), step)  # the position of an empty batch advances too
     ends = [_walk_rows(layer, tokens, window, carry, visit, slice(start, start + step)) for start in starts]
     states, rings = zip(*ends, strict=True)
     return Carry(np.concatenate([state.swapaxes(-1, -2) for state in states]), _joined(rings, axis=0))
@@ -149,7 +148,7 @@ def _walk_rows(
 
 
 def _joined(rings: Sequence[Ring], axis: int) -> Ring:
-    """Rings of like kind as one: along rows (axis 0) or tokens (axis 2)."""
+    """Concatenate rings along rows (axis 0) or tokens (axis 2)."""
     k, v, g = (np.concatenate([getattr(ring, name) for ring in rings], axis=axis) for name in "kvg")
     gates = [ring.beta for ring in rings if ring.beta is not None]
     return Ring(k, v, g, np.concatenate(gates, axis=axis) if gates else None)
@@ -162,7 +161,7 @@ def _cut(ring: Ring, rows: slice, count: int | None = None) -> Ring:
 
 
 def _checked(layer: Layer, carry: Carry | None, batch: int, window: int) -> Carry:
-    """A carry with a ring, checked; zero states where none is given."""
+    """Check a carry and give it a ring. None becomes zero states with an empty ring."""
     lead = (batch, layer.heads)
     shapes = (layer.key_dim, layer.value_dim, layer.gate_channels)
     k, v, g = (np.zeros((*lead, 0, size)) for size in shapes)
