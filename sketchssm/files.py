@@ -78,7 +78,7 @@ def save_file(
     arrays = {name: np.ascontiguousarray(tensors[name]) for name in form.tensors}
     document = {"format": form.name, "version": form.version, **fields}
     document["sha256"] = _checksum(document, arrays)
-    write_whole(path, save(arrays, metadata={KEY: _text(document)}))
+    write_whole(path, save(arrays, metadata={KEY: json.dumps(document)}))
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
@@ -100,8 +100,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except BaseException:
-        if os.path.exists(scratch):
-            os.unlink(scratch)
+        Path(scratch).unlink(missing_ok=True)
         raise
 
 
@@ -187,8 +186,8 @@ def check_array(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtyp
 def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The JSON document of a file's metadata, of the expected format and version."""
     document = json.loads(metadata[KEY]) if KEY in metadata else dict(metadata)
-    if not isinstance(document, dict) or document.get("format") != form.name:
-        name = document.get("format") if isinstance(document, dict) else document
+    name = document.get("format") if isinstance(document, dict) else document
+    if name != form.name:
         raise ValueError(f"expected format {form.name!r}, got {name!r}")
     version = document.get("version")
     if version != form.version:
@@ -198,12 +197,8 @@ def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _checksum(document: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]) -> str:
     """SHA-256 of a document and of the names, types, shapes and bytes of tensors, in hexadecimal."""
-    parts = [(name, array.dtype.str, array.shape) for name, array in sorted(tensors.items())]
-    digest = sha256(_text([document, parts]).encode())
-    for _, array in sorted(tensors.items()):
-        digest.update(np.ascontiguousarray(array).data)
+    parts = [(name, array.dtype.str, array.shape) for name, array in tensors.items()]
+    digest = sha256(json.dumps([document, parts]).encode())
+    for array in tensors.values():
+        digest.update(array.data)
     return digest.hexdigest()
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

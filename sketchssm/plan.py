@@ -72,7 +72,7 @@ class SketchPlan:
         map: str | CoefficientMap = DEFAULT_MAP,
     ) -> None:
         table = np.asarray(getattr(ranks, "ranks", ranks))
-        used = int(max(table.max(initial=1), 1)) if table.dtype.kind in "iu" else 1
+        used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
             raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")
         map = CoefficientMap.of(map)

@@ -193,8 +193,12 @@ def test_gradient_only_decay_is_common_to_all_layers():
     """Heads of like sensitivity get like ranks, whatever their own errors and the layer that they are in."""
     curves = [np.exp(-rate * np.arange(9.0))[None].repeat(4, axis=0) for rate in (0.1, 2.0)]
     scores = [scores_of(SMALL, curve, curve) for curve in curves]
-    ranks = ss.allocate_ranks(scores, 4, "sensitivity").ranks
+    allocation = ss.allocate_ranks(scores, 4, "sensitivity")
+    ranks = allocation.ranks
     assert np.array_equal(*ranks)
+    decay = (np.exp(-0.1 * ranks[0]) + np.exp(-2.0 * ranks[0])) / 2  # the mean over all heads; none is dense
+    # sums of eight float64
+    assert allocation.objective == pytest.approx(2 * decay.sum(), rel=1e-14)
     assert not np.array_equal(*ss.allocate_ranks(scores, 4, "error").ranks)
 
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS, relative, tokens_of
+from samples import LAYERS, parts_of, relative, tokens_of
 
 import sketchssm as ss
+from sketchssm.calibrate.basis import FORMAT
 from sketchssm.coefficients import MAPS
-from sketchssm.files import FileFormatError
+from sketchssm.files import FileFormatError, save_file
 from sketchssm.recurrence import KINDS
 
 W = 5
@@ -57,6 +58,9 @@ def test_optimal_by_the_papers_loss(kind, weighting, rng):
     moments = moments_of(rng, kind, weighting=weighting)
     basis = ss.fit_basis(moments)
     check_orthonormal(basis)
+    assert (basis.retained <= 1).all()
+    largest = np.abs(basis.weighted).argmax(axis=1)[:, None]
+    assert (np.take_along_axis(basis.weighted, largest, axis=1) > 0).all()  # which fixes the sign of a column
     for head in range(basis.layer.heads):
         e0 = moments.state_gram[head] / moments.samples[head]
         queries = moments.query_gram[head] / moments.samples[head]
@@ -92,6 +96,7 @@ def test_columns(rng):
     basis = ss.fit_basis(moments_of(rng))
     phi, projection = basis.columns(3)
     assert np.array_equal(phi, basis.omega[..., :3]) and np.array_equal(projection, phi)
+    assert basis.columns(1)[0].shape == (LAYER.heads, LAYER.key_dim, 1)
     phi, projection = basis.columns(3, weighted=True)
     assert np.array_equal(phi, basis.weighted[..., :3]) and np.array_equal(projection, basis.e0 @ phi)
     for rank in (0, basis.rank_max + 1):
@@ -211,6 +216,9 @@ def test_random_baseline(rng):
     assert np.array_equal(again.omega, basis.omega) and np.abs(other.omega - basis.omega).max() > 0.1
     # without a metric: the identity, to the rounding of two factorisations of it
     np.testing.assert_allclose(again.weighted, again.omega, atol=1e-14)
+    default = type(fitted).random(LAYER, 3)
+    assert default.window == 16
+    assert np.array_equal(default.omega, type(fitted).random(LAYER, 3, seed=0).omega)
     with pytest.raises(ValueError, match="e0"):
         type(fitted).random(LAYER, 4, e0=np.eye(3))
 
@@ -223,7 +231,7 @@ def test_random_baseline_of_a_singular_metric(rng):
 
 
 def test_file(tmp_path, rng):
-    basis = ss.fit_basis(moments_of(rng), 4)
+    basis = ss.fit_basis(moments_of(rng), 3)
     path = tmp_path / "basis.safetensors"
     basis.save(path)
     back = type(basis).load(path)
@@ -237,6 +245,18 @@ def test_file(tmp_path, rng):
     basis.save(path)
     with pytest.raises(FileFormatError, match="omega"):
         type(basis).load(path)
+
+
+@pytest.mark.parametrize("columns", [0, 6])
+def test_a_file_of_too_many_or_no_columns(columns, tmp_path, rng):
+    path = tmp_path / "basis.safetensors"
+    ss.fit_basis(moments_of(rng)).save(path)
+    fields, tensors = parts_of(path)
+    for name in ("omega", "weighted", "retained"):
+        tensors[name] = np.resize(tensors[name], (*tensors[name].shape[:-1], columns))
+    save_file(path, FORMAT, tensors, fields)
+    with pytest.raises(FileFormatError, match=rf"rank_max: expected an integer from 1 to .*, got {columns}"):
+        ss.SketchBasis.load(path)
 
 
 @pytest.mark.parametrize("rank_max", [0, 6, 2.0, True])

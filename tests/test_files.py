@@ -112,6 +112,16 @@ class TestDamage:
     def test_not_safetensors(self, content, kind, saved):
         assert refused(kind, saved, content, b"")
 
+    def test_a_file_that_may_not_be_read(self, kind, saved, monkeypatch):
+        """The system's errors are not the file's."""
+
+        def refuse(*_):
+            raise PermissionError("not yours")
+
+        monkeypatch.setattr("safetensors.safe_open", refuse)
+        with pytest.raises(PermissionError):
+            CLASSES[kind].load(saved)
+
     def test_missing(self, kind, tmp_path):
         for path in (tmp_path / "nothing", tmp_path):
             with pytest.raises(FileNotFoundError, match=re.escape(str(path))):

@@ -179,15 +179,21 @@ def test_carry_shares_no_memory():
     assert np.array_equal(carry.ring.k, kept)
 
 
-def test_file(tmp_path):
+def test_defaults():
+    moments = ss.Moments(LAYERS["gdn"])
+    assert (moments.layer, moments.window, moments.weighting) == (LAYERS["gdn"], 16, "uniform")
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "output"])
+def test_file(weighting, tmp_path):
     layer = LAYERS["kda"]
     tokens = make_traces(layer, 2, 23, 8)
-    whole, first = moments_of(layer), moments_of(layer)
+    whole, first = moments_of(layer, weighting=weighting), moments_of(layer, weighting=weighting)
     whole.update(*tokens)
     carry = first.update(*at(tokens, np.s_[:, 0:11]))
     first.save(tmp_path / "m.safetensors")
     resumed = ss.Moments.load(tmp_path / "m.safetensors")
-    assert (resumed.layer, resumed.window, resumed.weighting) == (layer, W, "uniform")
+    assert (resumed.layer, resumed.window, resumed.weighting) == (layer, W, weighting)
     resumed.update(*at(tokens, np.s_[:, 11:23]), carry=carry)
     close(resumed, whole)
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
@@ -214,6 +220,8 @@ def test_only_like_moments_add(other):
     base = {"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5}
     with pytest.raises(ValueError, match="to add"):
         ss.Moments(**base) + ss.Moments(**(base | other))
+    with pytest.raises(TypeError):
+        ss.Moments(**base) + 1
 
 
 @pytest.mark.parametrize(

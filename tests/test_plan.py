@@ -52,6 +52,10 @@ class TestPlan:
         assert plan.omega.flags.c_contiguous
         assert plan.omega.dtype == plan.projection.dtype == np.float32
 
+    @pytest.mark.parametrize(("rank", "columns"), [(1, 1), (5, 5), (DENSE, 1)])
+    def test_keeps_no_other_column(self, rank, columns, rng):
+        assert plan_of(rng, LAYER, rank).omega.shape == (4, 6, columns)
+
     def test_defaults(self, rng):
         plan = ss.SketchPlan(Basis(rng, LAYER), RANKS)
         assert (plan.window, plan.map) == (16, CoefficientMap("ridge", ridge=0.001))
@@ -106,6 +110,7 @@ class TestPlan:
             ({"ranks": [1, 2, 3]}, "ranks: expected 4 integers, got shape (3,)"),
             ({"ranks": 2}, "ranks: expected 4 integers, got shape ()"),
             ({"ranks": [1.0, 2.0, 3.0, 4.0]}, "ranks: expected 4 integers, got shape (4,) of float64"),
+            ({"ranks": list("1234")}, "ranks: expected 4 integers, got shape (4,) of <U1"),
             ({"ranks": [1, 2, 0, 3]}, "ranks: expected DENSE or 1 to 3"),
             ({"ranks": [1, 2, -2, 3]}, "ranks: expected DENSE or 1 to 3"),
             ({"ranks": [1, 2, 3, 6]}, "ranks: expected at most the basis's rank_max=5, got 6"),

@@ -134,6 +134,13 @@ def test_prefix_basis_of_dependent_columns(rng):
             assert np.abs(basis[:, :G] @ basis[:, :G].T - want).max() < 1e-11
 
 
+@pytest.mark.parametrize(("distance", "counts"), [(1e-6, True), (1e-8, False)])
+def test_prefix_basis_of_close_columns(distance, counts):
+    """A column counts if it is further from the span of those before than float32 rounds: 1e-7 of its norm."""
+    basis = prefix_basis(np.eye(3)[:, :2] @ [[1.0, 1.0], [0.0, distance]])
+    assert basis.any(axis=0).tolist() == [True, counts]
+
+
 def test_prefix_basis_handles_a_batch_of_both_kinds(rng):
     batch = np.stack([sketch for sketch in dependent_sketches(rng) if sketch.shape == (6, 4)]).reshape(-1, 1, 6, 4)
     basis = prefix_basis(batch)
@@ -177,13 +184,26 @@ def test_methods(rng):
     decay = (1 - scores.retained).mean(axis=0)
     # one product and one quotient in either order
     np.testing.assert_allclose(scores.objective("sensitivity"), scores.sensitivity[:, None] / n * decay, rtol=1e-15)
-    assert np.array_equal(scores.objective("sensitivity", np.ones(5))[:, 0], scores.sensitivity / n[:, 0])
+    assert np.array_equal(
+        scores.objective("sensitivity", np.arange(5.0)), scores.sensitivity[:, None] / n * np.arange(5)
+    )
     # the scale of outputs cancels in the gradient-only score, and that of gradients in the error-only one
     bigger = scores_of(layer)
     bigger.update(*tokens._replace(v=2.0 * tokens.v), grad=4.0 * grad)
     np.testing.assert_allclose(bigger.objective("sensitivity"), 16 * scores.objective("sensitivity"), rtol=1e-12)
     np.testing.assert_allclose(bigger.objective("error"), 4 * scores.objective("error"), rtol=1e-12)
     np.testing.assert_allclose(bigger.objective("gradient"), 64 * scores.objective("gradient"), rtol=1e-12)
+
+
+def test_gradients_in_float32(rng):
+    """Sums are in float64 whatever the type of the gradients."""
+    layer = LAYERS["gdn"]
+    tokens, grad = traces_of(rng, layer, 2, 23)
+    single, double = scores_of(layer), scores_of(layer)
+    single.update(*tokens, grad=grad.astype(np.float32))
+    double.update(*tokens, grad=grad.astype(np.float32).astype(np.float64))
+    for name in SUMS:
+        assert np.array_equal(getattr(single, name), getattr(double, name))
 
 
 def test_error_only(rng):

@@ -253,9 +253,7 @@ def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], map: Coeff
 
 def _shared_decay(layers: Sequence[RankScores], width: int) -> Array:
     """Share of energy lost at each rank, mean over all heads that are scored at the rank."""
-    lost = np.full((sum(layer.layer.heads for layer in layers), width + 1), np.nan)
-    start = 0
-    for layer in layers:
-        lost[start : start + layer.layer.heads, : layer.rank_max + 1] = 1.0 - layer.retained
-        start += layer.layer.heads
-    return np.nanmean(lost, axis=0)
+    lost = [
+        np.pad(1.0 - layer.retained, ((0, 0), (0, width - layer.rank_max)), constant_values=np.nan) for layer in layers
+    ]
+    return np.nanmean(np.concatenate(lost), axis=0)
