@@ -154,7 +154,7 @@ def cupy(monkeypatch):
     """The stand-in in CuPy's place."""
     if missing := compiler.missing():
         pytest.skip(missing)
-    monkeypatch.setitem(sys.modules, "cupy", standin)
+    standin.install(monkeypatch)
     monkeypatch.setattr(modules, "_modules", _modules)
     monkeypatch.setattr(cuda, "missing", lambda: "")
     return standin

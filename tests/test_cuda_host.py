@@ -1,11 +1,12 @@
 """The CUDA kernels against the float64 reference, compiled by g++ and run on the host: see tests/host/README.md."""
 
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
     check_raw_gates,
     error,
     evaluated,
@@ -21,8 +22,8 @@ from gpu.cuda_support import (
 )
 from host import compiler, standin
 
+from sketchssm.cuda import engines as cuda_engines
 from sketchssm.cuda import modules, standard
-from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.gates import GateInput
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import engines as reference
@@ -59,7 +60,7 @@ _modules = {}  # compiled once for all tests of this file
 @pytest.fixture
 def cupy(monkeypatch):
     """The stand-in in CuPy's place, with its threads in a random order."""
-    monkeypatch.setitem(sys.modules, "cupy", standin)
+    standin.install(monkeypatch)
     monkeypatch.setattr(modules, "_modules", _modules)
     monkeypatch.setattr(standin, "order", 0x5EED)
     return standin
@@ -488,7 +489,7 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_shares_of_a_read_step_do_not_matter(name, rng, cupy):
+def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
     """Bitwise equal results where few warps do everything: one item after the other in room for one, or ahead.
 
     With room for four, a block may have three items at most, so that there are many blocks.
@@ -499,15 +500,18 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, cupy):
     tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng, gate=gate), "bfloat16", gate)
     outs = []
     for room in (None, 1, 2, 4):
-        engine = poisoned(SketchEngine(plan, 5, output_dtype="float32", gate=gate))
+        engine = SketchEngine(plan, 5, output_dtype="float32", gate=gate)
+        least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
+        tables = 512 * 8 + (128 * 72 if layer.kind == "mamba2" else 0)  # of most rows and scores: here are few
+        least += 1024 - tables
+        with monkeypatch.context() as patch:
+            if room:
+                patch.setattr(cuda_engines, "shared_limit", lambda size=room * least: size)
+            poisoned(engine)
         engine.reset(cupy.arange(5))
         if room:
-            least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
-            tables = 512 * 8 + (128 * 72 if layer.kind == "mamba2" else 0)  # of most rows and scores: here are few
-            least += 1024 - tables
-            engine._launches["read_step"] = engine._launches["read_step"][0], room * least, 1
-            parts, most_items, _ = engine._read_limits
-            engine._read_limits = parts, most_items if room < 4 else 3, 4
+            _, row_tiles, max_tiles, _ = engine._read_limits
+            engine._read_limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
         outs.append(cupy.empty((5, 18, layer.heads, layer.value_dim), np.float32))
         engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), outs[-1])
     for other in outs[1:]:

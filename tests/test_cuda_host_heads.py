@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from samples import gate_of
 
 import sketchssm as ss
 from sketchssm import backends, cuda
-from sketchssm.cuda import limits, modules, ports
+from sketchssm.cuda import frameworks, limits, modules
 from sketchssm.recurrence import DENSE, Layer, Tokens
 
 if missing := compiler.missing():
@@ -34,7 +33,7 @@ _modules = {}  # compiled once for all tests of this file
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch):
     """The stand-in in CuPy's place; every test sees the machine anew."""
-    monkeypatch.setitem(sys.modules, "cupy", standin)
+    standin.install(monkeypatch)
     monkeypatch.setattr(modules, "_modules", _modules)
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
     cuda.missing.cache_clear()
@@ -221,6 +220,11 @@ class TestDevice:
         for change, kind, message in (
             ({"slots": standin.zeros(2, np.int64)}, ValueError, "slots: expected shape (3,), got (2,)"),
             ({"slots": standin.zeros(3)}, ValueError, "slots: expected integers, got dtype float64"),
+            (
+                {"slots": standin.full(3, 2**64 - 1, np.uint64)},
+                ValueError,
+                "slots: expected signed or smaller integers, got dtype uint64",
+            ),
             ({"q": tokens.q.astype(np.float32)}, TypeError, "q: expected bfloat16, which the head's first call"),
             ({"beta": tokens.beta > 0}, TypeError, "beta: expected a real floating-point array, got dtype bool"),
         ):
@@ -245,7 +249,7 @@ class TestTorchOnDevice:
     def torch(self, torch, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0, raising=False)
-        monkeypatch.setattr(ports.TorchPort, "stream", lambda port: port.__dict__.update(_device="cpu"))
+        monkeypatch.setattr(frameworks.TorchArrays, "stream", lambda self: self.__dict__.update(_device="cpu"))
         return torch
 
     def test_memory_is_used_as_it_is(self, torch, rng):
@@ -443,6 +447,10 @@ class TestBackends:
             (lambda m: m.setattr(cuda.importlib.util, "find_spec", lambda name: None), "CuPy is not installed"),
             (lambda m: m.setattr(standin.cuda, "is_available", lambda: False), "CuPy sees no CUDA device"),
             (lambda m: m.setattr(standin.cuda, "is_available", lambda: 1 / 0), "CuPy does not work: division by zero"),
+            (
+                lambda m: m.setattr(standin.cuda.runtime, "driverGetVersion", lambda: 11080),
+                "the driver is for CUDA 11.8, expected 12.0 or later",
+            ),
         ],
     )
     def test_without(self, patch, why, monkeypatch):

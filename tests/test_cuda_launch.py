@@ -3,6 +3,7 @@
 import ctypes
 import struct
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,8 @@ from host import standin
 from sketchssm.cuda import launch
 
 FUNCTION, STREAM = 0x1234, 0x5678
-TYPES = "QqifQ"
-"""Of the arguments in these tests: array, int64, int32, float32, null pointer."""
+TYPES = "QqifQQqif"
+"""Of the arguments in these tests: array, int64, int32, float32, null pointer; address, int64, int32; float32."""
 
 
 class Driver:
@@ -56,72 +57,80 @@ def kernel():
     return SimpleNamespace(name="some_step", kernel=SimpleNamespace(ptr=FUNCTION))
 
 
-def arguments(scale=1):
-    """As in `TYPES`."""
-    array = standin.zeros(4, np.float32)
-    return array, np.int64(-(2**40) * scale), np.int32(-7 * scale), np.float32(0.5 * scale), np.uint64(0)
+ARRAY = standin.zeros(4, np.float32)
+BEFORE = ARRAY, np.int64(-(2**40)), np.int32(-7), np.float32(0.5), np.uint64(0)
+AFTER = (np.float32(-0.25),)
+FIXED = [ARRAY.ctypes.data, *map(float, BEFORE[1:])]
+
+
+def launcher(function=None, **options):
+    """One of the kernel with arguments as in `TYPES`, of which three vary."""
+    return launch.Launcher(function or kernel(), BEFORE, "Qqi", AFTER, **options)
 
 
 def test_arguments_and_sizes(driver):
-    """Every launch has its own arguments and sizes, in buffers that are used again."""
-    run = launch.launcher(kernel())
-    given = [arguments(), arguments(3)]
-    run(3, 128, given[0], 70_000)
-    run(1, 32, given[1])
-    for args, seen, sizes in zip(given, driver.seen, [(3, 128, 70_000), (1, 32, 0)], strict=True):
-        function, grid, block, shared, stream, _, _, values = seen
-        assert (grid[0], block[0], shared) == sizes
-        assert grid[1:] == block[1:] == (1, 1)
+    """Every launch has its own varying arguments and grid, in buffers that are used again."""
+    run = launcher(shared=70_000)
+    given = [(3, 128, 2**63 + 8, -(2**40), -7), (1, 32, 16, 5, 2**31 - 1)]
+    for blocks, threads, *values in given:
+        run(blocks, threads, *values)
+        function, grid, block, shared, stream, _, _, came = driver.seen[-1]
+        assert (grid, block, shared) == ((blocks, 1, 1), (threads, 1, 1), 70_000)
         assert (function, stream) == (FUNCTION, STREAM)
-        assert values == [args[0].data.ptr, *args[1:]]
+        assert came == [*FIXED, *values, -0.25]
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "overlaps"),
-    [(12030, "90", True), (13000, "120", True), (12020, "90", False), (12030, "89", False)],
+    ("version", "capability", "overlaps", "wanted"),
+    [
+        *((12030, "90", True, True), (13000, "120", True, True)),
+        *((12020, "90", True, False), (12030, "89", True, False), (12030, "90", False, False)),
+    ],
 )
-def test_who_may_start_early(driver, monkeypatch, version, capability, overlaps):
+def test_who_may_start_early(driver, monkeypatch, version, capability, overlaps, wanted):
     monkeypatch.setattr(standin.cuda.runtime, "driverGetVersion", lambda: version)
     monkeypatch.setattr(standin.cuda.Device, "compute_capability", capability)
-    launch.launcher(kernel())(1, 32, arguments())
+    launcher(overlaps=overlaps)(1, 32, 0, 0, 0)
     *_, count, attribute, _ = driver.seen[0]
-    assert (count, attribute) == ((1, (6, 1)) if overlaps else (0, None))
+    assert (count, attribute) == ((1, (6, 1)) if wanted else (0, None))
 
 
-def test_an_old_driver_is_left_to_cupy(driver, monkeypatch):
-    monkeypatch.setattr(standin.cuda.runtime, "driverGetVersion", lambda: 11080)
-    calls = []
-    args = arguments()
-    launch.launcher(lambda *a, **o: calls.append((a, o)))(3, 64, args, 16)
-    assert calls == [(((3,), (64,), args), {"shared_mem": 16})]
-    assert not driver.seen
+def test_arrays_stay_as_long_as_the_launcher(driver):
+    array = standin.zeros(4, np.float32)
+    gone = weakref.ref(array)
+    run = launch.Launcher(kernel(), (array,), "Q")
+    del array
+    assert gone() is not None
+    del run
+    assert gone() is None
 
 
 def test_callers_share_nothing(driver):
-    one, two = (launch.launcher(kernel()) for _ in range(2))
-    one(1, 32, arguments())
-    two(2, 64, arguments(2))
-    one(1, 32, arguments(3))
-    assert [seen[-1][2] for seen in driver.seen] == [-7, -14, -21]
-    assert [seen[1][0] for seen in driver.seen] == [1, 2, 1]
+    one, two = launcher(), launcher()
+    for run, value in ((one, 1), (two, 2), (one, 3)):
+        run(value, 32, 0, 0, value)
+    assert [seen[-1][-2] for seen in driver.seen] == [1, 2, 3]
+    assert [seen[1][0] for seen in driver.seen] == [1, 2, 3]
 
 
 def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
     asked = []
     monkeypatch.setattr(standin.cuda.runtime, "memGetInfo", lambda: asked.append(1))
     driver.answers = [201]
-    launch.launcher(kernel())(1, 32, arguments())
+    launcher()(1, 32, 0, 0, 0)
     assert len(asked) == 1
     assert driver.seen[0] == driver.seen[1]
 
 
 def test_refusals(driver):
-    run = launch.launcher(kernel())
+    run = launcher(shared=16)
     driver.answers = [701]
     with pytest.raises(DriverError, match="701") as caught:
-        run(5, 2048, arguments(), 16)
+        run(5, 2048, 0, 0, 0)
     assert caught.value.__notes__ == ["some_step: 5 blocks, 2048 threads, 16 bytes of shared memory"]
-    with pytest.raises(struct.error):  # another type than the first time's
-        run(1, 32, (np.float32(1), *arguments()[1:]))
+    for wrong in ((0, 0), (0.5, 0, 0), (0, 0, 2**31)):
+        with pytest.raises(struct.error):  # too few, another type, too wide
+            run(1, 32, *wrong)
     with pytest.raises(KeyError):
-        launch.launcher(kernel())(1, 32, (1.5,))
+        launch.Launcher(kernel(), (1.5,), "Q")
+    assert len(driver.seen) == 1

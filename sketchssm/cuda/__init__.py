@@ -8,23 +8,33 @@ from functools import cache
 
 __all__ = ["missing"]
 
+DRIVER = 12000
+"""Version of the driver from which on there are launches with attributes."""
+
 
 @cache
 def missing() -> str:
-    """Tell what this machine lacks to run the backend; looked up once, never raises.
+    """Tell what this machine lacks to run the backend; evaluated once, never raises.
 
     Returns
     -------
     str
-        Empty where CuPy is installed and sees a device.
+        Empty where CuPy is installed and sees a device with a recent driver.
     """
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (pip install 'sketchssm[cuda12]' or 'sketchssm[cuda13]')"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a CuPy that can't be used must not trouble who did not ask for it
+            warnings.simplefilter("ignore")  # a CuPy that can't be used is no news to a caller of other backends
             import cupy
 
-            return "" if cupy.cuda.is_available() else "CuPy sees no CUDA device"
+            if not cupy.cuda.is_available():
+                return "CuPy sees no CUDA device"
+            driver = cupy.cuda.runtime.driverGetVersion()
+            return (
+                ""
+                if driver >= DRIVER
+                else f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, expected 12.0 or later"
+            )
     except Exception as error:  # a broken installation fails in many ways
         return f"CuPy does not work: {error}"

@@ -1,7 +1,7 @@
-"""Launches kernels through the driver: with an attribute that CuPy has no word for, and in less time on the host.
+"""Launches kernels through the driver: with an attribute that CuPy does not offer, and in less time on the host.
 
-The attribute lets a kernel of ours start while the one before it in the stream still runs, as far as its own wait
-(``wait_for_kernel_before`` in ``ptx.cuh``): see docs/cuda.md.
+The attribute lets a kernel start while the one ahead of it in the stream still runs; the kernel itself waits
+(``wait_for_kernel_before`` in ``ptx.cuh``). See docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Launcher", "launcher"]
+__all__ = ["Launcher"]
 
-DRIVER, OVERLAP = 12000, 12030
-"""Versions of the driver from which on there is a launch with attributes, and graphs capture the one for overlap."""
+OVERLAP = 12030
+"""Version of the driver from which on graphs capture the attribute for overlap."""
 
 OVERLAP_CAPABILITY = 90
 OVERLAP_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -50,64 +50,79 @@ class Config(ctypes.Structure):
 
 
 class Launcher:
-    """Launches one kernel for one caller, on CuPy's current stream.
+    """Launches one kernel for one caller, on CuPy's current stream; not from two threads at once.
+
+    A kernel's parameters are fixed ones, then those that vary from launch to launch, then fixed ones again. Fixed
+    arguments are packed once.
 
     Parameters
     ----------
     kernel : cupy.RawKernel
-        The kernel. The first launch settles the types of its arguments.
-    launch : callable
-        The driver's ``cuLaunchKernelEx``.
-    overlaps : bool
-        Whether the kernel may start before the one ahead of it has ended. It must then wait before it relies on
-        global memory that anybody writes.
+        The kernel.
+    before : tuple
+        Fixed arguments: CuPy arrays, which the launcher keeps alive, and NumPy scalars; uint64 is an address.
+    varying : str
+        One letter for each argument that varies: "Q" an address, "q" int64, "i" int32.
+    after : tuple, optional
+        Fixed arguments behind them.
+    shared : int, default 0
+        Bytes of dynamic shared memory.
+    overlaps : bool, default True
+        Whether the kernel may start before the one ahead of it has ended, on a device and a driver that can. It must
+        then wait before it relies on global memory that anybody writes.
     """
 
-    def __init__(self, kernel: Any, launch: Any, overlaps: bool) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        before: tuple[Any, ...],
+        varying: str,
+        after: tuple[Any, ...] = (),
+        *,
+        shared: int = 0,
+        overlaps: bool = True,
+    ) -> None:
         import cupy
 
-        self._kernel, self._launch = kernel, launch  # whose module must stay
-        self._function = kernel.kernel.ptr
-        self._array, self._stream = cupy.ndarray, cupy.cuda.get_current_stream
+        self._kernel, self._fixed, self._launch = kernel, (before, after), _driver()  # kernel and arrays must stay
+        self._function, self._stream = kernel.kernel.ptr, cupy.cuda.get_current_stream
         self._attribute = Attribute(OVERLAP_ATTRIBUTE, 1)
-        config = self._config = Config((0, 1, 1), (0, 1, 1), 0, None, ctypes.pointer(self._attribute), int(overlaps))
-        self._grid, self._block = config.grid, config.block
+        early = overlaps and _can_overlap()
+        config = Config((0, 1, 1), (0, 1, 1), shared, None, ctypes.pointer(self._attribute), int(early))
+        self._config, self._grid, self._block = config, config.grid, config.block
         self._where = ctypes.addressof(config)
-        self._pack: Any = None
+        count = len(before) + len(varying) + len(after)
+        self._values = ctypes.create_string_buffer(SLOT * count)
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * count)(*(first + SLOT * i for i in range(count)))
+        self._pack = struct.Struct("<" + "".join("i4x" if code == "i" else code for code in varying)).pack_into
+        self._offset = SLOT * len(before)
+        for place, value in (*enumerate(before), *enumerate(after, len(before) + len(varying))):
+            code = "Q" if isinstance(value, cupy.ndarray) else CODES[type(value)]
+            plain = value.data.ptr if isinstance(value, cupy.ndarray) else value
+            struct.pack_into("<" + code, self._values, SLOT * place, plain)
 
-    def __call__(self, blocks: int, threads: int, args: tuple[Any, ...], shared: int = 0) -> None:
-        """Launch the kernel; not from two threads at once.
+    def __call__(self, blocks: int, threads: int, *values: int) -> None:
+        """Launch the kernel.
 
         Parameters
         ----------
         blocks, threads : int
             Size of the grid and of a block.
-        args : tuple
-            CuPy arrays and NumPy scalars, always of the same types; uint64 is an address.
-        shared : int, default 0
-            Bytes of dynamic shared memory.
+        *values : int
+            The arguments that vary.
 
         Raises
         ------
         cupy.cuda.driver.CUDADriverError
             If the driver refuses.
         """
-        if self._pack is None:
-            self._settle(args)
-        array, config = self._array, self._config
-        self._pack(self._values, 0, *[x.data.ptr if isinstance(x, array) else x for x in args])
-        self._grid[0], self._block[0], config.shared = blocks, threads, shared
-        config.stream = self._stream().ptr
+        self._pack(self._values, self._offset, *values)
+        self._grid[0], self._block[0] = blocks, threads
+        self._config.stream = self._stream().ptr
         status = self._launch(self._where, self._function, self._pointers, None)
         if status:
             self._fail(status)
-
-    def _settle(self, args: tuple[Any, ...]) -> None:
-        codes = ["Q" if isinstance(x, self._array) else CODES[type(x)] for x in args]
-        self._values = ctypes.create_string_buffer(SLOT * len(args))
-        first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * len(args))(*(first + SLOT * i for i in range(len(args))))
-        self._pack = struct.Struct("<" + "".join(codes)).pack_into
 
     def _fail(self, status: int) -> None:
         import cupy
@@ -130,23 +145,9 @@ def _driver() -> Any:
     return launch
 
 
-def launcher(kernel: Any) -> Any:
-    """Find a way to launch a kernel that waits, as `Launcher` wants it, on the current device.
-
-    Parameters
-    ----------
-    kernel : cupy.RawKernel
-        The kernel.
-
-    Returns
-    -------
-    callable
-        Takes blocks, threads, arguments and bytes of shared memory, as a `Launcher` does.
-    """
+def _can_overlap() -> bool:
+    """Tell whether the current device and its driver can start a kernel before the one ahead has ended."""
     import cupy
 
-    version = cupy.cuda.runtime.driverGetVersion()
-    if version < DRIVER:
-        return lambda blocks, threads, args, shared=0: kernel((blocks,), (threads,), args, shared_mem=shared)
     capable = int(cupy.cuda.Device().compute_capability) >= OVERLAP_CAPABILITY
-    return Launcher(kernel, _driver(), capable and version >= OVERLAP)
+    return capable and cupy.cuda.runtime.driverGetVersion() >= OVERLAP

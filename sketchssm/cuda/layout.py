@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.coefficients import RIDGE_FLOOR
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import DENSE, Layer
 
-__all__ = ["PackedPlan", "basis_fragments", "pack_plan"]
+__all__ = ["PackedPlan", "basis_fragments", "pack_dense", "pack_plan"]
 
 ALIGN = 128
 """Bytes: each head's packed sketch is padded to a multiple. As in ``cuda_src/sketch_layout.cuh``, which says why."""
+
+
+LEAST_ELEMENTS = 8
+"""Of a slot's sketches where there are none: 16 bytes, the least that ``slots.cu`` sets."""
+
+MAPS = {"factors": 0, "dense": 1, "shared": 2}
+"""How maps are stored, as the kernels number it."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,17 @@ class PackedPlan:
     order : ndarray of int32, (heads,)
         Dense heads, then sketched ones.
     dense : int
-        How many heads are dense.
+        Number of dense heads.
     slot_elements : int
         Elements of one slot's sketches.
     projection : ndarray of float32
         Rows ``Pi^T (G, K)`` of all sketched heads, one after the other.
     basis : ndarray of uint16
         Bases as matrix operands, in bf16 slices.
+    ridge : float
+        Ridge of the map.
+    constants : dict of str to int
+        Constants of the map's kernels.
     """
 
     heads: npt.NDArray[np.int32]
@@ -43,6 +55,8 @@ class PackedPlan:
     slot_elements: int
     projection: npt.NDArray[np.float32]
     basis: npt.NDArray[np.uint16]
+    ridge: float
+    constants: dict[str, int]
 
 
 def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:
@@ -76,7 +90,20 @@ def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint
 
 
 def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
-    """Lay a plan out for the kernels, its bases in bf16 slices: 1 for sketches in bf16, 2 for float32."""
+    """Lay a plan out for the kernels.
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        The plan.
+    slices : int
+        bf16 slices of a basis: 1 for sketches in bf16, 2 for float32.
+
+    Returns
+    -------
+    PackedPlan
+        Arrays and constants of the kernels.
+    """
     layer = plan.layer
     heads = np.zeros((layer.heads, 4), dtype=np.int32)
     projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
@@ -94,5 +121,37 @@ def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
         rows += projections[-1].size
         fragments += bases[-1].size // 4
     dense = np.flatnonzero(plan.ranks == DENSE)
-    order = np.concatenate([dense, np.flatnonzero(plan.ranks != DENSE)]).astype(np.int32)
-    return PackedPlan(heads, order, dense.size, max(offset, align), np.concatenate(projections), np.concatenate(bases))
+    return PackedPlan(
+        heads,
+        np.concatenate([dense, np.flatnonzero(plan.ranks != DENSE)]).astype(np.int32),
+        dense.size,
+        max(offset, align),
+        np.concatenate(projections),
+        np.concatenate(bases),
+        plan.map.effective_ridge,
+        {
+            "MAP": MAPS[plan.map.storage],
+            "PIVOTS": plan.map.pivots or 1,
+            "PRIOR": int(plan.map.name == "prior"),
+            "SKETCH": 0 if slices == 1 else 2,
+        },
+    )
+
+
+def pack_dense(layer: Layer) -> PackedPlan:
+    """Lay out a layer whose heads are all dense: buffered replay, which has no sketches.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+
+    Returns
+    -------
+    PackedPlan
+        Arrays and constants of the kernels.
+    """
+    heads, order = np.zeros((layer.heads, 4), dtype=np.int32), np.arange(layer.heads, dtype=np.int32)
+    constants = {"MAP": MAPS["shared"], "PIVOTS": 1, "PRIOR": 0, "SKETCH": 0}
+    nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)
+    return PackedPlan(heads, order, layer.heads, LEAST_ELEMENTS, *nothing, RIDGE_FLOOR, constants)

@@ -46,7 +46,9 @@ def check_window(window: int) -> None:
 
 
 def check_plan(plan: SketchPlan) -> None:
-    """Refuse a plan that the kernels are not made for."""
+    """Refuse a plan, with its layer, that the kernels are not made for."""
+    check_layer(plan.layer)
+    check_window(plan.window)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
 

@@ -118,7 +118,7 @@ def load(variant: Variant, *, late: bool = False) -> Any:
             f"loading kernel {variant.operation} in the middle of decoding, and compiling it if that was never done; "
             "call warmup() before the first step",
             RuntimeWarning,
-            stacklevel=6,  # the caller of a head's step
+            stacklevel=5,  # the caller of a head's step
         )
     try:
         module = _compiled(variant)

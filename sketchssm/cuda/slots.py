@@ -1,4 +1,4 @@
-"""Sets slots of an array from rows, or to zeros, as the device's slot numbers say: no host synchronisation."""
+"""Sets slots of an array from rows, or to zeros; the slot numbers are on the device, so the host does not wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.arrays import Pointer
+from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 
 __all__ = ["SLOTS", "SlotWriter"]
@@ -18,32 +20,39 @@ THREADS, MAX_PARTS = 256, 64
 
 
 class SlotWriter:
-    """The kernel of ``slots.cu``, loaded when it is first needed."""
+    """The kernel of ``slots.cu`` for one array, loaded when it is first needed.
 
-    def __init__(self) -> None:
-        self._kernel: Any = None
+    Parameters
+    ----------
+    array : cupy.ndarray, (slots, ...)
+        Contiguous within a slot; slots start and end at multiples of 16 bytes.
+    position : cupy.ndarray of int32, (slots,)
+        Cursors.
+    """
 
-    def __call__(self, array: Any, rows: Any, slots: Any, position: Any) -> None:
+    def __init__(self, array: Any, position: Any) -> None:
+        self._array, self._position = array, position
+        self._size = array[0].nbytes // UNIT
+        self._parts = min(-(-self._size // THREADS), MAX_PARTS)
+        self._launch: Launcher | None = None
+
+    def __call__(self, rows: Pointer | None, slots: Pointer) -> None:
         """Overwrite ``array[slots]`` and start the slots' windows anew; -1 is skipped.
 
         Parameters
         ----------
-        array : cupy.ndarray, (slots, ...)
-            Contiguous within a slot; slots start and end at multiples of 16 bytes.
-        rows : cupy.ndarray or None
-            One row for each of `slots`, contiguous; None stands for zeros.
-        slots : cupy.ndarray of int64, (batch,)
+        rows : Pointer or None
+            One row for each of `slots`; None stands for zeros.
+        slots : Pointer, (batch,)
             Which slots, each at most once.
-        position : cupy.ndarray of int32, (slots,)
-            Cursors.
         """
-        if not slots.shape[0]:
+        count = slots.shape[0]
+        if not count:
             return
-        if self._kernel is None:
-            self._kernel = load(SLOTS).get_function("set_slots")
-        size = array[0].nbytes // UNIT
-        parts = min(-(-size // THREADS), MAX_PARTS)
-        source = np.uint64(0) if rows is None else rows
-        where = (array, np.int64(array.strides[0] // UNIT))
-        args = (*where, source, np.int64(size), position, slots, np.int32(parts))
-        self._kernel((slots.shape[0] * parts,), (THREADS,), args)
+        if self._launch is None:
+            kernel = load(SLOTS).get_function("set_slots")
+            fixed = self._array, np.int64(self._array.strides[0] // UNIT)
+            self._launch = Launcher(kernel, fixed, "QqQQi", overlaps=False)  # the kernel does not wait
+        source = 0 if rows is None else rows.address
+        position = self._position.data.ptr
+        self._launch(count * self._parts, THREADS, source, self._size, position, slots.address, self._parts)

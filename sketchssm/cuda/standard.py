@@ -1,15 +1,14 @@
-"""The recurrence as it stands, and what all engines of the CUDA backend share: memory, types, kernels at hand."""
+"""Standard decode on the device, and the parts that all engines of the CUDA backend share: memory, types, gate."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cuda.arrays import DeviceArrays
-from sketchssm.cuda.launch import launcher
+from sketchssm.cuda.arrays import DeviceArrays, Pointer
+from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.slots import SLOTS, SlotWriter
@@ -20,25 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["StandardEngine"]
 
-TYPES = {"bfloat16": 0, "uint16": 0, "float16": 1, "float32": 2}
-"""Element types by name as the kernels number them; uint16 arrays are taken as bf16 bits."""
+TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+"""Element types by name, as the kernels number them."""
 
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 
 STANDARD_WARPS = 4
-"""Of a block, at most; WARPS in ``cuda_src/standard.cu``."""
+"""Largest number of warps of a block; WARPS in ``cuda_src/standard.cu``."""
 
 MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
-"""From so many warps on, a block has no more of the state: blocks begin in the order of memory, and the smaller they
-are, the closer to it loads and stores come (on H200 1% to 2% faster; with fewer warps, slower by as much)."""
+"""With at least so many warps, a block has at most so many bytes of state: blocks start in the order of memory, and
+smaller blocks keep loads and stores closer to that order (on H200 1% to 2% faster; slower by as much with fewer
+warps)."""
 
-
-@cache
-def _type(dtype: Any, name: str) -> int:
-    code = TYPES.get(str(dtype))
-    if code is None:
-        raise TypeError(f"{name}: the CUDA kernels take bfloat16, float16 or float32, got {dtype}")
-    return code
+STEP_INPUTS = "QQQQQQQii"
+"""Arguments of a step's kernels: addresses of q, k, v, g, beta, outputs and slots; rows and tokens."""
 
 
 def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
@@ -48,7 +43,7 @@ def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
 
 
 class StandardEngine:
-    """The recurrence as it stands: state read and written at every token.
+    """Standard decode: every token reads and writes its state.
 
     Parameters
     ----------
@@ -59,7 +54,7 @@ class StandardEngine:
     state : array, optional
         Memory to use instead of the engine's own; see `SketchHead`.
     activation_dtype : {"bfloat16", "float16", "float32"} or None, default "bfloat16"
-        Type of q, k and v. None: the type that the first call needs.
+        Type of q, k and v. None: the narrowest that holds those of the first call.
     output_dtype : str, optional
         Type of outputs; the activations' by default.
     gate : GateInput, optional
@@ -84,25 +79,24 @@ class StandardEngine:
         self.layer = layer
         self.num_slots = num_slots
         self.value_rows = 4 if layer.erases else 8  # measured on H200
-        self.arrays = DeviceArrays(activation_dtype, output_dtype, gate is not None)
+        self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None)
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
         shape = (num_slots, *layer.state_shape)
         self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
         self._slot_stride = np.int64(self.state.strides[0] // 4)
         self.position = cupy.zeros(num_slots, dtype=np.int32)
-        self._launches: dict[str, tuple[Any, int, int]] = {}
-        self._ready = False
-        self._write = SlotWriter()
+        self._set_state = SlotWriter(self.state, self.position)
+        self._ready = False  # to launch: kernels loaded, and all memory allocated
         self.arrays.device.synchronize()  # the first call may come on another stream
 
     @property
     def _types(self) -> tuple[int, int]:
         """Types of activations and outputs; "bfloat16" as long as no call has settled them."""
-        return TYPES[self.arrays.activation or "bfloat16"], TYPES[self.arrays.output or "bfloat16"]
+        return TYPES[self.arrays.activation_dtype or "bfloat16"], TYPES[self.arrays.output_dtype or "bfloat16"]
 
     def fit(self) -> None:
-        """Refuse what the device is too small for."""
+        """Refuse a device that is too small."""
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch."""
@@ -123,34 +117,32 @@ class StandardEngine:
 
     def warmup(self, activation_dtype: str | None = None) -> None:
         """Compile all kernels now, in parallel."""
-        self.arrays.warmup(activation_dtype or self.arrays.activation or "bfloat16", self.num_slots)
+        self.arrays.warmup(activation_dtype or self.arrays.activation_dtype or "bfloat16", self.num_slots)
         warmup([*self.variants(), SLOTS])
         self._prepare()
 
-    def _prepare(self) -> None:
-        """Get ready to launch, once the activations' type is settled."""
-        self._kernel(0, late=True)
+    def _prepare(self, late: bool = True) -> None:
+        """Get ready to launch, once the activations' type is settled; `late` warns of kernels that are not loaded."""
+        if self._ready:
+            return
+        self.fit()  # a type that the first call has settled may take more room
+        modules = []
+        for variant in self.variants():
+            modules.append(load(variant, late=late))
+        self._load(modules)
         self._ready = True
 
-    def _kernel(self, index: int, late: bool = False) -> tuple[Any, int, int]:
-        """A kernel with its dynamic shared memory and number of blocks, where these are fixed."""
-        if "standard_step" not in self._launches:
-            module = load(self.variants()[index], late=late)
-            self._launches["standard_step"] = launcher(module.get_function("standard_step")), 0, 0
-        return self._launches["standard_step"]
+    def _load(self, modules: list[Any]) -> None:
+        """Take the kernels from the modules of `variants`."""
+        kernel = modules[0].get_function("standard_step")
+        self._step = Launcher(kernel, (self.state, self._slot_stride, self._gate), STEP_INPUTS)
 
-    def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
-        """See `sketchssm.backends.Engine`."""
-        self._check(tokens, out)
-        if not self._ready:
-            self._prepare()
+    def step(self, tokens: Tokens, slots: Pointer, out: Pointer) -> None:
+        """See `sketchssm.backends.Engine`; arrays come as `Pointer`."""
+        self._prepare()
         batch, length = out.shape[:2]
-        if not batch or not length:
-            return
-        kernel, _, _ = self._kernel(0)
-        state, counts = (self.state, self._slot_stride, self._gate), (np.int32(batch), np.int32(length))
-        args = (*state, *self._pointers(tokens), out, slots, *counts)
-        kernel(*self._standard_grid(batch), args)
+        if batch and length:
+            self._step(*self._standard_grid(batch), *addresses(tokens, slots, out), batch, length)
 
     def _standard_grid(self, batch: int) -> tuple[int, int]:
         """Blocks that have a warp for every few value rows, and a block's threads."""
@@ -160,24 +152,20 @@ class StandardEngine:
         warps = max(1, min(fit, STANDARD_WARPS))
         return -(-tasks // warps), 32 * warps
 
-    def _check(self, tokens: Tokens, out: Any) -> None:
-        for name in self.arrays.activations:
-            array = getattr(tokens, name)
-            if _type(array.dtype, name) != self._types[0]:
-                raise TypeError(f"{name}: the engine was made for {self.arrays.activation}, got {array.dtype}")
-        if _type(out.dtype, "out") != self._types[1]:
-            raise TypeError(f"out: got {out.dtype}, which the engine was not made for")
-
-    def _pointers(self, tokens: Tokens) -> tuple[Any, ...]:
-        return (*tokens[:4], np.uint64(0) if tokens.beta is None else tokens.beta)
-
-    def load_state(self, state: Any, slots: Any) -> None:
+    def load_state(self, state: Pointer, slots: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._write(self.state, state, slots, self.position)
+        self._set_state(state, slots)
 
-    def flush(self, slots: Any) -> None:
+    def flush(self, slots: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
 
-    def reset(self, slots: Any) -> None:
+    def reset(self, slots: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._write(self.state, None, slots, self.position)
+        self._set_state(None, slots)
+
+
+def addresses(tokens: Tokens, slots: Pointer, out: Pointer) -> tuple[int, ...]:
+    """Addresses in the order of the kernels' parameters; 0 stands for a beta that the layer does not have."""
+    q, k, v, g, beta = tokens
+    beta_address = 0 if beta is None else beta.address
+    return q.address, k.address, v.address, g.address, beta_address, out.address, slots.address

@@ -6,6 +6,7 @@ import numpy as np
 from samples import gate_of, map_of
 
 from sketchssm.coefficients import CoefficientMap
+from sketchssm.cuda import engines
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
@@ -158,9 +159,44 @@ SINGLE_HEADS = {
 
 def with_blocks(engine, blocks):
     """The engine, whose flushes get so many blocks from now on."""
-    kernel, shared, _ = engine._kernel(1)
-    engine._launches["flush_step"] = kernel, shared, blocks
+    engine._prepare(late=False)
+    engine.flush_blocks = blocks
+    engine._grids.clear()
     return engine
+
+
+def taking_arrays(kind):
+    """An engine of CuPy arrays, which come to the kernels as those of a head's caller do; uint16 holds bf16's bits."""
+
+    class Taking(kind):
+        def step(self, tokens, slots, out):
+            import ml_dtypes
+
+            given = Tokens(*(x if x is None or x.dtype != np.uint16 else x.view(ml_dtypes.bfloat16) for x in tokens))
+            with self.arrays.call(out) as call:
+                pointers, index, written = call.inputs(given, slots, out, True, self.num_slots)
+                super().step(pointers, index, written)
+                assert call.result(written, out, out) is out
+
+        def load_state(self, state, slots):
+            with self.arrays.call(state) as call:
+                index = call.slots(slots, state.shape[0], self.num_slots)
+                super().load_state(call.states(state, index), index)
+
+        def flush(self, slots):
+            with self.arrays.call(slots) as call:
+                super().flush(call.slots(slots, None, self.num_slots))
+
+        def reset(self, slots):
+            with self.arrays.call(slots) as call:
+                super().reset(call.slots(slots, None, self.num_slots))
+
+    return Taking
+
+
+StandardEngine, ReplayEngine, SketchEngine = map(
+    taking_arrays, (engines.StandardEngine, engines.ReplayEngine, engines.SketchEngine)
+)
 
 
 def run_mixed(device, oracle, layer, steps, activation, rng, gate=None):
@@ -207,7 +243,6 @@ extern "C" __global__ void raw_gates(const float* packed, const float* given, fl
 
 def check_raw_gates(cupy, rate_log, bound):
     """What kernels make of raw gate inputs, whatever these are, against float64."""
-    from sketchssm.cuda.engines import StandardEngine
     from sketchssm.cuda.modules import source_text
     from sketchssm.gates import GateInput
 

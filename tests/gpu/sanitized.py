@@ -2,10 +2,18 @@
 
 import cupy
 import numpy as np
-from cuda_support import LAYERS, make_plan, make_tokens, named_gate, tokens_to_device, with_blocks
+from cuda_support import (
+    LAYERS,
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    make_plan,
+    make_tokens,
+    named_gate,
+    tokens_to_device,
+    with_blocks,
+)
 
-from sketchssm.cuda.engines import ReplayEngine, SketchEngine
-from sketchssm.cuda.standard import StandardEngine
 from sketchssm.recurrence import DENSE, Tokens
 
 WINDOW, SLOTS, STEPS = 4, 3, 10

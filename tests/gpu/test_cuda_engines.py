@@ -5,6 +5,9 @@ import pytest
 from cuda_support import (
     LAYERS,
     SINGLE_HEADS,
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
     check_raw_gates,
     error,
     evaluated,
@@ -48,8 +51,6 @@ def poison_rings(engine):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("activation", ["bfloat16", "float32"])
 def test_standard(name, activation, rng, cupy):
-    from sketchssm.cuda.engines import StandardEngine
-
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
     device = StandardEngine(layer, 6, activation_dtype=activation, output_dtype="float32", gate=gate)
@@ -72,8 +73,6 @@ def test_standard(name, activation, rng, cupy):
 @pytest.mark.parametrize("activation", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("window", [4, 8, 16, 32])
 def test_replay(name, activation, window, rng, cupy):
-    from sketchssm.cuda.engines import ReplayEngine
-
     if window != 16 and activation == "float16":
         pytest.skip("covered by window 16")
     layer = LAYERS[name]
@@ -101,8 +100,6 @@ RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kd
 @pytest.mark.parametrize("kind", ["lowrank", "prior", "offline", "ridge", "exact"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_sketch(name, kind, stored, rng, cupy):
-    from sketchssm.cuda.engines import SketchEngine
-
     layer = (LAYERS | SINGLE_HEADS)[name]
     ranks = np.resize(RANKS[layer.kind], layer.heads)
     ridge = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001}.get(kind, 0.0)
@@ -139,8 +136,6 @@ def test_sketch(name, kind, stored, rng, cupy):
 )
 def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cupy):
     """Bitwise equal results where three blocks take all items, or a block has one at most."""
-    from sketchssm.cuda.engines import SketchEngine
-
     layer, batch = LAYERS[name], 50
     ranks = np.resize([*RANKS[layer.kind], DENSE], layer.heads)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01, window=window)
@@ -162,8 +157,6 @@ def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cu
 @pytest.mark.parametrize("dependent", [False, True])
 def test_pivot_counts(pivots, dependent, rng, cupy):
     """Any pivot count; states of rank 3 make all further sketch columns depend on the first ones."""
-    from sketchssm.cuda.engines import SketchEngine
-
     layer = LAYERS["gdn"]
     plan = make_plan(layer, [12, 3, 9, DENSE], rng, pivots=pivots)
     device, oracle = SketchEngine(plan, 3, "float32", output_dtype="float32"), reference.SketchEngine(plan, 3)
@@ -180,8 +173,6 @@ def test_pivot_counts(pivots, dependent, rng, cupy):
 
 
 def test_outputs_of_padding_are_zero(rng, cupy):
-    from sketchssm.cuda.engines import SketchEngine
-
     layer = LAYERS["gdn"]
     device = SketchEngine(make_plan(layer, [7, DENSE, 16, 2], rng), 4, output_dtype="float32")
     tokens = tokens_to_device(make_tokens(layer, 3, 1, "bfloat16", rng), "bfloat16")
@@ -196,8 +187,6 @@ def test_outputs_of_padding_are_zero(rng, cupy):
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_graph_replay_with_changing_slots(name, rng, cupy):
     """One captured step serves thousands: slots and inputs change in place, flushes come by themselves."""
-    from sketchssm.cuda.engines import SketchEngine
-
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
@@ -232,8 +221,6 @@ def test_graph_replay_with_changing_slots(name, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
-    from sketchssm.cuda.engines import SketchEngine
-
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
@@ -255,7 +242,6 @@ def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda-raw"])
 def test_rows_of_standard_decode_do_not_depend_on_their_batch(name, rng, cupy):
-    from sketchssm.cuda.engines import StandardEngine
     from sketchssm.cuda.standard import MANY_WARPS
 
     layer, batch = LAYERS[name], 300
@@ -274,8 +260,6 @@ def test_rows_of_standard_decode_do_not_depend_on_their_batch(name, rng, cupy):
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_slot_offsets_beyond_32_bits(name, rng, cupy):
     """Three slots of a pool whose stride is 3 GiB: element offsets pass 2^31 at the last."""
-    from sketchssm.cuda.engines import SketchEngine, StandardEngine
-
     layer = LAYERS[name]
     stride = 3 << 28
     pool = cupy.full(2 * stride + layer.heads * layer.value_dim * layer.key_dim * 2, np.nan, dtype=np.float32)
@@ -304,7 +288,6 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
 
 def test_long_runs_stay_exact(rng, cupy):
     """4096 tokens of slow decay: flush outputs and states hold float32 accuracy."""
-    from sketchssm.cuda.engines import ReplayEngine, StandardEngine
     from sketchssm.reference.recurrence import run
 
     for name in ("mamba2", "gdn", "kda", "kda-raw", "kda-64-bounded"):

@@ -1,12 +1,15 @@
 """As much of CuPy as sketchssm's CUDA backend and its tests use, on NumPy arrays and host kernels.
 
-A fixture of the tests puts this module in CuPy's place; the code under test can't tell the difference.
-New memory holds NaN unless it was asked for as zeros.
+`install` puts this module in CuPy's place, and `launch_kernel` in that of the driver's ``cuLaunchKernelEx``; the code
+under test can't tell the difference. New memory holds NaN unless it was asked for as zeros.
 """
 
 import contextlib
 import ctypes
+import struct
+import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +22,10 @@ order = 0
 MULTIPROCESSORS = 3  # few, so that a persistent block has several items of work
 
 
+_arrays = {}  # by address: those that may be a kernel's arguments
+_kernels = []  # by handle, less one
+
+
 class ndarray(np.ndarray):
     """A NumPy array that goes to the host as a CuPy array does, and can be made over memory of others."""
 
@@ -26,7 +33,13 @@ class ndarray(np.ndarray):
         memory = getattr(memptr, "memory", memptr)
         return super().__new__(cls, shape, dtype, memory, strides=strides)
 
-    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data, memset_async=lambda *a: None))
+    @property
+    def data(self):
+        """Address; whoever asks for it may give it to a kernel, which then looks for the array."""
+        address = self.ctypes.data
+        _arrays[address] = weakref.ref(self)
+        return SimpleNamespace(ptr=address, memset_async=lambda *a: None)
+
     device = property(lambda self: _Device())
 
     def get(self):
@@ -72,14 +85,15 @@ def arange(*args, dtype=None):
 
 
 class RawKernel:
-    """One kernel, called as CuPy's."""
+    """One kernel, called as CuPy's, or by the driver's handle."""
 
     launches = 0
 
-    def __init__(self, kernel):
-        self._kernel = kernel
+    def __init__(self, name, kernel, parameters):
+        self.name, self._kernel, self._parameters = name, kernel, parameters
         self.max_dynamic_shared_size_bytes = 48 << 10
-        self.kernel = SimpleNamespace(ptr=0)
+        _kernels.append(self)
+        self.kernel = SimpleNamespace(ptr=len(_kernels))
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         if Stream.recorded is not None:
@@ -91,6 +105,56 @@ class RawKernel:
         seed = order and order + RawKernel.launches
         grid, block = ((*x, 1, 1)[:3] for x in (grid, block))
         self._kernel(grid, block, args, shared_mem, seed)
+
+    def arguments(self, addresses):
+        """Arguments from where the driver would take them: arrays and numbers, whose types the kernel checks."""
+        if len(addresses) != len(self._parameters):
+            raise TypeError(f"{self.name}: expected {len(self._parameters)} arguments, got {len(addresses)}")
+        args = []
+        for i, (address, text) in enumerate(zip(addresses, self._parameters, strict=True)):
+            raw = ctypes.string_at(address, 8)
+            qualifier, _, plain = text.rpartition(" ")
+            size = int(plain[1:])
+            if qualifier:
+                args.append(_array_at(struct.unpack("<Q", raw)[0], plain))
+            elif any(raw[size:]):
+                raise TypeError(f"{self.name}: argument {i}: expected {text}, got a wider number")
+            else:
+                args.append(struct.unpack("<" + {"f4": "f", "i4": "i", "i8": "q"}[plain], raw[:size])[0])
+        return args
+
+
+def _array_at(address, kind):
+    """The array that an address is in; memory of others is taken to hold what the kernel expects; 0 is null."""
+    if not address:
+        return 0
+    array = _arrays[address]() if address in _arrays else None
+    if array is not None:
+        return array
+    for known in list(_arrays.values()):
+        array = known()
+        if array is not None and array.flags.c_contiguous:
+            offset = address - array.ctypes.data
+            if 0 <= offset < array.nbytes:
+                return array.reshape(-1).view(np.uint8)[offset:].view(array.dtype)
+    dtype = np.dtype(np.uint8) if kind[0] == "V" else np.dtype(kind)
+    return np.ctypeslib.as_array((ctypes.c_char * dtype.itemsize).from_address(address)).view(dtype)
+
+
+def launch_kernel(config, function, pointers, extra):
+    """Take ``cuLaunchKernelEx``'s place."""
+    fields = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
+    kernel = _kernels[function - 1]
+    kernel(fields[:3], fields[3:6], kernel.arguments(pointers), shared_mem=fields[6])
+    return 0
+
+
+def install(monkeypatch):
+    """Put this module in CuPy's place, and its launches in the driver's."""
+    from sketchssm.cuda import launch
+
+    monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
+    monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
 
 
 class RawModule:
@@ -105,11 +169,14 @@ class RawModule:
         from sketchssm import _cuda_host
 
         if self._module is None:
-            self._module = _cuda_host.Module(str(compile_library(self._code, self._constants)))
+            path = str(compile_library(self._code, self._constants))
+            self._module, self._library = _cuda_host.Module(path), ctypes.CDLL(path)
 
     def get_function(self, name):
         self.compile()
-        return RawKernel(self._module.kernel(name))
+        signature = self._library[f"signature_of_{name}"]
+        signature.restype = ctypes.c_char_p
+        return RawKernel(name, self._module.kernel(name), signature().decode().rstrip(";").split(";"))
 
     def get_global(self, name):
         self.compile()
@@ -186,7 +253,7 @@ cuda = SimpleNamespace(
     is_available=lambda: True,
     driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1),
     runtime=SimpleNamespace(
-        driverGetVersion=lambda: 0,  # too old for launches that go past CuPy
+        driverGetVersion=lambda: 12030,
         memGetInfo=lambda: (1 << 30, 1 << 30),
         memcpyAsync=lambda target, source, size, kind, stream: ctypes.memmove(target, source, size),
         getDeviceProperties=lambda device: {"name": b"host"},
