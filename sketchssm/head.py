@@ -52,7 +52,7 @@ class DecodeHead:
         self.backend = backend
         self._engine = engine
         self._arrays: Arrays = engine.arrays
-        self._seen: tuple[Any, ...] = ()  # shapes that were last found right, and whether they have a tokens axis
+        self._seen: Any = None  # shapes of the inputs of the last call, and whether they have a tokens axis
         self._several = False
         self._lock = threading.Lock()  # engines keep one call's arguments in memory of their own
 
@@ -159,8 +159,11 @@ class DecodeHead:
         """
         given = Tokens(q, k, v, g, beta)
         with self._lock:
-            shapes = tuple(getattr(x, "shape", None) for x in given)
-            if shapes != self._seen:
+            try:
+                shapes = q.shape, k.shape, v.shape, g.shape, None if beta is None else beta.shape
+            except AttributeError:
+                shapes = None  # which `check_tokens` refuses
+            if shapes is None or shapes != self._seen:
                 self._several = check_tokens(self.layer, *given)
                 self._seen = shapes
             if out is not None:

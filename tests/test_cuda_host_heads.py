@@ -14,7 +14,7 @@ from samples import gate_of
 
 import sketchssm as ss
 from sketchssm import backends, cuda
-from sketchssm.cuda import frameworks, limits, modules
+from sketchssm.cuda import engines, frameworks, limits, modules
 from sketchssm.recurrence import DENSE, Layer, Tokens
 
 if missing := compiler.missing():
@@ -206,6 +206,22 @@ class TestDevice:
         tokens, slots = tokens_of(rng, batch=6), np.array([-1, 2, -1, 0, -1, -1], np.int32)
         output = head.step(*narrow(tokens, standin.asarray), slots=standin.asarray(slots))
         assert error(output.get().astype(float), twin.step(*tokens, slots=slots)) < STORED
+
+    def test_batches_beyond_a_launch_s_rows(self, rng, monkeypatch):
+        """Rows of several launches: bit for bit those of one."""
+        head, twin = sketch(), sketch()
+        start, tokens = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32), tokens_of(rng, batch=4)
+        given, slots = narrow(tokens, standin.asarray), standin.asarray(np.array([3, -1, 0, 1]))
+        for each, rows in ((head, 3), (twin, 512)):
+            monkeypatch.setattr(engines, "MAX_ROWS", rows)
+            each.load_state(standin.asarray(start), slots=slots)
+            each.flush(slots)
+        monkeypatch.setattr(engines, "MAX_ROWS", 3)
+        output = head.step(*given, slots=slots)
+        monkeypatch.setattr(engines, "MAX_ROWS", 512)
+        np.testing.assert_array_equal(output, twin.step(*given, slots=slots))
+        np.testing.assert_array_equal(head.state, twin.state)
+        np.testing.assert_array_equal(head.position, [2, 2, 0, 2])
 
     def test_a_framework_that_nobody_knows(self, rng):
         head, twin = sketch(activation="float32"), sketch("reference")

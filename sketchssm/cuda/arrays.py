@@ -86,6 +86,7 @@ class DeviceArrays:
         self._activation_dtype = activation_dtype
         self._v_shape: Any = None  # of the last call, and names, shapes, row bytes and types of its inputs
         self._layout: list[tuple[str, tuple[int, ...], int, str]] = []
+        self._out_layout: tuple[tuple[int, ...], int, str] = (), 0, ""
         self._cupy_arrays = CupyArrays(self._home)
         self._torch_arrays: TorchArrays | None = None
         self._framework: Framework = self._cupy_arrays  # of the last call
@@ -191,7 +192,7 @@ class DeviceArrays:
         if shape != self._v_shape or self._activation_dtype is None:
             self._lay_out(shape, several, activation)
         address_of = self._framework.address
-        tokens: list[Pointer | None] = []
+        tokens: list[Pointer | None] = []  # their shapes the head has checked
         for array, (name, inner, row_bytes, want) in zip(given, self._layout, strict=False):
             address = address_of(array, want)
             if address is None or address % ALIGNMENT:
@@ -220,6 +221,8 @@ class DeviceArrays:
                 return interop.from_host(_to_host(made), like=v, out=out)
             framework.fill(out, made)
             return out
+        if framework.address(v, str(self.output_dtype)) is not None:
+            return made
         found = self._on_device(v, "v")
         if found is None:
             return interop.from_host(_to_host(made), like=v)
@@ -325,13 +328,12 @@ class DeviceArrays:
             want = activation if name in self._activations else "float32"
             row_bytes = length * prod(tail) * host_type(want).itemsize
             self._layout.append((name, (batch, length, *tail), row_bytes, want))
+        dtype, shape = self._output_dtype or activation, (batch, length, *self._tails["v"])
+        self._out_layout = shape, prod(shape[1:]) * host_type(dtype).itemsize, dtype
 
     def _target(self, shape: Any, out: Any, tokens: list[Pointer | None]) -> Pointer:
         """Find or make the array that the kernels write, which no input may share memory with."""
-        framework, dtype = self._framework, str(self.output_dtype)
-        _, inner, row_bytes, want = self._layout[2]  # v's
-        if dtype != want:
-            row_bytes = row_bytes // host_type(want).itemsize * host_type(dtype).itemsize
+        framework, (inner, row_bytes, dtype) = self._framework, self._out_layout
         if out is not None:
             start = framework.address(out, dtype)
             if start is None and self._framework_of(out) is not None:

@@ -70,7 +70,7 @@ def test_order(torch, system, batch, rng, monkeypatch):
             slots[which].copy_(orders[t])
         heads[which].step(q, k, v, g, beta, slots=slots[which], out=outputs[which])
 
-    for which in (0, 1):  # views of all arrays are made before the capture
+    for which in (0, 1):  # once before the capture
         for t in range(STEPS):
             step(which, t)
             torch.cuda.synchronize()
@@ -118,8 +118,8 @@ def test_a_thread_that_never_used_the_device(cupy, rng):
 def test_refusals(cupy, rng):
     """A launch that the device can't have names the driver's code, the kernel and its sizes."""
     module = cupy.RawModule(code='extern "C" __global__ void nothing(int x) {}')
-    run = launch.launcher(module.get_function("nothing"))
-    run(1, 32, (np.int32(1),))
+    run = launch.Launcher(module.get_function("nothing"), (), "i")
+    run(1, 32, 1)
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE") as caught:
-        run(1, 2048, (np.int32(1),))
+        run(1, 2048, 1)
     assert caught.value.__notes__ == ["nothing: 1 blocks, 2048 threads, 0 bytes of shared memory"]
