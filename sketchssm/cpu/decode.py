@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
-from sketchssm.cpu.jit import Kernel, njit
+from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import KDA, Record, areas_record, blank, call_record
 from sketchssm.cpu.maps import advance_sketch, project_block, refresh
 from sketchssm.cpu.packed import RANK, field
@@ -48,7 +48,7 @@ def window_kernel(context: int, areas: int, worker: int) -> None:
         _rebuild(m, at, worker)
 
 
-@njit
+@pasted
 def _advance(m: Record) -> None:
     """Move the cursors by one token, or back to the start of a window."""
     position = short_integers(m.position)
@@ -59,7 +59,7 @@ def _advance(m: Record) -> None:
     m.token += 1
 
 
-@njit
+@pasted
 def _step(m: Record, at: Record, worker: int) -> None:
     """One worker's share of one token."""
     buf = floats(m.scratch + 4 * worker * at.size)
@@ -90,7 +90,7 @@ def _step(m: Record, at: Record, worker: int) -> None:
         passed += parts
 
 
-@njit
+@pasted
 def _flushes(m: Record, row: int) -> bool:
     """Whether this token completes a row's window."""
     slot = integers(m.rows)[row]
@@ -125,7 +125,7 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
 
-@njit
+@pasted
 def _flush(m: Record, at: Record, worker: int) -> None:
     """One worker's share of folding what slots have buffered into their states."""
     buf = floats(m.scratch + 4 * worker * at.size)
@@ -137,7 +137,7 @@ def _flush(m: Record, at: Record, worker: int) -> None:
             _fold(m, at, buf, slot, unit % m.key_heads, count, NO_OUTPUT)
 
 
-@njit
+@pasted
 def _rebuild(m: Record, at: Record, worker: int) -> None:
     """One worker's share of sketching states that were loaded."""
     buf = floats(m.scratch + 4 * worker * at.size)

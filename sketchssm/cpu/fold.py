@@ -15,7 +15,7 @@ from sketchssm.cpu.columns import columns_16, substitute, transpose
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
-from sketchssm.cpu.tiles import TILE_ROWS, accumulate
+from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows
 
 __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
@@ -148,13 +148,15 @@ def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block:
     left_at = slot * m.window * stride + head // m.group * m.keys
     if m.kind == KDA:
         left, left_at, stride = buf, at.left, m.keys
-    squares = np.float32(0.0)
+    squares = splat(np.float32(0.0))
     for r in range(0, LANES, TILE_ROWS):
         place = first + r * m.keys
         # the next head's rows, while these are computed with
         ahead = place + m.values * m.keys
         for line in range(ahead, ahead + TILE_ROWS * m.keys, LANES):
             prefetch(state, line)
-        squares += accumulate(state, place, m.keys, TILE_ROWS, m.keys, buf, at.decay, buf, at.carried + block + r,
-                              m.values, 1, left, left_at, stride, count)  # fmt: skip
-    return squares
+        squares = squares + accumulate_tile_rows(
+            state, place, m.keys, m.keys, buf, at.decay, buf, at.carried + block + r, m.values, 1,
+            left, left_at, stride, count
+        )  # fmt: skip
+    return total(squares)

@@ -15,7 +15,7 @@ from numba.core import caching
 
 from sketchssm.files import source_digest
 
-__all__ = ["Kernel", "entry", "njit"]
+__all__ = ["Kernel", "entry", "njit", "pasted"]
 
 SOURCES = ("cpu/*.py", "recurrence.py", "coefficients.py", "plan.py", "reference/maps.py")
 """Files that machine code depends on: modules with kernels, and modules whose constants kernels use."""
@@ -89,12 +89,19 @@ class PackageCache(caching.FunctionCache):  # type: ignore[misc]
 _warned = False
 
 
-def njit(function: Callable[..., Any]) -> Any:
+def njit(function: Callable[..., Any], inline: str = "never") -> Any:
     """Compile a piece of a kernel.
 
     Numba would compile a function once for every constant that it is called with. Here arguments have plain types.
+
+    Parameters
+    ----------
+    function : callable
+        The piece.
+    inline : {"never", "always"}, default "never"
+        Whether Numba pastes the function into its caller.
     """
-    dispatcher = numba.njit(**OPTIONS)(function)
+    dispatcher = numba.njit(inline=inline, **OPTIONS)(function)
     template = dispatcher.get_call_template
 
     def plain(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
@@ -102,6 +109,11 @@ def njit(function: Callable[..., Any]) -> Any:
 
     dispatcher.get_call_template = plain
     return dispatcher
+
+
+def pasted(function: Callable[..., Any]) -> Any:
+    """Compile a piece of a kernel as part of its only caller, which takes less time than by itself."""
+    return njit(function, inline="always")
 
 
 def entry(function: Callable[..., Any]) -> Any:

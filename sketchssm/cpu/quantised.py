@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from sketchssm.cpu.jit import Kernel, njit
+from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import Array, Memory, Record, call_record
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.simd import floats, integers
@@ -128,7 +128,7 @@ def quantise_kernel(context: int, areas: int, worker: int) -> None:
         _share(call_record(context), worker)
 
 
-@njit
+@pasted
 def _share(m: Record, worker: int) -> None:
     units, shape = m.batch * m.heads, (m.values, m.keys)
     top, shift = np.float32(m.top), np.float32(m.shift)

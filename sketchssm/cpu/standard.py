@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cpu.jit import Kernel, njit
+from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, areas_record, blank, call_record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
 from sketchssm.cpu.workers import SERIAL, run, worker_count
@@ -74,7 +74,7 @@ def standard_kernel(context: int, areas: int, worker: int) -> None:
         _share(call_record(context), areas_record(areas), worker)
 
 
-@njit
+@pasted
 def _share(m: Record, at: Record, worker: int) -> None:
     buf = floats(m.scratch + 4 * worker * at.size)
     units = m.batch * m.heads

@@ -18,7 +18,7 @@ from sketchssm.cpu import simd
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, splat, total
 
-__all__ = ["accumulate", "add_product", "combine", "dots", "element", "fixed", "zero_sums"]
+__all__ = ["accumulate", "accumulate_tile_rows", "add_product", "combine", "dots", "element", "fixed", "zero_sums"]
 
 TILE_ROWS = 4
 """Rows that `accumulate` takes together."""
@@ -111,6 +111,27 @@ _accumulate_1x1 = _tile_accumulate(1, 1)
 
 
 @njit
+def accumulate_tile_rows(
+    c: Pointer, c0: int, c_row: int, width: int, decay: Pointer, d0: int,
+    w: Pointer, w0: int, w_step: int, w_row: int, x: Pointer, x0: int, x_step: int, depth: int,
+) -> Any:  # fmt: skip
+    """`accumulate` for `TILE_ROWS` rows; returns ``|C|_F^2`` as a sum over lanes that is still to be taken."""
+    squares = splat(np.float32(0.0))
+    j = 0
+    while j + 4 * LANES <= width:
+        squares = squares + _accumulate_4x4(
+            c, c0 + j, c_row, decay, d0 + j, w, w0, w_step, w_row, x, x0 + j, x_step, depth
+        )
+        j += 4 * LANES
+    while j < width:
+        squares = squares + _accumulate_4x1(
+            c, c0 + j, c_row, decay, d0 + j, w, w0, w_step, w_row, x, x0 + j, x_step, depth
+        )
+        j += LANES
+    return squares
+
+
+@njit
 def accumulate(
     c: Pointer, c0: int, c_row: int, rows: int, width: int, decay: Pointer, d0: int,
     w: Pointer, w0: int, w_step: int, w_row: int, x: Pointer, x0: int, x_step: int, depth: int,
@@ -118,16 +139,17 @@ def accumulate(
     """``C[r, :width] = decay[:width] * C[r] + sum_s w[s, r] X[s]`` over `depth` rows of X; returns ``|C|_F^2``."""
     squares = splat(np.float32(0.0))
     r = 0
+    while r + TILE_ROWS <= rows:
+        squares = squares + accumulate_tile_rows(
+            c, c0 + r * c_row, c_row, width, decay, d0, w, w0 + r * w_row, w_step, w_row, x, x0, x_step, depth
+        )
+        r += TILE_ROWS
     while r < rows:
-        taken = TILE_ROWS if rows - r >= TILE_ROWS else 2 if rows - r >= 2 and width % (4 * LANES) == 0 else 1
+        taken = 2 if rows - r >= 2 and width % (4 * LANES) == 0 else 1
         at, weight = c0 + r * c_row, w0 + r * w_row
         j = 0
         while j + 4 * LANES <= width:
-            if taken == TILE_ROWS:
-                part = _accumulate_4x4(
-                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
-                )
-            elif taken == 2:
+            if taken == 2:
                 part = _accumulate_2x4(
                     c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
                 )
@@ -138,15 +160,9 @@ def accumulate(
             squares = squares + part
             j += 4 * LANES
         while j < width:
-            if taken == TILE_ROWS:
-                part = _accumulate_4x1(
-                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
-                )
-            else:
-                part = _accumulate_1x1(
-                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
-                )
-            squares = squares + part
+            squares = squares + _accumulate_1x1(
+                c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
+            )
             j += LANES
         r += taken
     return total(squares)
