@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,3 +43,56 @@ def test_read_only_inputs_need_no_other_kernel() -> None:
         array.flags.writeable = False
     head.step(*tokens)
     assert len(decode.window_kernel.dispatcher.signatures) == compiled
+
+
+STEP = """
+import numpy as np
+import sketchssm as ss
+from sketchssm.recurrence import Layer
+from sketchssm.cpu.standard import standard_kernel
+
+head = ss.StandardHead(Layer("mamba2", 2, 16, 16), 1, "cpu")
+q = np.ones((1, 2, 16), np.float32)
+for _ in range(2):
+    head.step(q, q, q, np.zeros((1, 2), np.float32))
+statistics = standard_kernel.dispatcher.stats
+print("hits", sum(statistics.cache_hits.values()), "misses", sum(statistics.cache_misses.values()))
+"""
+
+
+def run_step(before: str = "", folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Step in a process of its own, with the package from a folder, after some lines of Python."""
+    settings = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"} | environment
+    command = [sys.executable, "-W", "always::RuntimeWarning", "-c", before + STEP]
+    return subprocess.run(command, env=settings, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_a_warning(tmp_path: Path) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    done = run_step(full, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hits 0 misses 1\n"
+    assert done.stderr.count("compiled CPU kernels cannot be kept") == 1
+
+
+@pytest.mark.slow
+def test_the_cache_of_a_read_only_installation_is_used(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "data")
+    shutil.copytree(files.PACKAGE, tmp_path / "sketchssm", ignore=ignored)
+    # what makes a folder read-only to Numba, also for a superuser, who may write everywhere
+    locked = f"""
+import tempfile
+real = tempfile.TemporaryFile
+def refuse(*args, dir=None, **kwargs):
+    if str(dir).startswith({str(tmp_path / "sketchssm")!r}):
+        raise PermissionError(13, "read-only")
+    return real(*args, dir=dir, **kwargs)
+tempfile.TemporaryFile = refuse
+"""
+    home = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path)}
+    writable = run_step(folder=tmp_path, **home)
+    assert writable.stdout == "hits 0 misses 1\n", writable.stderr
+    done = run_step(locked, folder=tmp_path, **home)
+    assert done.stdout == "hits 1 misses 0\n", done.stderr
+    assert not done.stderr
