@@ -1,4 +1,4 @@
-"""Every kernel compiles for the architectures that we support and keeps its work in registers. Needs nvcc, no GPU."""
+"""Every kernel compiles for all supported architectures and spills few registers. Needs nvcc, no GPU."""
 
 import os
 import re
@@ -19,11 +19,11 @@ from sketchssm.recurrence import DENSE, Layer
 
 ARCHITECTURES = (80, 90, 100)
 
-# Kernels fill their registers up to the limit that residency sets. Spilt words cost them time, as shared memory leaves
-# the first-level cache little room, but most are of the one warp that finishes dense maps.
-# The most so far is 308, kda's dense map on sm_90.
+# Limits on spilt bytes per thread. Kernels use as many registers as their residency allows. Spills cost time, as
+# shared memory leaves little first-level cache, but most spills are in the one warp that finishes dense maps.
+# The most measured is 308, for kda's dense map on sm_90.
 SPILL_BYTES = {"standard": 0, "read": 32, "flush": 320, "slots": 0}
-# Twice the pivots of any shape that counts, in the one warp that works on them: 428 on sm_80.
+# With twice the pivots of the other shapes; 428 bytes measured on sm_80.
 SPILL_OF_PIVOTS = {"kimi-linear-pivots-flush": 440}
 
 LAYERS = {
@@ -33,7 +33,7 @@ LAYERS = {
     "kimi-linear": Layer("kda", 32, 128, 128, 32),
     "small": Layer("kda", 4, 64, 96, 2),
 }
-MAPS = {  # `ridge` is the kernel of `exact` with another argument
+MAPS = {  # `ridge` and `exact` share a kernel
     "nemotron-3-super": ("exact", "lowrank"),
     "nemotron-nano-9b-v2": ("lowrank",),
     "qwen3-next": ("exact", "lowrank", "prior", "offline"),
@@ -42,7 +42,7 @@ MAPS = {  # `ridge` is the kernel of `exact` with another argument
 
 
 def variants():
-    """Name and variant: the shapes that count, all maps, and every window and activation once."""
+    """Variants by name: all benchmarked shapes and all maps; every window and activation type once."""
     rng = np.random.default_rng(0)
     engines = {name: StandardEngine(layer, 1) for name, layer in LAYERS.items()}
     for name, kinds in MAPS.items():
@@ -61,7 +61,7 @@ def variants():
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
         plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
         engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation_dtype=activation)
-    # scalar decays whose reads go token by token, and as many pivots as there may be
+    # scalar decays with reads token by token, and the most pivots
     for name, of, window, activation, pivots in (
         ("nemotron-3-super-half", "nemotron-3-super", 16, "float16", 4),
         ("qwen3-next-long", "qwen3-next", 32, "bfloat16", 4),
@@ -76,7 +76,7 @@ def variants():
 
 @pytest.fixture(scope="module")
 def chosen():
-    """The variants, where there is nvcc to compile them: the engines name them, without a device."""
+    """The variants that engines would load; skips without nvcc."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc, the CUDA compiler, is not installed")
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def compiled(chosen):
     nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
 
     def one(variant):
-        # -ftz is CuPy's own addition
+        # -ftz: as CuPy does
         options = ("-std=c++17", "-fatbin", "-ftz=true", "-Xptxas=-v", *targets, *variant.options)
         source = source_text(variant.operation)
 
@@ -122,7 +122,7 @@ def test_all_variants_compile(compiled):
 
 
 def test_nothing_big_spills(compiled):
-    """At the shapes that count."""
+    """At the benchmarked shapes."""
     spilt = {}
     for name, log in compiled.items():
         if isinstance(log, str) and not name.startswith("small"):
@@ -133,9 +133,9 @@ def test_nothing_big_spills(compiled):
 
 
 def test_sizes(chosen, tmp_path):
-    """A block that has a multiprocessor for itself has room for the next state: up to rank 16 in dense maps.
+    """A block that is alone on its multiprocessor has room for two states, for dense maps up to rank 16.
 
-    And what the kernels pass on has the size that the host makes room for.
+    The kernels' Schedule has the size that the host allocates for it.
     """
     for name, places in (
         ("kimi-linear-exact-flush", 2),
@@ -153,16 +153,16 @@ def test_sizes(chosen, tmp_path):
 
 
 BEFORE_WAIT = {
-    # what nobody changes (heads), and what slots seem to be, to prefetch cursors
+    # constants (heads), and slots to prefetch cursors for
     "read": r"(ld\.global\.v4\.u32|ld\.volatile\.global\.u64|prefetch\.global\.L2)",
-    # what the read has told, and what follows from nothing being due: cursors move
+    # the read's report; when no flush is due, cursors advance
     "flush": r"(ld\.acquire\.gpu\.global\.s32|ld\.global\.u64|atom\.global\.inc\.u32)",
 }
-"""Accesses that a kernel may make while the one ahead is running, if it has sketches."""
+"""Accesses that kernels of sketch heads may make while the preceding kernel runs."""
 
 
 def test_what_is_touched_before_the_wait(chosen, tmp_path):
-    """Kernels start before the one ahead has ended; the compiler must not have moved more past their wait."""
+    """Kernels start while the preceding one runs; the compiler must not move other accesses ahead of their wait."""
     for name in (
         "qwen3-next-standard",
         "qwen3-next-lowrank-read",

@@ -1,4 +1,4 @@
-"""The CUDA kernels against the float64 reference, compiled by g++ and run on the host: see tests/host/README.md."""
+"""CUDA kernels, compiled by g++ and run on the host, against the float64 reference (see tests/host/README.md)."""
 
 import ml_dtypes
 import numpy as np
@@ -31,13 +31,13 @@ from sketchssm.reference import engines as reference
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
 
-# engines compile when they are first asked; heads, and who serves, call warmup()
+# engines without a warmup() compile at their first step
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
 # float32 arithmetic over a few windows; the reference takes the same rounded inputs in float64
 EXACT = 2e-6
-# sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row; in float32, what two
-# bf16 slices leave out (2^-16) of the basis, of the state and U in S U, several times
+# bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row; float32 ones: several times the
+# 2^-16 that two bf16 slices leave out of the basis, of the state and of U in S U
 STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 
 LAYERS = {
@@ -59,7 +59,7 @@ _modules = {}  # compiled once for all tests of this file
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """The stand-in in CuPy's place, with its threads in a random order."""
+    """The stand-in for CuPy, with threads in a random order."""
     standin.install(monkeypatch)
     monkeypatch.setattr(modules, "_modules", _modules)
     monkeypatch.setattr(standin, "order", 0x5EED)
@@ -67,7 +67,7 @@ def cupy(monkeypatch):
 
 
 def poisoned(engine):
-    """The engine, with NaN in what nobody may read before it was written; its kernels are compiled side by side."""
+    """The warm engine, with NaN in its ring, which kernels must write before they read."""
     engine.warmup()
     for ring in engine.ring:
         ring.view(np.uint8)[...] = 0xFF
@@ -113,7 +113,7 @@ def test_replay(name, window, activation, rng, cupy):
     oracle = reference.ReplayEngine(layer, 5, window)
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
-    assert np.unique(where[:, -1]).size > 1  # the rows stand at different places of their windows
+    assert np.unique(where[:, -1]).size > 1  # the rows are at different tokens of their windows
     flushes = where == window - 1
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
@@ -210,7 +210,7 @@ def test_no_tokens(rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])
 def test_reads_of_what_bf16_holds(name, rng, cupy):
-    """States and maps that lose nothing in bf16: what is left is what two slices of weights and queries leave out."""
+    """bf16 represents these states and maps: the error is what two slices of weights and queries leave out."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
     plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
@@ -243,7 +243,7 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
     ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
 )
 def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
-    """Where roles, groups, places and buffers of the flush differ, and where a read's items are single heads."""
+    """Shapes with other roles, groups, places and buffers in the flush, and reads with one head per item."""
     plan = make_plan(
         layer, np.resize([9, DENSE, 33, 1, 40], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
     )
@@ -277,7 +277,7 @@ def test_output_types(name, value_dim, output, rng, cupy):
 
 @pytest.mark.parametrize("neighbour", [DENSE, 4])
 def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
-    """Two heads with sketches share products, and both are spoilt in part; a dense head keeps it to itself."""
+    """It spoils a part of both heads that share matrix products; a dense head shares none."""
     layer = Layer("gdn", 4, 64, 64, 2)
     plan = make_plan(layer, [neighbour, 5, 3, 9], rng, window=8)
     tokens = make_tokens(layer, 2, 6, "bfloat16", rng, hard_gates=False)
@@ -305,7 +305,7 @@ def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
     ids=lambda x: x.kind if isinstance(x, Layer) else None,
 )
 def test_finishers_in_turn(layer, kind, window, activation, rng, cupy):
-    """Ranks up to 16, with room for two items' sums and columns; one block has all items, one after the other."""
+    """Ranks up to 16, with room for sums and columns of two items; one block computes all items in turn."""
     plan = make_plan(layer, [9, DENSE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
     check_sketch(plan, "bfloat16", activation, rng, cupy, blocks=1)
 
@@ -321,7 +321,7 @@ def test_sketch_in_little_shared_memory(kind, rng, cupy, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ridge", "exact"])
 def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
-    """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
+    """A state in one direction of the basis: rounding errors of its Gram matrix are below the floor."""
     layer = LAYERS["mamba2"]
     plan = make_plan(layer, [32] * layer.heads, rng, map=kind, ridge=0.0)
     device, oracle = (
@@ -334,11 +334,11 @@ def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
     oracle.load_state(start, np.arange(4))
     tokens = make_tokens(layer, 4, 2, "bfloat16", rng, hard_gates=False)
     got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (2, 1)), "bfloat16")
-    # what two slices leave out, over a sketch that is as good as zero in all directions but one
+    # two slices leave out 2^-16, and the sketch is nearly zero in all directions but one
     assert error(got, want) < 1e-3
 
 
-@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: just what TILED of prepare.cuh takes
+@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED in prepare.cuh
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
     layer = LAYERS[name]
@@ -364,7 +364,7 @@ def test_gates_of_one_strength(name, gate, rng, cupy):
     ],
 )
 def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng, cupy):
-    """A huge state, and huge values written to it, which are gone (or of the others' size) at the window's end."""
+    """A huge state and huge values that have decayed to nothing, or to the others' size, at the end of the window."""
     layer = LAYERS[name]
     device = poisoned(ReplayEngine(layer, 2, 16, activation_dtype=activation, output_dtype="float32"))
     oracle = reference.ReplayEngine(layer, 2, 16)
@@ -380,7 +380,7 @@ def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng
 
 @pytest.mark.parametrize("name", ["kda-raw", "kda-64-bounded"])
 def test_raw_gates_of_any_size(name, rng, cupy):
-    """Standard decode, which shows every gate: biases and inputs of up to 30, rates from e^-6 to e^6."""
+    """Biases and inputs of up to 30, rates from e^-6 to e^6; standard decode, whose outputs depend on every gate."""
     layer = LAYERS[name]
     shape = layer.heads, layer.key_dim
     gate = GateInput(
@@ -397,7 +397,7 @@ def test_raw_gates_of_any_size(name, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_padding_and_fresh_slots(name, rng, cupy):
-    """A padding row writes zeros and touches nothing; a slot that held NaN is as new after its reset."""
+    """A padding row outputs zeros and changes no slot; after a reset a slot that held NaN equals a fresh one."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
     fresh, used = (poisoned(SketchEngine(plan, 3, output_dtype="float32")) for _ in range(2))
@@ -521,7 +521,7 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
-    """Bitwise equal results whichever thread of a block goes first: what a missing barrier would break."""
+    """Bitwise equal results in any order of the threads, which a missing barrier would break."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
@@ -541,7 +541,7 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
 
 
 def test_decays_that_a_team_leaves_the_server(rng, cupy, monkeypatch):
-    """One block, all channels forgetting, each token at a rate of its own, many orders of threads, bit for bit.
+    """One block, all channels decay, at another rate for each token: bitwise equal results in many orders of threads.
 
     An item's largest decays must stay until the server has read them: those of another would scale writes by other
     powers. Without the mover's wait for the server, one of these orders brings that out.
@@ -564,7 +564,7 @@ def test_decays_that_a_team_leaves_the_server(rng, cupy, monkeypatch):
 
 
 def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
-    """Between its two launches, where a read has reported that nothing is due."""
+    """The interruption comes between the two launches of a step, after a read has reported that no flush is due."""
     layer = LAYERS["gdn"]
     plan = make_plan(layer, [7, 3, 16, 2], rng, window=4)
     engines = [poisoned(SketchEngine(plan, 2, output_dtype="float32")) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Heads on the CUDA backend without a GPU: the kernels run on the host, the stand-in's arrays are the device's."""
+"""Heads on the CUDA backend without a GPU: kernels run on the host, on arrays of the stand-in for CuPy."""
 
 import os
 import re
@@ -24,7 +24,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 LAYER = Layer("gdn", 2, 64, 80, 1)
 # float32 arithmetic over a few windows against float64 on the same rounded inputs
 EXACT = 2e-6
-# a number stored in bf16 is off by 2^-9 at most; the sketch takes a few such roundings in a row
+# bf16 rounds by 2^-9 at most; a sketch's output has a few such roundings in a row
 ROUNDED, STORED = 2.0**-8, 1.2e-2
 
 _modules = {}  # compiled once for all tests of this file
@@ -32,7 +32,7 @@ _modules = {}  # compiled once for all tests of this file
 
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch):
-    """The stand-in in CuPy's place; every test sees the machine anew."""
+    """The stand-in for CuPy; every test looks for a device anew."""
     standin.install(monkeypatch)
     monkeypatch.setattr(modules, "_modules", _modules)
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
@@ -42,7 +42,7 @@ def cupy(monkeypatch):
 
 
 def sketch(backend="cuda", slots=4, activation=None, **options):
-    """A warm sketch head; on the device its kernels are those of one pair of variants in all tests of a type."""
+    """A warm sketch head. All tests of an activation type use the same compiled kernels."""
     plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
     head = ss.SketchHead(plan, slots, backend, **options)
     if backend == "cuda":
@@ -64,7 +64,7 @@ def at(tokens, index):
 
 
 class OnDevice:
-    """A framework's array that nobody knows: DLPack says that it is on a device."""
+    """An array of an unknown framework; DLPack says that it is on a device."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
@@ -138,14 +138,14 @@ class TestHosts:
             head.load_state(np.full((1, *LAYER.state_shape), np.nan))
         assert not head.position.any()
         assert not head.state.any()
-        head.step(*tokens._replace(g=nothing), slots=[0, -1, 1])  # what a padding row holds is nobody's business
+        head.step(*tokens._replace(g=nothing), slots=[0, -1, 1])  # values of a padding row are not checked
 
 
 class TestDevice:
     """Arrays on the device stay there."""
 
     def test_memory_is_used_as_it_is(self, rng, monkeypatch):
-        """No array is made or copied once the head has seen the memory."""
+        """No array is allocated or copied after the first step with the same memory."""
         head, twin = sketch(), sketch("reference")
         tokens = narrow(at(tokens_of(rng), np.s_[:, 0]), standin.asarray)
         out, slots = standin.empty(tokens.v.shape, BFLOAT16), standin.asarray(np.array([1, -1, 3]))
@@ -174,7 +174,7 @@ class TestDevice:
 
     @pytest.mark.parametrize("at", ["values", "queries"])
     def test_out_in_an_input_s_place(self, at, rng):
-        """Inputs are taken as they were: kernels read some of them after they have written outputs."""
+        """The head protects inputs that overlap the output, as kernels read some inputs after they write outputs."""
         head, apart = sketch(), sketch()
         for _ in range(2):
             q, k, v, g, beta = narrow(tokens_of(rng), standin.asarray)
@@ -188,7 +188,7 @@ class TestDevice:
         assert np.array_equal(head.state, apart.state)
 
     def test_arrays_that_need_a_copy(self, rng):
-        """Strided, misaligned, wider: the same numbers."""
+        """Strided, misaligned and wider arrays give the same results."""
         head, twin = sketch(), sketch("reference")
         tokens = tokens_of(rng)
         q, k, v, g, beta = narrow(tokens, standin.asarray)
@@ -201,7 +201,7 @@ class TestDevice:
         assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED
 
     def test_more_rows_than_slots(self, rng):
-        """Padding may fill a batch up beyond them."""
+        """Possible with padding."""
         head, twin = sketch(), sketch("reference")
         tokens, slots = tokens_of(rng, batch=6), np.array([-1, 2, -1, 0, -1, -1], np.int32)
         output = head.step(*narrow(tokens, standin.asarray), slots=standin.asarray(slots))
@@ -259,7 +259,7 @@ class TestDevice:
 
 
 class TestTorchOnDevice:
-    """PyTorch's port on tensors of the host that are said to be the device's."""
+    """PyTorch's port on host tensors that claim to be on the device."""
 
     @pytest.fixture
     def torch(self, torch, monkeypatch):
@@ -283,7 +283,7 @@ class TestTorchOnDevice:
         assert torch.equal(out, output)
 
     def test_copies_live_until_the_kernels_have_run(self, torch, rng):
-        """Each is made by PyTorch, whose next array may get its memory as soon as nobody holds it."""
+        """PyTorch makes the copies and would reuse their memory for its next tensor if no reference were kept."""
         head, twin = sketch(), sketch("reference")
         tokens = tokens_of(rng)
         given = [torch.from_numpy(x).to(torch.bfloat16 if i < 3 else torch.float64) for i, x in enumerate(tokens)]
@@ -311,7 +311,7 @@ class TestActivations:
         ],
     )
     def test_the_first_call_decides(self, types, settled, rng):
-        """The narrowest type that rounds nothing; a state that was loaded before is sketched then."""
+        """It settles on the narrowest type that rounds nothing, and sketches the states that were loaded before."""
         plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
         head, twin = ss.SketchHead(plan, 4, "cuda"), sketch("reference")
         tokens, start = tokens_of(rng), rng.standard_normal((2, *LAYER.state_shape)).astype(np.float32)
@@ -388,7 +388,7 @@ class TestPools:
 
 
 class TestRawGates:
-    """What comes in as a layer's raw gate input is of the activations' type, and stays it in the ring."""
+    """Raw gate inputs have the type of the activations, and keep it in the ring."""
 
     LAYER = Layer("kda", 2, 64, 64, 2)
 
@@ -425,7 +425,7 @@ class TestRawGates:
 
     @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
     def test_types(self, rng):
-        """They decide on the activations' type with q, k and v, and are refused or rounded as these are."""
+        """Gate inputs count like q, k and v when the head settles on a type, and are refused or rounded like them."""
         head, twin, gate = self.pair("replay")
         tokens = make_tokens(self.LAYER, 3, 5, "float32", rng, gate=gate)
         q, k, v = (x.astype(BFLOAT16) for x in tokens[:3])
@@ -451,7 +451,7 @@ class TestBackends:
             assert ss.StandardHead(Layer("gdn", 2, 33, 80), 2).backend == "cpu"
         assert len(said) == 1
         assert said[0].filename == __file__
-        assert ss.QuantisedHead(LAYER, 2).backend == "cpu"  # which has no kernels for any layer: nothing to say
+        assert ss.QuantisedHead(LAYER, 2).backend == "cpu"  # without a warning: it has CUDA kernels for no layer
         monkeypatch.setattr(standin.cuda, "is_available", lambda: False)
         assert ss.StandardHead(LAYER, 2).backend == "cuda"  # looked up once
         cuda.missing.cache_clear()
@@ -495,7 +495,7 @@ class TestBackends:
             assert ss.SketchHead(plan, 2).backend == "cpu"
 
     def test_shared_memory(self, monkeypatch):
-        """A device with less room: the message names what it has room for, and that is so."""
+        """On a device with less shared memory the message names the largest rank that fits, and this rank does fit."""
         rng = np.random.default_rng(1)
         wide = make_plan(LAYER, [40, 7], rng, map="ridge", ridge=0.01, window=32)
         constants = ss.SketchHead(wide, 1, "cuda")._engine.variants()[1]
@@ -536,7 +536,7 @@ class TestCompiling:
         assert "error: 'nothing' does not name a type" in str(raised.value).replace("‘", "'").replace("’", "'")
 
     def test_a_full_disk_is_no_error(self, rng, monkeypatch):
-        """CuPy fails where it can't write its cache: kernels are then compiled without, which is said once."""
+        """Where CuPy cannot write its cache, kernels are compiled without it, with one warning."""
         compile_it = standin.RawModule.compile
 
         def with_cache(module):
