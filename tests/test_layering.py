@@ -1,0 +1,124 @@
+"""Import rules between the package's modules: no circles, and no layer knows one above it.
+
+All import statements count, also those in functions and under ``TYPE_CHECKING``.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "sketchssm").rglob("*.py"))
+}
+FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
+# Modules that may import a framework: they convert arrays or time other libraries.
+KNOW_FRAMEWORKS = {"sketchssm.interop", "sketchssm.cuda.frameworks", "sketchssm.bench.peers"}
+# Below the heads: equations, calibration, plans and their costs.
+MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence")
+ABOVE = tuple(
+    f"sketchssm.{name}" for name in ("cpu", "cuda", "backends", "head", "baselines", "evaluate", "bench", "cli")
+)
+
+
+def imported(source: str, module: str, is_package: bool, known: set[str]) -> set[str]:
+    """Modules that a source imports: ours by their full names, others by the name of their package."""
+    found = set()
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, [base, node.module]))
+            names = [(base, alias.name) for alias in node.names]
+        else:
+            continue
+        for base, name in names:
+            if base.partition(".")[0] != "sketchssm":
+                found.add(base.partition(".")[0])
+            else:
+                found.add(f"{base}.{name}" if f"{base}.{name}" in known else base)
+    return found - {module}
+
+
+IMPORTS = {
+    module: imported(path.read_text(), module, path.name == "__init__.py", set(FILES))
+    for module, path in FILES.items()
+}
+
+
+def reached(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Modules that each module imports, directly or through others."""
+    found = {}
+    for module in imports:
+        seen: set[str] = set()
+        ahead = [module]
+        while ahead:
+            for other in imports.get(ahead.pop(), set()) - seen:
+                seen.add(other)
+                ahead.append(other)
+        found[module] = seen
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """Groups of modules that import each other, directly or through others of the group."""
+    all_reached = reached(imports)
+    inner = [module for module in imports if module in all_reached[module]]
+    return {
+        tuple(sorted(m for m in inner if module in all_reached[m] and m in all_reached[module])) for module in inner
+    }
+
+
+def inside(module: str, *packages: str) -> bool:
+    """Whether a module is one of the packages or stands in one."""
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def test_no_circles():
+    assert not circles(IMPORTS)
+
+
+def test_frameworks():
+    """Modules that only compute leave frameworks to those that convert arrays or time other libraries."""
+    importing = {module for module, imports in IMPORTS.items() if imports & FRAMEWORKS}
+    assert importing <= KNOW_FRAMEWORKS
+
+
+def test_cuda_is_behind_the_backends():
+    """Other modules import at most `sketchssm.cuda` itself, which tells whether the backend works here."""
+    wrong = {
+        (module, other)
+        for module, imports in IMPORTS.items()
+        for other in imports
+        if other.startswith("sketchssm.cuda.") and not inside(module, "sketchssm.cuda", "sketchssm.backends")
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", MATHEMATICS)
+def test_mathematics_is_below_the_kernels(name):
+    for module, others in reached(IMPORTS).items():
+        if inside(module, f"sketchssm.{name}"):
+            assert not [other for other in others if inside(other, *ABOVE)], module
+
+
+def test_the_rules_see_every_import():
+    """Statements in functions and under ``TYPE_CHECKING``, relative ones, and names that are modules."""
+    source = """
+import torch.nn
+from sketchssm import plan, __version__
+from .sibling import name
+from .. import head
+if TYPE_CHECKING:
+    from sketchssm.cuda.calls import Call
+def function():
+    import sketchssm.traffic as t
+"""
+    known = {"sketchssm", "sketchssm.plan", "sketchssm.head"}
+    want = {"torch", "sketchssm", "sketchssm.traffic", "sketchssm.cuda.calls", "sketchssm.plan", "sketchssm.head"}
+    assert imported(source, "sketchssm.cpu.me", False, known) == want | {"sketchssm.cpu.sibling"}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {("b", "c")}
