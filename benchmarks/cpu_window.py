@@ -3,7 +3,7 @@
     python benchmarks/cpu_window.py --json benchmarks/results/cpu-window.json
 
 One layer at the shapes of models in use, mixed ranks around the mean that a plan would have, every map. The systems
-take turns, window by window, through their public heads, argument checks included (see `sketchssm.bench.measure`).
+take turns, window by window, through their public heads with argument checks (see `sketchssm.bench.measure_host`).
 Errors are those of the same runs against float64: a sketch's against the reference sketch of the same plan, since how
 well random bases approximate says nothing.
 """
@@ -77,7 +77,7 @@ def main() -> None:
         layer = bench.SHAPES[shape]
         for batch in args.batch:
             bandwidth = bench.copy_bandwidth()
-            results = bench.measure(shape, layer, systems(layer, args.maps), batch, WINDOW, bandwidth,
+            results = bench.measure_host(shape, layer, systems(layer, args.maps), batch, WINDOW, bandwidth,
                                     backend="cpu", seconds=args.seconds)  # fmt: skip
             for it in results:
                 speed = results[0].microseconds / it.microseconds

@@ -118,7 +118,7 @@ class TestHost:
     def test_measure(self, kind):
         layer = SHAPES[kind]
         systems = bench.systems(layer, WINDOW, [bench.random_plan(layer, 3, WINDOW, CoefficientMap("prior", 2))])
-        results = bench.measure("tiny", layer, systems, 2, WINDOW, 1e9, backend="reference", seconds=0)
+        results = bench.measure_host("tiny", layer, systems, 2, WINDOW, 1e9, backend="reference", seconds=0)
         assert [result.system for result in results] == ["standard", "replay", "sketch G=3 prior"]
         for found in results:
             # both are the reference: outputs differ by nothing, and are rounded to float32 alike
@@ -130,7 +130,7 @@ class TestHost:
         layer = SHAPES["kda"]
         plan, gate = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2)), bench.random_gate(layer)
         listed = bench.systems(layer, WINDOW, [plan], gate)
-        for found in bench.measure("tiny", layer, listed, 2, WINDOW, 1e9, seconds=0):
+        for found in bench.measure_host("tiny", layer, listed, 2, WINDOW, 1e9, seconds=0):
             assert found.error < ROUNDED  # sketches are kept in bf16
             assert found.state_error < EXACT
 

@@ -4,13 +4,13 @@ The cost of a step depends on its position in the window: the ring grows, and th
 timed, and the mean over positions is the result. The floor is the bytes that the operation must move over the copy
 bandwidth measured in the same run. Each time stands beside the error of the outputs of the same run.
 
-`measure` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
+`measure_host` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
 `time_cases` runs a list of cases with the three.
 """
 
 from sketchssm.bench.cases import Case, Report, time_cases
 from sketchssm.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
-from sketchssm.bench.host import available_cores, copy_bandwidth, measure
+from sketchssm.bench.host import available_cores, copy_bandwidth, measure_host
 from sketchssm.bench.peers import PEERS, Peer, measure_peer
 from sketchssm.bench.results import BenchResult, StepBytes, step_bytes
 from sketchssm.bench.workloads import (
@@ -38,8 +38,8 @@ __all__ = [
     "copy_bandwidth",
     "device_bandwidth",
     "device_name",
-    "measure",
     "measure_device",
+    "measure_host",
     "measure_peer",
     "random_gate",
     "random_plan",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sketchssm.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
-from sketchssm.bench.host import copy_bandwidth, measure
+from sketchssm.bench.host import copy_bandwidth, measure_host
 from sketchssm.bench.peers import PEERS, measure_peer
 from sketchssm.bench.results import BenchResult
 from sketchssm.bench.workloads import systems
@@ -120,7 +120,7 @@ def time_cases(
     spent = 0.5 if seconds is None else seconds
     for case in cases:
         progress(str(case))
-        report.results += measure(
+        report.results += measure_host(
             case.shape, case.layer, case.systems(), case.batch, case.window, report.copy_bandwidth,
             backend=backend, seconds=spent, seed=seed,
         )  # fmt: skip

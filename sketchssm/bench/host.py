@@ -16,7 +16,7 @@ from sketchssm.evaluate.systems import System
 from sketchssm.head import DecodeHead
 from sketchssm.recurrence import Layer, Tokens
 
-__all__ = ["available_cores", "copy_bandwidth", "measure"]
+__all__ = ["available_cores", "copy_bandwidth", "measure_host"]
 
 
 def available_cores() -> int:
@@ -60,7 +60,7 @@ def copy_bandwidth(threads: int | None = None, megabytes: int = 256, repeats: in
     return 2 * source.nbytes / best
 
 
-def measure(
+def measure_host(
     shape: str,
     layer: Layer,
     systems: Sequence[System],

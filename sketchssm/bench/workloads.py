@@ -190,7 +190,7 @@ def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateIn
     Returns
     -------
     list of System
-        For `measure` and `measure_device`.
+        For `measure_host` and `measure_device`.
     """
     return exact_systems(layer, window, gate) + [
         sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}", gate) for plan in plans

@@ -105,6 +105,7 @@ def command(
         names, settings = ["exact", "plan"], replace(settings, window=plan.window)
     studies = [Study(Traces.load(path), settings, ranks, mean_rank, seed, plan, every) for path in traces]
     chosen = select(studies, names)
+    _refuse_ignored({entry.family for own in chosen for entry in own})
     with output.progress("", sum(map(len, chosen))) as step:
         found = evaluate(studies, chosen, out, backend, step)
     show_all(output, found.layers)
@@ -118,3 +119,13 @@ def command(
         written.append(write_page(found, report))
     if written:
         output.say("\nWritten: " + ", ".join(str(path) for path in written))
+
+
+def _refuse_ignored(families: set[str]) -> None:
+    """Refuse settings of sketches where none of the chosen families has sketches."""
+    if "sketch" not in families:
+        options.refuse("without the family sketch", ("ranks",))
+    if "ablation" not in families:
+        options.refuse("without the family ablation", ("mean_rank",))
+    if not families & {"sketch", "ablation"}:
+        options.refuse("without sketches", [name for name in options.MAP_SETTINGS if name != "window"])
