@@ -4,9 +4,9 @@ import importlib.util
 import os
 import zlib
 
-# Idle OpenMP threads sleep: spinning, the threads of several pytest workers take each other's cores.
+# Idle OpenMP threads sleep. By default they spin, and the threads of several pytest workers take each other's cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# JAX takes three quarters of a device's memory at its first call, unless it is told to share with the other workers.
+# By default JAX takes three quarters of the device's memory at its first call, and leaves too little to other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
@@ -16,7 +16,7 @@ from samples import LAYERS
 
 from sketchssm.recurrence import Layer
 
-# A shared machine's pauses are no failures; CI must give the same answer for the same code.
+# No deadline, as a busy machine may pause a test. CI draws the same examples in every run.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
@@ -31,7 +31,7 @@ def has_cuda_device() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a device where there is none."""
+    """Deselect tests that need a CUDA device where there is none."""
     on_device = [item for item in items if item.get_closest_marker("gpu")]
     if on_device and not has_cuda_device():
         config.hook.pytest_deselected(items=on_device)
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers of the test's own, the same in every run."""
+    """A random generator for each test, seeded by the test's name."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
@@ -52,7 +52,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
 
 @pytest.fixture(params=("reference", "cpu"))
 def backend(request: pytest.FixtureRequest) -> str:
-    """Those that run on any host."""
+    """Backends that run on any host."""
     return str(request.param)
 
 

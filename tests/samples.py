@@ -1,4 +1,4 @@
-"""Small layers, tokens and plans that several test files draw on."""
+"""Small layers, tokens and plans shared by test files."""
 
 import json
 
@@ -11,14 +11,14 @@ from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
-# Heads share key heads, no size is a power of two, and none is another's: a transposed or misgrouped axis shows.
+# Heads share key heads, and all sizes differ: transposed or misgrouped axes change results or fail.
 LAYERS = {kind: Layer(kind, heads=4, key_dim=6, value_dim=5, key_heads=2) for kind in ("mamba2", "gdn", "kda")}
 HARSH_DECAYS = (0.0, -0.05, -50.0, -np.inf)
 HARSH_WRITES = (0.0, 0.5, 1.0)
 
 
 def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
-    """Tokens ``(batch, length, ...)`` as a layer sees them: unit keys, decays of any length, gates in (0, 1).
+    """Tokens ``(batch, length, ...)`` with unit keys, decays of all time scales and write gates in (0, 1).
 
     Harsh ones draw decays and write gates from the ends of their ranges, and repeat some keys. The values are float32
     ones whatever the dtype, so that every backend sees the same.
@@ -35,7 +35,7 @@ def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
     if harsh:
         repeated = rng.random((batch, length)) < 0.3
         k[repeated] = k[:1, :1][0, 0]
-        # one draw per token for most tokens, so that a whole head forgets at once, and one per entry for the rest
+        # half of the tokens have one decay for all channels, so that a whole head forgets at once
         whole = rng.choice(HARSH_DECAYS, size=(batch, length) + (1,) * (g.ndim - 2))
         g = np.where(rng.random(whole.shape) < 0.5, whole, rng.choice(HARSH_DECAYS, size=g.shape))
         if beta is not None:
@@ -44,7 +44,7 @@ def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
 
 
 def gate_of(rng, layer, lower_bound=None):
-    """A kda layer's gate; with inputs of `raw_of` some channels keep nearly all, and some forget in a few tokens."""
+    """A kda layer's gate. With inputs of `raw_of` some channels hardly decay and some decay within a few tokens."""
     rate_log = np.log(rng.uniform(1, 16, layer.heads))
     return GateInput(rate_log, rng.uniform(-8, 0, (layer.heads, layer.key_dim)), lower_bound)
 
@@ -60,7 +60,7 @@ def at(tokens, index):
 
 
 def states_of(rng, layer, batch, dtype=np.float32):
-    """States whose energy falls off over key directions, as that of real ones does."""
+    """States whose energy decreases over key directions, like that of real layers."""
     fall = 0.7 ** np.arange(layer.key_dim)
     return (rng.standard_normal((batch, *layer.state_shape)) * fall).astype(dtype)
 
@@ -116,7 +116,7 @@ def relative(got, want):
 
 
 def same(head, twin):
-    """Whether two heads hold the same, to the last bit: cursors, states, and rings as their flush shows them."""
+    """Assert that two heads have bitwise equal cursors and states, also after a flush of their rings."""
     np.testing.assert_array_equal(head.position, twin.position)
     np.testing.assert_array_equal(head.state, twin.state)
     for each in (head, twin):
@@ -125,7 +125,7 @@ def same(head, twin):
 
 
 def reset_after_nan(head, twin, layer, window, count, rng):
-    """A slot that held NaN, in its ring or its state, is as new after a reset, and no other slot notices."""
+    """Assert that a reset clears a slot with NaN in its ring or state, and that other slots are unaffected."""
     clean, poison = tokens_of(rng, layer, 1, count), tokens_of(rng, layer, 1, count)
     poison.v[...] = np.nan
     for each in (head, twin):

@@ -1,4 +1,4 @@
-"""Heads that approximate the state itself: the promises that all heads make, and each backend held to the other."""
+"""Heads that approximate the state: the tests of all heads, and the cpu backend against the reference."""
 
 import re
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from samples import LAYERS, at, relative, states_of, tokens_of
 
-# What every head promises, exact or not, is tested by the same tests; their fixtures are this module's.
+# The tests of all heads run here with this module's fixtures.
 from test_heads import SLOTS, WINDOW, TestArrays, TestRefusals, TestSeveralTokens, TestSlots, TestStates
 
 import sketchssm as ss
@@ -42,7 +42,7 @@ def layer(pair):
 
 
 def head_of(system, layer, slots, backend):
-    """A head of a system, calibrated where it has to be; all of one system and layer are alike."""
+    """A head of a system, calibrated if needed. Heads of the same system and layer are equal."""
     if system in ("quantised", "feedback"):
         return ss.QuantisedHead(layer, slots, backend, bits=5, error_feedback=system == "feedback")
     tokens = tokens_of(np.random.default_rng(7), layer, 2, 20)
@@ -62,7 +62,7 @@ def make(system, layer, backend):
 
 class TestBackends:
     def test_a_step_is_the_reference_s(self, system, layer, rng):
-        """One token from the same states: the reference's outputs and states, but for codes at a boundary.
+        """One token from the same states gives the reference's outputs and states, except for codes at a boundary.
 
         Rounding moves an element that lies just between two codes to the other one: a step further, in one state of
         a hundred at most.
@@ -85,14 +85,14 @@ class TestBackends:
         assert moved <= 0.01 * total
 
     def alike(self, want, got, step):
-        """Which states ``(batch, heads)`` agree; none is off by more than a step of its quantiser."""
+        """Which states ``(batch, heads)`` agree; asserts that none differs by more than a quantiser step."""
         apart = np.abs(got - want)
         rounding = FLOAT32 * np.abs(want).max(axis=(-1, -2), keepdims=True)
         assert (apart <= rounding + step * np.multiply(*scales(want))).all()
         return (apart <= rounding).all(axis=(-1, -2))
 
     def test_a_fresh_head_is_exact_until_it_stores(self, system, layer, backend, rng):
-        """The first token's output comes of a state that no code has touched; pruning shows from the start."""
+        """The first token's output comes from a state that was never quantised."""
         if system in ("quantised", "feedback"):
             tokens = tokens_of(rng, layer, 2, 1, np.float64)
             output = head_of(system, layer, 2, backend).step(*tokens)
@@ -109,7 +109,7 @@ class TestConstructors:
         assert (head.layer, head.num_slots, head.backend) == (layer, SLOTS, backend)
         assert head.state.shape == (SLOTS, *layer.state_shape)
         head.step(*tokens_of(np.random.default_rng(0), layer, 2, WINDOW + 1))
-        np.testing.assert_array_equal(head.position, 0)  # nothing waits
+        np.testing.assert_array_equal(head.position, 0)  # these heads buffer no tokens
 
     def test_states_are_read_only(self, make):
         with pytest.raises(ValueError, match="read-only"):

@@ -1,4 +1,4 @@
-"""What defines each baseline: the bounds, scores and optima that its method promises."""
+"""Each baseline's bounds, scores and optima, as its method defines them."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def expanded(layer, per_key_head):
 class TestQuantiser:
     @given(st.integers(0, 2**32 - 1), st.integers(2, 16), st.booleans(), st.floats(-30, 30))
     def test_error_bound_from_the_scales(self, seed, bits, zero, size):
-        """No element is off by more than half a step of its row's and its column's scale, whatever the outliers."""
+        """No element is off by more than half a step of its row's and column's scale, with any outliers."""
         rng = np.random.default_rng(seed)
         rows, columns = np.exp(3 * rng.standard_normal((2, 9, 1))), np.exp(3 * rng.standard_normal((2, 1, 7)))
         state = 10.0**size * rows * columns * rng.standard_normal((2, 9, 7))
@@ -45,7 +45,7 @@ class TestQuantiser:
         assert (np.abs(round_trip(state, bits, zero=zero) - state) <= half * (1 + 1e-12)).all()
 
     def test_scales_are_bfloat16_and_tight(self, rng):
-        """Sixteen bits each, as the byte model counts them, and at most a rounding of 2^-7 above what they bound."""
+        """Scales have sixteen bits, as the byte model counts, and exceed their bounds by 2^-7 at most."""
         state = states_of(rng, LAYERS["gdn"], 5, np.float64)
         for scale in scales(state):
             as_bits = scale.astype(np.float32).view(np.uint32)
@@ -58,7 +58,7 @@ class TestQuantiser:
     @pytest.mark.parametrize("zero", [True, False])
     @pytest.mark.parametrize("bits", [2, 4, 8])
     def test_codes_of_codes_are_themselves(self, bits, zero, rng):
-        """With the scales given, what has been quantised once stays; and a grid has as many levels as it may."""
+        """With given scales quantised values do not change again; the grid has all levels of its bits."""
         state = states_of(rng, LAYERS["gdn"], 5, np.float64)
         grid, (rows, columns) = Grid.of(bits, zero), scales(state)
         spacing = grid.step(rows * columns)
@@ -70,23 +70,23 @@ class TestQuantiser:
 
     @pytest.mark.parametrize("bits", [4, 6, 8])
     def test_an_idle_state_settles(self, bits, rng):
-        """Scales found anew differ from those before, but codes keep standing for the same: nothing wears off."""
+        """Repeated quantisation of an unchanged state does not add up errors, although scales are computed anew."""
         state = states_of(rng, ss.Layer("gdn", 3, 40, 50), 2, np.float64)
         once = last = round_trip(state, bits)
         for _ in range(50):
             last = round_trip(last, bits)
-        # the second time adds a little where a scale has moved by its own rounding, the others nothing
+        # only the second quantisation adds a little, where a scale has changed by its own rounding
         assert np.linalg.norm(last - state) < 1.1 * np.linalg.norm(once - state)
 
     def test_an_outer_product_of_any_scales(self, rng):
-        """One key and one value with outliers: separate scales see it as if it had none."""
+        """Separate scales for rows and columns remove the outliers of one key and one value."""
         k, v = np.exp(4 * rng.standard_normal((2, 50)))
         state = np.outer(v, k)
         assert (np.abs(round_trip(state, 8) / state - 1) < 1 / 127).all()
 
     @pytest.mark.parametrize("bits", [4, 6, 8])
     def test_residuals_divide_the_bound(self, bits, rng):
-        """4 bits of residual, sharing the scales, leave a fourteenth; as many bits more in the codes leave less."""
+        """4 bits of residual with the same scales leave a fourteenth of the error; 4 more code bits leave less."""
         state = states_of(rng, LAYERS["gdn"], 50, np.float64)
         scale = np.multiply(*scales(state))
         top = 2 ** (bits - 1) - 1
@@ -119,7 +119,7 @@ class TestCopies:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("bits", [2, 4])
     def test_only_reads_err(self, kind, bits, rng):
-        """Between flushes an output is off by what the copy is off, read by the effective query: no more, no less."""
+        """Between flushes the error of an output is the error of the copy, read with the effective query."""
         layer = LAYERS[kind]
         tokens, start = tokens_of(rng, layer, 1, 8, np.float64), states_of(rng, layer, 1, np.float64)
         head = ss.CopyReadHead(layer, 1, "reference", bits=bits, window=8)
@@ -134,7 +134,7 @@ class TestCopies:
         assert relative(output, want) < ROUNDING
 
     def test_error_does_not_grow(self, rng):
-        """The copy is made anew at every flush, of an exact state; a quantised state keeps what it has lost."""
+        """Every flush copies an exact state anew, while a quantised state keeps its errors."""
         layer = LAYERS["mamba2"]
         tokens = tokens_of(rng, layer, 8, 1024, np.float64)
         tokens.g[...] = -1e-3
@@ -151,7 +151,7 @@ class TestCopies:
 class TestGhost:
     @pytest.mark.parametrize("kind", PRUNABLE)
     def test_score_is_controllability_times_observability(self, kind, rng):
-        """By brute force, token by token: the energy of a channel's row times the square of the query's entry.
+        """By brute force, token by token: the energy of a channel's row times the squared entry of the query.
 
         And so the squared error of what is read when that channel is zeroed.
         """
@@ -188,7 +188,7 @@ class TestGhost:
         assert relative(end, run(layer, *tokens)[1]) < ROUNDING
 
     def test_key_heads_are_pooled(self):
-        """The layer's highest scores stay, wherever they are, but every key head keeps one."""
+        """The highest scores of the layer are kept, and at least one channel of every key head."""
         scores = ss.ChannelScores(ss.Layer("mamba2", 6, 4, 5, key_heads=3))
         scores.energy = np.array([[9.0, 8, 7, 6], [5, 4, 3, 2], [0.1, 0.2, 0.3, 0.0]])
         scores.tokens = 1
@@ -201,7 +201,8 @@ class TestGhost:
     @pytest.mark.parametrize("kind", PRUNABLE)
     def test_a_pruned_head_is_the_masked_recurrence(self, kind, rng):
         layer = LAYERS[kind]
-        keep = np.array([[1, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 1]], dtype=bool)  # of unlike counts
+        # heads keep different numbers of channels
+        keep = np.array([[1, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 1]], dtype=bool)
         tokens, start = tokens_of(rng, layer, 3, 9, np.float64, harsh=True), states_of(rng, layer, 3, np.float64)
         head = ss.PrunedHead(layer, keep, 3, "reference")
         head.load_state(start)
@@ -232,7 +233,7 @@ class TestGhost:
 
 
 def kahan(size, sine=0.9):
-    """Kahan's matrix, scaled so that no rounding breaks ties: a pivoted QR keeps its order, and misjudges its rank."""
+    """Kahan's matrix, scaled so that rounding breaks no ties: pivoted QR keeps its order and misjudges its rank."""
     cosine = np.sqrt(1 - sine**2)
     upper = np.eye(size) - cosine * np.triu(np.ones((size, size)), 1)
     return sine ** np.arange(size)[:, None] * upper * (1 - 1e-6) ** np.arange(size)
@@ -242,7 +243,7 @@ class TestStrongQR:
     @pytest.mark.parametrize("matrix", ["random", "kahan", "graded"])
     @pytest.mark.parametrize("count", [1, 7, 15, 16])
     def test_volume_criterion(self, matrix, count, rng):
-        """No swap of a kept for a dropped column lets the volume grow by more than f, by brute force."""
+        """By brute force: no swap of a kept and a dropped column increases the volume by more than f."""
         m = {
             "random": rng.standard_normal((40, 16)),
             "kahan": kahan(16),
@@ -278,7 +279,7 @@ class TestKeyReduction:
     layer = LAYERS["gdn"]
 
     def low_rank(self, rng, rank, length=12):
-        """Tokens whose keys span few directions, and whose queries any."""
+        """Tokens with keys in few directions and queries in all."""
         tokens = tokens_of(rng, self.layer, 3, length, np.float64)
         span = rng.standard_normal((2, self.layer.key_dim, rank))
         k = np.einsum("hkn,bthn->bthk", span, rng.standard_normal((3, length, 2, rank)))
@@ -320,7 +321,7 @@ class TestKeyReduction:
         assert relative(head.step(*tokens), run(self.layer, *tokens._replace(q=q, k=k))[0]) < ROUNDING
 
     def test_keys_keep_their_lengths(self, rng):
-        """Folded keys, too: a longer one would erase more than there is, and states would grow without bound."""
+        """Folded keys too. A longer key would erase more than the state holds, and states would grow without bound."""
         tokens = tokens_of(rng, self.layer, 3, 400, np.float64)
         moments = ss.KeyMoments(self.layer)
         moments.update(*at(tokens, np.s_[:, :10]))
@@ -356,7 +357,7 @@ class TestKeyReduction:
 class TestLowRankReads:
     @pytest.mark.parametrize("kind", KINDS)
     def test_basis_is_optimal_for_the_mean_gram_matrix(self, kind, rng):
-        """It leaves the trailing eigenvalues' energy, and no other subspace of its dimension leaves less."""
+        """The basis loses the energy of the trailing eigenvalues; no other subspace of its dimension loses less."""
         layer = LAYERS[kind]
         moments = moments_of(layer, tokens_of(rng, layer, 4, 40, np.float64), 8)
         basis = low_rank_basis(moments)
@@ -405,7 +406,7 @@ class TestKVBuffer:
     """Chunkwise decoding as KVBuffer describes it, from its own buffer, against buffered replay."""
 
     def decode(self, layer, tokens, window):
-        """Outputs and the last state: a token's write is worked out once, kept, and folded in at the chunk's end."""
+        """Outputs and the last state. Each write is computed once, buffered, and added at the chunk's end."""
         q, k, v, g, beta = (None if x is None else x[0] for x in per_head(layer, tokens))
         length, heads = v.shape[:2]
         state = np.zeros((heads, layer.key_dim, layer.value_dim))
@@ -413,7 +414,7 @@ class TestKVBuffer:
         for h, start in itertools.product(range(heads), range(0, length, window)):
             writes = np.zeros((0, layer.value_dim))
             for t in range(start, min(start + window, length)):
-                # decays from each buffered token, and from the chunk's start, to this one
+                # decays to this token from each buffered token and from the chunk's start
                 since = np.exp(np.stack([g[s + 1 : t + 1, h].sum(axis=0) for s in range(start, t + 1)]))
                 from_start = np.exp(g[start : t + 1, h].sum(axis=0))
                 keys = since * k[start : t + 1, h]
@@ -436,7 +437,7 @@ class TestKVBuffer:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_short_context_needs_no_state(self, kind, rng):
-        """Before the first flush outputs come of buffered keys and values alone, and the state stays untouched."""
+        """Before the first flush outputs depend on buffered keys and values only, and the state stays zero."""
         layer = LAYERS[kind]
         tokens = tokens_of(rng, layer, 1, 3, np.float64)
         head = ss.ReplayHead(layer, 1, "reference", window=4)

@@ -19,7 +19,7 @@ class TestMaps:
     """Every coefficient map, on both backends."""
 
     def test_a_full_rank_sketch_reads_exactly(self, layer, rng):
-        """With as many columns as V the exact map loses nothing at any token."""
+        """With V columns the exact map is exact at every token."""
         plan = plan_of(rng, layer, layer.value_dim, window=WINDOW, map="exact")
         head = ss.SketchHead(plan, 2, "reference")
         tokens, start = tokens_of(rng, layer, 2, 2 * WINDOW, np.float64), states_of(rng, layer, 2)
@@ -37,13 +37,13 @@ class TestMaps:
     @pytest.mark.parametrize("name", MAPS)
     @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-22, 1e-19, 1e-15, 1e15])
     def test_states_of_any_size(self, backend, name, scale, layer, rng):
-        """A harsh decay leaves states whose squares float32 can't hold: reads are finite and no larger than reads are.
+        """After harsh decays squares of the state underflow float32. Reads must stay finite and bounded.
 
         Outputs are at most a few times the norms of what they are made of, sketched or not.
         """
         head = ss.SketchHead(plan_of(rng, layer, RANKS, window=8, map=name), 3, backend)
         tokens, start = tokens_of(rng, layer, 3, 7, np.float64), scale * states_of(rng, layer, 3, np.float64)
-        start[1, :, :, 1:] *= 1e-9  # one direction far above the others, as after a window of one key
+        start[1, :, :, 1:] *= 1e-9  # one large direction, as after a window with the same key
         head.load_state(start)
         output = head.step(*tokens._replace(v=scale * tokens.v))
         assert np.isfinite(output).all()
@@ -51,7 +51,7 @@ class TestMaps:
 
     @pytest.mark.parametrize("name", MAPS)
     def test_a_read_goes_through_the_map(self, name, layer, rng):
-        """Between flushes the state's part ``S0^T x`` of an output is ``U C x`` instead, and nothing else changes."""
+        """Between flushes outputs have ``U C x`` in place of the state's part ``S0^T x``; the rest is exact."""
         plan = plan_of(rng, layer, RANKS, window=8, map=name, pivots=2)
         head = ss.SketchHead(plan, 1, "reference")
         tokens, start = tokens_of(rng, layer, 1, 7, np.float64), states_of(rng, layer, 1, np.float64)
@@ -93,7 +93,7 @@ class TestMaps:
         assert relative(got, want) < tolerance
 
     def test_thousands_of_tokens_on_the_cpu(self, layer, rng):
-        """4096 tokens whose gates forget over some thousand: what float32 rounds does not build up.
+        """4096 tokens with a memory of some thousand: float32 rounding errors do not build up.
 
         Errors leave the state as tokens do, so that the last tokens are as good as the first. Of 2^-24 a rounding a
         random walk over a thousand tokens makes 2e-6, and the ridge map's solve may add as much: 1e-5 holds for both.
@@ -114,7 +114,7 @@ class TestMaps:
 
     @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2.0**-8), ("float32", 1e-5)])
     def test_no_ridge_and_a_sketch_of_rank_one(self, dtype, tolerance, rng):
-        """All of a state in one direction of the basis: what float32 rounds in its Gram matrix is below the floor."""
+        """A state in one direction of the basis: rounding errors of its Gram matrix are below the floor."""
         layer = Layer("kda", 8, 128, 64, 8)
         plan = plan_of(rng, layer, 32, window=8, map="ridge", ridge=0.0)
         keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 8, 32)), plan.omega)

@@ -1,4 +1,4 @@
-"""Heads under random sequences of calls, against a model that keeps every token and runs the plain recurrence."""
+"""Random sequences of calls to heads, against a model that keeps every token and runs the plain recurrence."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ some_slots = st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS + 1
 
 
 class Slot:
-    """What a slot should hold: a state, and the tokens since the last flush."""
+    """Expected contents of a slot: a state and the tokens since the last flush."""
 
     def __init__(self, layer):
         self.layer = layer
@@ -40,7 +40,7 @@ class Slot:
         self.pending = []
 
     def step(self, token):
-        """Take a token ``(1, 1, ...)``; return its output ``(heads, V)`` and whether the window ended with it."""
+        """Decode a token ``(1, 1, ...)``; return its output ``(heads, V)`` and whether the window ended."""
         self.pending.append(token)
         output, state = self.run()
         ended = len(self.pending) == WINDOW
@@ -62,7 +62,7 @@ class Slot:
 
 
 def machine(kind, backend, raw=False):
-    """Build the machine of one kind and backend: all systems with exact states side by side.
+    """Build the state machine of one kind and backend with all systems that have exact states.
 
     With `raw`, those that can take raw gate inputs, the last one aside.
     """
@@ -94,7 +94,7 @@ def machine(kind, backend, raw=False):
             self.heads = (self.standard, self.replay, self.sketch, self.copy)
 
         def given(self, tokens, g):
-            """Each head with its inputs."""
+            """Pairs of a head and its inputs."""
             return [(head, tokens if head is self.copy else tokens._replace(g=g)) for head in self.heads]
 
         @rule(seed=seeds, slots=some_slots, length=st.integers(1, 2 * WINDOW + 1), harsh=st.booleans())
@@ -152,7 +152,7 @@ def machine(kind, backend, raw=False):
 
         @rule(seed=seeds, slots=some_slots)
         def poison_and_reset(self, seed, slots):
-            """NaN in a ring and, if the window ends, in a state; gone with the reset."""
+            """A reset clears NaN from the ring and, if the window ended, from the state."""
             tokens, g = draw(np.random.default_rng(seed), len(slots), 2)
             tokens.v[...] = np.nan
             for head, given in self.given(tokens, g):
@@ -162,7 +162,7 @@ def machine(kind, backend, raw=False):
         @precondition(lambda self: any(slot.pending for slot in self.model))
         @rule(seed=seeds)
         def refused(self, seed):
-            """A call that is refused in its last argument leaves all as it was."""
+            """A call that is refused for its last argument changes nothing."""
             tokens, g = draw(np.random.default_rng(seed), SLOTS, 1)
             for name, value in bad.items():
                 getattr(tokens, name)[-1] = value
@@ -172,7 +172,7 @@ def machine(kind, backend, raw=False):
 
         @invariant()
         def states_and_cursors(self):
-            """States are those of the last flush (of now, for standard), cursors count what is pending."""
+            """States are those of the last flush (for standard: of the last token); cursors count pending tokens."""
             for slot, model in enumerate(self.model):
                 close(self.standard.state[slot], model.current()[0])
                 assert self.standard.position[slot] == 0

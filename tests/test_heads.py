@@ -1,4 +1,4 @@
-"""Every decode system on every backend: one set of promises, judged by the plain recurrence."""
+"""Every decode system on every backend, against the plain recurrence."""
 
 import copy
 import pickle
@@ -19,9 +19,9 @@ WINDOW = 4
 SLOTS = 5
 RANKS = np.array([DENSE, 2, 3, DENSE])
 SYSTEMS = ("standard", "replay", "sketch", "copy")
-# What an exact result may differ by, as a share of its norm. Float64: a hundred operations of 2^-53 each. Float32: the
-# same of 2^-24 on a path of some ten tokens, whose errors add up like a random walk. Tokens hold float32 values for
-# both; where a result is held against the recurrence they come as float64 arrays, so that the output stays whole.
+# Relative error of an exact result. Float64: a hundred operations of 2^-53 each. Float32: the same of 2^-24 over some
+# ten tokens, whose errors add up like a random walk. Tokens have float32 values for both. Where results are compared
+# with the recurrence, tokens are float64 arrays, so that the output is not rounded.
 EXACT = {"reference": 1e-13, "cpu": 2e-6}
 
 
@@ -32,7 +32,7 @@ def system(request):
 
 @pytest.fixture
 def make(system, backend, layer):
-    """Make a head; all that one test makes are alike."""
+    """A function that makes equal heads."""
     plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
 
     def new(slots=SLOTS):
@@ -48,7 +48,7 @@ def make(system, backend, layer):
 
 
 def singly(head, tokens, **options):
-    """Several tokens, one call each."""
+    """Decode tokens with one call each."""
     outputs = [head.step(*at(tokens, np.s_[:, t]), **options) for t in range(tokens.v.shape[1])]
     return np.stack(outputs, axis=1)
 
@@ -56,7 +56,7 @@ def singly(head, tokens, **options):
 class TestExactness:
     @pytest.mark.parametrize("harsh", [False, True])
     def test_outputs_and_states(self, make, system, backend, layer, harsh, rng):
-        """Exact at every token, but for approximate reads between flushes; states exact at every flush."""
+        """Outputs are exact except for sketched reads between flushes; states are exact at every flush."""
         tokens, start = tokens_of(rng, layer, 3, 3 * WINDOW, np.float64, harsh), states_of(rng, layer, 3)
         head = make()
         head.load_state(start)
@@ -73,7 +73,7 @@ class TestExactness:
         np.testing.assert_array_equal(head.state[3:], 0)
 
     def test_values_that_are_not_a_multiple_of_anything(self, system, backend, rng):
-        """V = 80, K = 33 and an odd group, as real layers have them."""
+        """V = 80, K = 33 and three heads per key head."""
         layer = Layer("gdn", 6, 33, 80, key_heads=2)
         plan = plan_of(rng, layer, [DENSE, 1, 4, 33, 5, DENSE], window=WINDOW)
         head = {
@@ -91,7 +91,7 @@ class TestExactness:
             assert relative(output[:, :, [0, 5]], want[:, :, [0, 5]]) < EXACT[backend]
 
     def test_a_long_slow_decay(self, make, backend, layer, rng):
-        """Gates near 0 for 1024 tokens: what was written first is still there, as float32 gates say."""
+        """With gates near 0 the first writes are still in the state after 1024 tokens."""
         tokens = tokens_of(rng, layer, 1, 1024)
         tokens.g[...] = -1e-4
         if tokens.beta is not None:
@@ -99,7 +99,7 @@ class TestExactness:
         head = make()
         head.step(*tokens, slots=[2])
         _, state = run(layer, *tokens)
-        # a thousand roundings of the state, as a random walk: 30 times one
+        # a thousand roundings of the state add up like a random walk: 30 times one rounding
         assert relative(head.state[2], state[0]) < 10 * EXACT[backend]
 
     @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -137,7 +137,7 @@ class TestSlots:
         same(head, twin)
 
     def test_padding_reads_and_writes_nothing(self, make, layer, rng):
-        """Whatever a padding row holds, a growing gate and NaN too, its output is zeros and no slot changes."""
+        """A padding row with any values, even NaN or a positive gate, outputs zeros and changes no slot."""
         tokens = tokens_of(rng, layer, 2, 3 * WINDOW)
         wide = Tokens(*(None if x is None else np.concatenate([x[:1], x * np.nan, x[1:]]) for x in tokens))
         wide.g[1:3] = 1.0
@@ -164,7 +164,7 @@ class TestSlots:
         same(head, twin)
 
     def test_a_row_does_not_depend_on_the_batch(self, make, layer, rng):
-        """To the last bit: neither on the other rows, nor on its place, nor on its slot."""
+        """Its output is bitwise the same with other rows, at another index and in another slot."""
         tokens = tokens_of(rng, layer, 5, 2 * WINDOW + 1)
         head, alone = make(), make()
         full = head.step(*tokens, slots=[3, 1, 4, 0, 2])
@@ -182,7 +182,7 @@ class TestSeveralTokens:
         same(head, twin)
 
     def test_with_cursors_apart(self, make, layer, rng):
-        """Each slot flushes at its own token, wherever in the call that falls."""
+        """Each slot flushes at its own token, anywhere in the call."""
         head, twin = make(), make()
         for slot in range(1, WINDOW):
             ahead = tokens_of(rng, layer, 1, slot)
@@ -230,7 +230,7 @@ class TestWindows:
         np.testing.assert_array_equal(head.position, 0)
 
     def test_an_early_flush_changes_no_exact_result(self, make, backend, layer, rng):
-        """The window starts anew where it was cut."""
+        """A new window starts after the flush."""
         tokens = tokens_of(rng, layer, 2, 2 + 2 * WINDOW, np.float64)
         head = make()
         head.step(*at(tokens, np.s_[:, :2]))
@@ -338,7 +338,8 @@ class TestArrays:
         same(heads[0], heads[1])
 
     def test_inputs_stay_as_they_were(self, make, backend, layer, rng):
-        dtype = {"reference": np.float64, "cpu": np.float32}[backend]  # the engine's own: no copy is made of these
+        # the engine's type, so that the head makes no copy
+        dtype = {"reference": np.float64, "cpu": np.float32}[backend]
         tokens = tokens_of(rng, layer, 2, 2 * WINDOW, dtype)
         kept = [None if x is None else x.copy() for x in tokens]
         head, twin = make(), make()
@@ -348,7 +349,7 @@ class TestArrays:
         output = head.step(*tokens)
         for x, was in zip(tokens, kept, strict=True):
             np.testing.assert_array_equal(x, was)
-        # nor does a head hold on to them: serving code reuses its buffers
+        # the head must not keep a reference, as callers reuse their buffers
         np.testing.assert_array_equal(twin.step(*kept), output)
         for x in kept:
             if x is not None:
@@ -379,7 +380,7 @@ class TestArrays:
 
     @pytest.mark.parametrize("several", [False, True])
     def test_a_fitting_out_is_written_itself(self, make, backend, layer, several, rng):
-        """Contiguous and of the engine's type; also a view of a larger array, whose other rows stay."""
+        """For a contiguous `out` of the engine's type, also a view; other rows of the viewed array do not change."""
         tokens = at(tokens_of(rng, layer, 2, WINDOW + 1), np.s_[:, :] if several else np.s_[:, 0])
         head, twin = make(), make()
         whole = np.full((4, *tokens.v.shape[1:]), 7.0, np.float64 if backend == "reference" else np.float32)
@@ -389,7 +390,7 @@ class TestArrays:
         same(head, twin)
 
     def test_out_may_overlap_an_input(self, make, layer, rng):
-        """Rows of the output lie where later rows of v do."""
+        """Here rows of the output overlap later rows of v."""
         tokens = tokens_of(rng, layer, 3, WINDOW + 1)
         memory = np.zeros((4, *tokens.v.shape[1:]), np.float32)
         memory[:3] = tokens.v
@@ -418,7 +419,7 @@ class TestArrays:
 
 
 def bad_steps(layer, tokens):
-    """Calls that are refused: changed arguments, the error, and how its message starts."""
+    """Calls that are refused: changed arguments, the error, the start of its message."""
     q, k, v, g, beta = tokens
     batch = v.shape[0]
     yield {"q": q[:, :1]}, ValueError, "q: expected shape"
@@ -469,7 +470,7 @@ def bad_loads(state):
 
 
 class TestRefusals:
-    """A refused call names its argument and has changed nothing."""
+    """The error of a refused call names the argument, and the head is unchanged."""
 
     @pytest.fixture
     def heads(self, make, layer, rng):

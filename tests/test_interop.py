@@ -1,4 +1,4 @@
-"""Arrays of every framework go in, the caller's kind comes out, and nothing is copied or imported without need."""
+"""Heads take and return arrays of every framework, without needless copies or imports."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ LAYER = LAYERS["gdn"]
 
 
 class Exporter:
-    """An array of a framework that nobody knows: DLPack and a shape, nothing else."""
+    """An array of an unknown framework: it has DLPack and a shape only."""
 
     def __init__(self, array):
         self.array, self.shape = array, array.shape
@@ -33,7 +33,7 @@ class Exporter:
 
 
 class Elsewhere(Exporter):
-    """Memory that the host can't read."""
+    """An array in memory that the host cannot read."""
 
     def __dlpack__(self, **options):
         raise BufferError("the memory is on a GPU")
@@ -43,7 +43,7 @@ class Elsewhere(Exporter):
 
 
 class Convertible:
-    """An array that only knows how to become NumPy's."""
+    """An array with ``__array__`` only."""
 
     def __init__(self, array):
         self.array, self.shape = array, array.shape
@@ -252,7 +252,7 @@ class TestOut:
 
     @pytest.mark.parametrize("strides", [(8, 24), (40, 8), (64, 16), (-32, 8), (32, -8), (8, 32), (16, 24), (24, 32)])
     def test_any_other_strides_are_taken(self, strides):
-        """The axes of the last two interleave, but no two elements are at one place."""
+        """The strides of the last two axes interleave, but no two elements share memory."""
         out = np.lib.stride_tricks.as_strided(np.zeros(40)[20:], (3, 4), strides)
         check_out(out, (3, 4))
 
@@ -271,7 +271,7 @@ def each(tokens, convert):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 class TestHeads:
-    """The whole way through a head: the same numbers whatever array they come in."""
+    """A head gives the same results for arrays of every framework."""
 
     def pair(self, backend, rng):
         plan = plan_of(rng, LAYER, window=4)
@@ -367,14 +367,14 @@ class TestHeads:
 
 
 class OnDevice(Elsewhere):
-    """An array on a device that copies itself to the host when it is asked to."""
+    """A device array that can copy itself to the host."""
 
     def __array__(self, dtype=None, copy=None):
         return self.array
 
 
 class TestCopiesFromADevice:
-    """A head on the host says once that arrays on a device are copied, and why it computes there."""
+    """A host head warns once that it copies device arrays, and says why it computes on the host."""
 
     @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
     def test_steps(self, backend, rng, monkeypatch):
@@ -402,12 +402,12 @@ class TestCopiesFromADevice:
 
     def test_where_an_array_is(self, torch):
         assert is_on_device(OnDevice(np.ones(3)))
-        assert not is_on_device(torch.ones(3, device="meta"))  # which is refused
+        assert not is_on_device(torch.ones(3, device="meta"))  # `meta` tensors are refused
         assert not is_on_device([1.0])
 
 
 class TestRange:
-    """float64 numbers that float32 can't hold are refused, not turned into infinity."""
+    """float64 values beyond float32's range are refused, not converted to infinity."""
 
     @pytest.mark.parametrize("name", ["q", "k", "v", "beta"])
     def test_inputs(self, name, rng):
@@ -418,8 +418,8 @@ class TestRange:
         with pytest.raises(ValueError, match=rf"^{name}: expected numbers that float32 can hold, got -1e\+39"):
             head.step(*given)
         assert not head.state.any()
-        head.step(*given, slots=[0, -1, 2])  # a padding row may hold anything
-        ss.StandardHead(LAYER, 3, "reference").step(*each(given, np.float64))  # which has room for them
+        head.step(*given, slots=[0, -1, 2])  # a padding row may hold any value
+        ss.StandardHead(LAYER, 3, "reference").step(*each(given, np.float64))  # the reference computes in float64
 
     def test_states(self, rng):
         head, state = ss.StandardHead(LAYER, 3, "cpu"), states_of(rng, LAYER, 2).astype(np.float64)
@@ -453,7 +453,7 @@ class TestRange:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:v. arrays on a device are copied:RuntimeWarning")
 class TestGpu:
-    """Arrays on a GPU are copied to the host, and results back to where they came from."""
+    """Arrays on a GPU are copied to the host, and results are copied back to their device."""
 
     def arrays(self, rng):
         return (
@@ -512,7 +512,7 @@ print(0, *sorted((heavy - {"scipy"}) & set(sys.modules)))
 
 
 def test_import_is_light():
-    """No framework and no compiler comes with the import, nor with the names that every user needs."""
+    """The import and its common names load no framework and no compiler."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
     )
