@@ -1,4 +1,4 @@
-"""Benchmarks: their bytes, their tables, and on the host's stand-in for a device the same steps as on a GPU."""
+"""Benchmarks: bytes, tables, and the steps of a GPU on the host's stand-in for a device."""
 
 import json
 import sys
@@ -77,7 +77,7 @@ class TestBytes:
         )
 
     def test_on_device(self):
-        """bf16 inputs and outputs, factors as the kernels pack them; a dense head reads its state."""
+        """Inputs and outputs are bf16, factors are packed as in the kernels, and a dense head reads its state."""
         ranks = np.array([3, DENSE])
         sketch = bench.systems(LAYER, 8, [bench.random_plan(LAYER, ranks, 8, CoefficientMap("lowrank", 2))])[-1]
         gates = 4 * (2 + 2)
@@ -90,10 +90,10 @@ class TestBytes:
         )
 
     def test_raw_gates(self):
-        """On a device they have the activations' two bytes; on the host they are converted as they come in."""
+        """Raw gates have two bytes on a device like activations; on the host they are converted at input."""
         layer = SHAPES["kda"]
         pairs = zip(bench.systems(layer, 16, []), bench.systems(layer, 16, [], bench.random_gate(layer)), strict=True)
-        saved = 2 * layer.heads * layer.key_dim  # of a token: taken once, and in buffers read and written
+        saved = 2 * layer.heads * layer.key_dim  # per token: read as an input, and read and written in the ring
         for (plain, raw), (read, flush) in zip(pairs, ((1, 1), (9, 16)), strict=True):
             assert bench.step_bytes(plain, layer, 3, 16) == bench.step_bytes(raw, layer, 3, 16)
             more, less = (bench.step_bytes(system, layer, 3, 16, on_device=True) for system in (plain, raw))
@@ -121,7 +121,7 @@ class TestHost:
         results = bench.measure_host("tiny", layer, systems, 2, WINDOW, 1e9, backend="reference", seconds=0)
         assert [result.system for result in results] == ["standard", "replay", "sketch G=3 prior"]
         for found in results:
-            # both are the reference: outputs differ by nothing, and are rounded to float32 alike
+            # both sides are the reference: outputs are equal, float32 rounding included
             assert found.error == 0
             assert min(found.positions) > 0
             assert found.fraction == pytest.approx(found.bytes / found.microseconds * 1e6 / 1e9)
@@ -151,7 +151,7 @@ class TestHost:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """The stand-in in CuPy's place."""
+    """CuPy replaced by the stand-in."""
     if missing := compiler.missing():
         pytest.skip(missing)
     standin.install(monkeypatch)
@@ -194,7 +194,7 @@ class TestDevice:
         assert ("FlashInfer gdn was not timed: " in printed) == (kind == "gdn")
 
     def test_too_small_a_device(self, cupy, monkeypatch, tmp_path):
-        """What does not fit is named; the rest is timed."""
+        """A system that does not fit is named; the others are timed."""
         monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
         monkeypatch.setattr(cases, "device_bandwidth", lambda: 1e12)
@@ -224,7 +224,7 @@ class TestDevice:
         assert bench.device_bandwidth(4, 1) > 1e6
 
     def test_rests(self, cupy, monkeypatch):
-        """For three quarters of the time, if it is to work for one, before every round that is timed."""
+        """With a duty of a quarter the device rests three quarters of the time, before every timed round."""
         done = []
         stream = cupy.cuda.Stream(non_blocking=True)
         monkeypatch.setattr(stream, "synchronize", lambda: done.append("waited"))
@@ -269,7 +269,7 @@ def selective_state_update(state, x, dt, A, B, C, D, dt_bias=None, state_batch_i
 class TestPeers:
     @pytest.fixture
     def packages(self, tmp_path, monkeypatch):
-        """Packages that stand for others' with a selective state update as those describe theirs."""
+        """Stand-ins for other packages, with a selective state update as they document it."""
         for path in ("mamba_ssm/ops/triton/selective_state_update.py", "flashinfer/mamba.py"):
             file = tmp_path / path
             file.parent.mkdir(parents=True)
@@ -285,7 +285,7 @@ class TestPeers:
 
     @pytest.mark.parametrize("adapter", [peers._mamba_ssm, peers._flashinfer_ssu])
     def test_selective_state_updates(self, torch, packages, adapter):
-        """Names and broadcasts; what a kernel does with them only a device can tell."""
+        """Argument names and broadcasts; only a device can test the kernels themselves."""
         layer = Layer("mamba2", 4, 16, 8, 2)
         tokens = bench.random_tokens(layer, 2, WINDOW)
         twin = exact_systems(layer)[0].build(2, "reference")
@@ -297,7 +297,7 @@ class TestPeers:
             step, told = adapter(layer, Tokens(*given), torch)
             output, state = step(state)
             want = twin.step(*(None if x is None else x.float().numpy() for x in told))
-            # the stand-in's state is float32, and its output bf16 where the adapter hands it memory for one
+            # the stand-in's state is float32; its output is bf16 where the adapter passes memory for the output
             assert relative_error(output.double().numpy(), want) < ROUNDED
             assert relative_error(state.numpy(), twin.state[:2]) < EXACT
         assert "mamba_ssm" not in sys.modules

@@ -1,4 +1,4 @@
-"""The command line: every command on small traces, and one line with exit code 2 for what a user can mend."""
+"""The command line: every command on small traces; an error of the user is one line with exit code 2."""
 
 import json
 import subprocess
@@ -128,7 +128,7 @@ def shipped_slice(path):
 
 
 def test_evaluate_repeats_to_the_byte(tmp_path):
-    """Two fresh runs on a shipped slice, and one that goes on: the same files, the report included."""
+    """Two fresh runs on a shipped slice, and one with finished parts, give the same files, the report included."""
     pytest.importorskip("matplotlib")
     traces = shipped_slice(tmp_path / "slice.npz")
     made = []
@@ -141,7 +141,7 @@ def test_evaluate_repeats_to_the_byte(tmp_path):
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, its text, and elements left open or closed twice."""
+    """Collects the sources and headings of a page, and elements left open or closed twice."""
 
     VOID = ("meta", "img")
 
@@ -295,7 +295,7 @@ def test_info(traces, tmp_path):
 
 
 def errors(tmp_path):
-    """Arguments that can't work, with what the message says."""
+    """Wrong arguments, with a part of the message."""
     traces = write_traces(tmp_path / "good.npz", "gdn")
     other = write_traces(tmp_path / "other.npz", "kda")
     broken = tmp_path / "broken.npz"
@@ -363,7 +363,7 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path):
 
 
 def test_bugs_keep_their_traceback(monkeypatch):
-    """Only what the library says of a caller's input becomes one line."""
+    """Only errors about the caller's input become one line."""
     monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: {}["bug"])
     result = CliRunner().invoke(main, ["bench"])
     assert isinstance(result.exception, KeyError)

@@ -1,4 +1,4 @@
-"""The whole evaluation: which systems there are, what it measures and what it keeps."""
+"""The whole evaluation: its systems, measurements and kept results."""
 
 import csv
 import json
@@ -54,7 +54,7 @@ def test_every_kind_has_its_families(study):
 
 
 def test_settings_of_the_paper(study):
-    """Every compressed state and read-only variant at every setting that it is compared at, and no other."""
+    """Compressed states and read-only variants have exactly the settings of the paper's comparison."""
     bits = [f"quantised/dsq-{n}-bits" for n in (10, 8, 6, 4)]
     reduced = "key-reduced/drrqr" if study.traces.layer.kind == "gdn" else "pruned/ghost"
     sparse = [f"{reduced}-{share}" for share in (37.5, 50.0, 62.5, 75.0)]
@@ -78,7 +78,7 @@ def test_ablations_of_the_paper(tmp_path):
 
 
 def test_windows_need_calibration(tmp_path):
-    """A window that ranks can't be scored at is left out, and refused as the one in use."""
+    """A window too long for the scoring sequences is left out of the ablations, and refused as the window in use."""
     arrays = trace_entries("gdn", test=2)
     arrays["calib_grad"] = arrays["calib_grad"][:, :20]
     np.savez(tmp_path / "short.npz", **arrays)
@@ -160,7 +160,7 @@ def test_study_measures_against_the_recurrence(study):
 
 @pytest.mark.parametrize(("every", "points"), [(64, [40]), (30, [40]), (26, [26, 40]), (27, [40]), (40, [40])])
 def test_checkpoints_end_with_the_sequence(tmp_path, every, points):
-    """What is left counts as a stretch of its own from half of `every` on, and joins the last one below."""
+    """The rest is a stretch of its own if it has at least half of `every` tokens; else it joins the last one."""
     assert study_of(tmp_path, every=every).checkpoints == points
 
 
@@ -172,7 +172,7 @@ def test_half_life(tmp_path):
 
 
 def test_half_life_of_channels(tmp_path):
-    """One channel in ten remembers longer than the one that speaks for its head."""
+    """One channel in ten remembers longer than the channel that stands for its head."""
     study = study_of(tmp_path, "kda")
     size = study.traces.layer.key_dim
     study.traces.test.g[:] = -math.log(2) / np.arange(1.0, size + 1)
@@ -241,7 +241,7 @@ def evaluated(
 
 
 def forbid(monkeypatch):
-    """Let nothing be measured anew."""
+    """Make every new measurement an error."""
 
     def refuse(*arguments):
         raise AssertionError(f"measured again: {arguments[0]}")
@@ -263,7 +263,7 @@ def test_finished_parts_are_kept(tmp_path, monkeypatch):
     ids=lambda change: next(iter(change)),
 )
 def test_other_settings_are_measured_anew(tmp_path, monkeypatch, change):
-    """Random traces of another seed are other contents; the others are settings."""
+    """Another seed of the random traces changes contents; the others change settings."""
     evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
     forbid(monkeypatch)
     with pytest.raises(AssertionError, match="measured again"):
@@ -317,7 +317,7 @@ def test_broken_parts_are_measured_anew(tmp_path, damage):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_same_bytes(backend, tmp_path):
-    """Two runs in two folders, and a third that goes on with what is there."""
+    """Two runs in two folders, and a third that uses the finished parts of the first."""
     texts = []
     for folder in ("one", "two", "one"):
         files = evaluated(study_of(tmp_path), tmp_path / folder, backend=backend).save(tmp_path / folder)
