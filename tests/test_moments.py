@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import LAYERS, at, relative, tokens_of
 
 import sketchssm as ss
-from sketchssm.calibrate.windows import Carry
+from sketchssm.calibrate.windows import Carry, walk
 from sketchssm.files import FileFormatError
 from sketchssm.recurrence import KINDS
 from sketchssm.reference.recurrence import per_head, run
@@ -110,6 +110,17 @@ def test_groups_of_rows_give_the_same_sums(monkeypatch):
     assert np.array_equal(again.ring.k, carry.ring.k)
 
 
+@pytest.mark.parametrize(("kind", "largest"), [("gdn", 5 * 6), ("kda", 6 * W**2)])
+def test_groups_of_rows_bound_the_memory(kind, largest, monkeypatch):
+    """The largest array of a group, a state or kda's decays between a window's tokens, fits in a block."""
+    layer = LAYERS[kind]
+    tokens = make_traces(layer, 5, 2 * W, 1)
+    seen = []
+    monkeypatch.setattr("sketchssm.calibrate.windows.BLOCK_BYTES", 2 * 8 * layer.heads * largest)
+    walk(layer, tokens, W, None, lambda reads: seen.append(reads.queries.shape[0]))
+    assert seen == [2, 2, 1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero_states_count_nothing(kind):
     layer = LAYERS[kind]
@@ -128,6 +139,19 @@ def test_first_window_of_a_given_state_counts():
     moments = moments_of(layer)
     moments.update(*tokens, carry=Carry(np.ones((2, *layer.state_shape))))
     assert (moments.samples == 2 * (W - 1)).all()
+
+
+def test_a_given_state_may_be_float32():
+    """As engines hold it; sums are in float64 all the same."""
+    layer = LAYERS["gdn"]
+    tokens = make_traces(layer, 2, W, 3)
+    state = np.random.default_rng(0).standard_normal((2, *layer.state_shape)).astype(np.float32)
+    single, double = moments_of(layer), moments_of(layer)
+    assert Carry(state).position == 0
+    single.update(*tokens, carry=Carry(state))
+    double.update(*tokens, carry=Carry(state.astype(np.float64)))
+    for name in SUMS:
+        assert np.array_equal(getattr(single, name), getattr(double, name))
 
 
 def test_output_weighting_ignores_the_scale_of_values():
@@ -231,6 +255,7 @@ def test_only_like_moments_add(other):
         (lambda t: t._replace(v=t.v * np.nan), ValueError, "v: "),
         (lambda t: t._replace(beta=t.beta * np.inf), ValueError, "beta: "),
         (lambda t: t._replace(q=t.q[..., :-1]), ValueError, "q: "),
+        (lambda t: at(t, np.s_[:, 0]), ValueError, "v: expected shape"),
         (lambda t: t._replace(k=t.k.astype(complex)), TypeError, "k: "),
     ],
 )
