@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import Basis, relative
 
-from sketchssm.coefficients import RIDGE_FLOOR
+from sketchssm.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
 from sketchssm.recurrence import Layer
 from sketchssm.reference import maps
 from sketchssm.reference.maps import PIVOT_TOLERANCE
@@ -318,3 +318,19 @@ def test_leading_axes_are_batches(rng):
         lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
     ):
         assert relative(make(states), np.stack([make(s) for s in states])) < SOLVED
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_record_selects_its_map_and_parameters(name, rng):
+    basis = Basis(rng, Layer("gdn", 1, 8, 7), 4)
+    map = CoefficientMap(name, pivots=2 if name in ("lowrank", "prior") else None)
+    omega, projection = (x[0] for x in basis.columns(4, weighted=map.weighted))
+    states = np.stack([state_of(rng, 8, 7) for _ in range(3)])
+    want = {
+        "exact": lambda: maps.exact_map(states, omega),
+        "ridge": lambda: maps.ridge_map(states, omega, 0.001),
+        "lowrank": lambda: maps.lowrank_factors(states, omega, 2, 0.1).dense(),
+        "prior": lambda: maps.prior_factors(states, omega, projection, 2, 0.001).dense(),
+        "offline": lambda: np.stack([projection.T] * 3),
+    }[name]()
+    np.testing.assert_array_equal(maps.coefficient_map(map, states, omega, projection), want)
