@@ -1,4 +1,4 @@
-"""Launches through the driver, without a device: a function in the driver's place reads what it is given."""
+"""Launches through the driver without a device: a stand-in for the driver's function reads its arguments."""
 
 import ctypes
 import struct
@@ -18,7 +18,7 @@ TYPES = "QqifQQqif"
 
 
 class Driver:
-    """Takes ``cuLaunchKernelEx``'s place: reads the structures as the C header lays them out."""
+    """Stand-in for ``cuLaunchKernelEx``, which reads the structures as the C header defines them."""
 
     def __init__(self):
         self.seen, self.answers = [], []
@@ -38,7 +38,7 @@ class Driver:
 
 
 class DriverError(RuntimeError):
-    """In the place of CuPy's."""
+    """Stand-in for CuPy's."""
 
 
 @pytest.fixture

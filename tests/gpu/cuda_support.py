@@ -1,4 +1,4 @@
-"""Inputs, plans and comparisons for the tests of the CUDA kernels, and for their benchmark."""
+"""Inputs, plans and comparisons for tests and benchmarks of the CUDA kernels."""
 
 import copy
 
@@ -12,7 +12,7 @@ from sketchssm.recurrence import Layer, Tokens
 
 
 def round_to(x, activation):
-    """The nearest values that an activation type holds, as float32."""
+    """Values rounded to an activation type, as float32."""
     import ml_dtypes
 
     types = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -30,7 +30,7 @@ def to_device(x, activation):
 
 
 def named_gate(name, layer, rng):
-    """The gate of a layer whose name says that it has one: of the softplus ("raw") or fla's bounded one."""
+    """The gate of a layer by its name: the softplus ("raw"), fla's bounded gate ("bounded") or None."""
     if not name.endswith(("raw", "bounded")):
         return None
     return gate_of(rng, layer, -5.0 if name.endswith("bounded") else None)
@@ -91,7 +91,7 @@ def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=1
 
 
 def evaluated(plan):
-    """The plan as the kernels evaluate it, for the reference: `exact` is `ridge` at the least ridge.
+    """The plan as the kernels evaluate it: they compute `exact` as `ridge` with the least ridge.
 
     Next to the pseudo-inverse, which the reference's `exact` is, a direction of the sketch with share s of the
     metric's mean diagonal loses ridge / (s + ridge). States of a few tokens after a full forget have such
@@ -111,7 +111,7 @@ def error(got, want):
 
 
 def slot_table(batch, slots, tokens, rng, *, padding=0.2):
-    """Slots of each row at each token: distinct, changing, some of them padding."""
+    """Random distinct slots of each row at each token, some of them padding."""
     table = np.stack([rng.permutation(slots)[:batch] for _ in range(tokens)])
     table[rng.uniform(size=table.shape) < padding] = -1
     return table.astype(np.int64)
@@ -150,7 +150,7 @@ LAYERS = {
     "kda-raw": Layer("kda", 3, 128, 128, 3),
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
-# reads take heads in pairs that share keys: not here
+# here reads cannot pair heads that share keys
 SINGLE_HEADS = {
     "mamba2-3": Layer("mamba2", 6, 128, 64, 2),
     "gdn-1": Layer("gdn", 3, 128, 128, 3),
@@ -158,7 +158,7 @@ SINGLE_HEADS = {
 
 
 def with_blocks(engine, blocks):
-    """The engine, whose flushes get so many blocks from now on."""
+    """The engine, whose later flushes launch so many blocks."""
     engine._prepare(late=False)
     engine.flush_blocks = blocks
     engine._grids.clear()
@@ -242,16 +242,17 @@ extern "C" __global__ void raw_gates(const float* packed, const float* given, fl
 
 
 def check_raw_gates(cupy, rate_log, bound):
-    """What kernels make of raw gate inputs, whatever these are, against float64."""
+    """Check log-decays and decays that kernels compute from raw gate inputs of any size against float64."""
     from sketchssm.cuda.modules import source_text
     from sketchssm.gates import GateInput
 
     layer = Layer("kda", 1, 64, 64, 1)
-    # sums are exact: what the formulas err by, not what the sum's rounding makes of it
+    # these biases make the sums exact, so that the test measures errors of the formulas only
     bias = np.arange(64)[None] / 16 - 2
     gate = GateInput(np.array([rate_log]), bias, bound)
     given = np.concatenate([np.arange(-1920, 1920) / 64, [-np.inf, -1e38, -1e5, -90, 88, 1e5, 1e38, np.inf, np.nan]])
-    given = np.resize(given, (given.size, 64)).astype(np.float32)  # an odd number: each meets every bias
+    # an odd number of inputs, so that each meets every bias
+    given = np.resize(given, (given.size, 64)).astype(np.float32)
     engine = StandardEngine(layer, 1, gate=gate)
     module = cupy.RawModule(code=source_text("standard") + RAW_GATES, options=engine.variants()[0].options)
     got, decays = (cupy.zeros(given.shape, np.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Benchmarks and comparisons on a device, at tiny sizes: what they report is right, not how fast it is."""
+"""Benchmarks and comparisons on a device at tiny sizes: checks their reports, not the speed."""
 
 import json
 import warnings

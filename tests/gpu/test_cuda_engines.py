@@ -23,13 +23,13 @@ from cuda_support import (
 from sketchssm.recurrence import DENSE
 from sketchssm.reference import engines as reference
 
-# engines compile when they are first asked; heads, and who serves, call warmup()
+# engines without a warmup() compile at their first step
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
 
 # float32 arithmetic over a few hundred tokens; the reference is float64 on the same rounded inputs
 EXACT = 2e-6
-# sketches and maps stored in bf16 (8 bits), a few roundings of relative size 2^-9 in a row; in float32, what two
-# bf16 slices leave out (2^-16) of the basis, of the state and U in S U, several times
+# bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row; float32 ones: several times the
+# 2^-16 that two bf16 slices leave out of the basis, of the state and of U in S U
 STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 
 
@@ -135,7 +135,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     + [("mamba2", "float16", 8), ("gdn", "float32", 16), ("gdn", "bfloat16", 32), ("kda", "bfloat16", 32)],
 )
 def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cupy):
-    """Bitwise equal results where three blocks take all items, or a block has one at most."""
+    """Bitwise equal results with three blocks for all items and with at most one item per block."""
     layer, batch = LAYERS[name], 50
     ranks = np.resize([*RANKS[layer.kind], DENSE], layer.heads)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01, window=window)
@@ -186,7 +186,7 @@ def test_outputs_of_padding_are_zero(rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_graph_replay_with_changing_slots(name, rng, cupy):
-    """One captured step serves thousands: slots and inputs change in place, flushes come by themselves."""
+    """One captured step is replayed thousands of times, with slots and inputs changed in place."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)

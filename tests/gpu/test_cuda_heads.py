@@ -1,4 +1,4 @@
-"""Heads on a device: arrays of every framework, streams, captured graphs, memory of others."""
+"""Heads on a device: arrays of every framework, streams, captured graphs, states in given memory."""
 
 import warnings
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 # float32 arithmetic over a few windows against float64 on the same rounded inputs
 EXACT = 2e-6
-# a number stored in bf16 is off by 2^-9 at most; the sketch takes a few such roundings in a row
+# bf16 rounds by 2^-9 at most; a sketch's output has a few such roundings in a row
 ROUNDED, STORED = 2.0**-8, 1.2e-2
 RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
 SYSTEMS = ("standard", "replay", "sketch")
@@ -76,7 +76,7 @@ def on_numpy(x, activation):
 
 
 def wide(x):
-    """Whatever framework's outputs, as float64 on the host."""
+    """Outputs of any framework, as float64 on the host."""
     if hasattr(x, "cpu"):
         x = x.float().cpu().numpy()
     return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
@@ -96,7 +96,7 @@ class TestFrameworks:
     @pytest.mark.parametrize("system", SYSTEMS)
     @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
     def test_outputs_and_states(self, convert, system, name, rng):
-        """bf16 in and out, padding, slots that change, several tokens at once: the reference's, rounded."""
+        """bf16 inputs and outputs, padding, changing slots, several tokens per call: as the reference, rounded."""
         layer = LAYERS[name]
         gate = named_gate(name, layer, rng)
         head, twin = heads_of(system, layer, 6, rng, gate)
@@ -127,7 +127,7 @@ class TestFrameworks:
         assert error(head.state.get(), twin.state) < EXACT
 
     def test_float32(self, convert, rng):
-        """float32 activations stay whole: every output of an exact head is the recurrence's."""
+        """float32 activations are not rounded: outputs of exact heads are those of the recurrence."""
         layer = LAYERS["gdn"]
         plan_free = ss.ReplayHead(layer, 4, "cuda")
         plan_free.warmup("float32")
@@ -154,7 +154,7 @@ class TestFrameworks:
 
 class TestTorch:
     def test_memory_is_used_as_it_is(self, torch, cupy, rng):
-        """With an `out` and slots on the device nothing is allocated, nor waited for: see the captured graphs."""
+        """With `out` and slots on the device a step neither allocates nor waits, as graph capture requires."""
         layer = LAYERS["mamba2"]
         head, _ = heads_of("sketch", layer, 6, rng)
         given = each(at(make_tokens(layer, 4, 1, "bfloat16", rng), np.s_[:, 0]), on_torch(torch), "bfloat16")
@@ -171,7 +171,7 @@ class TestTorch:
             assert after == before
 
     def test_current_stream(self, torch, rng):
-        """Inputs that a slow stream is still making are waited for, and outputs are in order on that stream."""
+        """A step waits for inputs that a slow stream still computes, and its outputs are in order on this stream."""
         layer = LAYERS["gdn"]
         head, twin = heads_of("replay", layer, 4, rng)
         tokens = make_tokens(layer, 4, 20, "bfloat16", rng)
@@ -193,7 +193,7 @@ class TestTorch:
     @pytest.mark.parametrize("system", SYSTEMS)
     @pytest.mark.parametrize("own_output", [False, True])
     def test_graph(self, torch, system, own_output, rng):
-        """One captured step replayed for thousands, slots and inputs changing in place; flushes come by themselves."""
+        """One captured step is replayed thousands of times, with slots and inputs changed in place."""
         layer, steps = LAYERS["gdn"], 2500
         head, _ = heads_of(system, layer, 6, rng)
         eager, _ = heads_of(system, layer, 6, rng)
@@ -252,7 +252,7 @@ class TestTorch:
         assert error(wide(head.step(*given)), twin.step(*tokens)) < STORED
 
     def test_arrays_that_need_a_copy(self, torch, rng):
-        """Strided, misaligned, of another type, with a gradient: the same numbers."""
+        """Strided, misaligned and converted tensors, and tensors with a gradient, give the same results."""
         layer = LAYERS["gdn"]
         head, twin = heads_of("replay", layer, 4, rng)
         tokens = make_tokens(layer, 4, 3, "bfloat16", rng)
@@ -268,7 +268,7 @@ class TestTorch:
         assert head.step(*given, slots=odd.to(torch.int16)).dtype == torch.bfloat16
 
     def test_pool_of_another(self, torch, rng):
-        """States in a tensor's memory, with room for something else between slots."""
+        """States in a tensor's memory, with other data between slots."""
         layer = LAYERS["mamba2"]
         pool = torch.full((3, 2, *layer.state_shape), float("nan"), device="cuda")
         head, twin = heads_of("sketch", layer, 3, rng, state=pool[:, 1])
@@ -310,7 +310,7 @@ class TestTorch:
 
 class TestActivations:
     def test_the_first_call_decides(self, cupy, rng):
-        """bf16 as long as all three are; a state loaded before that is sketched when it is known."""
+        """bf16 if all three are bf16. A state that was loaded before is sketched then."""
         layer = LAYERS["gdn"]
         plan = make_plan(layer, [7, DENSE, 16, 2], rng)
         for activation, exact in (("bfloat16", ROUNDED), ("float32", EXACT)):

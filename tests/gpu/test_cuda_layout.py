@@ -1,4 +1,4 @@
-"""What the CUDA backend prepares on the host: needs no device."""
+"""Arrays that the CUDA backend prepares on the host; needs no device."""
 
 import re
 

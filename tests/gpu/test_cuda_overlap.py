@@ -1,4 +1,4 @@
-"""Kernels that start before the one ahead has ended, on a device: nothing is read or overwritten too early."""
+"""Kernels that start before the preceding one has ended read and overwrite nothing too early."""
 
 import threading
 
@@ -14,7 +14,7 @@ from sketchssm.recurrence import DENSE
 pytestmark = pytest.mark.gpu
 
 STEPS, REPLAYS = 70, 30
-"""Steps of a graph, no multiple of the window, so that each replay flushes elsewhere; and its replays."""
+"""Steps of a graph (no multiple of the window, so that replays flush at different steps) and its replays."""
 
 SKETCHES = {
     "dense-heads": ("gdn", [7, DENSE, 16, 2]),
@@ -25,7 +25,7 @@ SKETCHES = {
 
 
 def make_head(system, slots, rng, monkeypatch, overlaps):
-    """A warm head; its kernels overlap as the library has it, or never."""
+    """A warm head, whose kernels overlap as the library sets them, or never."""
     kind, ranks = SKETCHES.get(system, ("gdn", None))
     layer = LAYERS[kind]
     with monkeypatch.context() as patch:
@@ -63,7 +63,7 @@ def test_order(torch, system, batch, rng, monkeypatch):
 
     def step(which, t):
         q, k, v, g, beta = given[t]
-        if t % 3 == 0:  # else steps follow each other with nothing in between
+        if t % 3 == 0:  # other steps follow each other directly
             torch.mul(outputs[which], 0.5, out=values[which])
             v = values[which].add_(v)
         if t % 4 == 0:
@@ -92,7 +92,7 @@ def test_order(torch, system, batch, rng, monkeypatch):
 
 
 def test_a_thread_that_never_used_the_device(cupy, rng):
-    """The driver has no context there, until somebody asks for one."""
+    """A new thread has no driver context until it asks for one."""
     layer = LAYERS["gdn"]
     head = ss.ReplayHead(layer, 2, "cuda")
     head.warmup()
@@ -116,7 +116,7 @@ def test_a_thread_that_never_used_the_device(cupy, rng):
 
 
 def test_refusals(cupy, rng):
-    """A launch that the device can't have names the driver's code, the kernel and its sizes."""
+    """The error of an impossible launch names the driver's code, the kernel and its sizes."""
     module = cupy.RawModule(code='extern "C" __global__ void nothing(int x) {}')
     run = launch.Launcher(module.get_function("nothing"), (), "i")
     run(1, 32, 1)

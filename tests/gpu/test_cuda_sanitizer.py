@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 TOOLS = {
     "memcheck": ("", "ERROR SUMMARY: 0 errors"),
-    # racecheck does not see that a warp has met before one of its lanes arrives at a gate for it
+    # racecheck does not know that a warp synchronises before one of its lanes arrives at a gate for all
     "racecheck": ("-DEVERY_LANE_ARRIVES", "RACECHECK SUMMARY: 0 hazards"),
 }
 

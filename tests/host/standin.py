@@ -1,4 +1,4 @@
-"""As much of CuPy as sketchssm's CUDA backend and its tests use, on NumPy arrays and host kernels.
+"""The part of CuPy that the CUDA backend and its tests use, on NumPy arrays and host kernels.
 
 `install` puts this module in CuPy's place, and `launch_kernel` in that of the driver's ``cuLaunchKernelEx``; the code
 under test can't tell the difference. New memory holds NaN unless it was asked for as zeros.
@@ -17,9 +17,9 @@ import numpy as np
 from host.compiler import CompileError, compile_library
 
 order = 0
-"""Seed of the order in which threads and blocks run, another one at every launch; 0: one warp after another."""
+"""Seed of the random order of threads and blocks, which changes with every launch; 0: one warp after another."""
 
-MULTIPROCESSORS = 3  # few, so that a persistent block has several items of work
+MULTIPROCESSORS = 3  # few, so that a persistent block processes several items
 
 
 _arrays = {}  # by address: those that may be a kernel's arguments
@@ -27,7 +27,7 @@ _kernels = []  # by handle, less one
 
 
 class ndarray(np.ndarray):
-    """A NumPy array that goes to the host as a CuPy array does, and can be made over memory of others."""
+    """A NumPy array with `get` and construction over given memory, like CuPy's."""
 
     def __new__(cls, shape, dtype=float, memptr=None, strides=None):
         memory = getattr(memptr, "memory", memptr)
@@ -43,12 +43,12 @@ class ndarray(np.ndarray):
     device = property(lambda self: _Device())
 
     def get(self):
-        """A copy that the caller may keep."""
+        """A copy."""
         return np.array(self, subok=False)
 
 
 def asarray(x, dtype=None):
-    """A copy, as memory of the device would be."""
+    """A copy, as an upload to the device would make."""
     return np.array(x, dtype=dtype, copy=True, order="C").view(ndarray)
 
 
@@ -57,7 +57,7 @@ def zeros(shape, dtype=float):
 
 
 def from_dlpack(x):
-    """The same memory, which the other side may say is on a device."""
+    """An array on the same memory, also if the other side says that the memory is on a device."""
     there = SimpleNamespace(__dlpack__=lambda **options: x.__dlpack__(), __dlpack_device__=lambda: (1, 0))
     return np.from_dlpack(there).view(ndarray)
 
@@ -158,7 +158,7 @@ def install(monkeypatch):
 
 
 class RawModule:
-    """Kernels of one source, compiled by g++ with the ``-D`` options alone."""
+    """Kernels of a source, compiled by g++ with the ``-D`` options only."""
 
     def __init__(self, code, options=()):
         self._code = code
@@ -204,7 +204,7 @@ class MemoryPointer:
 
 
 class Stream(contextlib.nullcontext):
-    """Everything happens at once, in order, but what is captured happens at a graph's launch."""
+    """Kernels run at once and in order; captured kernels run when the graph is launched."""
 
     ptr = 0
     recorded = None
