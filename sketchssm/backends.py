@@ -1,8 +1,8 @@
-"""Which engine runs which system on which backend, and what every engine can do.
+"""Which engine runs which system on which backend, and the protocols of engines and their arrays.
 
-An engine owns the memory of one layer's slots and does the arithmetic; a head (`sketchssm.head.DecodeHead`) checks
-what a caller hands in; in between stand the engine's `Arrays`, which bring the caller's arrays to where the engine
-computes and its results back. Engines are imported on first use, so that importing the library stays cheap.
+A head (`sketchssm.head.DecodeHead`) checks a call. The engine's `Arrays` convert the caller's arrays to the engine's,
+and results back. The engine owns the memory of one layer's slots and does the arithmetic. Engines are imported on
+first use, so that importing the library stays cheap.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ ENGINES = {
 
 
 class UnsupportedError(ValueError):
-    """A backend that this machine can't run, or that has no kernels for a layer or plan."""
+    """The machine can't run a backend, or the backend has no kernels for a layer or plan."""
 
 
 class Call(Protocol):
     """One call's arrays, while the engine's device and the caller's stream are current."""
 
     def slots(self, slots: Any, batch: int | None, capacity: int) -> Any:
-        """Take and check ``slots=``, int64; a `batch` of None takes any number of slots, by default all."""
+        """Check ``slots=`` and convert them to int64; a `batch` of None takes any number of them, by default all."""
 
     def inputs(self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int) -> tuple[Tokens, Any, Any]:
-        """Take and check a step's arguments: tokens ``(batch, tokens, ...)``, slots, and the array to be written.
+        """Check and convert a step's arguments: tokens ``(batch, tokens, ...)``, slots, and the array to be written.
 
-        `several` says that what was given has a tokens axis.
+        `several` says that the caller's arrays have a tokens axis.
         """
 
     def states(self, state: Any, slots: Any) -> Any:
-        """Take and check states to be loaded."""
+        """Check and convert states to be loaded."""
 
     def result(self, written: Any, v: Any, out: Any) -> Any:
-        """Hand what was written to the caller as `out`, or as v's kind of array, shape and dtype."""
+        """Return the written outputs as `out`, or as v's kind of array, shape and dtype."""
 
 
 class Context(Protocol):
@@ -78,20 +78,20 @@ class Context(Protocol):
 
 
 class Arrays(Protocol):
-    """How a caller's arrays come to an engine, and how its results go back."""
+    """Converts a caller's arrays for an engine, and the engine's results for the caller."""
 
     def call(self, *arrays: Any) -> Context:
-        """Begin a call; the first of the arrays that lives where the engine computes decides on the stream."""
+        """Begin a call, on the stream of the first array that is where the engine computes."""
 
     def view(self, state: Any) -> Any:
-        """What the caller may see of an engine's own array."""
+        """View of an engine's own array for the caller, read-only where that is possible."""
 
 
 class Engine(Protocol):
-    """What a head needs of a backend.
+    """A backend's memory and arithmetic for one head.
 
-    All arrays are the backend's own, C-contiguous, and already checked: slots are unique, in range, or -1 for padding
-    rows.
+    All arrays are the backend's own (on ``cuda`` pointers), C-contiguous, and already checked: slots are unique, in
+    range, or -1 for padding rows.
     """
 
     arrays: Any

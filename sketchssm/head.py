@@ -1,7 +1,7 @@
 """Decode heads: all heads of one layer, for all slots, behind one interface.
 
-`DecodeHead` is what every system shares: it checks a call's arguments before anything is written, takes arrays of
-any framework, and gives the caller's kind of array back. What a system does with a token is its engine's affair.
+`DecodeHead` is the part that all systems share: it checks a call's arguments before anything is written, takes arrays
+of any framework, and returns the caller's kind of array. The engine does the arithmetic.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class DecodeHead:
     def state(self) -> Any:
         """States as of each slot's last flush, ``(slots, heads, V, K)``: exact, and the memory itself, not a copy.
 
-        A read-only NumPy view, or on ``cuda`` a CuPy array, which must only be read all the same. Of heads that
-        approximate the state itself it is what they have in its place, and may be a copy.
+        A read-only NumPy view, or on ``cuda`` a CuPy array, which must not be written either. Heads that approximate
+        the state return their approximation, which may be a copy.
         """
         with self._lock:
             return self._arrays.view(self._engine.state)
@@ -94,21 +94,21 @@ class DecodeHead:
             return self._engine.position.copy()
 
     def warmup(self, activation_dtype: str | None = None) -> None:
-        """Compile now whatever a step, a load or a flush may need, instead of at the first of them.
+        """Compile the kernels of steps, loads and flushes now, instead of at the first call.
 
-        No state changes. On ``cuda`` all kernels compile side by side; a step that meets a kernel which was not
-        compiled before warns of it.
+        No state changes. On ``cuda`` all kernels compile in parallel; a step that needs a kernel which is not loaded
+        warns.
 
         Parameters
         ----------
         activation_dtype : {"bfloat16", "float16", "float32"}, optional
-            Type in which ``cuda`` is to expect q, k and v, unless the head was made for one or has seen some; the
-            other backends have one type each. Default: "bfloat16".
+            Type of q, k and v that ``cuda`` expects. Default: the type that the head was made for or has seen, else
+            "bfloat16". The other backends compute in one type, whatever comes.
 
         Raises
         ------
         ValueError
-            If the type is another one, or not the one that the head was made for.
+            If the type is unknown, or not the one that the head has settled on.
         KernelCompileError
             If a kernel does not compile: source, options and the compiler's log.
         """
@@ -119,12 +119,13 @@ class DecodeHead:
     def step(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None) -> Any:
         """Decode one token, or several in order, for each row of a batch.
 
-        On ``cuda``, arrays on the device are used as they are where they are contiguous, aligned to 16 bytes, and q, k
-        and v of the activations' type, g and beta float32; others are copied, on the device. Values on the device are
-        not checked, since looking at them would wait for it: a slot out of range or named twice, or a growing gate,
-        is the caller's error and goes unnoticed. Everything on the host is checked, and uploaded. A head with a
-        `GateInput` takes g as it takes q, k and v.
-        A graph can capture a call whose arrays are all one framework's, on the device, of those types, when `out` is
+        On ``cuda``, arrays on the device are used in place if they are contiguous, aligned to 16 bytes and of the
+        right type: q, k and v of the activations' type, g and beta float32. Others are copied, on the device. Values
+        on the device are not checked, since a check would wait for the device: a slot out of range or named twice, or
+        a gate above 0, is the caller's error. Arrays on the host are checked and uploaded. With a `GateInput`, g has
+        the activations' type.
+
+        A graph can capture a call whose arrays are all of one framework, on the device and of those types, if `out` is
         given or PyTorch allocates it; its slots (int64, or int32 for batches of up to `slots` rows) may change
         between replays.
 
@@ -141,8 +142,8 @@ class DecodeHead:
         slots : array of int, (batch,), optional
             State slot of each row, each at most once; -1 is padding. Default: row i uses slot i.
         out : array, optional
-            Writable array of the output's shape to fill and return. On ``cuda`` the kernels write a contiguous,
-            aligned one of their output type themselves, if it shares no memory with an input.
+            Writable array of the output's shape to fill and return. On ``cuda`` the kernels write it in place if it is
+            contiguous, aligned, of their output type, and shares no memory with an input.
 
         Returns
         -------
@@ -152,8 +153,8 @@ class DecodeHead:
         Raises
         ------
         ValueError
-            Naming the argument, before any state is touched: a wrong shape or device, a gate above 0 or NaN, a slot
-            out of range or named twice.
+            Naming the argument, before any state is touched: a wrong shape or device, a gate above 0, NaN or infinite,
+            a number beyond the backend's type, a slot out of range or named twice, an `out` that overlaps itself.
         TypeError
             If an argument is not a real floating-point array, or of a wider type than the head was told to expect.
         """
@@ -174,12 +175,12 @@ class DecodeHead:
                 return call.result(written, v, out)
 
     def load_state(self, state: Any, slots: Any = None) -> None:
-        """Set the states of some slots, such as those a prefill ends with; what they had buffered is dropped.
+        """Set the states of some slots, such as the final states of a prefill; their buffered tokens are dropped.
 
         Parameters
         ----------
         state : array, (batch, heads, V, K)
-            States, K last. On ``cuda`` those on the device are not checked for NaN.
+            States, K last. On ``cuda``, states on the device are not checked for NaN.
         slots : array of int, (batch,), optional
             Slot of each row; -1 skips a row. Default: row i goes to slot i.
 
@@ -194,7 +195,7 @@ class DecodeHead:
             self._engine.load_state(call.states(state, index), index)
 
     def flush(self, slots: Any = None) -> None:
-        """Fold what some slots have buffered into their states now, whatever their window position.
+        """Fold the buffered tokens of some slots into their states now, at any window position.
 
         Parameters
         ----------
@@ -205,7 +206,7 @@ class DecodeHead:
             self._engine.flush(call.slots(slots, None, self.num_slots))
 
     def reset(self, slots: Any = None) -> None:
-        """Make some slots as new: zero state, sketch, ring and cursor, whatever they held.
+        """Clear some slots: zero state and sketch, empty ring, cursor at 0, whatever they held.
 
         Parameters
         ----------

@@ -1,9 +1,9 @@
-"""Arrays of any framework in, the caller's kind out.
+"""Converts arrays of any framework to the host's, and results back to the caller's kind.
 
-`HostArrays` serves the engines that compute on host memory; `sketchssm.cuda.arrays` those that compute on a GPU.
-`to_host` views an array on the host without a copy wherever the array already is there: NumPy's own, PyTorch and JAX
-on the CPU, and whatever exports ``__dlpack__`` or ``__array__``. Arrays of PyTorch, JAX and CuPy on a GPU are *copied*
-to the host, and results back. No framework is imported here before one of its arrays has been handed in.
+`HostArrays` serves the engines that compute on the host, `sketchssm.cuda.arrays` those that compute on a GPU.
+`to_host` views an array without a copy if the array is on the host: NumPy's own, PyTorch's and JAX's on the CPU, and
+any that exports ``__dlpack__`` or ``__array__``. Arrays of PyTorch, JAX and CuPy on a GPU are *copied* to the host,
+and results back. A framework is imported only after a caller has passed one of its arrays.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def to_host(array: Any, name: str) -> npt.NDArray[Any]:
         NumPy, PyTorch, JAX or CuPy array, or any object with ``__dlpack__`` or ``__array__``. Gradients are not
         followed. Integers and sequences of them are taken too: they can name slots.
     name : str
-        What the caller calls it, for the message.
+        Argument's name, for the message.
 
     Returns
     -------
     ndarray
-        Same shape, values and dtype, bfloat16 as `ml_dtypes.bfloat16`. It may be read-only and may share the
-        caller's memory: it is to be read, at once.
+        Same shape, values and dtype, bfloat16 as `ml_dtypes.bfloat16`. The result may be read-only and may share the
+        caller's memory: read it at once, and do not write it.
 
     Raises
     ------
     TypeError
-        If it is not an array, or one that NumPy can't view.
+        If `array` is not an array, or NumPy can't view it.
     """
     if isinstance(array, np.ndarray):
         return array
     try:
         return _viewed(array)
-    except Exception as error:  # whatever a framework raises, the caller must learn which argument it was
+    except Exception as error:  # frameworks raise many types; the message must name the argument
         raise TypeError(f"{name}: expected an array, got {_describe(array)} ({error})") from error
 
 
@@ -232,10 +232,10 @@ def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
     array : ndarray
         Result on the host, C-contiguous; its memory may become the caller's.
     like : array
-        Argument whose kind, dtype and device the result takes. For kinds that can't be told from ``__dlpack__`` or
-        ``__array__`` alone the result is a NumPy array.
+        Argument whose kind, dtype and device the result takes. If ``__dlpack__`` or ``__array__`` do not tell the
+        kind, the result is a NumPy array.
     out : array, optional
-        Array to fill instead; it has passed `check_out`.
+        Array to fill instead, which `check_out` has accepted.
 
     Returns
     -------
@@ -292,7 +292,7 @@ def framework(array: Any) -> str:
     Returns
     -------
     str
-        "numpy", "torch", "jax", "cupy", or "" if it is none of those.
+        "numpy", "torch", "jax", "cupy", or "" for any other.
     """
     kind = type(array)
     name = _known.get(kind)
@@ -324,14 +324,14 @@ def _describe(value: Any) -> str:
 
 
 class HostArrays:
-    """How a call's arrays come to an engine that computes on host memory, and how its results go back.
+    """Converts a call's arrays for an engine that computes on the host, and the engine's results for the caller.
 
     Parameters
     ----------
     dtype : dtype
         Type of the engine's states, inputs and outputs.
     log_decays : callable, optional
-        Converts the argument g; by default it holds log-decays.
+        Converts the argument g to log-decays. Default: g holds log-decays.
     why : str, default ""
         Why the head computes on the host, for the warning about arrays on a device.
     """
@@ -394,9 +394,9 @@ class HostArrays:
         Parameters
         ----------
         name : str
-            Which argument it is.
+            The argument's name.
         values : ndarray
-            The rows that count.
+            The argument's rows, without padding.
 
         Raises
         ------
@@ -426,7 +426,7 @@ class HostArrays:
         )
 
     def _fits(self, out: Any, tokens: Tokens) -> bool:
-        """Whether an engine can write the caller's array itself, which no input may share memory with."""
+        """Tell whether an engine can write the caller's array in place; it must share no memory with an input."""
         return (
             type(out) is np.ndarray
             and out.dtype == self.dtype
@@ -440,6 +440,6 @@ class HostArrays:
         if not is_real(host.dtype):
             raise TypeError(f"{name}: expected a real floating-point array, got dtype {host.dtype}")
         if name == "g" and self._log_decays is not None:
-            with np.errstate(all="ignore"):  # what a padding row holds, and what is beyond the type's range
+            with np.errstate(all="ignore"):  # of padding rows, and of numbers beyond the type's range
                 return self._log_decays(host).astype(self.dtype)
         return to_type(host, self.dtype, name, live)

@@ -1,4 +1,4 @@
-"""What the kernels support, and whether the device at hand can run a plan."""
+"""Checks that the kernels support a layer, a plan and a pool of states, and that the device is large enough."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUPPORTED = (
 )
 ALIGNMENT = 16
 STATIC_SHARED = 128
-"""Bytes of shared memory for what kernels declare beside what they ask for at the launch: at most 96."""
+"""Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
 
 
 def _refuse(name: str, value: Any) -> None:
@@ -30,7 +30,7 @@ def _refuse(name: str, value: Any) -> None:
 
 
 def check_layer(layer: Layer) -> None:
-    """Refuse a layer that the kernels are not made for."""
+    """Refuse a layer that the kernels do not support."""
     if layer.key_dim not in KEY_DIMS:
         _refuse("key_dim", layer.key_dim)
     if layer.value_dim not in VALUE_DIMS:
@@ -40,13 +40,13 @@ def check_layer(layer: Layer) -> None:
 
 
 def check_window(window: int) -> None:
-    """Refuse a window that the kernels are not made for."""
+    """Refuse a window that the kernels do not support."""
     if window not in WINDOWS:
         _refuse("window", window)
 
 
 def check_plan(plan: SketchPlan) -> None:
-    """Refuse a plan, with its layer, that the kernels are not made for."""
+    """Refuse a plan, or a plan's layer, that the kernels do not support."""
     check_layer(plan.layer)
     check_window(plan.window)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
@@ -71,7 +71,7 @@ def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
     Raises
     ------
     TypeError
-        If it is no writable float32 array of the device.
+        If `pool` is no writable float32 array of the device.
     ValueError
         If shape, strides, alignment or device do not fit.
     """
@@ -98,19 +98,19 @@ def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
 
 
 def shared_limit() -> int:
-    """Most dynamic shared memory that a block can have on the current device."""
+    """Largest dynamic shared memory of a block on the current device, in bytes."""
     import cupy
 
     return int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def check_shared(*variants: Variant) -> None:
-    """Refuse kernels that need more shared memory than the device has, and say what it has room for.
+    """Refuse kernels that need more shared memory than the device has; the error names what fits.
 
     Parameters
     ----------
     *variants : Variant
-        Reads and flushes of one plan. The compiler is asked, without compiling the kernels.
+        Reads and flushes of one plan. The compiler gives their sizes without compiling the kernels.
     """
     import cupy
 

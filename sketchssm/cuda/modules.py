@@ -1,4 +1,4 @@
-"""Compiles the kernels: one module per operation and variant, from sources that carry their own headers."""
+"""Compiles the kernels: one module per operation and variant, from sources with their headers in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNCACHED = "CUPY_CACHE_IN_MEMORY"
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel that did not compile: shows options, the compiler's log and where the source stands."""
+    """A kernel does not compile; the message has options, the compiler's log and the folder of the source."""
 
 
 class Variant:
@@ -93,9 +93,9 @@ def load(variant: Variant, *, late: bool = False) -> Any:
     Parameters
     ----------
     variant : Variant
-        What to load.
+        The variant.
     late : bool, default False
-        Warn if it has to be compiled now, since a step is waiting for it.
+        Warn if the module is not loaded yet, as a step is waiting for it.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def load(variant: Variant, *, late: bool = False) -> Any:
     Raises
     ------
     KernelCompileError
-        If the compiler rejects it.
+        If the compiler rejects the source.
     """
     import cupy
 
@@ -115,7 +115,7 @@ def load(variant: Variant, *, late: bool = False) -> Any:
         return module
     if late:
         warnings.warn(
-            f"loading kernel {variant.operation} in the middle of decoding, and compiling it if that was never done; "
+            f"loading kernel {variant.operation} in the middle of decoding, and compiling it unless it is cached; "
             "call warmup() before the first step",
             RuntimeWarning,
             stacklevel=5,  # the caller of a head's step
@@ -155,7 +155,7 @@ def _compiled(variant: Variant) -> Any:
 
 
 def size_of(module: Any, name: str) -> int:
-    """A number that a module has for the host."""
+    """An int32 constant of a module."""
     import cupy
 
     return int(cupy.ndarray((1,), np.int32, module.get_global(name)).get()[0])
