@@ -1,4 +1,4 @@
-"""Rank tables: within the budget, certified, and as good as an exhaustive search on small layers."""
+"""Allocated ranks: within the budget, certified, and as good as an exhaustive search on small layers."""
 
 import itertools
 
@@ -21,7 +21,7 @@ SMALL = Layer("gdn", 4, 32, 24)
 def scores_of(layer, error, paired=None, sensitivity=None):
     """Scores with given curves ``(heads, rank_max + 1)``, as if one sample had been seen."""
     error = np.asarray(error, dtype=np.float64)
-    one = Layer(layer.kind, 1, layer.key_dim, layer.value_dim)  # no basis is looked at: one head's will do
+    one = Layer(layer.kind, 1, layer.key_dim, layer.value_dim)  # the basis is not used, so that of one head suffices
     scores = ss.RankScores(SketchBasis.random(one, error.shape[1] - 1))
     scores.layer, scores.error, scores.samples = layer, error, np.ones(layer.heads, dtype=np.int64)
     if paired is not None:
@@ -32,7 +32,7 @@ def scores_of(layer, error, paired=None, sensitivity=None):
 
 
 def falling(rng, heads, rank_max):
-    """Curves that fall with rank, unevenly: plateaus and cliffs, over three decades of scale."""
+    """Curves that decrease with rank, with plateaus and steps, over three decades of scale."""
     steps = rng.exponential(size=(heads, rank_max + 1)) * (rng.random((heads, rank_max + 1)) < 0.6)
     curves = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
     return curves * 10 ** rng.uniform(-3, 0, size=(heads, 1))
@@ -43,7 +43,7 @@ def cost_of(layer, rank, map="ridge"):
 
 
 def exhaustive(layer, curves, budget, **how):
-    """Least sum of scores over every table within the budget."""
+    """Least sum of scores over all rank tables within the budget."""
     full = cost_of(layer, ss.DENSE)
     ranks = [G for G in range(1, curves.shape[1]) if cost_of(layer, G, **how) < full]
     options = [(cost_of(layer, G, **how), G) for G in ranks] + [(full, None)]
@@ -122,7 +122,7 @@ def test_needy_heads_get_more(rng):
 
 
 def test_heads_of_one_curve_share_what_there_is():
-    """All change their choice at one price; the budget has room for the next rank of half of them."""
+    """All heads change their rank at the same price, and the budget has room for half of them."""
     curves = (0.5 ** np.arange(13))[None].repeat(40, axis=0)
     allocation = ss.allocate_ranks(scores_of(Layer("gdn", 40, 32, 24), curves), 5.5)
     assert np.bincount(allocation.ranks).tolist() == [0] * 5 + [20, 20]
@@ -141,7 +141,7 @@ def test_the_largest_of_equal_moves_comes_first():
 
 def test_one_head_may_end_dense():
     curves = np.full((4, 7), 1e-3)
-    curves[1] = 10.0  # a head that no rank helps
+    curves[1] = 10.0  # a head whose score no rank lowers
     curves[:, 1] += 1e-6
     allocation = ss.allocate_ranks(
         scores_of(SMALL, curves), 6.5
@@ -190,7 +190,7 @@ def test_methods(rng):
 
 
 def test_gradient_only_decay_is_common_to_all_layers():
-    """Heads of like sensitivity get like ranks, whatever their own errors and the layer that they are in."""
+    """Heads of equal sensitivity get equal ranks, whatever their errors and layers."""
     curves = [np.exp(-rate * np.arange(9.0))[None].repeat(4, axis=0) for rate in (0.1, 2.0)]
     scores = [scores_of(SMALL, curve, curve) for curve in curves]
     allocation = ss.allocate_ranks(scores, 4, "sensitivity")
@@ -214,7 +214,7 @@ def test_plan_takes_an_allocation(rng):
 
 
 def test_a_large_model(rng):
-    """5120 heads of 60 ranks: the certificate is tight, since one head's step is little of the whole."""
+    """5120 heads of 60 ranks: the certificate is tight, as one head is a small part of the sum."""
     layer = Layer("mamba2", 5120, 128, 64)
     curves = falling(rng, 5120, 60)
     allocation = ss.allocate_ranks(scores_of(layer, curves), 5)

@@ -1,4 +1,4 @@
-"""Sketch bases: optimal by the paper's loss, nested, orthonormal in both senses, and finite whatever was seen."""
+"""Sketch bases: optimal by the paper's loss, nested, orthonormal in both senses, and finite for all moments."""
 
 import numpy as np
 import pytest
@@ -117,7 +117,7 @@ def test_sign_and_scale_do_not_depend_on_the_sums_scale(rng):
 
 @pytest.mark.parametrize("support", [1, 3, 5])
 def test_singular_state_metric(support, rng):
-    """States that live in few directions: E0's pseudo-inverse there, valid columns of any rank beyond."""
+    """States in few directions: E0's pseudo-inverse there, and valid columns beyond."""
     size = 6
     states = rng.standard_normal((2, size, support))
     queries = rng.standard_normal((2, size, 20))
@@ -152,7 +152,7 @@ def test_nothing_seen(rng):
 
 
 def test_no_samples():
-    """Nothing to fit: fresh moments, and traces with no window but the first."""
+    """Moments without samples: fresh ones, and traces with a single window."""
     moments = ss.Moments("kda", 2, 8, 4)
     with pytest.raises(ValueError, match=r"^moments: expected samples .*, got none: .* longer than the window of 16"):
         ss.fit_basis(moments)
@@ -162,7 +162,7 @@ def test_no_samples():
 
 
 def test_a_dead_head_makes_a_valid_plan(rng):
-    """One head writes nothing, which is no error."""
+    """A head without writes is no error."""
     layer = LAYERS["kda"]
     tokens = tokens_of(rng, layer, 2, 20)
     tokens.v[:, :, 2] = 0
@@ -187,7 +187,7 @@ def test_support_of_the_state_metric(share, counts):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_every_map_decodes_with_a_singular_metric(name, rng):
-    """Ranks beyond the support of E0 give finite outputs, and right ones for states within it."""
+    """Ranks beyond the support of E0 give finite outputs, and correct ones for states within the support."""
     layer = LAYERS["mamba2"]
     tokens = tokens_of(rng, layer, 2, 3 * W, np.float64)
     tokens.k[..., 2:] = 0.0  # every state lies in two key directions

@@ -24,7 +24,7 @@ from sketchssm.traces import Traces
 WINDOW = 4
 LAYER = Layer("gdn", 2, 64, 80, 1)
 
-# outputs leave in bf16, sketches are stored in it: a few roundings of 2^-9 in a row; states are float32's
+# bf16 outputs and sketches: a few roundings of 2^-9 in a row; float32 states
 ROUNDED, EXACT = 1.2e-2, 2e-6
 
 _modules = {}  # compiled once for all tests of this file
@@ -67,7 +67,7 @@ class TestBytes:
         state = 4 * 4 * 16 * 8
         ring = 4 * (2 * 16 + 4 * 8 + 4 + 4)
         assert bench.step_bytes(standard, layer, 3, 16) == StepBytes(3 * (2 * state + moved), 3 * (2 * state + moved))
-        # before the flush a step reads 0 to 14 earlier tokens, 7 in the mean, and writes its own
+        # before the flush a step reads 0 to 14 earlier tokens, on average 7, and writes its own
         found = bench.step_bytes(replay, layer, 3, 16)
         assert found == StepBytes(3 * (state + moved + 8 * ring), 3 * (2 * state + moved + 15 * ring))
         assert found.amortised(16) == (15 * found.read + found.flush) / 16
@@ -131,7 +131,7 @@ class TestHost:
         plan, gate = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2)), bench.random_gate(layer)
         listed = bench.systems(layer, WINDOW, [plan], gate)
         for found in bench.measure_host("tiny", layer, listed, 2, WINDOW, 1e9, seconds=0):
-            assert found.error < ROUNDED  # sketches are kept in bf16
+            assert found.error < ROUNDED  # sketches are stored in bf16
             assert found.state_error < EXACT
 
     def test_copy_bandwidth(self):
@@ -171,7 +171,7 @@ class TestDevice:
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
         monkeypatch.setattr(cases, "device_bandwidth", lambda: 1e12)
         monkeypatch.setattr(device, "LEAST", 1)
-        monkeypatch.setattr(device, "PASSING", 100_000)  # a few sets of slots
+        monkeypatch.setattr(device, "PASSING", 100_000)  # for a few sets of slots
         rests = []
         monkeypatch.setattr(device.time, "sleep", rests.append)
         file = tmp_path / "out.json"

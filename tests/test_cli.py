@@ -31,7 +31,7 @@ def invoke(*arguments, code=0):
 
 @pytest.mark.parametrize("name", ["q[red].st", "[/b]", "a:smile:b", "end\\"])
 def test_text_of_the_user_is_printed_as_it_is(name, capsys):
-    """Names and paths are no markup, wherever they stand."""
+    """Names and paths are not interpreted as markup."""
     output = Output(None)
     output.say(name)
     output.table(name, [name, "x"], [[name, name]])
@@ -48,7 +48,7 @@ def traces(tmp_path):
 
 
 def test_help_is_instant():
-    """Nothing heavy is imported before a command is called."""
+    """`--help` imports no heavy packages."""
     script = (
         "import sys; from sketchssm.cli import main; main(['--help'], standalone_mode=False)\n"
         "assert not {'numpy', 'numba', 'rich', 'scipy'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""Measuring systems: what a measurement calls retained, lost and exact is what decoding gives."""
+"""Measurements of systems against decoding and against definitions."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ FLOAT64 = 1e-9
 
 
 def doubled(tokens):
-    """Inputs in float64, so that heads give their outputs in float64 too."""
+    """Inputs in float64, so that outputs of heads are float64 too."""
     return Tokens(*(None if x is None else x.astype(np.float64) for x in tokens))
 
 
@@ -53,7 +53,7 @@ def measured(study, system, window=WINDOW):
 
 
 def energies(plan, tokens):
-    """Energy ``(heads,)`` of the state reads between flushes, and what of it a plan's maps lose, by the definition."""
+    """Energy ``(heads,)`` of state reads between flushes, and the part that a plan's maps lose, by definition."""
     energy, lost = np.zeros((2, plan.layer.heads))
 
     def add(reads):
@@ -84,7 +84,7 @@ def test_retained_is_what_the_map_keeps(study, map_name):
 
 
 def test_exact_map_agrees_with_rank_scores(study):
-    """Two ways to the same projection: a pseudo-inverse per window here, one QR for all ranks there."""
+    """A pseudo-inverse per window gives the projection that the library computes by one QR for all ranks."""
     layer = study.calibrated()
     held_out, _ = study.traces.score_part()
     kept = []
@@ -106,7 +106,7 @@ def test_dense_heads_lose_nothing(study):
 
 
 def test_silent_heads_retain_all(study):
-    """A head whose values are zero reads nothing, and has nothing to lose."""
+    """A head with zero values has no read energy, and loses none."""
     plan = study.calibrated().plan(2)
     study.traces.test.v[:, :, 0] = 0
     found = measured(study, sketch_system(plan, "sketch"))
@@ -130,7 +130,7 @@ def test_systems_of_the_caller(study):
 
 
 def test_flush_error_is_of_the_worst_window(study):
-    """One wrong row of one window's last token is not averaged away."""
+    """A wrong output of one row at one window's last token increases the error."""
 
     class Off:
         def __init__(self, head):

@@ -1,4 +1,4 @@
-"""Entries of the baselines: what they are called, what they cost, and that they run on real traces."""
+"""Entries of the baselines: names, costs, and runs on real traces."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_reductions_are_the_byte_model_s(traces):
     assert by_name["4-bit copy"] == whole / traffic.read_only_copy(*size, 4, 8)
     assert by_name["low-rank read 8"] == traffic.reduction(traces.layer.kind, *size, 8, 8, "offline")
     pruned = "DRRQR" if traces.layer.kind == "gdn" else "GHOST"
-    # K = 128 and every key head's share of it are whole numbers, so that nothing is rounded
+    # all shares of K = 128 are integers, so that no count is rounded
     assert [by_name[f"{pruned} {share:.1%}"] for share in baselines.SPARSITIES] == [1.6, 2, 1 / 0.375, 4]
 
 
@@ -78,7 +78,7 @@ def test_options(traces):
 
 
 def test_all_run_side_by_side(traces):
-    """Every entry decodes real traces; systems with exact states have them at flushes, the others are near."""
+    """Every entry decodes real traces. Exact states are exact at flushes, the others are close."""
     together = listed(traces)
     exact = {system.name for system in together[baselines.read_only_systems]}
     systems = [system for each in together.values() for system in each]
@@ -89,7 +89,7 @@ def test_all_run_side_by_side(traces):
 
 
 def test_less_traffic_costs_accuracy(traces):
-    """Within one method, on real traces: each setting that moves fewer bytes errs more."""
+    """On real traces, settings of one method with fewer bytes have larger errors."""
     for make, systems in listed(traces).items():
         groups = [systems[:2], systems[2:]] if make is baselines.read_only_systems else [systems]
         for group in groups:

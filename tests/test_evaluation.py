@@ -99,7 +99,7 @@ def test_selection(tmp_path):
     for names, expected in (
         (["exact"], ["exact/standard", "exact/replay"]),
         (["sketch/ridge-?", "exact/replay"], ["exact/replay", "sketch/ridge-1", "sketch/ridge-3"]),
-        (["pruned"], []),  # of gdn; kda has some
+        (["pruned"], []),  # gdn has none; kda has some
         (
             ["*/*-3"],
             [
@@ -211,7 +211,7 @@ def test_drift_adds_up_to_the_output_error(study):
 
 
 def test_open_windows_are_judged_as_of_their_flush(tmp_path):
-    """At a point within a window the state is that of the last flush, and exact."""
+    """Within a window the state is the exact state of the last flush."""
     study = study_of(tmp_path, every=5)
     assert max(measure(entry_of(study, "exact/replay"), study, "reference").drift["state_error"]) < 1e-9
 
@@ -271,7 +271,7 @@ def test_other_settings_are_measured_anew(tmp_path, monkeypatch, change):
 
 
 def test_other_sources_are_measured_anew(tmp_path, monkeypatch):
-    """An edit of the library may change numbers without a new version."""
+    """An edit of the library may change results without a new version number."""
     evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
     forbid(monkeypatch)
     (tmp_path / "package").mkdir()

@@ -1,4 +1,4 @@
-"""The language model of examples/lm: its decode through heads is its forward pass, and its prompts are well formed."""
+"""examples/lm: decoding with heads against the forward pass, prompts, and the evaluation."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def lm():
-    """The example's modules, importable as they are when its script runs."""
+    """The example's modules, imported as its script imports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LM))
         names = ("recurrence", "model", "prompts", "systems", "figure", "evaluate")
@@ -60,7 +60,7 @@ def test_stepwise_decode_is_the_forward_pass(kind, lm):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_reads_and_full_ranks_are_exact(kind, lm, rng):
-    """A plan of dense heads, and one of full rank with the exact map, decode what the forward pass gives."""
+    """Plans with dense heads, and with full rank and the exact map, decode like the forward pass."""
     model = tiny(lm, kind, torch.float64)
     basis, layer = Basis(rng, model.layer), model.layer
     for ranks, tolerance in ((ss.DENSE, 1e-11), (layer.key_dim, 1e-6)):  # the plan's bases are float32
@@ -82,7 +82,7 @@ def test_decode_goes_on_from_a_prefill(kind, lm):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_loss(kind, lm):
-    """The loss's slope along a recorded gradient is the gradient's norm."""
+    """The slope of the loss along a recorded gradient is the norm of the gradient."""
     model = tiny(lm, kind, torch.float64)
     recorder = lm["systems"].graded(model, ids(1))
     place = model.recurrent[-1]
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_loss(kind, lm):
 
 
 def encode(text):
-    """Stands in for a tokenizer: words are tokens."""
+    """A stand-in for a tokenizer: words are tokens."""
     return [2 + sum(word.encode()) % (VOCAB - 2) for word in text.split()]
 
 
@@ -128,7 +128,7 @@ def test_rows_are_disjoint_and_seeded(lm):
 
 
 def test_calibration_rows_can_hold_needles(lm):
-    """Every other row begins with a prompt, and goes on with its own text where the answer ends."""
+    """Every other row begins with a prompt and continues with its own text after the answer."""
     rows, text = np.full((5, 256), 7), np.zeros(4000, dtype=np.int64)
     mixed = lm["prompts"].mixed_rows(rows, text, encode, np.random.default_rng(1))
     assert (mixed[::2] == 7).all() and (mixed[:, -10:] == 7).all()
@@ -149,7 +149,7 @@ def small_run(lm):
 
 
 def test_evaluation_compares_systems(small_run, lm, tmp_path):
-    """Exact systems agree, a wider sketch loses less, and the same run gives the same numbers."""
+    """Exact systems agree, a wider sketch loses less, and equal runs give equal numbers."""
     results, without = small_run()
     standard, replay, narrow, wide = results
     assert standard.increase == 0 and standard.agreement == 1
@@ -164,7 +164,7 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
 
 
 def test_pictures_come_from_files(lm, tmp_path):
-    """Files of one kind share a column; a note tells apart what two of them name alike, and nothing is there twice."""
+    """Files of one kind share a column; notes distinguish systems of the same name, and no system appears twice."""
     pytest.importorskip("matplotlib")
     numbers = {"perplexity": 9.0, "increase_error": 0.1, "recall": 0.5}
     for file, kind, reductions in (("a", "gdn", (1.0, 2.0)), ("b", "gdn", (1.0, 3.0)), ("c", "kda", (1.0,))):
@@ -183,7 +183,7 @@ def test_pictures_come_from_files(lm, tmp_path):
 
 
 def test_layers_share_the_budget(lm):
-    """A model's traffic is that of its layers added up."""
+    """The traffic of a model is the sum over its layers."""
     entry = lm["systems"].ModelSystem
     layers = {place: ss_system(reduction) for place, reduction in enumerate((2.0, 4.0))}
     assert entry("two", "any", layers).reduction == pytest.approx(2 / (1 / 2 + 1 / 4))
@@ -197,7 +197,7 @@ def ss_system(reduction):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_model_as_trained(kind, lm):
-    """Against the implementation that the weights were trained with, where SKETCHSSM_MODELS names their folder."""
+    """Against the implementation that trained the weights; SKETCHSSM_MODELS names their folder."""
     folder = Path(os.environ.get("SKETCHSSM_MODELS", "missing"))
     if not (folder / "tiny_lm.py").exists():
         pytest.skip("needs SKETCHSSM_MODELS, a folder of trained models with tiny_lm.py")

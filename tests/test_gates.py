@@ -1,4 +1,4 @@
-"""Heads that take a layer's raw gate inputs: the same as with log-decays made of them before."""
+"""Heads that take raw gate inputs, against heads that take log-decays."""
 
 import re
 
@@ -28,7 +28,7 @@ def make(system, backend, layer=LAYER, **options):
 class TestFormulas:
     @pytest.mark.parametrize("bound", [None, -5.0])
     def test_as_a_layer_computes_them(self, bound, rng):
-        """What `models.kda_inputs` makes of the same numbers, to the last bit."""
+        """Bitwise the log-decays of `models.kda_inputs`."""
         gate, a = gate_of(rng, LAYER, bound), raw_of(rng, LAYER, 2, 3)
         q, k, v, _, beta = tokens_of(rng, LAYER, 2, 3)
         flat = {"A_log": gate.A_log[None, None, :, None], "dt_bias": gate.dt_bias.reshape(-1)}
@@ -114,7 +114,7 @@ class TestRefusals:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 class TestHeads:
     def test_log_decays_made_before(self, backend, system, bound, rng):
-        """Outputs, states and cursors are the same to the last bit."""
+        """Outputs, states and cursors are bitwise equal."""
         gate = gate_of(rng, LAYER, bound)
         head, twin = make(system, backend, gate=gate), make(system, backend)
         tokens, a = tokens_of(rng, LAYER, 3, 3 * WINDOW + 1, np.float64), raw_of(rng, LAYER, 3, 3 * WINDOW + 1)
@@ -132,7 +132,7 @@ class TestHeads:
         np.testing.assert_array_equal(head.state, twin.state)
 
     def test_nan(self, backend, system, bound, rng):
-        """In a padding row it is nobody's business; elsewhere it comes out, as one of v does, until the reset."""
+        """It is ignored in a padding row. Elsewhere outputs are NaN until the reset, as for NaN in v."""
         head = make(system, backend, gate=gate_of(rng, LAYER, bound))
         tokens, a = tokens_of(rng, LAYER, 2, WINDOW), raw_of(rng, LAYER, 2, WINDOW)
         a[1] = np.nan

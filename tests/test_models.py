@@ -67,7 +67,7 @@ CONVERTERS = {"mamba2": mamba2_inputs, "gdn": gdn_inputs, "kda": kda_inputs}
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
 def test_bf16_tensors_and_parameters(kind, rng, torch):
-    """As a PyTorch layer holds them: the same as float32 arrays of the same values, to the last bit."""
+    """PyTorch parameters give bitwise the results of float32 arrays of the same values."""
     given = mamba2(rng) if kind == "mamba2" else delta(rng, kind)
     tensors = {name: torch.from_numpy(x).bfloat16() for name, x in given.items()}
     parameters = {name: torch.nn.Parameter(tensors[name]) for name in ("A_log", "dt_bias")}
@@ -193,7 +193,7 @@ def test_kda_bounds(rng):
 @pytest.mark.parametrize("A_log", [-100.0, -8.0, 0.0, 8.0, 100.0])
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
 def test_extreme_gates(rng, kind, A_log, bias, dtype):
-    """No overflow, no NaN, and right wherever the dtype can hold the answer."""
+    """No overflow, no NaN, and correct wherever the dtype can represent the result."""
     heads, raw = len(EXTREME), EXTREME.astype(dtype)
     if kind == "mamba2":
         given = mamba2(rng, (1,), heads, groups=1, dtype=dtype) | {"dt": raw[None]}

@@ -1,4 +1,4 @@
-"""Second moments: the samples that count, and sums that no cut of the traces changes."""
+"""Second moments: which samples count, and sums that do not depend on how traces are divided."""
 
 import numpy as np
 import pytest
@@ -175,7 +175,7 @@ def test_output_weighting_of_zero_outputs():
 
 @pytest.mark.parametrize("size", [1e-300, 1e-160])
 def test_output_weighting_of_outputs_whose_squares_underflow(size):
-    """Their norms are zero, or hardly a digit of theirs is right: dividing by them gives numbers of no meaning."""
+    """Their norms are zero or have no correct digit, so that quotients would be meaningless."""
     layer = LAYERS["gdn"]
     tokens = make_traces(layer, 1, 3 * W, 5)
     moments = moments_of(layer, weighting="output")

@@ -1,4 +1,4 @@
-"""Plans: what they accept, and files that come back as they were or are refused."""
+"""Plans: accepted arguments, and files that load unchanged or are refused."""
 
 import re
 
@@ -31,7 +31,7 @@ def saved(plan, tmp_path):
 
 
 def same(a, b):
-    """Whether two plans are the same to the last bit."""
+    """Whether two plans are bitwise equal."""
     assert a.layer == b.layer
     for name in ("omega", "projection", "ranks"):
         first, second = getattr(a, name), getattr(b, name)

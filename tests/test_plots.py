@@ -1,4 +1,4 @@
-"""Pictures are written, in both formats, and say so when they can't be."""
+"""Pictures are written in both formats, and failures are reported."""
 
 import sys
 
@@ -54,7 +54,7 @@ def test_pictures_without_data_are_left_out(matplotlib, tmp_path):
 
 
 def test_curves_over_tokens_look_different(matplotlib, monkeypatch, tmp_path):
-    """The exact systems are left out, and take no look from the seven others."""
+    """Exact systems are not drawn and use none of the seven styles."""
     seen = []
     monkeypatch.setattr(plots, "_finish", lambda figure, axes, *rest: seen.extend(axes[0].get_lines()))
     names = ("quantised/dsq-6-bits", "pruned/ghost-75.0", "key-reduced/drrqr-75.0", "read-only/4-bit-copy")
@@ -73,7 +73,7 @@ def test_other_suffixes_are_refused(matplotlib, tmp_path):
 
 
 def test_full_reads_stand_out(matplotlib, tmp_path):
-    """Heads that read their full state have a colour of their own, off the scale of ranks."""
+    """Dense heads have their own colour outside the scale of ranks."""
     from matplotlib.image import imread
 
     def share(ranks):

@@ -1,4 +1,4 @@
-"""Layers, the checks of a caller's arguments, and the recurrence against its definition."""
+"""Layers, checks of arguments, and the recurrence against its definition."""
 
 import re
 
@@ -14,7 +14,7 @@ FLOAT64 = 1e-13
 
 
 def says(text):
-    """The start of a message: which argument, what was expected, what came."""
+    """The start of a message: argument, expected value, given value."""
     return pytest.raises(ValueError, match="^" + re.escape(text))
 
 
@@ -278,7 +278,7 @@ class TestRun:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_and_transition_agree(kind, rng):
-    """What a token does to a state, with nothing written, is its transition."""
+    """A token that writes nothing applies its transition to the state."""
     layer = LAYERS[kind]
     token = per_head(layer, at(tokens_of(rng, layer, 2, 1, harsh=True), np.s_[:, 0]))
     state = states_of(rng, layer, 2, np.float64).swapaxes(-1, -2)

@@ -92,7 +92,7 @@ def cases(draw):
 class TestLowrank:
     @given(cases())
     def test_is_the_solve_of_its_metric(self, case):
-        """``H^ = B B^T + Phi Diag(d) Phi^T`` with d what the pivots leave of H's diagonal in the basis."""
+        """``H^ = B B^T + Phi Diag(d) Phi^T``; d is the part of H's diagonal that the pivots miss."""
         rng, state, rank, pivots, ridge = case
         phi = rotation(rng, state.shape[0], rank)
         seen = pivot_part(state, state.T @ phi, pivots)
@@ -106,7 +106,7 @@ class TestLowrank:
 
     @given(cases())
     def test_keeps_the_diagonal_of_the_metric(self, case):
-        """The paper's reason for d: sketch coordinates keep their energy."""
+        """With d, sketch coordinates keep their energy, as the paper requires."""
         rng, state, rank, pivots, _ = case
         phi = rotation(rng, state.shape[0], rank)
         factors = maps.lowrank_factors(state, phi, pivots, 0.1)
@@ -138,7 +138,7 @@ class TestPrior:
         assert factors.pi is projection
 
     def test_of_a_state_without_energy_is_offline(self, rng):
-        """Nothing seen: the map is the offline one, but for the ridge."""
+        """For a zero state the map is the offline map with the ridge."""
         phi, projection, e0 = weighted_basis(rng, 8, 3)
         factors = maps.prior_factors(np.zeros((8, 5)), phi, projection, 4, 0.0)
         assert relative(factors.dense(), maps.offline_map(phi, e0)) < 2 * RIDGE_FLOOR
@@ -210,7 +210,7 @@ class TestExact:
 
 class TestOffline:
     def test_is_the_projection_of_the_weighted_basis(self, rng):
-        """With ``Phi^T E0 Phi = I`` no solve is left: ``C = (E0 Phi)^T``."""
+        """With ``Phi^T E0 Phi = I`` the map is ``C = (E0 Phi)^T`` without a solve."""
         phi, projection, e0 = weighted_basis(rng, 9, 4)
         assert relative(phi.T @ e0 @ phi, np.eye(4)) < SOLVED
         assert relative(maps.offline_map(phi, e0), projection.T) < SOLVED
@@ -263,7 +263,7 @@ class TestPivots:
             np.testing.assert_allclose(some, full[:, : some.shape[1]], atol=1e-9)
 
     def test_what_pivots_see_does_not_depend_on_the_rank(self, rng):
-        """B is the same for ranks of at least P: states can be stored before ranks are known."""
+        """B does not depend on ranks of at least P."""
         state, phi = state_of(rng, 10, 9), rotation(rng, 10, 6)
         four, six = (maps.lowrank_factors(state, phi[:, :g], 4, 0.1) for g in (4, 6))
         assert relative(four.b, six.b) < SOLVED
@@ -274,7 +274,7 @@ class TestPivots:
 @pytest.mark.parametrize("rank", [1, 2, 5])
 @pytest.mark.parametrize("pivots", [1, 4, 9])
 def test_all_maps_are_finite_for_degenerate_states(scale, rank, pivots, rng):
-    """Zero, rank-1, rank-deficient, tiny and huge states, G < P and G > P: finite, and a zero state reads zero."""
+    """Maps of zero, rank-1, rank-deficient, tiny and huge states are finite, and a zero state reads zero."""
     phi, projection, _ = weighted_basis(rng, 8, rank)
     omega = rotation(rng, 8, rank)
     for state_rank in (1, 2, 5):

@@ -133,7 +133,7 @@ def test_weights_look_at_no_later_token(window):
 
 @given(windows(), st.data())
 def test_a_window_can_be_folded_in_parts(window, data):
-    """Where flushes fall changes nothing: the state is exact."""
+    """The state is exact wherever flushes fall."""
     layer, tokens, start = window
     cut = data.draw(st.integers(0, tokens.v.shape[1]))
     state = start.swapaxes(-1, -2)
@@ -162,7 +162,7 @@ def test_decays_are_exponentials_of_sums():
 
 @pytest.mark.parametrize("channels", [1, 4])
 def test_decay_at_the_ends_of_its_range(channels):
-    """-inf forgets all before, twice too, and leaves what comes after alone; -50 a step underflows to 0, not NaN."""
+    """-inf forgets earlier tokens only, also if repeated; decays of -50 underflow to 0, not to NaN."""
     for gates in ([-np.inf, -1.0, -np.inf, -np.inf, -1.0], [-50.0] * 40, [0.0] * 5):
         g = np.repeat(np.array(gates)[:, None], channels, axis=1)
         from_start, between = decay_between(g)

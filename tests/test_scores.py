@@ -1,4 +1,4 @@
-"""Rank scores: prefix residuals against least squares of every rank, sums that no cut of the traces changes."""
+"""Rank scores: residuals against least squares at every rank, and sums for any division of the traces."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def traces_of(rng, layer, batch, length, harsh=False):
 
 
 def residual(sketch, output):
-    """What the best combination of sketch columns leaves, by an SVD; float32 noise counts as dependence."""
+    """Residual of the best combination of sketch columns, by an SVD; float32 noise counts as dependence."""
     return output - sketch @ (np.linalg.pinv(sketch, rcond=1e-7) @ output)
 
 
@@ -196,7 +196,7 @@ def test_methods(rng):
 
 
 def test_gradients_in_float32(rng):
-    """Sums are in float64 whatever the type of the gradients."""
+    """Sums are in float64 for gradients of any type."""
     layer = LAYERS["gdn"]
     tokens, grad = traces_of(rng, layer, 2, 23)
     single, double = scores_of(layer), scores_of(layer)
@@ -242,7 +242,7 @@ def test_refusals(rng):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_traces(kind):
-    """Held-out text reads well through few columns of a calibrated basis, and much worse through random ones."""
+    """Few columns of a calibrated basis read held-out text well, random columns much worse."""
     traces = Traces.shipped(kind)
     layer = traces.layer
     moments = ss.Moments(layer)

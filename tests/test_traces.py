@@ -1,4 +1,4 @@
-"""Trace files: what is read, what is refused and in which words."""
+"""Trace files: reading, and the errors of refused files."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The byte model prints the paper's numbers."""
+"""The byte model against the paper's numbers."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from sketchssm.coefficients import MAPS, CoefficientMap
 
 NANO, SUPER, QWEN, GLM = ("mamba2", 128, 80), ("mamba2", 128, 64), ("gdn", 128, 128), ("kda", 128, 128)
 
-# Every traffic number of the accuracy and recall tables, as printed: two decimals.
+# All traffic figures of the accuracy and recall tables, as printed with two decimals.
 SKETCH = [
     *((NANO, rank, ratio) for rank, ratio in [(21, 6.15), (10, 9.08), (6, 10.98), (4, 12.26), (2, 13.88)]),
     *((SUPER, rank, ratio) for rank, ratio in [(20, 5.80), (9, 8.93), (5, 11.12), (3, 12.66), (2, 13.61)]),
