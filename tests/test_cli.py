@@ -5,6 +5,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def test_evaluate_a_plan_among_others(traces, tmp_path):
 @pytest.mark.slow
 def test_demo(tmp_path):
     file = tmp_path / "demo.json"
-    result = invoke("demo", "--backend", "reference", "--ranks", "2,8", "--json", file)
+    result = invoke("demo", "--backend", "reference", "--ranks", "4,8", "--json", file)
     assert "Ablations" in result.output
     assert "us/token" not in result.output
     report = json.loads(file.read_text())
@@ -210,9 +211,15 @@ def test_demo(tmp_path):
     for layer in report["layers"]:
         systems = {system["setting"]: system for system in layer["systems"]}
         assert all(system["flush_error"] < 1e-6 and system["state_error"] < 1e-9 for system in systems.values())
-        wide, narrow = systems["ridge-8"], systems["ridge-2"]
+        wide, narrow = systems["ridge-8"], systems["ridge-4"]
         assert narrow["reduction"] > wide["reduction"] > 9
         assert narrow["output_error"] > wide["output_error"] > 0
+    # the README shows the table of the cpu backend, which agrees with float64 to the digits of the sketches' rows
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    printed = {tuple(line.split()[:4] + line.split()[-1:]) for line in result.output.splitlines() if "sketch/" in line}
+    assert len(printed) == 6
+    for row in printed:
+        assert f"| {' | '.join(row)} |" in readme
 
 
 def test_demo_times_every_system(traces):
