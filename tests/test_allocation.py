@@ -133,7 +133,7 @@ def test_heads_of_one_curve_share_what_there_is():
 def test_the_largest_of_equal_moves_comes_first():
     """Two heads gain equally per byte at one price, and the budget has room for either, but not for both."""
     small, large = Layer("gdn", 1, 32, 24), Layer("gdn", 1, 64, 64)  # 144 and 288 bytes a rank
-    curves = [1000 + 144 * np.array([[3.0, 2, 1, 1]]), 288 * np.array([[3.0, 2, 1, 1]])]
+    curves = [cost * np.array([[3.0, 2, 1, 1]]) for cost in (144, 288)]  # powers of two apart: rounded alike
     scores = [scores_of(layer, curve) for layer, curve in zip((small, large), curves, strict=True)]
     ranks = ss.allocate_ranks(scores, 1.75).ranks
     assert [own.tolist() for own in ranks] == [[1], [2]]

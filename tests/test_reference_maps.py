@@ -320,6 +320,18 @@ def test_leading_axes_are_batches(rng):
         assert relative(make(states), np.stack([make(s) for s in states])) < SOLVED
 
 
+@pytest.mark.parametrize("name", ["exact", "ridge", "lowrank", "prior"])
+def test_a_state_that_is_not_finite_spoils_no_other(name, rng):
+    basis, map = Basis(rng, Layer("gdn", 1, 8, 7), 4), CoefficientMap(name)
+    omega, projection = (x[0] for x in basis.columns(4, weighted=map.weighted))
+    states = np.stack([state_of(rng, 8, 7) for _ in range(2)])
+    want = maps.coefficient_map(map, states[1:], omega, projection)
+    states[0, 0, 0] = np.nan
+    got = maps.coefficient_map(map, states, omega, projection)
+    # the same routines on other batches
+    assert relative(got[1:], want) < FLOAT64
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_a_record_selects_its_map_and_parameters(name, rng):
     basis = Basis(rng, Layer("gdn", 1, 8, 7), 4)

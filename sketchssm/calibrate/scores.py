@@ -20,7 +20,7 @@ from sketchssm.reference.recurrence import Array
 __all__ = ["SCORES", "RankScores", "prefix_basis"]
 
 SCORES = ("gradient", "error", "sensitivity")
-"""What `RankScores.J` can score by."""
+"""Methods of `RankScores.objective`."""
 
 DEPENDENT = 1e-7
 """Relative distance of a sketch column from the span of the columns before it. A closer column adds only the rounding
