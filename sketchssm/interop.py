@@ -109,6 +109,7 @@ def is_on_device(array: Any) -> bool:
         return False
 
 
+@cache
 def is_real(dtype: np.dtype[Any]) -> bool:
     """Tell whether a host dtype is a real floating-point type of at most 64 bits, bfloat16 included.
 

@@ -362,10 +362,11 @@ class DeviceArrays:
 
     def _host_slots(self, slots: Any, batch: int | None, capacity: int) -> Pointer:
         """Check slots on the host and upload them; those of the call before need no second upload."""
+        if slots is None and (batch is None or batch <= capacity):
+            self._live = slice(None)
+            return self.all_slots(capacity if batch is None else batch, capacity)
         index = HOST.slots(slots, batch, capacity)
         self._live = index >= 0
-        if slots is None:
-            return self.all_slots(index.shape[0], capacity)
         key = index.tobytes(), self._cupy.cuda.get_current_stream().ptr
         if self._uploaded[0] != key:
             self._uploaded = key, self._cupy.asarray(index)
