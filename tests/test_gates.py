@@ -102,7 +102,7 @@ class TestRefusals:
         for change, kind, message in (
             ({"g": tokens.g[..., 0]}, ValueError, "g: expected shape (2, 1, 4, 6), got (2, 1, 4)"),
             ({"g": tokens.g.astype(int)}, TypeError, "g: expected a real floating-point array, got dtype int64"),
-            ({"beta": np.full_like(tokens.beta, np.nan)}, ValueError, "beta: expected numbers, got NaN"),
+            ({"beta": np.full_like(tokens.beta, np.nan)}, ValueError, "beta: expected finite numbers, got NaN"),
         ):
             with pytest.raises(kind, match=r"^" + re.escape(message)):
                 head.step(**(tokens._asdict() | change))

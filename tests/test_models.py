@@ -161,6 +161,8 @@ def test_delta_rule_options(rng, kind):
     ready = CONVERTERS[kind](**given | {"q": plain.q, "k": plain.k}, l2norm=False, scale=1.0)
     np.testing.assert_array_equal(ready.q, plain.q)
     np.testing.assert_array_equal(ready.k, plain.k)
+    doubled = CONVERTERS[kind](**given | {"q": plain.q}, l2norm=False, scale=2.0)
+    np.testing.assert_array_equal(doubled.q, 2 * plain.q)
 
 
 def test_zero_keys_stay_zero(rng):
