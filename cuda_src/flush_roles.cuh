@@ -49,8 +49,7 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
     release_to_copies();
     __syncwarp();
     if (RAW) rows.store(f.home(item, block));
-    squares = SKETCHED_HEADS ? warp_sum(squares) : 0.f;
-    if (lane == 0) rows.squares = squares;
+    if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
     m.used[n % SETS].arrive();
     if (!RAW) m.folded[n % PLACES][block].arrive();
     if (f.mode != STEP) return;

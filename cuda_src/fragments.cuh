@@ -39,6 +39,8 @@ template <int EXPONENT> __device__ __forceinline__ float power_for(float most) {
     return __uint_as_float(static_cast<u32>(min(max(254 + EXPONENT - exponent, 1), 253)) << 23);
 }
 __device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
+// The power of two that brings a norm to between 1 and 2, so that float32 holds squares; the bound keeps 1 / norm finite.
+__device__ __forceinline__ float power_for_norm(float norm) { return fminf(power_for<0>(norm), 0x1p116f); }
 constexpr int HALF_EXPONENT = 14;  // where scaled numbers are to lie: less than half of fp16's range
 
 // Two fp16 slices of a pair. What they leave out is 2^-23 of a number, or 2^-39 of one that is twice 2^HALF_EXPONENT.

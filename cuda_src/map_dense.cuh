@@ -7,10 +7,10 @@
 
 // U^T U / mu + ridge I of 8 TILES columns. `between` is what comes when U has been read, before the last matrix is overwritten.
 template <int TILES, class Between>
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge, Between between) {
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge, Between between) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float dots[TILES][4], squares[TILES];
-    multiply_first_columns<TILES, TILES>(m.columns[0], rank, dots, squares);
+    multiply_first_columns<TILES, TILES>(m.columns[0], rank, power, dots, squares);
     const float scale = 1.f / mu;
     between();
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
 
 // W times `scale`, in place of the matrix. A lane has a column of it, or of the unit matrix, on which the same rows are subtracted from
 // others. The row that is subtracted is always the first: a loop, as its code must fit beside that of all other warps.
-template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, float scale) {
+template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, float scale, float ridge) {
     constexpr int N = 8 * TILES;
     const int lane = threadIdx.x % 32, column = lane % N;
     float x[N];
@@ -36,7 +36,7 @@ template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, 
     __syncwarp();
 #pragma unroll 1
     for (int j = 0; j < N; j++) {
-        const float root = rsqrtf(fmaxf(__shfl_sync(ALL, x[0], j), 1e-20f)), own = x[0] * root;
+        const float root = rsqrtf(fmaxf(__shfl_sync(ALL, x[0], j), ridge)), own = x[0] * root;
         if (lane / N == 1) m.gram[j][column] = scale * own;
 #pragma unroll
         for (int i = 1; i < N; i++) x[i - 1] = x[i] - __shfl_sync(ALL, x[i], j) * (own * root);
@@ -48,7 +48,7 @@ template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, 
 // W^T W (S U)^T, 32 channels at a time: a lane's four neighbours are rows r and r + 8 of two left operands. `then` is what may happen once
 // W has been read.
 template <int TILES, class Then>
-__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums, sketch_t* map, int rank, Then then) {
+__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums, const Scale& scale, sketch_t* map, int rank, Then then) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float first[TILES][TILES][2], second[TILES][TILES][2];  // W^T and W as right operands; tiles of zeros are left out
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 #pragma unroll
         for (int q = 0; q < 2 * TILES; q++) {
             x[q][0] = x[q][1] = x[q][2] = x[q][3] = 0;
-            if (4 * q + c < rank) sum_parts(sums, 4 * q + c, channel, x[q]);
+            if (4 * q + c < rank) sum_parts(sums, scale, 4 * q + c, channel, x[q]);
         }
         float rows[2][TILES][4] = {};
 #pragma unroll
@@ -99,22 +99,22 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 }
 
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* map, int rank, float mu,
-                                            float ridge, int turn, Wait wait_sums) {
-    gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
+__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, const Scale& scale, SketchLatches& latches, sketch_t* map, int rank,
+                                            float power, float mu, float ridge, int turn, Wait wait_sums) {
+    gram_of_columns<TILES>(m, rank, power, mu, ridge, [&] {
         latches.columns_read[0].arrive();
         if (FINISHERS > 1 && turn > 0) latches.gram_read.wait(turn - 1);
     });
-    eliminate<TILES>(m, rsqrtf(mu));
+    eliminate<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
-    multiply_dense<TILES>(m, sums, map, rank, [&] {
+    multiply_dense<TILES>(m, sums, scale, map, rank, [&] {
         if (FINISHERS > 1) latches.gram_read.arrive();
     });
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
-                                            float ridge, int turn, Wait wait_sums) {
-    if (RANK_MAX > 8 && rank > 8) store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn, wait_sums);
-    else store_tiles<1>(m, sums, latches, packed + rank * V, rank, mu, ridge, turn, wait_sums);
+__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, const Scale& scale, SketchLatches& latches, sketch_t* packed, int rank,
+                                            float power, float mu, float ridge, int turn, Wait wait_sums) {
+    if (RANK_MAX > 8 && rank > 8) store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, scale, latches, packed + rank * V, rank, power, mu, ridge, turn, wait_sums);
+    else store_tiles<1>(m, sums, scale, latches, packed + rank * V, rank, power, mu, ridge, turn, wait_sums);
 }

@@ -7,7 +7,7 @@
 constexpr int PANEL = 8;
 
 // Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const float scale = 1.f / mu;
 #pragma unroll 1
@@ -15,7 +15,7 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
 #pragma unroll 1
         for (int j = 0; j < min(i + 16, rank); j += 8) {
             float dots[4], squares[2];
-            multiply_columns(m.columns[0], rank, i, j, dots, squares);
+            multiply_columns(m.columns[0], rank, power, i, j, dots, squares);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
 }
 
 // Cholesky factor in place of the lower triangle; its diagonal holds the inverse. A lane has row first + lane of a panel.
-__device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
+__device__ __forceinline__ void factor_gram(SketchMemory& m, int rank, float ridge) {
     constexpr int EACH = (RANKS + 31) / 32;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -51,7 +51,7 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
         }
 #pragma unroll
         for (int j = 0; j < PANEL; j++) {
-            const float inverse = rsqrtf(fmaxf(__shfl_sync(ALL, a[0][j], j), 1e-20f));
+            const float inverse = rsqrtf(fmaxf(__shfl_sync(ALL, a[0][j], j), ridge));
 #pragma unroll
             for (int e = 0; e < EACH; e++) a[e][j] *= inverse;
 #pragma unroll
@@ -75,13 +75,13 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank) {
 
 // Solves for the map, forward and back, a lane its own channels of all rows, in place of the sums.
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchLatches& latches, sketch_t* packed, int rank, float mu,
-                                            float ridge, [[maybe_unused]] int turn, Wait wait_sums) {
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, const Scale& scale, SketchLatches& latches, sketch_t* packed, int rank,
+                                            float power, float mu, float ridge, [[maybe_unused]] int turn, Wait wait_sums) {
     const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
-    const float scale = 1.f / mu;
-    gram_of_columns(m, rank, mu, ridge);
+    const float inverse = 1.f / mu;
+    gram_of_columns(m, rank, power, mu, ridge);
     latches.columns_read[0].arrive();
-    factor_gram(m, rank);
+    factor_gram(m, rank, ridge);
     wait_sums();
     float x[PANEL][MINE], l[PANEL];
     auto solved = [&](int i) { return sums.at(0, i, channel); };
@@ -102,9 +102,9 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchL
         for (int i = 0; i < PANEL; i++) {
 #pragma unroll
             for (int n = 0; n < MINE; n++) x[i][n] = 0;
-            if (first + i < rank) sum_parts(sums, first + i, channel, x[i]);
+            if (first + i < rank) sum_parts(sums, scale, first + i, channel, x[i]);
 #pragma unroll
-            for (int n = 0; n < MINE; n++) x[i][n] *= scale;
+            for (int n = 0; n < MINE; n++) x[i][n] *= inverse;
         }
 #pragma unroll 1
         for (int j = 0; j < first; j += 4) {

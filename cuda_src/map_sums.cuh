@@ -6,8 +6,8 @@ constexpr int MINE = K / 32;  // channels of a lane: neighbours
 // A pivot that lies this close to the ones before it, in squares, is left out: PIVOT_TOLERANCE squared.
 constexpr float INDEPENDENT = 9e-6f;
 
-// Neighbouring channels of row i of S U, summed over groups.
-template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, int i, int channel, float (&x)[N]) {
+// Neighbouring channels of row i of S U, both times the state's power, summed over groups.
+template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, const Scale& scale, int i, int channel, float (&x)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = 0;
 #pragma unroll
@@ -15,7 +15,7 @@ template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, int
         Packed<FP32, N> part;
         part.load(sums.at(group, i, channel));
 #pragma unroll
-        for (int n = 0; n < N; n++) x[n] += part[n];
+        for (int n = 0; n < N; n++) x[n] += scale[group] * part[n];
     }
 }
 
@@ -28,15 +28,17 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
-// Products of columns i to i + 15 of U with columns j to j + 7, as they lie in an accumulator, and, in every lane of four,
+// Products of columns i to i + 15 of U times `power` with columns j to j + 7, as they lie in an accumulator, and, in every lane of four,
 // squares of columns i + r and i + 8 + r. Places past the rank get zeros.
-__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4], float (&squares)[2]) {
+__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, float power, int i, int j, float (&dots)[4], float (&squares)[2]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float rest[4] = {};
     dots[0] = dots[1] = dots[2] = dots[3] = squares[0] = squares[1] = 0;
     auto load = [&](float (&x)[4], int g, int step) {
         x[0] = x[1] = x[2] = x[3] = 0;
         if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
+#pragma unroll
+        for (float& y : x) y *= power;
     };
 #pragma unroll 2
     for (int step = 0; step < V / 16; step++) {
@@ -56,7 +58,7 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int
 
 // The same for the first 8 TILES columns with the first 8 RIGHT of them; of the squares, those of column 8 tile + r.
 template <int TILES, int RIGHT>
-__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4], float (&squares)[TILES]) {
+__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float power, float (&dots)[RIGHT][4], float (&squares)[TILES]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float sum[RIGHT][2][4] = {}, rest[RIGHT][2][4] = {};  // four chains of products
 #pragma unroll
@@ -68,6 +70,8 @@ __device__ __forceinline__ void multiply_first_columns(const Columns& u, int ran
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             if (tile < TILES && 8 * tile + r < rank) load_floats(x[tile], &u.of[8 * tile + r][16 * step + 4 * c]);
+#pragma unroll
+            for (float& y : x[tile]) y *= power;
             columns.set(tile, x[tile]);
         }
 #pragma unroll

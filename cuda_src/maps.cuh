@@ -30,7 +30,7 @@ __device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& lat
 #pragma unroll
     for (int i = 0; i < OWN_BLOCKS; i++) {
         const int block = group * GROUP_BLOCKS + member + i * SHARERS;
-        if (lane == 0 && block < NWARPS) u.squares[block] = rows[block].squares;
+        if (lane == 0 && block < NWARPS) u.norms[block] = rows[block].norm;
     }
     latches.made[turn % FINISHERS].arrive();
     if constexpr (LEFT > 0) {
@@ -65,16 +65,20 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& la
 #if MAP == 2
     columns_read.arrive();
 #else
-    float mu = 0;
+    const float power = u.power<NWARPS>(0);
+    const float norm = threadIdx.x % 32 < NWARPS ? power * u.norms[threadIdx.x % 32] : 0.f, squares = warp_sum(norm * norm);
+    const float mu = squares > 0.f ? squares / K : 1.f;  // of the state times `power`
+    Sums& sums = m.sums[turn % SUMS];
+    Scale& scale = m.scale[turn % FINISHERS];
 #pragma unroll
-    for (int i = 0; i < NWARPS; i++) mu += u.squares[i];
-    mu = mu > 0.f ? mu / K : 1.f;
+    for (int i = 0; i < GROUPS; i++) scale[i] = power * (GROUPS > 1 ? power * inverse_of_power(u.power<GROUP_BLOCKS>(i * GROUP_BLOCKS)) : 1.f);
+    __syncwarp();
     auto wait_sums = [&] { latches.full[turn % FINISHERS].wait(turn / FINISHERS); };  // U comes first
 #if MAP == 0
-    store_factors(m.dots[turn % FINISHERS], m.sums[turn % SUMS], u, columns_read, latches.sums_read[turn % SUMS], packed, projection, rank, mu,
-                  ridge, wait_sums);
+    store_factors(m.dots[turn % FINISHERS], sums, scale, u, columns_read, latches.sums_read[turn % SUMS], packed, projection, rank, power, mu, ridge,
+                  wait_sums);
 #else
-    store_dense(m, m.sums[turn % SUMS], latches, packed, rank, mu, ridge, turn, wait_sums);  // has one set of columns
+    store_dense(m, sums, scale, latches, packed, rank, power, mu, ridge, turn, wait_sums);  // has one set of columns
     latches.sums_read[turn % SUMS].arrive();
 #endif
 #endif

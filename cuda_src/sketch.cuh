@@ -36,7 +36,7 @@ struct Basis {
 // Warps that finish sketches, in turns. Where a team prepares keys there is room for two.
 constexpr int FINISHERS = !RAW && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
 
-// Each group's share of S U.
+// Each group's share of S U, with U times the group's power.
 struct Sums {
     alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];
 
@@ -46,17 +46,24 @@ struct Sums {
 };
 constexpr int SUMS = MAP != SHARED && !RAW && WP == 16 && RANK_MAX <= 16 ? 2 : 1;  // where there is room, the next sums come while a map is being made
 
-// U, a column a row, and the squares of each block of the state's rows.
+// U, a column a row, and the norm of each block of the state's rows.
 struct Columns {
     alignas(16) float of[RANK_MAX][COLUMN];
-    float squares[NWARPS];
+    float norms[NWARPS];
+
+    // The power of two that U is multiplied with before it is squared or multiplied with the state.
+    template <int COUNT> __device__ __forceinline__ float power(int first) const {
+        return power_for_norm(warp_most(threadIdx.x % 32 < COUNT ? norms[first + threadIdx.x % 32] : 0.f));
+    }
 };
+typedef float Scale[GROUPS];  // brings the groups' shares of S U to S and U times the power of all
 constexpr int COLUMN_SETS = MAP == FACTORS && PIVOTS <= 4 ? SUMS : 1;  // so may the next columns; else they would take a state's place
 
 struct SketchMemory {
     Basis basis;
     Columns columns[COLUMN_SETS];
     Sums sums[SUMS];
+    Scale scale[FINISHERS];
 #if MAP == 0
     float dots[FINISHERS][RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
 #elif MAP == 1
@@ -161,12 +168,12 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
     }
 }
 
-// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the channels of
+// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times `power` and the group's rows of the state, in the channels of
 // the warp that is `member`. For maps that are stored in bf16 the state is rounded to it: one and the same
 // matrix for all columns, so that solving with them enlarges nothing.
 template <int TILES, class Then>
 __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, Rows* rows, int group, int member, int first, int count,
-                                           Then then) {
+                                           float power, Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
     // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
@@ -180,8 +187,8 @@ __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, R
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
                 const float* const u = &columns.of[first + 8 * tile + r][16 * i + c];
-                slices<2>(u[0], u[8], &x[0], 1);
-                slices<2>(u[4], u[12], &x[2], 1);
+                slices<2>(power * u[0], power * u[8], &x[0], 1);
+                slices<2>(power * u[4], power * u[12], &x[2], 1);
             }
         }
 #pragma unroll
@@ -223,15 +230,16 @@ __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, R
 }
 template <class Then>
 __device__ __forceinline__ void left_products(Sums& sums, const Columns& u, Rows* rows, int group, int member, int count, Then then) {
+    const float power = u.power<GROUP_BLOCKS>(group * GROUP_BLOCKS);
     if constexpr (LEFT <= 8) {
-        left_tiles<1>(sums, u, rows, group, member, 0, count, then);
+        left_tiles<1>(sums, u, rows, group, member, 0, count, power, then);
     } else {
         for (int first = 0; first < count; first += 16) {
             auto last = [&](int block) {
                 if (first + 16 >= count) then(block);
             };
-            if (count - first > 8) left_tiles<2>(sums, u, rows, group, member, first, count - first, last);
-            else left_tiles<1>(sums, u, rows, group, member, first, count - first, last);
+            if (count - first > 8) left_tiles<2>(sums, u, rows, group, member, first, count - first, power, last);
+            else left_tiles<1>(sums, u, rows, group, member, first, count - first, power, last);
         }
     }
 }

@@ -66,18 +66,43 @@ struct ValueStage {
     __device__ __forceinline__ float at(int s, int channel) const { return widen<ACT>(v[s % W][channel ^ turn_of(s % W)]); }
 };
 
+// Norm of a warp's rows if float32 cannot hold the sum of their squares, or of rows of zeros. Seldom called, so no code of the fold.
+__device__ __noinline__ float scaled_norm(StateRows& rows) {
+    float most = 0, squares = 0, power = 1;
+#pragma unroll 1
+    for (int i = 0; i < 2 * STEPS; i++) {
+        if (i == STEPS) power = power_for_norm(warp_most(most));
+        Piece piece;
+        piece.load(rows, i % STEPS);
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float x = power * piece.s[e / 4][e % 4];
+            most = fmaxf(most, fabsf(x));
+            if (i >= STEPS) squares += x * x;
+        }
+    }
+    squares = warp_sum(squares);
+    return squares > 0.f ? squares * rsqrtf(squares) * inverse_of_power(power) : squares;
+}
+
 // 16 value rows of the state: one of NWARPS blocks. One warp fetches or stores them.
 struct Rows {
     static constexpr int BYTES = StateRows::HALF * sizeof(float), STRIDE = StateRows::SHIFT * sizeof(float);
     StateRows state;
     Delivery delivery;
-    float squares;  // sum of
+    float norm;
 
     __device__ __forceinline__ void fetch(const float* from) {
         delivery.stretch<2>(state.data, STRIDE, from, BYTES);
         delivery.end();
     }
     __device__ __forceinline__ void store(float* to) const { send<2>(to, state.data, STRIDE, BYTES); }
+    // Sets the norm, by the warp of the rows. `squares` is a lane's share of the sum of their squares.
+    __device__ __forceinline__ void set_norm(float squares) {
+        squares = warp_sum(squares);
+        const float root = squares > 0x1p-60f && squares < 0x1p126f ? squares * rsqrtf(squares) : scaled_norm(state);
+        if (threadIdx.x % 32 == 0) norm = root;
+    }
 };
 
 // This thread's part of values that are written: rows r and r + 8 of operands, whose columns 2c, 2c+1, 8+2c, 9+2c are tokens of 16:
