@@ -338,6 +338,64 @@ def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
     assert error(got, want) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "stored"),
+    [
+        *(("mamba2", "ridge", "bfloat16"), ("gdn", "lowrank", "bfloat16"), ("gdn", "ridge", "bfloat16")),
+        *(("kda", "ridge", "bfloat16"), ("gdn-96", "prior", "float32")),
+    ],
+)
+def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
+    """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80).
+
+    Powers of two change no digit, except where the lower halves of split numbers fall below 2^-126.
+    """
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    engine = poisoned(SketchEngine(plan, 2, stored, output="float32"))
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    start[:, :, layer.value_dim // 2 :] *= 2.0**-12  # groups of warps that scale their parts differently
+    tokens = make_tokens(layer, 2, 20, "bfloat16", rng, hard_gates=False)
+
+    def run(exponent):
+        engine.load_state(cupy.asarray(np.ldexp(start, exponent)), cupy.arange(2))
+        out = cupy.empty((2, 20, layer.heads, layer.value_dim), np.float32)
+        scaled = tokens_to_device(tokens._replace(v=np.ldexp(tokens.v, exponent)), "bfloat16")
+        engine.step(scaled, cupy.arange(2), out)
+        return np.ldexp(out.get(), -exponent)
+
+    want = run(0)
+    oracle, exact = reference.SketchEngine(evaluated(plan), 2), np.empty(want.shape)
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    oracle.step(tokens, np.arange(2), exact)
+    assert error(want, exact) < STORED[stored]
+    for exponent in (-80, -62, -30, 30, 62, 100):
+        assert error(run(exponent), want) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn"])  # a dense map of more than 16 columns, and one of fewer
+def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
+    """A direction with 1e-4 of the metric's mean diagonal, as much as the least ridge: about half of it is read."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map="ridge", ridge=0.0)
+    plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
+    start = round_to(rng.standard_normal((2, *layer.state_shape)), "bfloat16")
+    start[..., 0] *= 2.0**-7
+    tokens = make_tokens(layer, 2, 3, "bfloat16", rng, hard_gates=False)
+    for x in (tokens.v, tokens.g, *(() if tokens.beta is None else (tokens.beta,))):
+        x[...] = 0
+    tokens.q[...] = np.eye(layer.key_dim)[0]
+    device, oracle = poisoned(SketchEngine(plan, 2, output="float32")), reference.SketchEngine(plan, 2)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (3, 1)), "bfloat16")
+    assert error(got, want) < STORED["bfloat16"]
+    sketched = plan.ranks > 0
+    full = start[:, sketched][..., 0]
+    # energy over energy and ridge; other columns take a part of the weak one's energy
+    assert 0.2 < np.linalg.norm(got[:, 0, sketched]) / np.linalg.norm(full) < 0.5
+
+
 @pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED in prepare.cuh
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
