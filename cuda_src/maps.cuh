@@ -67,7 +67,7 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& la
 #else
     const float power = u.power<NWARPS>(0);
     const float norm = threadIdx.x % 32 < NWARPS ? power * u.norms[threadIdx.x % 32] : 0.f, squares = warp_sum(norm * norm);
-    const float mu = squares > 0.f ? squares / K : 1.f;  // of the state times `power`
+    const float mu = fmaxf(squares, 1.f) / K;  // of the state times `power`; the bound is for zeros, and norms below 2^-116
     Sums& sums = m.sums[turn % SUMS];
     Scale& scale = m.scale[turn % FINISHERS];
 #pragma unroll

@@ -54,7 +54,7 @@ the ring (see `Memory`)."""
 
 POINTERS = (
     "state", "served", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
-    "factors", "pending", "phi", "pi", "table",
+    "factors", "pending", "omega", "pi", "table",
 )  # fmt: skip
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
 
@@ -213,7 +213,7 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
         "write": tokens * LANES, "carried": tokens * values,
         "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values,
         "rows": columns * keys, "low": columns * columns,
-        "doubles": 2 * (2 * columns**2 + 2 * columns + columns * values),
+        "doubles": 2 * (columns**2 + 2 * columns),
     }  # fmt: skip
     ends = np.cumsum([0, *(needs[name] for name in AREA_NAMES[:-1])])
     areas = np.zeros(1, dtype=AREAS)

@@ -1,8 +1,12 @@
 """From a state to its sketch and coefficient map.
 
-`sketchssm.reference.maps` has the algebra and the names; here it runs on the rows of a K-last state. All maps but
-`offline` have the same last step, a product of some vectors over V with the state: ``T^T S``, for B (T the scaled
-pivots) as for a dense map (T the pseudo-inverse of U, regularised or not).
+`sketchssm.reference.maps` defines the maps; here they run on the rows of a K-last state. Every map but `offline` ends
+with a product of a few vectors over V with the state, ``T^T S``. For `lowrank` and `prior`, T holds the pivots over
+``sqrt(mu)`` and the product is B. For `ridge` and `exact`, T is the regularised pseudo-inverse of U and the product
+is C.
+
+Float32 cannot hold the squares of every float32 state. A state whose squares overflow or underflow is therefore
+multiplied by a power of two, the *unit*, before anything is squared; T carries the unit back.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from sketchssm.cpu.packed import (
     LOWRANK,
     MAP,
     MASTER,
-    PHI,
+    OMEGA,
     PI,
     PRIOR,
     RANK,
@@ -30,7 +34,7 @@ from sketchssm.cpu.packed import (
     field,
 )
 from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
-from sketchssm.cpu.small import cholesky, cholesky_solve, pseudo_inverse
+from sketchssm.cpu.small import cholesky, cholesky_solve
 from sketchssm.cpu.tiles import accumulate, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
@@ -38,33 +42,37 @@ __all__ = ["advance_sketch", "project_block", "refresh"]
 
 lanes_up = njit(padded)
 
-SMALLEST = 1e-30
-"""Squared norm below which a state counts as zero: float32 has too few digits left for the squares of its elements."""
+LEAST_SQUARES, MOST_SQUARES = 2.0**-60, 2.0**80
+"""Squared norms of states whose sketches float32 can square: a margin of 2^24 for columns that are small, or long."""
+
+MOST_UNIT = 2.0**100
+"""Bound on the unit. The map of a state with a norm below its inverse falls to zero with the state."""
 
 
 @njit
 def project_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int) -> None:
-    """Sketch rows ``U^T = Phi^T S`` of 16 rows of the state, into scratch."""
+    """Sketch 16 rows of the state, ``U^T = Omega^T S``, into scratch."""
     rank = field(m, head, RANK)
     first = ((slot * m.heads + head) * m.values + block) * m.keys
     width = lanes_up(rank, COLUMN_LANES)
     for g in range(0, rank, COLUMN_LANES):
-        columns_8(floats(m.state), first, m.keys, floats(m.phi), field(m, head, PHI) + g, width, m.keys,
+        columns_8(floats(m.state), first, m.keys, floats(m.omega), field(m, head, OMEGA) + g, width, m.keys,
                   buf, at.sketch + g * m.values + block, m.values)  # fmt: skip
 
 
 @njit
 def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """Take U through the ring beside the state, for scalar gates, into scratch.
+    """Advance U through the ring beside the state, for scalar gates, into scratch.
 
-    ``S_t = a S0 + sum_s l_s w_s^T`` gives ``U_t = a U0 + sum_s w_s (Phi^T l_s)^T``: a G-th of the flops of ``S_t^T
-    Phi``. It runs on a float32 master of U and rounds as the state itself does; the state never sees it.
+    ``S_t = a S0 + sum_s l_s w_s^T`` gives ``U_t = a U0 + sum_s w_s (Omega^T l_s)^T``, which takes a G-th of the flops
+    of ``S_t^T Omega``. The update runs on a float32 copy of U, the master, and rounds as the state does. The state
+    does not depend on U.
     """
     rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
     keys = slot * m.window * m.key_row + head // m.group * m.keys
     for s in range(0, count, LANES):
         for g in range(0, rank, COLUMN_LANES):
-            columns_8(floats(m.k), keys + s * m.key_row, m.key_row, floats(m.phi), field(m, head, PHI) + g, width,
+            columns_8(floats(m.k), keys + s * m.key_row, m.key_row, floats(m.omega), field(m, head, OMEGA) + g, width,
                       m.keys, buf, at.key_sketch + g * m.tokens + s, m.tokens)  # fmt: skip
     master = slot * m.master_stride + field(m, head, MASTER)
     copy(buf, at.sketch, floats(m.master), master, rank * m.values)
@@ -74,7 +82,10 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
 
 @njit
 def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float) -> None:
-    """Store a head's sketch, already in scratch, and compute and store its map."""
+    """Store a head's sketch, which is in scratch, and compute and store its map.
+
+    `norm` is the sum of the state's squares; float32 may have lost it.
+    """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
     _pack_rows(m, buf, at.sketch, own, rank * m.values)
@@ -82,21 +93,48 @@ def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: flo
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
         return
-    mu = norm / m.key_dim if norm > SMALLEST else 1.0
-    if m.map == EXACT:
-        _exact_span(m, at, buf, slot, head)
-    elif m.map == RIDGE:
-        _ridge_span(m, at, buf, rank, mu)
+    unit, mu = _normalise(m, slot, head, norm)
+    if unit != 1.0:
+        _multiply(buf, at.sketch, rank * m.values, unit)
+    if m.map == EXACT or m.map == RIDGE:
+        _ridge_span(m, at, buf, rank, mu, unit)
     else:
-        _pivots(m, at, buf, rows, mu)
+        _pivots(m, at, buf, rows, mu, unit)
     for c in range(0, rows * m.keys, LANES):
         store(buf, at.rows + c, splat(np.float32(0.0)))
     first = (slot * m.heads + head) * m.values * m.keys
     energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
                         floats(m.state), first, m.keys, m.values)  # fmt: skip
     if m.map == LOWRANK or m.map == PRIOR:
-        _factors(m, at, buf, slot, head, mu, 1.0 - energy / m.key_dim)
+        _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
     _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows * m.keys)
+
+
+@njit
+def _normalise(m: Record, slot: int, head: int, norm: float) -> tuple[float, float]:
+    """The unit of a state, and ``mu = |S|_F^2 / K`` of the state times its unit; 1 and 1 for a zero state."""
+    if LEAST_SQUARES < norm < MOST_SQUARES:
+        return 1.0, norm / m.key_dim
+    state, first = floats(m.state), (slot * m.heads + head) * m.values * m.keys
+    largest = 0.0
+    for c in range(first, first + m.values * m.keys):
+        largest = max(largest, abs(np.float64(state[c])))
+    if largest == 0.0:
+        return 1.0, 1.0
+    unit = min(math.ldexp(1.0, -math.frexp(largest)[1]), MOST_UNIT)
+    norm = 0.0
+    for c in range(first, first + m.values * m.keys):
+        norm += (unit * state[c]) ** 2
+    # without the bound on the unit, the norm is at least a quarter
+    return unit, max(norm, 0.25) / m.key_dim
+
+
+@njit
+def _multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
+    """Multiply numbers in scratch by a factor."""
+    scale = splat(np.float32(factor))
+    for c in range(first, first + size, LANES):
+        store(buf, c, scale * load(buf, c))
 
 
 @njit
@@ -119,8 +157,8 @@ def _inner(m: Record, buf: Pointer, a: int, b: int) -> float:
 
 
 @njit
-def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float) -> None:
-    """Orthonormal basis Q of the first sketch columns over ``sqrt(mu)``, by Gram-Schmidt done twice."""
+def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float, unit: float) -> None:
+    """Orthonormal basis Q of the first sketch columns times ``unit / sqrt(mu)``, by Gram-Schmidt done twice."""
     for i in range(rows):
         column, residual = at.sketch + i * m.values, at.span + i * m.values
         copy(buf, residual, buf, column, m.values)
@@ -131,22 +169,20 @@ def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float) -> None:
             accumulate(buf, residual, 0, 1, m.values, buf, at.ones, buf, at.low, 1, 0, buf, at.span, m.values, i)
         length = math.sqrt(_inner(m, buf, residual, residual))
         independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(m, buf, column, column))
-        scale = splat(np.float32(1.0 / length if independent else 0.0))
-        for c in range(0, m.values, LANES):
-            store(buf, residual + c, scale * load(buf, residual + c))
-    scale = splat(np.float32(1.0 / math.sqrt(mu)))
-    for c in range(0, rows * m.values, LANES):
-        store(buf, at.span + c, scale * load(buf, at.span + c))
+        _multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
+    _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
 
 
 @njit
-def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: float, missed: float) -> None:
-    """Woodbury factors w and F; turns the rows B into ``B - Pi Diag(w) L``."""
+def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: float, unit: float, missed: float) -> None:
+    """Compute the Woodbury factors w and F, and turn the rows B into ``B - Pi Diag(w) L``."""
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     lanes = m.columns
     for i in range(rows):
         dots(buf, at.sketch, m.values, rank, buf, at.span + i * m.values, 0, 1, m.values,
              buf, at.low + i * lanes, 0)  # fmt: skip
+    if unit != 1.0:
+        _multiply(buf, at.low, rows * lanes, 1.0 / unit)
     factors = slot * m.factors_stride + field(m, head, FACTORS)
     inverse = doubles(buf, at.doubles)
     small = doubles(buf, at.doubles + 2 * rank)
@@ -167,7 +203,7 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
             for g in range(rank):
                 value += inverse[g] * buf[at.low + i * lanes + g] * buf[at.low + j * lanes + g]
             small[i * rows + j] = value
-    cholesky(small, rows)
+    cholesky(small, rows, 1.0)
     for g in range(rank):
         for i in range(rows):
             solution[i] = inverse[g] * buf[at.low + i * lanes + g]
@@ -180,8 +216,8 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
 
 
 @njit
-def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> None:
-    """``(U^T U / mu + ridge I)^-1 U^T / mu``: the matrix is factored in float64."""
+def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit: float) -> None:
+    """``(U^T U / mu + ridge I)^-1 U^T unit / mu``; the matrix is factored in float64."""
     gram = doubles(buf, at.doubles)
     lanes, share, v = m.columns, 1.0 / mu, m.values
     for g in range(0, rank, 2):
@@ -190,8 +226,8 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> No
         for i in range(g + 1):
             gram[g * rank + i] = share * buf[at.low + g * lanes + i]
         gram[g * rank + g] += m.ridge
-    cholesky(gram, rank)
-    # minus the factor with a diagonal of ones
+    cholesky(gram, rank, m.ridge)
+    # minus the factor with a unit diagonal
     for g in range(rank):
         for i in range(g):
             buf[at.low + g * lanes + i] = -gram[g * rank + i] * gram[i * rank + i]
@@ -199,28 +235,7 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float) -> No
     for g in range(1, rank):
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, at.low + g * lanes, 1, 0, buf, at.span, v, g)
     for g in range(rank):
-        scale = splat(np.float32(share * gram[g * rank + g] ** 2))
-        for c in range(at.span + g * v, at.span + (g + 1) * v, LANES):
-            store(buf, c, scale * load(buf, c))
+        _multiply(buf, at.span + g * v, v, unit * share * gram[g * rank + g] ** 2)
     for g in range(rank - 2, -1, -1):
         below, right = at.span + (g + 1) * v, at.low + (g + 1) * lanes + g
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, right, lanes, 0, buf, below, v, rank - 1 - g)
-
-
-@njit
-def _exact_span(m: Record, at: Record, buf: Pointer, slot: int, head: int) -> None:
-    """``pinv(U)``, from a sketch computed anew in float64: its rank must not be lost in float32 noise."""
-    rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
-    state, phi = floats(m.state), floats(m.phi)
-    first, columns = (slot * m.heads + head) * m.values * m.keys, field(m, head, PHI)
-    u = doubles(buf, at.doubles)
-    for g in range(rank):
-        for v in range(m.values):
-            value = 0.0
-            for c in range(m.keys):
-                value += np.float64(state[first + v * m.keys + c]) * phi[columns + c * width + g]
-            u[g * m.values + v] = value
-    pseudo_inverse(u, rank, m.values, doubles(buf, at.doubles + 2 * rank * m.values))
-    for g in range(rank):
-        for v in range(m.values):
-            buf[at.span + g * m.values + v] = u[g * m.values + v]

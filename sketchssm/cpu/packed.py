@@ -1,12 +1,12 @@
-"""How sketches are packed: each head pays for its own rank, whatever the others have.
+"""How sketches are packed: each head takes the room of its own rank.
 
-A slot holds, head after head, the sketch U (G rows of V) and the map's own rows (of K) in the sketch's type, and
-apart from them float32 numbers: the factors w and F, the projected keys ``h_j = C D_{1:j} k_j`` (token after token,
-like the ring), and for scalar gates a float32 master of U, which flushes advance by itself (see
-`sketchssm.cpu.maps`). A table says where each head's parts begin. What all slots share, Phi with its columns on lanes
-and Pi by rows, is float32.
+A slot holds, head after head, the sketch U (G rows of V) and the rows of the map (rows of K) in the sketch's type.
+Other arrays hold float32 numbers: the factors w and F, the projected keys ``h_j = C D_{1:j} k_j`` (token after token,
+like the ring), and for scalar gates the master, a float32 copy of U that flushes advance by itself (see
+`sketchssm.cpu.maps`). A table says where each head's parts begin. All slots share Omega, with its columns on lanes,
+and Pi, by rows, both in float32.
 
-For `lowrank` and `prior` the rows are not B but ``B - Pi Diag(w) L``, which spares L: with z = Pi^T x,
+For `lowrank` and `prior` the rows are ``B - Pi Diag(w) L`` instead of B, so that L need not be stored: with z = Pi^T x,
 
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 """
@@ -29,8 +29,8 @@ __all__ = [
     "LOWRANK",
     "MAP",
     "MASTER",
+    "OMEGA",
     "PENDING",
-    "PHI",
     "PI",
     "PRIOR",
     "RANK",
@@ -44,7 +44,7 @@ __all__ = [
 EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
 
 # Columns of the table: a head's rank and its map's rows, then where its parts begin, in a slot or in what all share.
-RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, PHI, PI = range(9)
+RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(9)
 COLUMNS = 9
 
 
@@ -80,7 +80,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
         return 0
     tracked = plan.layer.kind != "kda"
     used = np.zeros(COLUMNS, dtype=np.int64)
-    phi: list[Array] = []
+    omega: list[Array] = []
     pi: list[Array] = []
     for head, rank in enumerate(plan.ranks):
         if rank == DENSE:
@@ -95,8 +95,8 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
         used[PENDING] += rank if plan.layer.erases else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
         across[: plan.layer.key_dim, :rank] = plan.omega[head, :, :rank]
-        phi.append(across)
-        used[PHI] += across.size
+        omega.append(across)
+        used[OMEGA] += across.size
         if plan.map.storage != "dense":
             along = np.zeros((rank, keys), dtype=np.float32)
             along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
@@ -107,7 +107,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
     # 16 numbers are loaded at once, also from the last row of fewer
     memory.own("factors", slots * used[FACTORS] + LANES)
     memory.own("pending", slots * window * used[PENDING] + LANES)
-    memory.share("phi", _joined(phi))
+    memory.share("omega", _joined(omega))
     memory.share("pi", _joined(pi))
     memory.set(
         map=MAPS.index(plan.map.name),

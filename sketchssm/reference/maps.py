@@ -1,30 +1,30 @@
-"""Coefficient maps: from an effective query to the combination of sketch columns that stands for it.
+"""Coefficient maps: from an effective query x to the coefficients c of the sketch columns.
 
-One head's state ``S`` is ``(..., K, V)``; its sketch is ``U = S^T Phi`` ``(..., V, G)`` with a sketch basis ``Phi``
-``(K, G)``. Every map is linear, ``c = C x``, and the state read is approximated by ``U c``. With the state metric
-normalised to a mean diagonal of one, ``H = S S^T / mu`` and ``mu = |S|_F^2 / K``:
+One head's state ``S`` is ``(..., K, V)``. Its sketch is ``U = S^T Omega`` ``(..., V, G)`` with a sketch basis
+``Omega`` ``(K, G)``. Every map is linear, ``c = C x``, and the state read ``S^T x`` is approximated by ``U c``. The
+state metric is normalised to a mean diagonal of one, ``H = S S^T / mu`` with ``mu = |S|_F^2 / K``:
 
 =========  ==========================================================================  ==================
 map        C                                                                           paper
 =========  ==========================================================================  ==================
-exact      ``pinv(U) S^T``                                                             equation *m-coeff*
-ridge      ``(Phi^T H Phi + ridge I)^-1 Phi^T H``                                      *pivot-ridge*
+exact      ``pinv(U) S^T``, evaluated as `ridge` at `RIDGE_FLOOR`                      equation *m-coeff*
+ridge      ``(Omega^T H Omega + ridge I)^-1 Omega^T H``                                *pivot-ridge*
 lowrank    the same with ``H ~ B B^T + Diag(d)``: what p pivots see, and a diagonal    *pivot-metric*
-prior      the same with ``H ~ B B^T + a E0``: what they miss is put where             (ours)
-           calibration saw energy
-offline    ``(Phi^T E0 Phi)^-1 Phi^T E0``, the same for every state                    section 4.1
+prior      the same with ``H ~ B B^T + a E0``: energy that the pivots miss is put      (ours)
+           where calibration saw energy
+offline    ``(Omega^T E0 Omega)^-1 Omega^T E0``, the same for every state              section 4.1
 =========  ==========================================================================  ==================
 
-`lowrank` and `prior` have one form, and are kept as factors: with a diagonal residual ``delta`` (``d``, or ``a`` for
-every column) and a shared projection ``Pi`` (``Phi``, or ``E0 Phi`` where ``Phi^T E0 Phi = I``),
+`lowrank` and `prior` share one form and are kept as factors. With a diagonal residual ``delta`` (``d``, or ``a`` for
+every column) and a shared projection ``Pi`` (``Omega``, or ``E0 Omega`` where ``Omega^T E0 Omega = I``),
 
-    C = (L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T),    B = S Q / sqrt(mu),  L = Phi^T B,
+    C = (L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T),    B = S Q / sqrt(mu),  L = Omega^T B,
 
 and by the Woodbury identity, with ``z = Pi^T x`` and ``w = delta / (delta + ridge)``,
 
     C x = w z + F (B^T x - L^T (w z)),    F = D^-1 L (I + L^T D^-1 L)^-1,  D = Diag(delta + ridge).
 
-A state then holds ``B (K, p)``, ``F`` and ``L (G, p)`` and ``w (G)`` beside its sketch; ``Pi`` is one per head.
+A state then stores ``B (K, p)``, ``F`` and ``L (G, p)`` and ``w (G)`` beside its sketch; ``Pi`` is stored per head.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ __all__ = [
 ]
 
 PIVOT_TOLERANCE = 3e-3
-"""A pivot column that lies this close to the ones before it (relative to its norm) is left out. A sketch stored in
-bf16 knows no more of it than that; on our traces leaving out all below 1e-2 changes no error in its fifth digit."""
+"""A pivot column is dropped if its part outside the span of the columns before it has at most this share of its
+norm. A sketch in bf16 resolves no smaller share. On our traces, dropping all below 1e-2 changes no error in its fifth
+digit."""
 
 
 class MapFactors(NamedTuple):
-    """A coefficient map in Woodbury form; see the module's text.
+    """A coefficient map in Woodbury form; the module docstring has the equations.
 
     ``b (..., K, p)``, ``f (..., G, p)``, ``l (..., G, p)``, ``w (..., G)`` per state, ``pi (K, G)`` per head.
     """
@@ -94,9 +95,7 @@ def coefficient_map(map: CoefficientMap, state: Array, omega: Array, projection:
     ndarray, (..., G, K)
         C of each state.
     """
-    if map.name == "exact":
-        return exact_map(state, omega)
-    if map.name == "ridge":
+    if map.name in ("exact", "ridge"):
         return ridge_map(state, omega, map.effective_ridge)
     if map.name == "lowrank":
         return lowrank_factors(state, omega, map.pivots or 1, map.effective_ridge).dense()
@@ -111,30 +110,31 @@ def state_scale(state: Array) -> Array:
     return np.where(mu > 0, mu, 1.0)
 
 
-def exact_map(state: Array, phi: Array) -> Array:
-    """Least-squares map ``pinv(U) S^T`` ``(..., G, K)`` (equation *m-coeff*).
+def exact_map(state: Array, omega: Array) -> Array:
+    """Least-squares map ``pinv(U) S^T`` ``(..., G, K)`` (equation *m-coeff*), without a ridge.
 
-    Singular values below 1e-7 of the largest count as zero: they are float32 noise of the state.
+    This is the paper's equation, for states and sketches in float64. Singular values below 1e-7 of the largest count
+    as zero, because they are float32 noise of the state. `coefficient_map` evaluates `exact` with a ridge instead.
     """
-    sketch = state.swapaxes(-1, -2) @ phi
-    # a state that holds NaN has a map of NaN, which is no reason to raise
+    sketch = state.swapaxes(-1, -2) @ omega
+    # pinv raises on NaN; a state with NaN has a map of NaN
     finite = np.isfinite(sketch).all(axis=(-1, -2), keepdims=True)
     return np.linalg.pinv(np.where(finite, sketch, 0.0), rcond=1e-7) @ state.swapaxes(-1, -2)
 
 
-def ridge_map(state: Array, phi: Array, ridge: float) -> Array:
-    """Regularised map with all blocks of the state metric exact, ``(..., G, K)`` (equation *pivot-ridge*)."""
-    sketch = state.swapaxes(-1, -2) @ phi
+def ridge_map(state: Array, omega: Array, ridge: float) -> Array:
+    """Regularised map of the exact state metric, ``(..., G, K)`` (equation *pivot-ridge*)."""
+    sketch = state.swapaxes(-1, -2) @ omega
     mu = state_scale(state)[..., None, None]
     gram = sketch.swapaxes(-1, -2) @ sketch / mu
     cross = sketch.swapaxes(-1, -2) @ state.swapaxes(-1, -2) / mu
-    return np.linalg.solve(gram + max(ridge, RIDGE_FLOOR) * np.eye(phi.shape[-1]), cross)
+    return np.linalg.solve(gram + max(ridge, RIDGE_FLOOR) * np.eye(omega.shape[-1]), cross)
 
 
-def offline_map(phi: Array, e0: Array) -> Array:
-    """The map of the mean state metric, ``(Phi^T E0 Phi)^+ Phi^T E0`` ``(G, K)``, for any basis (section 4.1)."""
-    cross = phi.swapaxes(-1, -2) @ e0
-    return np.linalg.pinv(cross @ phi, hermitian=True) @ cross
+def offline_map(omega: Array, e0: Array) -> Array:
+    """Map of the mean state metric, ``(Omega^T E0 Omega)^+ Omega^T E0`` ``(G, K)``, for any basis (section 4.1)."""
+    cross = omega.swapaxes(-1, -2) @ e0
+    return np.linalg.pinv(cross @ omega, hermitian=True) @ cross
 
 
 def pivot_basis(sketch: Array, pivots: int) -> Array:
@@ -165,14 +165,14 @@ def pivot_basis(sketch: Array, pivots: int) -> Array:
     return q
 
 
-def lowrank_factors(state: Array, phi: Array, pivots: int, ridge: float) -> MapFactors:
+def lowrank_factors(state: Array, omega: Array, pivots: int, ridge: float) -> MapFactors:
     """The paper's low-rank-plus-diagonal map (appendix *pivot-coeff*).
 
     Parameters
     ----------
     state : ndarray, (..., K, V)
         State at the window's start.
-    phi : ndarray, (K, G)
+    omega : ndarray, (K, G)
         Orthonormal sketch basis.
     pivots : int
         Pivot count P.
@@ -182,29 +182,29 @@ def lowrank_factors(state: Array, phi: Array, pivots: int, ridge: float) -> MapF
     Returns
     -------
     MapFactors
-        Factors with ``Pi = Phi``.
+        Factors with ``Pi = Omega``.
     """
-    sketch = state.swapaxes(-1, -2) @ phi
+    sketch = state.swapaxes(-1, -2) @ omega
     mu = state_scale(state)
-    b, low = _pivot_factors(state, sketch, phi, pivots, mu)
+    b, low = _pivot_factors(state, sketch, omega, pivots, mu)
     energy = np.square(sketch).sum(axis=-2) / mu[..., None]
     residual = np.maximum(energy - np.square(low).sum(axis=-1), 0.0)
-    return _woodbury(b, low, residual, ridge, phi)
+    return _woodbury(b, low, residual, ridge, omega)
 
 
-def prior_factors(state: Array, phi: Array, projection: Array, pivots: int, ridge: float) -> MapFactors:
+def prior_factors(state: Array, omega: Array, projection: Array, pivots: int, ridge: float) -> MapFactors:
     """Map with the calibrated metric in place of the diagonal: ``H ~ B B^T + a E0``.
 
-    ``a = 1 - |B|_F^2 / K`` is the share of the state's energy that the pivots miss; E0 is scaled to trace K.
+    ``a = 1 - |B|_F^2 / K`` is the share of the state's energy that the pivots miss. E0 has trace K.
 
     Parameters
     ----------
     state : ndarray, (..., K, V)
         State at the window's start.
-    phi : ndarray, (K, G)
-        Sketch basis, E0-orthonormal: ``Phi^T E0 Phi = I``.
+    omega : ndarray, (K, G)
+        Sketch basis, E0-orthonormal: ``Omega^T E0 Omega = I``.
     projection : ndarray, (K, G)
-        ``E0 Phi``.
+        ``E0 Omega``.
     pivots : int
         Pivot count P.
     ridge : float
@@ -213,17 +213,17 @@ def prior_factors(state: Array, phi: Array, projection: Array, pivots: int, ridg
     Returns
     -------
     MapFactors
-        Factors with ``Pi = E0 Phi``.
+        Factors with ``Pi = E0 Omega``.
     """
-    sketch = state.swapaxes(-1, -2) @ phi
-    b, low = _pivot_factors(state, sketch, phi, pivots, state_scale(state))
+    sketch = state.swapaxes(-1, -2) @ omega
+    b, low = _pivot_factors(state, sketch, omega, pivots, state_scale(state))
     missed = np.maximum(1.0 - np.square(b).sum(axis=(-1, -2)) / state.shape[-2], 0.0)
     residual = np.broadcast_to(missed[..., None], low.shape[:-1])
     return _woodbury(b, low, residual, ridge, projection)
 
 
-def _pivot_factors(state: Array, sketch: Array, phi: Array, pivots: int, mu: Array) -> tuple[Array, Array]:
-    """``B = S Q / sqrt(mu)`` and ``L = Phi^T B = U^T Q / sqrt(mu)`` (equation *pivot-low-rank-factor*)."""
+def _pivot_factors(state: Array, sketch: Array, omega: Array, pivots: int, mu: Array) -> tuple[Array, Array]:
+    """``B = S Q / sqrt(mu)`` and ``L = Omega^T B = U^T Q / sqrt(mu)`` (equation *pivot-low-rank-factor*)."""
     scale = np.sqrt(mu)[..., None, None]
     q = pivot_basis(sketch, pivots)
     return state @ q / scale, sketch.swapaxes(-1, -2) @ q / scale
