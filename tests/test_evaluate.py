@@ -13,7 +13,7 @@ from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.coefficients import MAPS
+from sketchssm.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.evaluate import (
     Entry,
     Settings,
@@ -52,7 +52,7 @@ def measured(study, system, window=WINDOW):
     return measure(Entry("own", system.name, window, lambda: system), study, "reference")
 
 
-def energies(plan, tokens):
+def energies(plan, tokens, coefficient_map=maps.coefficient_map):
     """Energy ``(heads,)`` of state reads between flushes, and the part that a plan's maps lose, by definition."""
     energy, lost = np.zeros((2, plan.layer.heads))
 
@@ -63,7 +63,7 @@ def energies(plan, tokens):
             energy[head] += np.square(right).sum()
             if rank != DENSE:
                 omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
-                coefficients = maps.coefficient_map(plan.map, states, omega, projection)
+                coefficients = coefficient_map(plan.map, states, omega, projection)
                 sketch = states.swapaxes(-1, -2) @ omega
                 lost[head] += np.square(right - queries @ (sketch @ coefficients).swapaxes(-1, -2)).sum()
 
@@ -84,14 +84,20 @@ def test_retained_is_what_the_map_keeps(study, map_name):
 
 
 def test_exact_map_agrees_with_rank_scores(study):
-    """A pseudo-inverse per window gives the projection that the library computes by one QR for all ranks."""
+    """A pseudo-inverse per window gives the projection that the library computes by one QR for all ranks.
+
+    Decoding evaluates the map at the smallest ridge, and retains a little less.
+    """
     layer = study.calibrated()
     held_out, _ = study.traces.score_part()
     kept = []
     for rank in (1, 2, 5):
         plan = SketchPlan(layer.basis, np.full(layer.basis.layer.heads, rank), WINDOW, "exact")
-        energy, lost = energies(plan, held_out)
+        energy, lost = energies(plan, held_out, lambda _, states, omega, projection: maps.exact_map(states, omega))
         np.testing.assert_allclose(1 - lost / energy, layer.scores.retained[:, rank], rtol=1e-7)
+        _, decoded = energies(plan, held_out)
+        # the floor loses at most a quarter of itself of the mean energy of a direction, times the rank
+        assert (lost <= decoded).all() and (decoded - lost < rank * RIDGE_FLOOR * energy).all()
         kept.append(1 - lost / energy)
     assert (np.diff(kept, axis=0) > 0).all()
 

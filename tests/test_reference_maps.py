@@ -245,6 +245,12 @@ class TestPivots:
         lost = np.linalg.norm(first - q @ (q.T @ first), axis=0)
         assert np.all(lost <= 2 * maps.PIVOT_TOLERANCE * np.linalg.norm(first, axis=0))
 
+    @pytest.mark.parametrize(("added", "kept"), [(2.5e-3, False), (3.5e-3, True)])
+    def test_a_column_that_adds_less_than_the_tolerance_is_dropped(self, added, kept, rng):
+        a, b = rotation(rng, 7, 2).T
+        q = maps.pivot_basis(np.stack([a, a + added * b], axis=1), 2)
+        assert np.any(q[:, 1] != 0) == kept
+
     def test_dependent_columns_are_dropped(self, rng):
         a, b = rng.standard_normal((2, 7))
         sketch = np.stack([a, 2 * a, np.zeros(7), b, a + b], axis=1)

@@ -6,7 +6,7 @@ like the ring), and for scalar gates the master, a float32 copy of U that flushe
 `sketchssm.cpu.maps`). A table says where each head's parts begin. All slots share Omega, with its columns on lanes,
 and Pi, by rows, both in float32.
 
-For `lowrank` and `prior` the rows are ``B - Pi Diag(w) L`` instead of B, so that L need not be stored: with z = Pi^T x,
+For `lowrank` and `prior` the rows are ``B - Pi Diag(w) L`` instead of B, which spares L. With z = Pi^T x,
 
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 """

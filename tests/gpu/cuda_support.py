@@ -1,11 +1,8 @@
 """Inputs, plans and comparisons for tests and benchmarks of the CUDA kernels."""
 
-import copy
-
 import numpy as np
 from samples import gate_of, map_of
 
-from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import engines
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -87,20 +84,6 @@ def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=1
         projection[head] = (axes * spectrum) @ axes.T @ omega[head] if weighted else omega[head]
     plan = SketchPlan.__new__(SketchPlan)
     plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map)
-    return plan
-
-
-def evaluated(plan):
-    """The plan as the kernels evaluate it: they compute `exact` as `ridge` with the least ridge.
-
-    Next to the pseudo-inverse, which the reference's `exact` is, a direction of the sketch with share s of the
-    metric's mean diagonal loses ridge / (s + ridge). States of a few tokens after a full forget have such
-    directions (relative errors of reads up to 6e-3 in these tests), which says nothing about the arithmetic.
-    """
-    if plan.map.name != "exact":
-        return plan
-    plan = copy.copy(plan)
-    plan.map = CoefficientMap("ridge", ridge=0.0)
     return plan
 
 
