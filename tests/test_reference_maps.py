@@ -345,7 +345,7 @@ def test_a_record_selects_its_map_and_parameters(name, rng):
     omega, projection = (x[0] for x in basis.columns(4, weighted=map.weighted))
     states = np.stack([state_of(rng, 8, 7) for _ in range(3)])
     want = {
-        "exact": lambda: maps.exact_map(states, omega),
+        "exact": lambda: maps.ridge_map(states, omega, RIDGE_FLOOR),
         "ridge": lambda: maps.ridge_map(states, omega, 0.001),
         "lowrank": lambda: maps.lowrank_factors(states, omega, 2, 0.1).dense(),
         "prior": lambda: maps.prior_factors(states, omega, projection, 2, 0.001).dense(),
