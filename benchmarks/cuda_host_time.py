@@ -1,0 +1,88 @@
+"""Host time of one step of heads on the CUDA backend, with PyTorch tensors, in microseconds.
+
+    python benchmarks/cuda_host_time.py               # on a device
+    python benchmarks/cuda_host_time.py --no-device   # on the host build of the kernels, with launches that do nothing
+
+Without a device, tensors of the host claim to be on a device, and only the Python code of a step is timed. Each time
+is the median over many rounds of the thread's own CPU time.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import sketchssm as ss
+from sketchssm import bench
+
+SHAPE, BATCH, SLOTS = "qwen3-next", 8, 16
+CALLS, ROUNDS = 100, 150
+
+
+def without_device(patch):
+    """Take the place of CuPy, the driver, and PyTorch's queries about a device."""
+    from host import standin
+
+    from sketchssm import cuda
+    from sketchssm.cuda import frameworks, launch
+
+    standin.install(patch)
+    patch.setattr(cuda, "missing", lambda: "")
+    patch.setattr(launch, "_driver", lambda: lambda config, function, pointers, extra: 0)
+    patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    patch.setattr(frameworks.TorchArrays, "stream", lambda self: None)
+    patch.setattr(
+        frameworks.TorchArrays, "empty", lambda self, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype))
+    )
+
+
+def microseconds(call):
+    """Median over rounds of what one call takes the thread."""
+    call()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.thread_time_ns()
+        for _ in range(CALLS):
+            call()
+        times.append((time.thread_time_ns() - start) / CALLS / 1e3)
+    return statistics.median(times)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-device", action="store_true", help="replace the device, CuPy and the driver")
+    args = parser.parse_args()
+    device = "cpu" if args.no_device else "cuda"
+    with pytest.MonkeyPatch.context() as patch:
+        if args.no_device:
+            without_device(patch)
+        layer = bench.SHAPES[SHAPE]
+        plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 7, layer.key_dim), 16, "lowrank")
+        tokens = {
+            name: torch.zeros(BATCH, *shape, device=device, dtype=torch.bfloat16 if name in "qkv" else torch.float32)
+            for name, shape in layer.token_shapes().items()
+        }
+        slots, out = torch.arange(BATCH, device=device), torch.empty_like(tokens["v"])
+        heads = {"standard": ss.StandardHead(layer, SLOTS, "cuda"), "sketch": ss.SketchHead(plan, SLOTS, "cuda")}
+        for name, head in heads.items():
+            head.warmup()
+            for label, options in {
+                "out, slots": {"slots": slots, "out": out},
+                "out, int32 slots": {"slots": slots.to(torch.int32), "out": out},
+                "slots": {"slots": slots},
+                "neither": {},
+            }.items():
+                took = microseconds(lambda head=head, options=options: head.step(**tokens, **options))
+                print(f"{name:10} {label:18} {took:6.2f}")
+
+
+if __name__ == "__main__":
+    main()
