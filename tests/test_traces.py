@@ -93,6 +93,12 @@ def test_gradients_that_miss_a_scored_sequence_are_left_out(tmp_path):
     assert grad is None
 
 
+def test_gradients_are_optional(tmp_path):
+    traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", grads=0))
+    assert traces.grad is None
+    assert traces.score_part()[1] is None
+
+
 def test_one_calibration_sequence_is_not_enough(tmp_path):
     traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", calib=1))
     with pytest.raises(TraceFileError, match="at least 2 calibration sequences"):
