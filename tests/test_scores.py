@@ -178,7 +178,6 @@ def test_methods(rng):
     scores = scores_of(layer)
     scores.update(*tokens, grad=grad)
     n = scores.samples[:, None]
-    assert scores.default_method == "gradient"
     assert np.array_equal(scores.objective(), scores.paired / n)
     assert np.array_equal(scores.objective("error"), scores.error / n)
     decay = (1 - scores.retained).mean(axis=0)
@@ -212,7 +211,8 @@ def test_error_only(rng):
     scores, graded = scores_of(layer), scores_of(layer)
     scores.update(*tokens)
     graded.update(*tokens, grad=grad)
-    assert scores.default_method == "error" and np.array_equal(scores.error, graded.error)
+    assert np.array_equal(scores.error, graded.error)
+    assert np.array_equal(scores.objective(), scores.objective("error"))
     with pytest.raises(ValueError, match="needs gradients"):
         scores.objective("gradient")
     for one, other in ((scores, grad), (graded, None)):

@@ -168,7 +168,7 @@ class RankScores:
         ValueError
             If the method is unknown or needs gradients that were not given.
         """
-        method = method or self.default_method
+        method = method or ("gradient" if self.graded else "error")
         if method not in SCORES:
             raise ValueError(f"method: expected one of {', '.join(SCORES)}, got {method!r}")
         if method != "error" and not self.graded:
@@ -178,11 +178,6 @@ class RankScores:
             shared = (1.0 - self.retained).mean(axis=0) if decay is None else np.asarray(decay, dtype=np.float64)
             return self.sensitivity[:, None] / count * shared
         return (self.error if method == "error" else self.paired) / count
-
-    @property
-    def default_method(self) -> str:
-        """The default score: "gradient", or "error" without gradients."""
-        return "gradient" if self.graded else "error"
 
     def __add__(self, other: RankScores) -> RankScores:
         """Scores over both sets of traces; ValueError unless basis, window and use of gradients agree."""

@@ -48,7 +48,7 @@ def command(traces: tuple[Path, ...], out: Path, mean_rank: float, settings: Set
     from sketchssm.traces import Traces
 
     target = plan_paths(traces, out)
-    check_outputs(traces, {"--out": target, "--json": [Path(json_file)] if json_file not in (None, "-") else []})
+    check_outputs(traces, target, json_file)
     output = Output(json_file)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
@@ -102,12 +102,16 @@ def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
     return paths
 
 
-def check_outputs(traces: tuple[Path, ...], outputs: dict[str, list[Path]]) -> None:
-    """Refuse to write over a trace file; `outputs` has the files of each option."""
-    for option, paths in outputs.items():
-        for path in paths:
-            if path.exists() and any(path.samefile(trace) for trace in traces):
-                raise click.UsageError(f"{option}: expected another file than the traces, got {path}")
+def check_outputs(traces: tuple[Path, ...], plans: list[Path], json_file: str | None) -> None:
+    """Refuse to write a file over a trace file, or a report over a plan."""
+    outputs = [("--out", path) for path in plans]
+    if json_file not in (None, "-"):
+        outputs.append(("--json", Path(str(json_file))))
+    taken = {path.resolve() for path in traces}
+    for option, path in outputs:
+        if path.resolve() in taken:
+            raise click.UsageError(f"{option}: expected a file of its own, got {path}")
+        taken.add(path.resolve())
 
 
 def ranks_text(ranks: Any) -> str:
