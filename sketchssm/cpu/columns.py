@@ -1,6 +1,7 @@
-"""Products whose results lie across: sums over K of K-last rows, with tokens or sketch columns on lanes.
+"""Products of K-last rows with matrices, summed over K, with tokens or sketch columns on lanes.
 
-What a state predicts for every buffered key, the solve for what the tokens write, and products with the basis.
+They give a state's predictions for all buffered keys and products with the basis. `substitute` solves the triangular
+system of the tokens' writes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from sketchssm.cpu.tiles import add_product, element, fixed, zero_sums
 __all__ = ["COLUMN_LANES", "columns_8", "columns_16", "substitute", "transpose"]
 
 COLUMN_LANES = 8
-"""Sketch columns that `columns_8` computes together: half a vector, so that ranks of 5 to 8 don't cost 16."""
+"""Sketch columns that `columns_8` computes together: half a vector, so that ranks of 5 to 8 do not cost 16."""
 
 
 def _interleave(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """Lanes of a and b in turn: the lower and the upper half of ``a0 b0 a1 b1 ...``."""
+    """Interleave the lanes of a and b: the lower and the upper half of ``a0 b0 a1 b1 ...``."""
     n = a.type.count
     kind = ir.VectorType(INT32, n)
     orders = [[INT32(i // 2 + (i % 2) * n + half * n // 2) for i in range(n)] for half in (0, 1)]
@@ -32,9 +33,9 @@ def _interleave(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
-    """Transpose a matrix of 16 rows that a list of vectors holds row after row.
+    """Transpose a matrix of 16 rows, given as a list of vectors in row order.
 
-    Interleaving the two halves of the flat matrix rotates the bits of every element's address by one place; four
+    Interleaving the two halves of the flat matrix rotates the bits of every element's address by one place. Four
     rotations move the row's bits behind the column's.
     """
     for _ in range(4):

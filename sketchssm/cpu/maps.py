@@ -43,7 +43,7 @@ __all__ = ["advance_sketch", "project_block", "refresh"]
 lanes_up = njit(padded)
 
 LEAST_SQUARES, MOST_SQUARES = 2.0**-60, 2.0**80
-"""Squared norms of states whose sketches float32 can square: a margin of 2^24 for columns that are small, or long."""
+"""Range of squared norms that need no unit. The margins to float32's range are for small and for large columns."""
 
 MOST_UNIT = 2.0**100
 """Bound on the unit. The map of a state with a norm below its inverse falls to zero with the state."""
@@ -82,9 +82,9 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
 
 @njit
 def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float) -> None:
-    """Store a head's sketch, which is in scratch, and compute and store its map.
+    """Store a head's sketch from scratch, and compute and store its map.
 
-    `norm` is the sum of the state's squares; float32 may have lost it.
+    `norm` is the sum of the state's squares in float32, where it may have overflowed or underflowed.
     """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
@@ -112,7 +112,7 @@ def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: flo
 
 @njit
 def _normalise(m: Record, slot: int, head: int, norm: float) -> tuple[float, float]:
-    """The unit of a state, and ``mu = |S|_F^2 / K`` of the state times its unit; 1 and 1 for a zero state."""
+    """Return the unit of a state, and ``mu = |S|_F^2 / K`` of the state times its unit; 1 and 1 for a zero state."""
     if LEAST_SQUARES < norm < MOST_SQUARES:
         return 1.0, norm / m.key_dim
     state, first = floats(m.state), (slot * m.heads + head) * m.values * m.keys
@@ -125,7 +125,7 @@ def _normalise(m: Record, slot: int, head: int, norm: float) -> tuple[float, flo
     norm = 0.0
     for c in range(first, first + m.values * m.keys):
         norm += (unit * state[c]) ** 2
-    # without the bound on the unit, the norm is at least a quarter
+    # the norm is at least a quarter unless the unit is at its bound
     return unit, max(norm, 0.25) / m.key_dim
 
 
@@ -139,7 +139,7 @@ def _multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
 
 @njit
 def _pack_rows(m: Record, buf: Pointer, source: int, target: int, size: int) -> None:
-    """Store numbers from scratch in the sketch's type."""
+    """Store numbers from scratch, rounded to the sketch's type."""
     if m.bfloat:
         for c in range(0, size, LANES):
             store(bfloats(m.packed), target + c, load(buf, source + c))
@@ -149,7 +149,7 @@ def _pack_rows(m: Record, buf: Pointer, source: int, target: int, size: int) -> 
 
 @njit
 def _inner(m: Record, buf: Pointer, a: int, b: int) -> float:
-    """Product of two vectors over V."""
+    """Inner product of two vectors over V."""
     value = splat(np.float32(0.0))
     for c in range(0, m.values, LANES):
         value = fma(load(buf, a + c), load(buf, b + c), value)

@@ -1,4 +1,4 @@
-"""The decode systems in float64, one row and one token at a time: what every faster engine is held against."""
+"""The decode systems in float64, one row and one token at a time. Tests compare every faster engine with these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
 
 class StandardEngine:
-    """The recurrence as it stands: state read and written at every token."""
+    """Standard decode: the state is read and written at every token."""
 
     arrays = HostArrays(np.float64)
     window = 1
@@ -67,7 +67,7 @@ class StandardEngine:
 
 
 class ReplayEngine(StandardEngine):
-    """Buffered replay: raw inputs wait in a ring and are folded into the state at the window's last token."""
+    """Buffered replay: a ring keeps the raw inputs, and the window's last token folds them into the state."""
 
     def __init__(self, layer: Layer, num_slots: int, window: int) -> None:
         super().__init__(layer, num_slots)
@@ -75,7 +75,9 @@ class ReplayEngine(StandardEngine):
         self._ring: list[list[Tokens]] = [[] for _ in range(num_slots)]
 
     def _token(self, slot: int, token: Tokens) -> Array:
-        self._ring[slot].append(Tokens(*(x if x is None else x.copy() for x in token)))  # not the caller's memory
+        self._ring[slot].append(
+            Tokens(*(x if x is None else x.copy() for x in token))
+        )  # the caller may overwrite its arrays
         self.position[slot] += 1
         if self.position[slot] == self.window:
             self.flush(np.array([slot]))
@@ -107,7 +109,7 @@ class ReplayEngine(StandardEngine):
 
 
 class SketchEngine(ReplayEngine):
-    """The paper's algorithm 1: replay whose state reads between flushes go through a sketch."""
+    """The paper's algorithm 1: replay, with state reads through a sketch between flushes."""
 
     def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float64") -> None:
         super().__init__(plan.layer, num_slots, plan.window)

@@ -1,4 +1,4 @@
-"""The recurrence itself, token by token: the oracle that every other form is judged against.
+"""The recurrence, token by token. Tests compare every other form with it.
 
 All functions here use the paper's orientation, ``S`` of shape ``(..., K, V)``, in float64, with one entry per
 value head on the leading axes (see `sketchssm.recurrence.Layer.expand_keys`).

@@ -1,4 +1,4 @@
-"""One window of buffered tokens: the paper's split into a state read and an exact buffer output.
+"""One window of buffered tokens: the paper's split of an output into a state read and an exact buffer output.
 
 With the state ``S0`` fixed at the window's start and tokens ``s = 1..t`` in the ring,
 
@@ -11,10 +11,10 @@ decayed scores ``P[t, s] = <l_s(t), q_t>``: the weights of the buffer output sol
     c_ts = beta_s (P[t, s] - sum_{s < j <= t} c_tj A[j, s]),
 
 and the same weights give the effective query, ``x_t = D_{1:t} q_t - sum_j c_tj D_{1:j} k_j``. This is the transpose of
-the paper's WY recurrence (equation *wy*): its forward factors ``pi_s`` are never needed. Decay enters only as
-``exp`` of sums of log-decays over a stretch of tokens, never as a quotient of cumulative decays.
+the paper's WY recurrence (equation *wy*) and needs none of its forward factors ``pi_s``. Decay enters only as ``exp``
+of sums of log-decays over a stretch of tokens, never as a quotient of cumulative decays.
 
-Arrays carry any leading axes; ``t`` tokens are on axis -2 of k and v. Float64 throughout.
+Arrays have any leading axes, with the ``t`` tokens on axis -2 of k and v. All arithmetic is in float64.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Ring(NamedTuple):
 
 
 class WindowReads(NamedTuple):
-    """What the queries of a window need besides the state.
+    """Effective queries and buffer weights of a window.
 
-    ``queries (..., n, K)`` are the effective queries and ``weights (..., n, t)`` the buffer weights, zero for tokens
-    after the query's own: ``o_t = S0^T queries_t + sum_s weights_ts v_s``.
+    ``queries (..., n, K)`` and ``weights (..., n, t)`` give ``o_t = S0^T queries_t + sum_s weights_ts v_s``. The
+    weights of tokens after the query's own are zero.
     """
 
     queries: Array
@@ -65,7 +65,7 @@ def decay_between(g: Array) -> tuple[Array, Array]:
     Parameters
     ----------
     g : ndarray, (..., t, C)
-        Log-decays, <= 0; -inf forgets everything before the token.
+        Log-decays, <= 0. A decay of -inf erases the state before the token.
 
     Returns
     -------
@@ -79,7 +79,7 @@ def decay_between(g: Array) -> tuple[Array, Array]:
     for j in range(tokens):
         log_between[..., j, j, :] = 0.0
         if j:
-            # a running sum per start, since -inf - (-inf) would make a difference of cumulative sums NaN
+            # a running sum per start: a difference of cumulative sums would be -inf - (-inf), which is NaN
             log_between[..., j, :j, :] = log_between[..., j - 1, :j, :] + g[..., j, None, :]
     return np.exp(np.cumsum(g, axis=-2)), np.exp(log_between)
 
@@ -97,7 +97,7 @@ def effective_query(q: Array, ring: Ring) -> Array:
     Returns
     -------
     ndarray, (..., K)
-        The query that reads the state of the window's start.
+        The query that reads the state at the window's start.
     """
     x = q
     for s in reversed(range(ring.k.shape[-2])):
@@ -135,7 +135,7 @@ def read_window(q: Array, ring: Ring) -> WindowReads:
     Parameters
     ----------
     q : ndarray, (..., n, K)
-        Queries of the ring's last n tokens: all of them in calibration, one in a decode step.
+        Queries of the ring's last n tokens. Calibration passes all of them, a decode step one.
     ring : Ring
         Tokens 1 to t.
 
@@ -157,7 +157,7 @@ def read_window(q: Array, ring: Ring) -> WindowReads:
 
 
 def fold(state: Array, ring: Ring) -> Array:
-    """Advance a state through a ring from its raw inputs, exactly.
+    """Advance a state through a ring, exactly, from the ring's raw inputs.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def fold(state: Array, ring: Ring) -> Array:
     Returns
     -------
     ndarray, (..., K, V)
-        ``S_t``: the same as t steps of the recurrence, as two matrix products and one triangular solve.
+        ``S_t``, the result of t steps of the recurrence, by two matrix products and one triangular solve.
     """
     if ring.k.shape[-2] == 0:
         return state
@@ -192,5 +192,5 @@ def _decayed_products(between: Array, k: Array, y: Array) -> Array:
 
 
 def _unit_lower(table: Array) -> Array:
-    """``I + strict lower triangle``: the triangular system of the delta rule's cross terms."""
+    """``I`` plus the strict lower triangle: the triangular system of the delta rule's cross terms."""
     return np.tril(table, -1) + np.eye(table.shape[-1])
