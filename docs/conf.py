@@ -14,6 +14,6 @@ html_title = "sketchssm"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"  # the docstrings give types with shapes
+autodoc_typehints = "none"  # docstrings name types and shapes
 autosummary_generate = True
 numpydoc_show_class_members = False  # the class template lists them

@@ -30,7 +30,7 @@ from sketchssm.coefficients import DEFAULT_MAP, MAPS
 
 @dataclass(frozen=True)
 class Result:
-    """What a system did to the model.
+    """Results of a system in the model.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A batch of prompts up to the token where systems take over: states by layer and the model's own memory."""
+    """A batch of prompts after the exact prefill: states by layer and the model's other caches."""
 
     states: dict
     cache: dict
@@ -77,7 +77,7 @@ def score_text(model, heads, ids):
     """Loss ``(rows, tokens - 1)`` and likeliest next token of each token, decoded from zero states."""
     hidden = model(ids, Heads(heads))[:, :-1]
     losses, guesses = [], []
-    for row, following in zip(hidden, ids[:, 1:], strict=True):  # one row's logits at a time are large enough
+    for row, following in zip(hidden, ids[:, 1:], strict=True):  # row by row, as logits are large
         logits = model.head(row)
         losses.append(F.cross_entropy(logits, following, reduction="none").double().numpy())
         guesses.append(logits.argmax(-1).numpy())
@@ -86,7 +86,7 @@ def score_text(model, heads, ids):
 
 @torch.no_grad()
 def prefill(model, ids, stop):
-    """Read the first `stop` tokens of prompts exactly."""
+    """Prefill the first `stop` tokens of prompts exactly."""
     core, cache = Chunked(), {}
     if stop:
         model(ids[:, :stop], core, cache)
@@ -95,7 +95,7 @@ def prefill(model, ids, stop):
 
 @torch.no_grad()
 def continued(model, heads, batch, wipe=False):
-    """Likeliest next token ``(rows, tokens)`` of each token after a prefill; `wipe` forgets the states at its end."""
+    """Likeliest next token ``(rows, tokens)`` of each token after a prefill; `wipe` zeroes the states at its end."""
     core = Heads(heads)
     core.reset()
     if not wipe:
@@ -105,13 +105,13 @@ def continued(model, heads, batch, wipe=False):
 
 
 def recall(model, heads, prompts, batches, wipe=False):
-    """Share of prompts answered word for word."""
+    """Share of prompts whose answer is right in every token."""
     rest = np.concatenate([continued(model, heads, batch, wipe) for batch in batches])
     return float(prompts.recalled(np.pad(rest, [(0, 0), (prompts.ids.shape[1] - rest.shape[1], 0)])).mean())
 
 
 def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="auto", step=lambda label: None):
-    """Run all systems; the first is what the others are compared with. Returns results and recall without states.
+    """Run all systems and compare them with the first. Returns results and recall without states.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
 
 
 def listed(options, calibrations):
-    """The systems that the options ask for; the exact ones come first, standard decoding before all."""
+    """Systems by the options: standard decoding, other exact systems, then the rest."""
     systems = catalogue.baselines(calibrations, "exact", options.window)
     for family in options.systems:
         if family == "sketch":
@@ -201,7 +201,7 @@ def arguments(given=None):
     add("--model", type=Path, required=True, help="weights: a safetensors file")
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
-    add("--systems", nargs="+", choices=choices, default=choices, help="what stands beside the exact systems")
+    add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
     add("--ranks", nargs="+", type=float, default=(4, 8, 16), help="mean ranks of sketches")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
@@ -213,19 +213,19 @@ def arguments(given=None):
     )
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
-    add("--calib-needles", action="store_true", help="every other of them begins with a needle prompt")
+    add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")
     add("--prompts", type=int, default=128, help="needle prompts")
     add("--length", type=int, default=1024, help="tokens of a row and of a prompt")
-    add("--decoded", type=int, default=0, help="tokens of the haystack that systems decode, too")
-    add("--backend", default="auto", help="where heads run")
+    add("--decoded", type=int, default=0, help="tokens of the haystack that systems decode")
+    add("--backend", default="auto", help="backend of the heads")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder for lm-KIND.json and lm-KIND.png")
     return parser.parse_args(given)
 
 
 def main(given=None):
-    """Calibrate, compare, print, and write what `--out` asks for."""
+    """Calibrate, compare, print, and write the files of `--out`."""
     options = arguments(given)
     output, revision = Output(None), commit()
     model = HybridLM.load(options.model)
@@ -274,7 +274,7 @@ def encoder(folder):
 
 
 def commit():
-    """The checkout's commit, marked where files differ from it; empty outside of one."""
+    """The checkout's commit, marked if files differ; empty outside a checkout."""
     here = Path(__file__).parent
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],
@@ -287,7 +287,7 @@ def commit():
 
 
 def command(options):
-    """The command line that repeats a run, with the data's folders left out."""
+    """The command line that repeats a run, without the folders of the data."""
     words = []
     for name, value in vars(options).items():
         if value is None or value is False:

@@ -1,4 +1,4 @@
-"""The picture of a comparison: what systems do to perplexity and to recall, against their traffic.
+"""The picture of a comparison: perplexity and recall of systems against their traffic.
 
     python examples/lm/figure.py lm-gdn.json lm-gdn-read-only.json "lm-gdn-uniform.json:uniform ranks" --out lm.svg
 
@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, save
 
 FLOOR = 1e-3
-"""Perplexities above standard decoding's are drawn on a logarithmic scale above this, on a linear one below."""
+"""Increases of perplexity are drawn on a logarithmic scale above this value, on a linear scale below."""
 
 ALIKE = {"key-reduced": "pruned"}
-"""Families of one colour: no kind has both."""
+"""Families that share a colour, as no kind has both."""
 
 DASHES = ("-", "--", ":")
-"""Lines without a note, and of notes in turn."""
+"""Line styles: without a note, and of successive notes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def draw(comparisons, path):
             upper.set(title=comparison.kind)
             lower.axhline(100 * comparison.without, color="#777777", linewidth=0.8, label="states wiped after prefill")
             lower.set(xlabel="traffic, times less than standard", xlim=(0, None), ylim=(-3, 103))
-        grid[0, 0].set(ylabel="perplexity above standard decoding", ylim=(-2 * FLOOR, None))  # all panels share it
+        grid[0, 0].set(ylabel="perplexity above standard decoding", ylim=(-2 * FLOOR, None))  # shared by all panels
         grid[1, 0].set_ylabel("needles recalled (%)")
         handles, labels = grid[1, 0].get_legend_handles_labels()
         columns = max(1, len(comparisons))
@@ -85,7 +85,7 @@ def draw(comparisons, path):
 
 
 def load(names):
-    """Read files of results, each with or without a note after a colon, into one comparison per kind."""
+    """Read result files, each with an optional note after a colon, into one comparison per kind."""
     found = {}
     for name in names:
         file, _, note = str(name).partition(":")
@@ -103,7 +103,7 @@ def load(names):
 def main(given=None):
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", help="what evaluate.py wrote, with or without a note after a colon")
+    parser.add_argument("files", nargs="+", help="files of evaluate.py, each with an optional note after a colon")
     parser.add_argument("--out", type=Path, required=True, help="a name that ends in .png or .svg")
     options = parser.parse_args(given)
     print(f"written: {draw(load(options.files), options.out)}")

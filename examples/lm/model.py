@@ -1,4 +1,4 @@
-"""A small hybrid language model in plain PyTorch, whose recurrences run in whatever core it is given.
+"""A small hybrid language model in plain PyTorch, which calls a given core for its recurrences.
 
 Pre-norm blocks of a mixer and a SwiGLU; the configuration's pattern says which mixers are recurrent ("R": Mamba-2,
 Gated DeltaNet or Kimi Delta Attention behind a short convolution) and which are causal softmax attention without
@@ -59,7 +59,7 @@ class Recurrent(nn.Module):
 
 
 class Mamba2(Recurrent):
-    """Mamba-2: the time step folded into the values, a skip term, the gate before one norm over all heads."""
+    """Mamba-2: the values contain the time step; a skip term; the gate before one norm over all heads."""
 
     def __init__(self, config):
         values = config["H"] * config["V"]
@@ -77,7 +77,7 @@ class Mamba2(Recurrent):
 
 
 class GatedDeltaNet(Recurrent):
-    """Gated DeltaNet: unit keys and queries, one decay a head, a norm per head and then a SiLU gate."""
+    """Gated DeltaNet: unit keys and queries, one decay per head, a norm per head, then a SiLU gate."""
 
     def __init__(self, config):
         super().__init__(config, config["H"] * (config["V"] + 2), config["V"])
@@ -92,7 +92,7 @@ class GatedDeltaNet(Recurrent):
 
 
 class KimiDelta(Recurrent):
-    """Kimi Delta Attention: a decay per channel, from a low-rank projection as the sigmoid gate is."""
+    """Kimi Delta Attention: low-rank projections give a decay per channel and the sigmoid gate."""
 
     def __init__(self, config):
         heads, size = config["H"], config["K"]
@@ -130,7 +130,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer and a SwiGLU, each behind its norm and beside its residual."""
+    """A mixer and a SwiGLU, each with a norm before it and a residual around it."""
 
     def __init__(self, config, mixer):
         super().__init__()
@@ -149,7 +149,7 @@ RECURRENT = {"mamba2": Mamba2, "gdn": GatedDeltaNet, "kda": KimiDelta}
 
 
 class HybridLM(nn.Module):
-    """The model; parameters bear the names that its weight file gives them.
+    """The model. Parameters have the names of the weight file.
 
     `config` has the kind as ``family``, the shape of the recurrence as ``H, Hk, K, V``, ``conv`` taps, and ``d``,
     ``ff``, ``vocab``, ``attn_heads``, ``pattern``.
@@ -177,7 +177,7 @@ class HybridLM(nn.Module):
         return model.eval().requires_grad_(False)
 
     def forward(self, ids, core=None, cache=None):
-        """Hidden vectors ``(batch, tokens, d)`` of the next tokens; `head` makes logits of them.
+        """Hidden vectors ``(batch, tokens, d)``, which `head` converts to logits of the next tokens.
 
         `core` runs the recurrences, in chunks from zero states by default. A `cache` (a dict, empty at first) keeps
         what else the model must remember of these tokens, so that the next call goes on from there.
@@ -200,5 +200,5 @@ def layer_of(config):
 
 
 def unit(x):
-    """Vectors of norm one."""
+    """Vectors scaled to norm one."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

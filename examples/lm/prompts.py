@@ -24,7 +24,7 @@ FORMS = (
     ),
     ("\nRemember that the code of {key} is {value}.\n", "\nWhat is the code of {key}? The code of {key} is"),
 )
-"""Statements and questions, worded as retrieval benchmarks do; a prompt keeps to one form."""
+"""Statements and questions in the wording of retrieval benchmarks; a prompt uses one form."""
 
 FIRST = "bright calm cold deep dry early empty fast fresh green heavy high kind late long new old plain quiet small"
 SECOND = "apple bridge cloud door engine field garden harbor island letter market night ocean paper river stone table"
@@ -32,7 +32,7 @@ SECOND = "apple bridge cloud door engine field garden harbor island letter marke
 
 @dataclass(frozen=True)
 class Prompts:
-    """Needle prompts of one length; their questions all begin at one column.
+    """Needle prompts of equal length, whose questions begin at the same column.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Prompts:
     needles: np.ndarray
 
     def recalled(self, predicted):
-        """Which answers ``predicted (prompts, length)``, the likeliest token after each, gives word for word.
+        """Which prompts the likeliest next tokens, ``predicted (prompts, length)``, answer correctly.
 
         The answers stand in the prompts, so that one pass tells what greedy decoding would say: it goes wrong where
         the first prediction does.
@@ -65,7 +65,7 @@ class Prompts:
 
 
 def text_rows(text, rows, length, rng):
-    """Cut disjoint rows from a long text, ``(rows, length)``, in random order."""
+    """Disjoint rows ``(rows, length)`` of a long text, in random order."""
     blocks = len(text) // length
     if rows > blocks:
         raise ValueError(f"rows: expected at most {blocks} rows of {length} tokens in this text, got {rows}")
@@ -74,7 +74,7 @@ def text_rows(text, rows, length, rng):
 
 
 def needle_prompts(text, encode, prompts, length, rng, most=8):
-    """Make prompts of 1 to `most` needles, one of which is asked for.
+    """Make prompts with 1 to `most` needles and a question about one of them.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def needle_prompts(text, encode, prompts, length, rng, most=8):
 
 
 def mixed_rows(rows, text, encode, rng):
-    """Every other row of `rows`, from the second on, begins with a needle prompt cut from `text`, answer and all."""
+    """Begin every other row, from the second on, with a needle prompt and its answer, made from `text`."""
     rows, (count, length) = rows.copy(), rows[1::2].shape
     prompts = needle_prompts(text, encode, count, length, rng)
     ends = prompts.start + [len(answer) for answer in prompts.answers]

@@ -1,4 +1,4 @@
-"""What runs a model's recurrences: the cores that `HybridLM` hands its layers' inputs to.
+"""Cores, which compute the recurrences of a `HybridLM`.
 
 A core is called as ``core(layer, q, k, v, g, beta)`` with tensors ``(batch, tokens, heads, dim)`` in the library's
 conventions and gives the outputs ``(batch, tokens, heads, V)``. States live in the core, so that a model that is
@@ -8,7 +8,7 @@ called with one piece of text after the other goes on where it was.
 import torch
 
 CHUNK = 16
-"""Tokens that `chunked` takes at once; with a decay per channel its largest array grows with the square."""
+"""Tokens per chunk; with a decay per channel the largest array grows with its square."""
 
 
 def chunked(q, k, v, g, beta=None, state=None):
@@ -50,7 +50,7 @@ def chunked(q, k, v, g, beta=None, state=None):
 
 
 class Chunked:
-    """The exact recurrence in PyTorch, for prefill and for gradients; `states` by layer is what it ends with."""
+    """The exact recurrence in PyTorch, for prefill and gradients; `states` are the last states by layer."""
 
     def __init__(self):
         self.states = {}
@@ -75,13 +75,13 @@ class Heads:
             head.reset()
 
     def load(self, states):
-        """Go on from the states of a prefill."""
+        """Continue from the states of a prefill."""
         for layer, state in states.items():
             self.heads[layer].load_state(state)
 
 
 class Recorder:
-    """Keeps what the exact recurrences receive and give; after a backward pass, outputs have their gradients."""
+    """Record inputs and outputs of the exact recurrences; after a backward pass the outputs have gradients."""
 
     def __init__(self):
         self.core, self.inputs, self.outputs = Chunked(), {}, {}

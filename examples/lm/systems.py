@@ -15,7 +15,7 @@ from sketchssm.recurrence import Tokens
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration text says of one layer.
+    """Calibration results of one layer.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class ModelSystem:
 
     @property
     def reduction(self):
-        """Traffic reduction over all layers, which are of one shape: bytes are added up before the ratio is taken."""
+        """Traffic reduction of all layers (of equal shape): the ratio of their total bytes."""
         return len(self.layers) / sum(1 / system.reduction for system in self.layers.values())
 
     def heads(self, slots, backend="auto"):
@@ -115,7 +115,7 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=40):
 def graded(model, ids):
     """Record one forward and backward pass of the summed next-token cross-entropy."""
     recorder = Recorder()
-    # what flows into the first layer needs a gradient for any to flow at all; the weights' own are not wanted
+    # the embeddings need a gradient to start the backward pass; the weights need none
     with torch.enable_grad():
         hook = model.emb.register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
         try:
@@ -143,7 +143,7 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None):
 
 
 def baselines(calibrations, family, window=16):
-    """The systems of one of `FAMILIES` in every layer; none for a kind that the method excludes."""
+    """The systems of one of `FAMILIES` in every layer; none for a kind without the method."""
     columns = {place: FAMILIES[family](x.layer, x.tokens, window) for place, x in calibrations.items()}
     return [
         ModelSystem(systems[0].name, family, dict(zip(columns, systems, strict=True)))
@@ -160,4 +160,4 @@ FAMILIES = {
     "copy": partial(read_only_systems, bits=(4, 2), ranks=()),
     "low-rank": partial(read_only_systems, bits=(), ranks=(16, 8, 4)),
 }
-"""What can stand beside a sketch: systems of one layer from its shape, its calibration tokens and a window."""
+"""Families of systems to compare: functions of a layer's shape, its calibration tokens and a window."""
