@@ -60,6 +60,9 @@ FORMS = {
 
 MAPS = tuple(FORMS)
 
+MAX_PIVOTS = 4096
+"""Largest pivot count: no sketch has as many columns."""
+
 DEFAULT_MAP = "ridge"
 """The map that loses least energy per byte read on the real traces measured so far, at reductions of 6 to 12 times."""
 
@@ -98,8 +101,9 @@ class CoefficientMap:
             object.__setattr__(self, parameter, default if given is None else given)
         pivots, ridge = self.pivots, self.ridge
         if pivots is not None:
-            if isinstance(pivots, bool) or not isinstance(pivots, int | np.integer) or pivots < 1:
-                raise ValueError(f"pivots: expected an integer of at least 1, got {pivots!r}")
+            integer = isinstance(pivots, int | np.integer) and not isinstance(pivots, bool)
+            if not (integer and 1 <= pivots <= MAX_PIVOTS):
+                raise ValueError(f"pivots: expected an integer from 1 to {MAX_PIVOTS}, got {pivots!r}")
             object.__setattr__(self, "pivots", int(pivots))
         if ridge is not None:
             if isinstance(ridge, bool) or not isinstance(ridge, int | float | np.number):

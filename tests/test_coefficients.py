@@ -55,9 +55,10 @@ def test_what_a_state_stores(name, rows, elements):
     ("arguments", "message"),
     [
         (("best",), "map: expected one of exact, ridge, lowrank, prior, offline, got 'best'"),
-        (("prior", 0), "pivots: expected an integer of at least 1, got 0"),
-        (("prior", 2.0), "pivots: expected an integer of at least 1, got 2.0"),
-        (("prior", True), "pivots: expected an integer of at least 1, got True"),
+        (("prior", 0), "pivots: expected an integer from 1 to 4096, got 0"),
+        (("prior", 10**30), f"pivots: expected an integer from 1 to 4096, got {10**30}"),
+        (("prior", 2.0), "pivots: expected an integer from 1 to 4096, got 2.0"),
+        (("prior", True), "pivots: expected an integer from 1 to 4096, got True"),
         (("ridge", None, -0.1), "ridge: expected a finite number of at least 0, got -0.1"),
         (("ridge", None, float("nan")), "ridge: expected a finite number of at least 0, got nan"),
         (("ridge", None, float("inf")), "ridge: expected a finite number of at least 0, got inf"),
