@@ -1,8 +1,8 @@
 // CUDA C++ for g++: the part of the language and its library that the kernels of cuda_src/ use, on one CPU thread.
 //
-// Every CUDA thread of a block is a fiber, that is, a stack of its own and a place to resume at. A fiber runs until it
-// needs other threads (a barrier or a warp-wide operation) and then hands over to another one; the blocks of a grid
-// run one after the other. README.md says what this shows and what it cannot show.
+// Every CUDA thread of a block is a fiber: a stack and an address to resume at. A fiber runs until it needs other
+// threads (a barrier or a warp operation), and then another fiber runs. The blocks of a grid run one after the other.
+// README.md describes what this shows and what it cannot show.
 #pragma once
 #include <sys/mman.h>
 
@@ -34,7 +34,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
-// Blocks take turns, so one copy serves them all. The section is what a block finds filled with NaN.
+// One copy is enough, as blocks take turns. The section is filled with NaN before each block.
 #define __shared__ static __attribute__((section("shared_memory")))
 
 struct uint3 { unsigned x, y, z; };
@@ -55,7 +55,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 static uint3 threadIdx, blockIdx;
 static dim3 blockDim, gridDim;
 
-// Ends of the section of static shared memory, which a module without any does not have.
+// Bounds of the section of static shared memory; null in a module without any.
 extern char __start_shared_memory[] __attribute__((weak, visibility("hidden")));
 extern char __stop_shared_memory[] __attribute__((weak, visibility("hidden")));
 
@@ -64,14 +64,14 @@ namespace host {
 constexpr int WARP = 32, MAX_THREADS = 1024;
 constexpr unsigned char POISON = 0xff;  // NaN in every floating-point type, -1 as an integer
 #if defined(__SANITIZE_ADDRESS__)
-constexpr std::size_t STACK = 1 << 20;  // redzones between variables take their room
+constexpr std::size_t STACK = 1 << 20;  // redzones between variables need space
 #else
 constexpr std::size_t STACK = 1 << 18;
 #endif
 
 using Place = std::source_location;
 
-// What a thread brings to an operation of its warp; `finish` does the operation for all lanes of the mask.
+// A thread's operand of a warp operation; `finish` does the operation for all lanes of the mask.
 struct Post {
     void (*finish)(Post** lanes, unsigned mask);
 };
@@ -85,11 +85,11 @@ struct Fiber {
     Place where;
     unsigned mask;
     Post* post;
-    const void* latch;  // that it waits at
+    const void* latch;  // at which it waits
     struct Copy { void* to; const void* from; std::size_t bytes, batch; };
     std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
     std::size_t batch;         // of the next copy
-    std::vector<Copy> sent;    // from shared to global memory, which nobody has waited for
+    std::vector<Copy> sent;    // from shared to global memory, not waited for
     char* stack;
 #if defined(__x86_64__)
     void* resume;
@@ -106,15 +106,15 @@ struct Fiber {
 static Fiber fibers[MAX_THREADS], outside;  // `outside` is the caller's own stack
 static Fiber* current = &outside;
 static unsigned threads, returned, waiting[MAX_THREADS / WARP];  // lanes of a warp that wait for others
-static unsigned at_block, votes, outcome;                       // of the barrier now, and votes at the last one
+static unsigned at_block, votes, outcome;                       // of the current barrier; `outcome`: votes at the last one
 static unsigned at_some, rounds_of_some;                        // of the barrier of some threads
 static Place place_of_some;                                     // where the first of them waits
 static std::vector<Fiber*> ready;
 static std::uint64_t chance;  // state of the random order; 0: warp after warp
-static bool fair;             // every thread that can run has the same chance; else one warp goes as far as it can
+static bool fair;             // all runnable threads are equally likely; otherwise one warp runs as far as it can
 static std::string failure;
 static char* dynamic_shared;
-// Copies that a whole warp sends and any thread can wait for, by the object that they report to.
+// Copies that a warp requests and any thread can wait for, by the object that counts them.
 static std::map<const void*, std::vector<Fiber::Copy>> deliveries;
 static void (*call)(void** arguments);
 static void** arguments;
@@ -134,7 +134,7 @@ sketchssm_host_switch:
 )");
 #endif
 
-// Goes on with another fiber; comes back when somebody goes on with this one.
+// Switches to another fiber; returns when a fiber switches back.
 inline void resume(Fiber* to) {
     Fiber* const from = current;
     if (to == from) return;
@@ -155,7 +155,7 @@ inline void resume(Fiber* to) {
 #endif
 }
 
-// Gives up the launch; the fibers stay where they are.
+// Aborts the launch; the fibers are abandoned.
 [[noreturn]] inline void fail(const std::string& what) {
     char at[128];
     std::snprintf(at, sizeof at, "block (%u, %u, %u), thread (%u, %u, %u): ", blockIdx.x, blockIdx.y, blockIdx.z,
@@ -174,7 +174,7 @@ inline std::string describe(const Place& where) {
     return std::string(where.file_name()) + ":" + std::to_string(where.line()) + ":" + std::to_string(where.column());
 }
 
-// Who waits where, when nobody can go on.
+// Describes where threads wait when none can run.
 inline std::string describe_deadlock() {
     std::string text = "threads wait for each other, as not all of them come to the same barrier or warp operation:";
     for (unsigned first = 0, last; first < threads; first = last + 1) {
@@ -209,7 +209,7 @@ inline void run_another() {
     resume(next);
 }
 
-// Puts lanes on top of those that can run, to go on in their order or at random.
+// Pushes lanes on the stack of runnable fibers, in order or in random order.
 inline void wake(Fiber* lanes, unsigned mask) {
     Fiber* awake[WARP];
     unsigned n = 0;
@@ -232,7 +232,7 @@ inline void wake_block() {
     }
 }
 
-// A barrier of the block: all threads, at one place. Returns how many of them voted yes.
+// A barrier of all threads of the block, at one place of the source. Returns the number of yes votes.
 inline unsigned meet_block(bool vote, const Place& where) {
     Fiber& me = *current;
     me.state = AT_BLOCK, me.where = where, me.mask = 0;
@@ -247,7 +247,7 @@ inline unsigned meet_block(bool vote, const Place& where) {
     return outcome;
 }
 
-// An operation of the lanes of a mask: the last to come does it for all of them.
+// An operation of the lanes of a mask. The last lane to arrive does it for all.
 inline void meet_warp(unsigned mask, Post& post, const Place& where) {
     Fiber& me = *current;
     const unsigned lane = me.number % WARP, warp = me.number / WARP;
@@ -272,7 +272,7 @@ inline void meet_warp(unsigned mask, Post& post, const Place& where) {
     run_another();
 }
 
-// Waits until somebody opens a latch.
+// Waits until a latch is opened.
 inline void wait_at(const void* latch, const Place& where) {
     current->state = AT_LATCH, current->where = where, current->mask = 0, current->latch = latch;
     run_another();
@@ -286,7 +286,7 @@ inline void open(const void* latch) {
     }
 }
 
-// A barrier of `count` threads, at one place.
+// A barrier of `count` threads, at one place of the source.
 inline void meet_some(unsigned count, const Place& where) {
     if (at_some == 0) place_of_some = where;
     if (!same_place(place_of_some, where)) fail("a barrier of some at " + describe(where) + " while others wait at " + describe(place_of_some));
@@ -299,7 +299,7 @@ inline void meet_some(unsigned count, const Place& where) {
     }
 }
 
-// Copies to global memory read their source at the last moment: it must not change before the wait.
+// Copies to global memory read their source at the wait: kernels must not change it before.
 inline void finish_sends() {
     for (const Fiber::Copy& copy : current->sent) std::memcpy(copy.to, copy.from, copy.bytes);
     current->sent.clear();
@@ -326,7 +326,7 @@ inline void prepare(Fiber& f, unsigned number) {
     f.index = {number % blockDim.x, number / blockDim.x % blockDim.y, number / blockDim.x / blockDim.y};
     f.copies.clear(), f.sent.clear();
     f.batch = 0;
-    if (!f.stack) {  // with a page below that faults, so that an overflow does not go unseen
+    if (!f.stack) {  // the page below faults, which reports overflows
         f.stack = static_cast<char*>(mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         if (f.stack == MAP_FAILED || mprotect(f.stack, 4096, PROT_NONE)) std::abort();
     }
@@ -346,7 +346,7 @@ inline void prepare(Fiber& f, unsigned number) {
 #endif
 }
 
-// Not memset, and not instrumented: the section's redzones lie between its variables.
+// A loop without instrumentation in place of memset, as there are redzones between the section's variables.
 __attribute__((no_sanitize("address"))) inline void poison_static() {
     for (volatile char* p = __start_shared_memory; p != __stop_shared_memory; p++) *p = static_cast<char>(POISON);
 }
@@ -368,7 +368,7 @@ inline void run_block(std::size_t shared_bytes) {
     run_another();
 }
 
-// Runs a grid; returns what went wrong, or null.
+// Runs a grid; returns an error message or null.
 inline const char* launch(const char* name, void (*kernel)(void**), const Launch& l) {
     const unsigned *g = l.grid, *b = l.block;
     gridDim = {g[0], g[1], g[2]}, blockDim = {b[0], b[1], b[2]};
@@ -413,7 +413,7 @@ inline const char* launch(const char* name, void (*kernel)(void**), const Launch
     return failure.c_str();
 }
 
-// What Python can find: after the definitions, SKETCHSSM_KERNEL(name) and SKETCHSSM_VARIABLE(name).
+// Exports for Python: SKETCHSSM_KERNEL(name) and SKETCHSSM_VARIABLE(name) follow the definitions.
 template <class T> std::string code() {
     using E = std::remove_cv_t<std::remove_pointer_t<T>>;
     const char kind = std::is_floating_point_v<E> ? 'f' : std::is_integral_v<E> ? (std::is_signed_v<E> ? 'i' : 'u') : 'V';
@@ -442,7 +442,7 @@ template <class... A> void unpack(void (*kernel)(A...), void** args) {
     SKETCHSSM_EXPORT void* address_of_##name() { return &name; }                \
     SKETCHSSM_EXPORT std::size_t size_of_##name() { return sizeof(name); }
 
-// Warp operations, each as what a lane posts and how all are answered.
+// Warp operations: the operand of a lane, and the function that computes the results of all lanes.
 template <class T> struct Shuffle : Post {
     T value, result;
     int source;
@@ -463,7 +463,7 @@ template <class T> T shuffle_from(unsigned mask, T x, int source, const Place& w
 }
 inline int lane() { return current->number % WARP; }
 
-// What all lanes of the mask give, put together for all of them: join(so far, a lane's x, the lane).
+// Reduces the values of all lanes of the mask: join(result so far, x of a lane, lane).
 template <unsigned join(unsigned, unsigned, int)> struct Joined : Post {
     unsigned x, result;
     explicit Joined(unsigned x_) : Post{answer}, x(x_) {}
@@ -485,14 +485,14 @@ inline unsigned larger(unsigned most, unsigned x, int) { return std::max(most, x
 inline unsigned ballot(unsigned mask, bool vote, const Place& where) { return joined<add_vote>(mask, vote, where); }
 inline void no_answer(Post**, unsigned) {}
 
-// Asynchronous copies land at the wait; until then their target holds NaN.
+// Asynchronous copies land at the wait. Until then their target holds NaN.
 inline void copy_later(void* to, const void* from, std::size_t bytes) {
     if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) % bytes)
         fail("an asynchronous copy of " + std::to_string(bytes) + " bytes is not aligned to its size");
     current->copies.push_back({to, from, bytes, current->batch});
     std::memset(to, POISON, bytes);
 }
-inline void land_copies(std::size_t pending) {  // all but those of the latest batches and of the one not ended yet
+inline void land_copies(std::size_t pending) {  // all but the `pending` latest batches and the open one
     std::vector<Fiber::Copy>& copies = current->copies;
     auto copy = copies.begin();
     for (; copy != copies.end() && copy->batch + pending < current->batch; copy++) std::memcpy(copy->to, copy->from, copy->bytes);
@@ -542,7 +542,7 @@ inline int __all_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot
 
 inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) { return host::joined<host::larger>(mask, x, where); }
 
-// One CPU thread runs everything, so atomics need no care and fences do nothing.
+// One CPU thread runs everything: plain accesses are atomic, and fences do nothing.
 template <class T> T atomicAdd(T* at, std::type_identity_t<T> x) { const T old = *at; *at = old + x; return old; }
 inline unsigned atomicInc(unsigned* at, unsigned most) { const unsigned old = *at; *at = old >= most ? 0 : old + 1; return old; }
 template <class T> T atomicMax(T* at, std::type_identity_t<T> x) { const T old = *at; *at = std::max(old, x); return old; }

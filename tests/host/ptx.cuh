@@ -1,4 +1,4 @@
-// Stands in for cuda_src/ptx.cuh in the host build: the same names, in C++.
+// Replaces cuda_src/ptx.cuh in the host build: the same names, in C++.
 #pragma once
 #include "device.h"
 
@@ -142,7 +142,7 @@ inline void prefetch(const void*) {}
 inline u32 anew(u32 x) { return x; }
 inline void store_release(int* at, int x) { *at = x; }
 inline int load_acquire(const int* at) { return *at; }
-inline u32 clock_now() { return 0; }  // of no account here
+inline u32 clock_now() { return 0; }  // not used on the host
 inline void wait_since(u32, u32) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
@@ -161,14 +161,14 @@ struct Latch {
         host::open(this);
     }
     void wait(int round, HOST_PLACE) {
-        // parity alone tells rounds apart: one that has not begun would seem to be over
+        // the device compares parities: a round that has not begun would look finished
         if (round > static_cast<int>(rounds)) host::fail("a latch is waited for a round too early, at " + host::describe(where));
         while (static_cast<int>(rounds) <= round) host::wait_at(this, where);
         if (static_cast<int>(rounds) > round + 1) host::fail("a latch has gone two rounds on, at " + host::describe(where));
     }
 };
 
-// Copies land at the first wait; until then their target holds NaN.
+// Copies land at the first wait. Until then their target holds NaN.
 struct Delivery {
     Latch latch;
 
@@ -197,7 +197,7 @@ struct Delivery {
     }
 };
 
-// A lane sends a row; its source is read at the wait.
+// A lane sends a row. The source is read at the wait.
 template <int COUNT> void send(void* global, const void* shared, int shared_stride, int bytes, HOST_PLACE) {
     if (bytes % 16) host::fail("a row that is sent is no multiple of 16 bytes");
     __syncwarp(~0u, where);
@@ -212,8 +212,8 @@ inline void wait_sent(HOST_PLACE) {
     __syncwarp(~0u, where);
 }
 
-// Every lane copies, and waits for, its own pieces, as before sm_90; and only those of this arrival, as many bytes as are announced,
-// as from then on.
+// As before sm_90, every lane copies its own pieces and waits for them. As from sm_90 on, a wait is for the pieces of
+// this arrival only, and their bytes must be those announced.
 struct Arrival {
     unsigned char rounds[host::WARP];  // that a lane has sent, modulo 256
 

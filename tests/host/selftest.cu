@@ -1,5 +1,5 @@
 #line 1 "selftest.cu"
-// Kernels for the host build's own tests in tests/test_cuda_host.py.
+// Kernels for the tests of the host build in test_device.py.
 
 extern "C" __global__ void shuffles(const int* source, float* out) {
     const int lane = threadIdx.x % 32, at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -16,7 +16,7 @@ extern "C" __global__ void shuffles(const int* source, float* out) {
 
 extern "C" __global__ void votes(const int* flags, u32* out) {
     const bool flag = flags[threadIdx.x];
-    if (threadIdx.x % 2) return;  // the odd lanes take no part
+    if (threadIdx.x % 2) return;  // odd lanes do not vote
     out[3 * threadIdx.x] = __ballot_sync(0x55555555u, flag);
     out[3 * threadIdx.x + 1] = __any_sync(0x55555555u, flag);
     out[3 * threadIdx.x + 2] = __all_sync(0x55555555u, flag);
@@ -29,7 +29,7 @@ extern "C" __global__ void block_votes(const int* flags, int* out) {
     mine[2] = __syncthreads_and(flags[threadIdx.x]);
 }
 
-// The second static variable of this kernel stands in an inline function.
+// The second static variable of this kernel is in an inline function.
 __device__ __forceinline__ float broadcast(float x) {
     __shared__ float kept;
     if (threadIdx.x == blockDim.x - 1) kept = x;
@@ -81,8 +81,8 @@ extern "C" __global__ void copies(const float4* x, float4* out) {
     for (int n = 0; n < 3; n++) out[n * 32 + i] = shared[n][i];
 }
 
-// One warp makes numbers, the others use them: two buffers, one latch each for what is there and for what has been used.
-// `waits` 0: the maker does not wait until numbers have been used; -1: nor do users until they are there.
+// One warp produces numbers, the others consume them: two buffers, each with a latch for "full" and one for "empty".
+// `waits` 0: the producer does not wait for "empty"; -1: and the consumers do not wait for "full".
 extern "C" __global__ void pipeline(float* out, int rounds, int waits) {
     __shared__ float numbers[2][32];
     __shared__ Latch full[2], used[2];
@@ -115,7 +115,8 @@ extern "C" __global__ void late(int rounds) {
     if (threadIdx.x == 32) latch.wait(0);
 }
 
-// All warps but the first pass numbers round, `rounds` times, with a barrier of their own before and after; `skipped`: one warp leaves out the last.
+// All warps but the first exchange numbers `rounds` times between two barriers of their own. `skipped`: one warp omits the
+// last barrier.
 extern "C" __global__ void some_meet(float* out, int rounds, int skipped) {
     __shared__ float numbers[3][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1;
@@ -128,7 +129,7 @@ extern "C" __global__ void some_meet(float* out, int rounds, int skipped) {
     }
 }
 
-// Warp 0 asks for rows, for rows whose halves change places, and for a block, twice; all see what has landed.
+// Warp 0 requests rows, rows with swapped halves, and a block, twice; all threads read the results.
 extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
     alignas(16) __shared__ float rows[2][3][12], turned[2][3][8], block[2][16];
     __shared__ Delivery delivery;
@@ -144,7 +145,7 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
         }
         float* const mine = out + (round * blockDim.x + threadIdx.x) * 4;
         __syncthreads();
-        mine[0] = block[round][0];  // which nobody has waited for
+        mine[0] = block[round][0];  // without a wait
         __syncthreads();
         delivery.wait(round);
         const int lane = threadIdx.x % 32;
@@ -155,7 +156,7 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
     }
 }
 
-// Warps send two rows of their own, twice. `spoil` 1: they write to them again before the wait; `waits` 1: not at last.
+// Each warp sends two rows, twice. `spoil` 1: it overwrites them before the wait; `waits` 1: it omits the last wait.
 extern "C" __global__ void sends(float* out, int spoil, int waits) {
     alignas(16) __shared__ float rows[2][2][68];
     float(&mine)[2][68] = rows[threadIdx.x / 32];
@@ -167,7 +168,7 @@ extern "C" __global__ void sends(float* out, int spoil, int waits) {
     }
 }
 
-// Three pieces, one of them empty, 768 bytes together, twice; one lane looks at them before the wait, all after it.
+// Three pieces (one empty) of 768 bytes in all, twice; one lane reads them before the wait, all lanes after it.
 extern "C" __global__ void arrivals(const float* x, float* out, int announced) {
     constexpr int LENGTH = 192;
     alignas(16) __shared__ float pieces[2][LENGTH];
@@ -218,7 +219,7 @@ extern "C" __global__ void product_tf32(const float* a, const float* b, float* d
 
 extern "C" __global__ void transpose(const u32* x, u32* y) { y[threadIdx.x] = transpose_8x8(x[threadIdx.x]); }
 
-// Rows of 16 elements, of which lanes give eight; those of the last matrix backwards.
+// Rows of 16 elements, of which eight are loaded; the rows of the last matrix are in reverse order.
 extern "C" __global__ void load_four_transposed(const u16* x, u32* y, int first) {
     alignas(16) __shared__ u16 rows[32 * 16];
     const int lane = threadIdx.x;

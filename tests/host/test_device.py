@@ -1,4 +1,4 @@
-"""The host build itself: what CUDA says that an operation does, and that mistakes are reported."""
+"""The host build: operations behave as CUDA defines them, and mistakes are reported."""
 
 import os
 import subprocess
@@ -94,7 +94,7 @@ def test_divergence_is_reported(module, name, lines):
     message = str(raised.value)
     assert message.startswith(f"{name}, block (") and ", thread (" in message
     assert all(line in message for line in lines)
-    out = np.zeros((2, 64), np.float32)  # and the next launch is not affected
+    out = np.zeros((2, 64), np.float32)  # the next launch is not affected
     module.get_function("unsynchronised")((2,), (64,), (out,))
     assert np.array_equal(out[1], np.arange(64)[::-1])
 
@@ -107,16 +107,16 @@ def test_copies_land_at_their_wait(module):
 
 
 def test_latches_hold_makers_and_users(module):
-    """Two buffers and many rounds: a number is seen when it has been made and before it is made anew."""
+    """Two buffers, many rounds: every number is read after it is written and before it is overwritten."""
     out = np.zeros((9, 3, 32), np.float32)
     module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(1)))
     assert np.array_equal(out, np.broadcast_to(100 * np.arange(9)[:, None, None] + np.arange(32)[::-1], out.shape))
 
 
 def test_a_missing_wait_at_a_latch_shows(module, order):
-    """Users that don't wait see NaN; a maker that does not wait runs away from its users."""
+    """Consumers that do not wait read NaN; a producer that does not wait overtakes its consumers."""
     out = np.zeros((9, 3, 32), np.float32)
-    if order == 0:  # the first warp goes as far as it can
+    if order == 0:  # the first warp runs as far as it can
         with pytest.raises(RuntimeError, match=r"a latch has gone two rounds on, at selftest.cu:\d+"):
             module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(0)))
         return
@@ -129,7 +129,7 @@ def test_a_missing_wait_at_a_latch_shows(module, order):
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_a_latch_knows_which_round_is_over(module, rounds):
-    """A device tells rounds apart by their parity alone: who comes two late would wait for another one."""
+    """A device compares parities only: a thread that is two rounds late would wait for a later round."""
     late = module.get_function("late")
     if rounds == 1:
         late((1,), (64,), (np.int32(rounds),))
@@ -145,7 +145,9 @@ def test_some_meet_without_the_others(module):
     assert np.array_equal(out, np.roll(number, -1, axis=1))
     with pytest.raises(RuntimeError, match="thread 64 to 127: a barrier of some at"):
         module.get_function("some_meet")((1,), (128,), (out, np.int32(5), np.int32(1)))
-    module.get_function("some_meet")((1,), (128,), (out, np.int32(5), np.int32(0)))  # nothing is left of it
+    module.get_function("some_meet")(
+        (1,), (128,), (out, np.int32(5), np.int32(0))
+    )  # the failed launch leaves no trace
     assert np.array_equal(out, np.roll(number, -1, axis=1))
 
 
@@ -188,7 +190,7 @@ def test_arrivals_land_at_their_wait(module):
 
 @pytest.mark.parametrize("announced", [752, 784])
 def test_arrivals_bring_the_bytes_that_were_announced(module, announced):
-    """A device would wait for ever, or for the next round's."""
+    """A device would wait forever, or for bytes of the next round."""
     x, out = np.zeros((2, 192), np.float32), np.zeros((2, 193), np.float32)
     with pytest.raises(RuntimeError, match="a copy brings other bytes than were announced"):
         module.get_function("arrivals")((1,), (32,), (x, out, np.int32(announced)))
@@ -215,7 +217,7 @@ def test_matrix_product(module, rng, dtype):
 
 
 def test_matrix_product_of_tf32(module, rng):
-    """Of float32 operands the upper 19 bits count, as they are: truncated, not rounded."""
+    """float32 operands are truncated to their upper 19 bits, not rounded."""
     a, b, start = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
     d = start.copy()
     module.get_function("product_tf32")((1,), (32,), (a, b, d))
@@ -344,7 +346,7 @@ def test_sanitizers_see(place, report):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [0], indirect=True)
 def test_kernels_under_sanitizers():
-    """A part of tests/test_cuda_host.py again: all kinds, all files of cuda_src/, three maps, small shapes."""
+    """A part of tests/test_cuda_host.py: all kinds, all files of cuda_src/, three maps, small shapes."""
     suite = HERE.parent / "test_cuda_host.py"
     tests = ("standard[float16-kda-64]", "replay[gdn-96-8-float16]", "sketch[gdn-96-offline-float32]")
     tests += (
