@@ -1,1 +1,1 @@
-"""Numba engines: float32 states, parallel over rows and heads."""
+"""Numba engines: float32 states, rows and heads shared by threads."""

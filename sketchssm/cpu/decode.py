@@ -1,8 +1,8 @@
-"""Decode with a buffered window: the kernels that run rows and heads in parallel.
+"""The kernel of decode with a buffered window.
 
-Workers share nothing that they write, and every head goes through the same instructions whatever the batch: a row's
-result does not depend on the others. Rows that flush cost ten times as much as rows that don't, so each kind is dealt
-out to the workers on its own: flushes by key head, reads by row, or by part of one where rows are few.
+Workers write to separate memory, and every head takes the same instructions for any batch. So a row's result does not
+depend on the other rows. A flush costs ten times as much as a read. Workers therefore share the flushes and the reads
+of a step separately: flushes by key head, reads by row, or by part of a row where rows are few.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sketchssm.recurrence import DENSE
 __all__ = ["FLUSH", "REBUILD", "STEP", "window_kernel"]
 
 PARTS_PER_WORKER = 4
-"""Parts that the reads of a call are cut into at least, to be shared evenly."""
+"""Least number of parts into which the reads of a call are cut, for each worker."""
 
 NO_OUTPUT = -1
-"""Instead of a token's place: nothing is read."""
+"""Place of a token that has no output."""
 
 
 STEP, FLUSH, REBUILD = range(3)
-"""Tasks of the kernel, which is one so that they share machine code."""
+"""Tasks of the kernel. One kernel for all of them compiles in less time than three."""
 
 
 @Kernel
 def window_kernel(context: int, areas: int, worker: int) -> None:
-    """One worker's share of a task, or of one token of a step."""
+    """Run one worker's share of a task; of a step, for one token."""
     m, at = call_record(context), areas_record(areas)
     if worker == SERIAL:
         _advance(m)
@@ -50,7 +50,7 @@ def window_kernel(context: int, areas: int, worker: int) -> None:
 
 @pasted
 def _advance(m: Record) -> None:
-    """Move the cursors by one token, or back to the start of a window."""
+    """Move the cursors by one token, or to the start of a window, and go to the next token."""
     position = short_integers(m.position)
     for row in range(m.batch):
         slot = integers(m.rows)[row]
@@ -61,14 +61,14 @@ def _advance(m: Record) -> None:
 
 @pasted
 def _step(m: Record, at: Record, worker: int) -> None:
-    """One worker's share of one token."""
+    """Run one worker's share of one token."""
     buf = floats(m.scratch + 4 * worker * at.size)
     flushing = 0
     for row in range(m.batch):
         flushing += _flushes(m, row)
     parts = min(m.key_heads, -(-PARTS_PER_WORKER * m.workers // m.batch))
     flushes, reads = flushing * m.key_heads, (m.batch - flushing) * parts
-    # a contiguous share of each kind: what comes next lies next in memory
+    # contiguous shares, so that each worker reads memory in order
     flush_from, flush_to = flushes * worker // m.workers, flushes * (worker + 1) // m.workers
     read_from, read_to = reads * worker // m.workers, reads * (worker + 1) // m.workers
     flushed = passed = 0
@@ -101,7 +101,7 @@ def _flushes(m: Record, row: int) -> bool:
 def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: int, place: int) -> None:
     """Advance the states of a key head's value heads through their rings, and sketch them anew.
 
-    The output of the token that completes a window is read from the state that it completes.
+    The last token of a window reads its output from the new state.
     """
     prepare_keys(m, at, buf, slot, key_head)
     for head in range(key_head * m.group, (key_head + 1) * m.group):
@@ -127,7 +127,7 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
 
 @pasted
 def _flush(m: Record, at: Record, worker: int) -> None:
-    """One worker's share of folding what slots have buffered into their states."""
+    """Fold the buffered tokens of one worker's share of slots and key heads into their states."""
     buf = floats(m.scratch + 4 * worker * at.size)
     units = m.batch * m.key_heads
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
@@ -139,7 +139,7 @@ def _flush(m: Record, at: Record, worker: int) -> None:
 
 @pasted
 def _rebuild(m: Record, at: Record, worker: int) -> None:
-    """One worker's share of sketching states that were loaded."""
+    """Sketch one worker's share of states that were loaded."""
     buf = floats(m.scratch + 4 * worker * at.size)
     state = floats(m.state)
     units = m.batch * m.heads

@@ -1,7 +1,7 @@
-"""Folding a head's ring into its state, from the raw inputs alone: `sketchssm.reference.window.fold`.
+"""Fold a head's ring into its state, from the raw inputs alone: `sketchssm.reference.window.fold`.
 
-The state is advanced 16 rows at a time: predict what the rows hold for every buffered key (one matrix product), solve
-for what the tokens write, and add it (another product). The rows stay in the first cache meanwhile.
+A state advances 16 rows at a time: predict the values of the rows for all buffered keys (a matrix product), solve for
+the values that the tokens write, and add them (another product). Meanwhile the rows stay in the first cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
 @njit
 def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) -> None:
-    """What a fold needs of the keys and all value heads of a key head share: scalar gates only."""
+    """Transpose the buffered keys of a key head and compute their Gram matrix, for gdn; its value heads share both."""
     if m.kind != GDN:
         return
     first = slot * m.window * m.key_row + key_head * m.keys
@@ -36,7 +36,7 @@ def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) 
 
 @njit
 def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stride: int) -> None:
-    """Turn ``(W, K)`` rows into ``(K, W)``, tokens on lanes."""
+    """Transpose rows ``(W, K)`` to ``(K, W)``, with tokens on lanes."""
     for s in range(0, m.tokens, LANES):
         for c in range(0, m.keys, LANES):
             transpose(rows, first + s * stride + c, stride, buf, at.keys_across + c * m.tokens + s, m.tokens)
@@ -44,7 +44,7 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 
 @njit
 def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """A head's decays over the buffered tokens and, for `substitute`, its Gram matrix with the write gates in it."""
+    """Compute a head's decays over the buffered tokens and the Gram matrix that `substitute` needs."""
     if m.kind == KDA:
         _prepare_channels(m, at, buf, slot, head, count)
         _scale_gram(m, at, buf, slot, head, count)
@@ -65,7 +65,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
         store(buf, at.decay + c, whole)
     if m.kind == MAMBA2:
         return
-    # row j of the Gram matrix from row j - 1 of its decays
+    # the decays of row j of the Gram matrix follow from those of row j - 1
     for j in range(count):
         every = splat(np.float32(math.exp(floats(m.gate)[gates + j * m.heads])))
         for i in range(0, j + 1, LANES):
@@ -79,7 +79,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
 
 @njit
 def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """Turn the decayed Gram matrix A into ``-Diag(beta) A`` below its diagonal, and beta on it."""
+    """Replace the decayed Gram matrix A with ``-Diag(beta) A`` below the diagonal and beta on the diagonal."""
     for j in range(count):
         beta, row = floats(m.beta)[(slot * m.window + j) * m.heads + head], at.gram + j * m.tokens
         minus = splat(-beta)
@@ -90,7 +90,7 @@ def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count
 
 @njit
 def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """`prepare_fold` under per-channel decay."""
+    """`prepare_fold` for per-channel decay."""
     keys = slot * m.window * m.key_row + head // m.group * m.keys
     gates = slot * m.window * m.gate_row + head * m.keys
     for c in range(0, m.keys, LANES):
@@ -104,7 +104,7 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
         left = at.left + s * m.keys
         for c in range(0, m.keys, LANES):
             store(buf, left + c, load(floats(m.k), keys + s * m.key_row + c))
-        # key s walks forward through the window and meets every later key
+        # key s decays forward through the window, for its products with all later keys
         for j in range(s + 1, count):
             product = splat(np.float32(0.0))
             for c in range(0, m.keys, LANES):
@@ -119,7 +119,7 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
 
 @njit
 def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int) -> Any:
-    """Advance 16 rows of a state through the ring; returns their squared norm."""
+    """Advance 16 rows of a state through the ring and return their squared norm."""
     first = ((slot * m.heads + head) * m.values + block) * m.keys
     state = floats(m.state)
     erases = m.kind != MAMBA2
@@ -151,7 +151,7 @@ def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block:
     squares = splat(np.float32(0.0))
     for r in range(0, LANES, TILE_ROWS):
         place = first + r * m.keys
-        # the next head's rows, while these are computed with
+        # prefetch the rows of the next head
         ahead = place + m.values * m.keys
         for line in range(ahead, ahead + TILE_ROWS * m.keys, LANES):
             prefetch(state, line)

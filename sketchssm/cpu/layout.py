@@ -1,8 +1,8 @@
-"""Where things lie: the record that kernels find their memory by, the pool of states, the ring, scratch memory.
+"""Memory layout: the states, the ring, scratch memory, and the record by which kernels find all of them.
 
-Rows of K or V elements are padded with zeros to a multiple of `LANES`, so that no kernel needs a tail; for the
-usual sizes (64, 80, 128) there is nothing to pad. Padding holds zeros unless a NaN comes in beside
-it; loading and resetting a slot clear it. Every array starts on a cache line.
+Rows of K or V elements are padded with zeros to a multiple of `LANES`, so that no kernel needs a loop for a remainder.
+The usual sizes (64, 80, 128) need no padding. Padding holds zeros, unless a NaN reaches the padding from the row
+beside it. Loading and resetting a slot clear its padding. Every array starts on a cache line.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ Record = Any
 CACHE_LINE = 64
 
 HEADS_TOGETHER = 8
-"""Heads that go through the stages of a read together (see `sketchssm.cpu.read`)."""
-
+"""Heads that take each stage of a read together (see `sketchssm.cpu.read`)."""
 
 SIZES = (
     "kind", "slots", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values",
     "tokens", "workers", "key_row", "value_row", "gate_row", "gram_row",
 )  # fmt: skip
-"""A layer's sizes; `keys`, `values` and `tokens` are K, V and W padded to whole vectors, the rows a token's shares of
-the ring (see `Memory`)."""
+"""Sizes of a layer. `keys`, `values` and `tokens` are K, V and W padded to whole vectors. `key_row`, `value_row`,
+`gate_row` and `gram_row` are the distances between two tokens in the arrays of the ring (see `Memory`)."""
 
 POINTERS = (
     "state", "served", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
@@ -59,7 +58,8 @@ POINTERS = (
 """Addresses; see `Memory` and `sketchssm.cpu.packed`."""
 
 CALL = ["task", "in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "batch", "length", "token"]
-"""One call: the task, addresses of its inputs, its output and its rows' slots, its sizes, the token at hand."""
+"""One call: its task, the addresses of its inputs, of its output and of its rows' slots, its sizes, its current
+token."""
 
 SKETCH = [
     "map",
@@ -86,15 +86,15 @@ AREA_NAMES = (
     "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "size",
 )  # fmt: skip
 AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
-"""Offsets of one worker's scratch areas, and the size of all. A key head's query and key lie next to one another in
-``inputs``, as do the two vectors of ``x``, the scores and the coefficients that come of them."""
+"""Offsets of one worker's scratch areas, and their total size. ``inputs`` holds the query and the key of a key head
+side by side. ``x``, ``scores`` and ``coefficients`` hold what is computed from both in the same order."""
 
 call_record = pointer_cast(from_dtype(CONTEXT))
 areas_record = pointer_cast(from_dtype(AREAS))
 
 
 def flat(size: int, dtype: Any = np.float32) -> Array:
-    """Zeros that start on a cache line; memory is taken when it is first written."""
+    """Return zeros that start on a cache line. The system gives the memory when it is first written."""
     item = np.dtype(dtype).itemsize
     memory = np.zeros(size * item + CACHE_LINE, dtype=np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
@@ -102,20 +102,30 @@ def flat(size: int, dtype: Any = np.float32) -> Array:
 
 
 class Memory:
-    """What an engine owns: arrays, and the record of their addresses and of the layer's sizes.
+    """The arrays of an engine, and the record of their addresses and of the layer's sizes.
 
-    All hold float32. ``state (slots, heads, V, K)``; ``served`` is what reads between flushes see, the state itself
-    unless an engine keeps another. Of the ring, the raw inputs ``k (slots, W, key_heads, K)``,
-    ``v (slots, W, heads, V)``, ``beta (slots, W, heads)`` and ``gate (slots, W, heads)``, which holds g, or for kda
-    ``exp g`` with K channels (the recurrence uses it in no other form, and the exponentials are costly): they are all
-    that a flush uses. The rest is what reads can reuse from token to token: with t the newest token
-    ``reach[s] = D_{s+1:t}`` ``(slots, heads, W)`` and ``start[s] = D_{1:s}`` ``(slots, W, heads)`` of scalar gates,
-    and ``gram[j, s] = <D_{s+1:j} k_s, k_j>`` ``(slots, W, heads, W)``, the matrix A of `sketchssm.reference.window`.
+    All arrays hold float32:
 
-    Tokens come before heads, so that a step appends and reads long contiguous runs: one core fetches runs of less
-    than 16 KiB at a third of the bandwidth that it reaches on long ones. Where a head has more than one number a
-    token, tokens are an odd number of heads apart: at a power of two, all of a head's tokens would compete for one set
-    of the first cache.
+    ========  ===========================  ===========================================================================
+    array     shape                        contents
+    ========  ===========================  ===========================================================================
+    state     (slots, heads, V, K)         states as of the last flush
+    served    (slots, heads, V, K)         what reads between flushes use: the state, or an engine's own copy
+    k         (slots, W, key_heads, K)     ring: keys
+    v         (slots, W, heads, V)         ring: values
+    beta      (slots, W, heads)            ring: write gates
+    gate      (slots, W, heads)            ring: log-decays g; for kda ``exp g``, with K channels
+    reach     (slots, heads, W)            ``D_{s+1:t}`` up to the newest token t, for scalar gates
+    start     (slots, W, heads)            ``D_{1:s}``, for scalar gates
+    gram      (slots, W, heads, W)         ``<D_{s+1:j} k_s, k_j>``, the matrix A of `sketchssm.reference.window`
+    ========  ===========================  ===========================================================================
+
+    A flush uses the raw inputs only: k, v, beta and gate. Reads reuse reach, start and gram from token to token. The
+    gate of kda is kept as ``exp g`` because the recurrence uses no other form and exponentials are costly.
+
+    Tokens come before heads, so that a step reads and writes long contiguous runs. One core reads runs of less than
+    16 KiB at a third of the bandwidth of long runs. Where a head has several numbers per token, two tokens are an odd
+    number of heads apart. At a power of two, all tokens of a head would compete for one set of the first cache.
 
     Parameters
     ----------
@@ -146,7 +156,7 @@ class Memory:
             apart, tokens_apart = layer.heads | 1, num_slots * window * (layer.heads | 1)
             key_row = (layer.key_heads | 1) * keys
             self.set(key_row=key_row, value_row=apart * values, gate_row=apart * keys, gram_row=apart * tokens)
-            # 16 rows are read at once, also where the ring has fewer
+            # kernels read 16 rows at once, even where the ring has fewer
             self.own("k", (num_slots * window + LANES) * key_row)
             self.own("v", tokens_apart * values)
             self.own("gate", tokens_apart * keys if layer.kind == "kda" else tokens_heads)
@@ -156,7 +166,7 @@ class Memory:
             self.own("gram", tokens_apart * tokens if layer.erases else 0)
 
     def own(self, name: str, size: int, dtype: Any = np.float32) -> Array:
-        """Allocate zeros and record their address."""
+        """Allocate an array of zeros and record its address."""
         return self.share(name, flat(size, dtype))
 
     def share(self, name: str, array: Array) -> Array:
@@ -166,12 +176,12 @@ class Memory:
         return array
 
     def clear_state(self, slots: npt.NDArray[np.int64]) -> None:
-        """Zero some slots' states with their padding, which a NaN in the state has reached too."""
+        """Set the states of some slots and their padding to zero: a NaN in a state may have reached the padding."""
         self.padded_state[slots] = 0.0
         self.position[slots] = 0
 
     def clear(self, slots: npt.NDArray[np.int64], *names: str) -> None:
-        """Overwrite some slots' shares of packed arrays with zeros, whatever they hold."""
+        """Overwrite the parts of some slots in packed arrays with zeros."""
         count = int(self.context["slots"][0])
         for name in names:
             stride = int(self.context[f"{name}_stride"][0])
@@ -184,7 +194,7 @@ class Memory:
             self.context[name] = value
 
     def scratch(self, workers: int, rank: int = 0) -> None:
-        """Allocate scratch memory for some workers, and the record of its areas."""
+        """Allocate the scratch memory of all workers and the record of its areas."""
         areas = scratch_areas(self.context[0], rank)
         self.set(columns=padded(rank))
         size = int(areas["size"][0])
@@ -194,12 +204,12 @@ class Memory:
         self.addresses = self.context.ctypes.data, areas.ctypes.data
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied: the record holds addresses, which would still be those of the original's arrays."""
+        """Refuse a copy, whose record would hold the addresses of the original's arrays."""
         raise TypeError("a decode head on backend 'cpu' cannot be copied or pickled: it holds addresses of its memory")
 
 
 def scratch_areas(sizes: Any, rank: int) -> Array:
-    """Scratch areas for a layer's sizes and the largest rank in use."""
+    """Return the record of the scratch areas for a layer's sizes and the largest rank in use."""
     keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
     heads, key_heads = int(sizes["heads"]), int(sizes["key_heads"])
     columns = padded(rank)
@@ -224,6 +234,6 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
 
 @njit
 def blank(m: Record, place: int, heads: int) -> None:
-    """Zero a padding row's output for some heads; `place` counts heads over rows and tokens."""
+    """Set the outputs of some heads in a padding row to zero; `place` counts heads over rows and tokens."""
     for c in range(place * m.value_dim, (place + heads) * m.value_dim):
         floats(m.out)[c] = np.float32(0.0)

@@ -1,12 +1,22 @@
-"""How sketches are packed: each head takes the room of its own rank.
+"""Packed sketches: each head takes memory for its own rank.
 
-A slot holds, head after head, the sketch U (G rows of V) and the rows of the map (rows of K) in the sketch's type.
-Other arrays hold float32 numbers: the factors w and F, the projected keys ``h_j = C D_{1:j} k_j`` (token after token,
-like the ring), and for scalar gates the master, a float32 copy of U that flushes advance by itself (see
-`sketchssm.cpu.maps`). A table says where each head's parts begin. All slots share Omega, with its columns on lanes,
-and Pi, by rows, both in float32.
+Each slot has these parts, head after head:
 
-For `lowrank` and `prior` the rows are ``B - Pi Diag(w) L`` instead of B, which spares L. With z = Pi^T x,
+==========  ======================================================  =============
+part        contents                                                type
+==========  ======================================================  =============
+SKETCH      sketch U, G rows of V                                   sketch's type
+MAP         rows of the coefficient map, of K                       sketch's type
+MASTER      a master copy of U, for scalar gates                    float32
+FACTORS     w and F of the map                                      float32
+PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token  float32
+==========  ======================================================  =============
+
+All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A table
+holds the place of every part of every head. Flushes advance the master copy (see `sketchssm.cpu.maps`).
+
+For `lowrank` and `prior`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With
+z = Pi^T x,
 
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 """
@@ -43,28 +53,28 @@ __all__ = [
 
 EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
 
-# Columns of the table: a head's rank and its map's rows, then where its parts begin, in a slot or in what all share.
+# Columns of the table: a head's rank, the number of its map's rows, and where its parts begin.
 RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(9)
 COLUMNS = 9
 
 
 @njit
 def field(c: Record, head: int, column: int) -> int:
-    """One entry of the table."""
+    """Return an entry of the table."""
     return integers(c.table)[head * COLUMNS + column]
 
 
 def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
-    """Allocate zero sketches for all slots and record where they are.
+    """Allocate sketches of zeros for all slots and record where their parts are.
 
     Parameters
     ----------
     memory : Memory
-        Where to.
+        Memory of the engine.
     plan : SketchPlan or None
         Ranks, bases and settings; None makes every head dense.
     dtype : {"bfloat16", "float32"}
-        How sketches and map rows are stored.
+        Type in which sketches and map rows are stored.
 
     Returns
     -------
@@ -104,7 +114,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
             used[PI] += along.size
     memory.own("packed", slots * used[SKETCH], np.uint16 if dtype == "bfloat16" else np.float32)
     memory.own("master", slots * used[MASTER])
-    # 16 numbers are loaded at once, also from the last row of fewer
+    # kernels load 16 numbers at once, even from a last row of fewer
     memory.own("factors", slots * used[FACTORS] + LANES)
     memory.own("pending", slots * window * used[PENDING] + LANES)
     memory.share("omega", _joined(omega))
@@ -123,7 +133,7 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
 
 
 def _joined(parts: list[Array]) -> Array:
-    """Arrays one after the other, on a cache line."""
+    """Join arrays into one that starts on a cache line."""
     whole = flat(sum(part.size for part in parts))
     if parts:
         np.concatenate([part.reshape(-1) for part in parts], out=whole)

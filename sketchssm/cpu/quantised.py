@@ -1,8 +1,7 @@
 """Quantised states and quantised copies for reads: `sketchssm.reference.quantise` in float32.
 
-States are kept as what their codes stand for, not as the codes: that is all that shows in results, and the byte model
-counts the codes. Quantising is a pass of its own after a token, so these engines' times say nothing of what a fused
-kernel would take.
+Memory holds the values of the codes, not the codes: results are the same, and the byte model counts the codes.
+Quantising is a separate pass after a token, so times of these engines say nothing about a fused kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 
 
 class QuantisedEngine(StandardEngine):
-    """The recurrence on quantised states: what a token leaves is requantised before the next one finds it.
+    """The recurrence on quantised states: each state is quantised again after every token.
 
     Parameters
     ----------
@@ -110,20 +109,20 @@ class CopyEngine(ReplayEngine):
 def _one_token(
     step: Callable[[Tokens, Array, Array], None], tokens: Tokens, t: int, slots: npt.NDArray[np.int64], out: Array
 ) -> Array:
-    """Output ``(batch, heads, V)`` of one token of several."""
+    """Step by one token of several; return its output ``(batch, heads, V)``."""
     part = np.empty_like(out[:, t : t + 1])
     step(Tokens(*(None if x is None else x[:, t : t + 1] for x in tokens)), slots, part)
     return part[:, 0]
 
 
 def _set_grids(memory: Memory, grid: Grid, residual: Grid) -> None:
-    """Record what states are rounded to, and what their residuals are."""
+    """Record the grids of states and residuals."""
     memory.set(top=grid.top, shift=grid.shift, residual_top=residual.top, residual_shift=residual.shift)
 
 
 @Kernel
 def quantise_kernel(context: int, areas: int, worker: int) -> None:
-    """One worker's share of quantising the states of some slots into what is served, which may be the states."""
+    """Quantise one worker's share of the states of some slots, in place or into the served copy."""
     if worker != SERIAL:
         _share(call_record(context), worker)
 
@@ -145,7 +144,7 @@ def _share(m: Record, worker: int) -> None:
 def _round_trip_one(
     state: Array, stored: Array, top: float, shift: float, residual_top: float, residual_shift: float
 ) -> None:
-    """Quantise one state, by loops over one row at a time that compile to vector instructions."""
+    """Quantise one state. The loops over one row each compile to vector instructions."""
     values, keys = state.shape
     rows, columns = np.zeros(values, np.float32), np.zeros(keys, np.float32)
     line, step = np.empty(keys, np.float32), np.empty(keys, np.float32)
@@ -153,7 +152,7 @@ def _round_trip_one(
     for v in range(values):
         peak = np.int32(0)
         for k in range(keys):
-            # magnitudes compare like their bits do, and a maximum of integers may be taken in any order
+            # magnitudes compare like their bits, and LLVM may reorder a maximum of integers
             peak = max(peak, size[v, k] & np.int32(0x7FFFFFFF))
         rows.view(np.int32)[v] = peak
     _bfloat16_above(rows)
@@ -180,7 +179,7 @@ def _round_trip_one(
 
 @njit
 def _nearest(value: float, step: float, top: float, shift: float) -> float:
-    """What the nearest code of a number stands for; without branches, so that loops of it become vectors."""
+    """Round a number to the value of its nearest code, without branches, so that loops become vectors."""
     code = np.rint(value / (step if step > 0 else np.float32(1)) - shift) + shift
     code = top if code > top else code
     return (-top if code < -top else code) * step

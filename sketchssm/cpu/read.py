@@ -1,7 +1,7 @@
-"""Reads between flushes: one token's outputs from sketches, or dense states, and the ring.
+"""Reads between flushes: outputs ``o_t = U C x_t + sum_s c_ts v_s`` of one token.
 
-``o_t = U C x_t + sum_s c_ts v_s``. Heads are independent and each has chains of dependent operations, so a few of them
-go through every stage together.
+A dense head reads its state in place of ``U C``. Each head has chains of dependent operations, so a few heads take
+every stage together.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sketchssm.recurrence import DENSE
 __all__ = ["read"]
 
 BLOCKS_AHEAD = 1
-"""Blocks of 16 rows by which reads of full states run ahead."""
+"""Blocks of 16 rows by which reads of full states prefetch."""
 
 LINES_AHEAD = 64
-"""Cache lines by which reads of sketches run ahead: a few heads."""
+"""Cache lines by which reads of sketches prefetch: a few heads."""
 
 
 @njit
 def read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int) -> None:
-    """Outputs of one token of some key heads, which it also appends to the ring."""
+    """Append one token of some key heads to the ring and compute its outputs."""
     buffer_token(m, at, buf, slot, place, cursor, first, last)
     weigh(m, at, buf, slot, cursor, first, last)
     last *= m.group
@@ -68,9 +68,9 @@ def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
 
 @njit
 def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -> None:
-    """What a head's map makes of the decayed query, and unless mamba2 also of the newest key.
+    """Multiply the decayed query, and except for mamba2 the newest key, by the stored rows of a head's map.
 
-    For maps in factors ``Pi^T x`` comes first, then ``(B - Pi Diag(w) L)^T x``, for two vectors each in turn.
+    For maps in factors, the results are ``Pi^T x`` of both vectors, then ``(B - Pi Diag(w) L)^T x`` of both.
     """
     x = at.x + 2 * head * m.keys if m.kind == KDA else at.inputs + 2 * (head // m.group) * m.keys
     vectors = 1 if m.kind == MAMBA2 else 2
@@ -87,9 +87,9 @@ def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -
 
 @njit
 def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
-    """Coefficients of the effective query.
+    """Compute the coefficients of the effective query.
 
-    ``C x_t = C D_{1:t} q_t - sum_j c_tj h_j`` with the projected keys ``h_j = C D_{1:j} k_j`` of all tokens so far.
+    ``C x_t = C D_{1:t} q_t - sum_j c_tj h_j``, with the projected keys ``h_j = C D_{1:j} k_j`` of all tokens so far.
     """
     rank, rows, erases = field(m, head, RANK), field(m, head, ROWS), m.kind != MAMBA2
     if m.map == LOWRANK or m.map == PRIOR:
@@ -119,11 +119,11 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
 
 @njit
 def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
-    """Output of one head's full state for a vector in scratch."""
+    """Multiply one head's full state by a vector in scratch memory."""
     states, first, size = floats(m.served), (slot * m.heads + head) * m.values * m.keys, LANES * m.keys
     for block in range(0, m.values, LANES):
         place = first + block * m.keys
-        # what comes next: this state's rows, then the next head's
+        # prefetch the next rows of this state, then those of the next head
         for line in range(place + BLOCKS_AHEAD * size, place + (BLOCKS_AHEAD + 1) * size, LANES):
             prefetch(states, line)
         dots(states, place, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values + block, 0)
@@ -131,7 +131,7 @@ def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int
 
 @njit
 def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
-    """Add up a head's output: sketch or full read, and weighted values."""
+    """Add the weighted values to the read of a sketch or of a full state."""
     rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
     output, weights = at.output + head * m.values, at.weights + head * m.tokens
     values = slot * m.window * m.value_row + head * m.values

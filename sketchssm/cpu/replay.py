@@ -17,7 +17,7 @@ __all__ = ["ReplayEngine"]
 
 
 class ReplayEngine(StandardEngine):
-    """Raw inputs wait in a ring and are folded into the state at the window's last token.
+    """A ring buffers raw inputs; the last token of a window folds them into the state.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class ReplayEngine(StandardEngine):
         self._open(layer, num_slots, window, None, "float32")
 
     def _open(self, layer: Layer, num_slots: int, window: int, plan: SketchPlan | None, sketch_dtype: str) -> None:
-        """Set up the window's memory; without a plan, every head reads its full state."""
+        """Allocate the window's memory. Without a plan, every head reads its full state."""
         self._own(Memory(layer, num_slots, window))
         rank = pack(self._memory, plan, sketch_dtype)
         self._memory.scratch(worker_count(), rank)

@@ -15,7 +15,7 @@ __all__ = ["SketchEngine"]
 
 
 class SketchEngine(ReplayEngine):
-    """The paper's algorithm 1: replay whose state reads between flushes go through a sketch.
+    """The paper's algorithm 1: replay, with a sketch for the state reads between flushes.
 
     Parameters
     ----------
@@ -40,5 +40,5 @@ class SketchEngine(ReplayEngine):
     def reset(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
-        # With U = 0 any finite map reads a zero state right.
+        # a zero sketch reads a zero state correctly through any finite map
         self._memory.clear(slots[slots >= 0], "packed", "master", "factors")

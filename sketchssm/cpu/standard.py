@@ -18,7 +18,7 @@ __all__ = ["StandardEngine"]
 
 
 class StandardEngine:
-    """The recurrence as it stands, in float32: every state is read and written at every token.
+    """The recurrence in float32: every token reads and writes every state.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class StandardEngine:
         self.state, self.position = memory.state, memory.position
 
     def warmup(self, activation_dtype: str | None = None) -> None:
-        """See `sketchssm.backends.Engine`: Numba compiles what it runs, here for a row of padding."""
+        """See `sketchssm.backends.Engine`: calls everything once, on a row of padding."""
         layer, row = self._memory.layer, np.array([PAD_SLOT])
         shapes = layer.token_shapes()
         token = Tokens(*(np.zeros((1, 1, *shapes[x]), np.float32) if x in shapes else None for x in Tokens._fields))
@@ -69,7 +69,7 @@ class StandardEngine:
 
 @Kernel
 def standard_kernel(context: int, areas: int, worker: int) -> None:
-    """One worker's share of a step: a contiguous range of rows and heads, all tokens of each."""
+    """Run one worker's share of a step: a contiguous range of rows and heads, with all of their tokens."""
     if worker != SERIAL:
         _share(call_record(context), areas_record(areas), worker)
 
@@ -97,7 +97,7 @@ def _share(m: Record, at: Record, worker: int) -> None:
 
 @njit
 def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
-    """Query, key and decay of one token, padded, into scratch."""
+    """Copy the query, the key and the decay of one token, padded, into scratch memory."""
     source = (place * m.key_heads + head // m.group) * m.key_dim
     gates = place * m.heads + head
     copy(buf, at.inputs, floats(m.in_q), source, m.key_dim)
@@ -116,7 +116,7 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
 
 @njit
 def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
-    """mamba2: decay, write and read, row by row."""
+    """Decay, write and read row by row, for mamba2."""
     state = floats(m.state)
     for v in range(m.value_dim):
         row = first + v * m.keys
@@ -132,7 +132,7 @@ def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
 
 @njit
 def _erase_write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
-    """Gdn and kda: what a row predicts for the key is erased before the write; the row stays in the first cache."""
+    """Decay, erase, write and read row by row, for gdn and kda. A row stays in the first cache meanwhile."""
     beta = floats(m.in_beta)[place]
     state = floats(m.state)
     for v in range(m.value_dim):

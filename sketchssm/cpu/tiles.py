@@ -1,7 +1,7 @@
-"""Register-blocked pieces of small matrix products: the loops in which nearly all arithmetic happens.
+"""Register-blocked products of small matrices, which do nearly all of the arithmetic.
 
-Each intrinsic keeps a tile of accumulators in registers and runs one loop over the contracted axis. The functions
-below them cut any size into tiles. Row lengths are multiples of `LANES` (see `layout`).
+Each intrinsic keeps a tile of sums in registers and runs one loop over the contracted axis. The functions cut matrices
+of any size into tiles. Row lengths are multiples of `LANES` (see `layout`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, splat, total
 __all__ = ["accumulate", "accumulate_tile_rows", "add_product", "combine", "dots", "element", "fixed", "zero_sums"]
 
 TILE_ROWS = 4
-"""Rows that `accumulate` takes together."""
+"""Rows of a tile of `accumulate`."""
 
 DOT_ROWS = 4
-"""Rows that `dots` takes together."""
+"""Rows of a tile of `dots`."""
 
 
 def element(builder: Any, start: Any, *steps: tuple[Any, Any]) -> Any:
-    """``start + sum of count * stride`` over pairs; counts may be Python integers."""
+    """Compute ``start + sum of count * stride`` over pairs; counts may be Python integers."""
     for count, stride in steps:
         number = ir.Constant(ir.IntType(64), count) if isinstance(count, int) else count
         start = builder.add(start, builder.mul(number, stride))
@@ -41,7 +41,7 @@ def fixed(count: int) -> Any:
 
 
 def zero_sums(context: Any, builder: Any, count: int, lanes: int = LANES) -> list[Any]:
-    """Variables for sums over lanes, at zero."""
+    """Make variables for sums over lanes, all zero."""
     zero = simd.constant(0.0, lanes)
     variables = [cgutils.alloca_once(builder, zero.type) for _ in range(count)]
     for variable in variables:
@@ -88,7 +88,7 @@ def _tile_accumulate(rows: int, chunks: int) -> Any:
                     every = simd.broadcast(builder, weight)
                     for chunk in range(chunks):
                         add_product(builder, accumulators[chunk * rows + row], every, lanes[chunk])
-            # a sum for each row, so that one addition need not wait for the last
+            # one sum for each row, so that no addition waits for the previous one
             squares = [simd.constant(0.0)] * rows
             for number, (variable, place) in enumerate(zip(accumulators, places, strict=True)):
                 value, row = builder.load(variable), number % rows
@@ -115,7 +115,7 @@ def accumulate_tile_rows(
     c: Pointer, c0: int, c_row: int, width: int, decay: Pointer, d0: int,
     w: Pointer, w0: int, w_step: int, w_row: int, x: Pointer, x0: int, x_step: int, depth: int,
 ) -> Any:  # fmt: skip
-    """`accumulate` for `TILE_ROWS` rows; returns ``|C|_F^2`` as a sum over lanes that is still to be taken."""
+    """`accumulate` for `TILE_ROWS` rows; returns a vector whose lanes add up to ``|C|_F^2``."""
     squares = splat(np.float32(0.0))
     j = 0
     while j + 4 * LANES <= width:
@@ -216,9 +216,9 @@ def combine(
 
 
 def _tile_dots(rows: int, vectors: int) -> Any:
-    """``out[n, r] = <R[r], X[n]>`` for a few rows and vectors, all sums over lanes folded together.
+    """``out[n, r] = <R[r], X[n]>`` for a few rows and vectors; the sums over lanes are taken together.
 
-    Rows after `last` repeat that one: a short tile costs less than rows one by one.
+    Rows after `last` repeat row `last`, which costs less than to take the rows of a short tile one by one.
     """
 
     @intrinsic
@@ -268,7 +268,7 @@ def _tile_dots(rows: int, vectors: int) -> Any:
 
 
 def _fold(builder: Any, a: Any, b: Any) -> Any:
-    """Sums of neighbouring lanes: those of a, then those of b."""
+    """Add neighbouring lanes: the sums of a, then the sums of b."""
     n = a.type.count
     kind = ir.VectorType(INT32, n)
     even, odd = (ir.Constant(kind, [INT32(2 * i + parity) for i in range(n)]) for parity in (0, 1))

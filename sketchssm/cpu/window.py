@@ -1,8 +1,8 @@
-"""A slot's window between flushes: buffering a token, and weighting the buffer for its query.
+"""The window of a slot between flushes: buffer a token, and weight the buffered tokens for its query.
 
-The algebra and its names are those of `sketchssm.reference.window`. Everything here runs over a range of heads of one
-slot and token by token through the ring, as memory lies; heads are independent, so their chains of dependent
-operations overlap. What the value heads of one key head share is computed once.
+The algebra and the names are those of `sketchssm.reference.window`. Functions take a range of heads of one slot and go
+through the ring token by token, in the order of memory. The chains of dependent operations of several heads overlap.
+Value heads share the products of their key head.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["buffer_token", "dense_query", "weigh"]
 def buffer_token(
     m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int
 ) -> None:
-    """Take one token of some key heads into the ring, its queries and keys also into scratch.
+    """Copy one token of some key heads into the ring, and its queries and keys into scratch memory.
 
-    `place` counts tokens over rows; `first` and `last` bound the key heads.
+    `place` counts tokens over rows. The key heads are those from `first` to `last`, without `last`.
     """
     row = slot * m.window + cursor
     for key_head in range(first, last):
@@ -47,7 +47,7 @@ def buffer_token(
 
 @njit
 def _buffer_gates(m: Record, source: int, target: int) -> None:
-    """One head's per-channel decays ``exp g``."""
+    """Store one head's per-channel decays ``exp g``."""
     gate = floats(m.gate)
     copy(gate, target, floats(m.in_g), source, m.key_dim)
     for c in range(m.key_dim, m.keys):
@@ -58,9 +58,9 @@ def _buffer_gates(m: Record, source: int, target: int) -> None:
 
 @njit
 def weigh(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
-    """Buffer weights of the newest queries of some key heads, into ``weights``.
+    """Compute the buffer weights of the newest queries of some key heads, in ``weights``.
 
-    For kda this also leaves ``D_{1:t} q`` and ``D_{1:t} k_t`` of every head in ``x``.
+    For kda, ``x`` then holds ``D_{1:t} q`` and ``D_{1:t} k_t`` of every head.
     """
     if m.kind == KDA:
         _channel_scores(m, at, buf, slot, cursor, first * m.group, last * m.group)
@@ -73,7 +73,7 @@ def weigh(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: in
 
 @njit
 def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
-    """Undecayed ``<k_s, q>`` and ``<k_s, k_t>`` of the buffered keys."""
+    """Compute ``<k_s, q>`` and ``<k_s, k_t>`` of the buffered keys, without decay."""
     for s in range(0, cursor + 1, DOT_ROWS):
         row = (slot * m.window + s) * m.key_row
         for key_head in range(first, last):
@@ -84,7 +84,7 @@ def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, fir
 
 @njit
 def _scalar_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
-    """Decay the shared scores by scalar gates; lanes after the newest token hold anything and are never used."""
+    """Decay the shared scores by scalar gates. Lanes after the newest token are undefined and unused."""
     token = slot * m.window + cursor
     row = token * m.heads
     reaches, starts = floats(m.reach), floats(m.start)
@@ -110,7 +110,7 @@ def _scalar_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, 
 
 @njit
 def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
-    """Scores under per-channel decay: queries and newest keys walk back through the ring, decaying."""
+    """Compute scores for per-channel decay: queries and newest keys decay backwards through the ring."""
     size = 2 * m.keys
     for head in range(first, last):
         copy(buf, at.x + head * size, buf, at.inputs + head // m.group * size, size)
@@ -133,9 +133,9 @@ def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int,
 
 @njit
 def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
-    """Back substitution from the newest token down, a column of the unit triangular systems at a time.
+    """Solve the unit triangular systems by back substitution, from the newest token to the oldest.
 
-    Lanes from j on of a Gram row hold anything, so the weights have a place of their own.
+    Lanes from j on of a Gram row are undefined, so the weights have an area of their own.
     """
     for j in range(cursor, -1, -1):
         token = slot * m.window + j
@@ -150,7 +150,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
 
 @njit
 def dense_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
-    """Effective query of a head that reads its full state; returns where it is in scratch."""
+    """Compute the effective query of a head that reads its full state; return its offset in scratch memory."""
     row = slot * m.window
     keys = row * m.key_row + head // m.group * m.keys
     if m.kind == KDA:

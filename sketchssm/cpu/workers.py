@@ -1,11 +1,11 @@
 """Threads that share the rows and heads of a call.
 
-Numba's own threading layers do not fit a library. One of them aborts when two threads use it, one kills a forked
-child, and the idle threads of that one take cores that PyTorch needs. Here the calling thread works together with one
-thread per further core. Idle threads look for work for some tens of microseconds, and then sleep.
+The calling thread works together with one thread per further core. An idle thread looks for work for some tens of
+microseconds and then sleeps. If the threads are busy with another caller's call, the caller does all of its work
+alone. A forked child starts its own threads.
 
-If the threads are busy with the call of another caller, a caller does all of its work alone. A forked child starts
-threads of its own.
+Numba's threading layers do not fit a library. Its ``workqueue`` aborts when two threads call it. Its ``omp`` ends a
+forked child, and its idle threads spin on cores that PyTorch needs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sketchssm.recurrence import Tokens
 __all__ = ["SERIAL", "run", "worker_count"]
 
 SMALL = 2**18
-"""Elements of states in a call under which the calling thread does it alone, in less time than others need to wake."""
+"""A call on fewer elements of states runs on the calling thread alone: waking other threads would take longer."""
 
 SERIAL = -1
-"""Worker number with which a kernel is called once, by one thread, after the shares of a round."""
+"""Worker number of the serial part of a kernel, which the calling thread runs once after each round."""
 
 PATIENCE = 1000
-"""Tries to get a lock before a thread sleeps, of about 20 ns each."""
+"""Tries to get a lock before a thread sleeps; a try takes about 20 ns."""
 
 WAIT, TRY = 1, 0
 
 FUNCTION, CONTEXT, AREAS = range(3)
-"""What the threads' mailbox holds: addresses of a kernel and of its two records. A function of 0 ends the threads."""
+"""Contents of the threads' mailbox: the addresses of a kernel and of its two records."""
 
 _lock_take = types.ExternalFunction("PyThread_acquire_lock", types.intc(types.intp, types.intc))
 _lock_give = types.ExternalFunction("PyThread_release_lock", types.void(types.intp))
@@ -60,7 +60,7 @@ def _call(typingctx: Any, function: Any, context: Any, areas: Any, worker: Any) 
 
 @njit
 def _take(lock: int) -> None:
-    """Wait for a lock: awake at first, then asleep."""
+    """Take a lock: try for a while, then sleep until it is free."""
     for _ in range(PATIENCE):
         if _lock_take(lock, TRY):
             return
@@ -81,7 +81,7 @@ def _launch(
     box: Array, locks: Array, function: int, workers: int, context: int, areas: int, rounds: int,
     q: Array, k: Array, v: Array, g: Array, beta: Array, rows: Array, out: Array, length: int,
 ) -> None:  # fmt: skip
-    """Record a call's arrays and run a kernel for all workers, `rounds` times, each followed by its serial part."""
+    """Record the arrays of a call, then run a kernel on all workers and its serial part, `rounds` times."""
     m = call_record(context)
     m.in_q, m.in_k, m.in_v, m.in_g = q.ctypes.data, k.ctypes.data, v.ctypes.data, g.ctypes.data
     m.in_beta, m.out, m.rows = beta.ctypes.data, out.ctypes.data, rows.ctypes.data
@@ -97,17 +97,17 @@ def _launch(
 
 
 class Pool:
-    """The calling thread and one sleeping thread for each further worker.
+    """One thread for each worker but the first, which is the calling thread.
 
     Parameters
     ----------
     workers : int
-        How many, the calling thread included.
+        Number of workers, the calling thread included.
 
     Attributes
     ----------
     workers : int
-        How many there are: fewer where the system gives no more threads.
+        Number of workers that exist: fewer than asked for where the system starts no more threads.
     """
 
     def __init__(self, workers: int) -> None:
@@ -115,11 +115,11 @@ class Pool:
         python.PyThread_allocate_lock.restype = ctypes.c_void_p
         python.PyThread_acquire_lock.argtypes = ctypes.c_void_p, ctypes.c_int
         self.box = np.zeros(3, dtype=np.int64)
-        # of each worker one to begin a round and one to end it; both are taken at first
+        # two for each worker: one starts a round, one ends it; both begin taken
         self.locks = np.array([python.PyThread_allocate_lock() for _ in range(2 * workers)], dtype=np.int64)
         for lock in self.locks:
             python.PyThread_acquire_lock(int(lock), WAIT)
-        # here, since an error in a thread would leave callers waiting
+        # compiled here, because callers would wait forever for a thread that fails
         _serve.compile((typeof(self.box), types.intp, types.intp, types.intp))
         self.workers = 1
         for worker in range(1, workers):
@@ -138,7 +138,7 @@ _free = threading.Lock()
 
 
 def _forget() -> None:
-    """In a forked child: the parent's threads are not there."""
+    """Drop the pool in a forked child, which has none of its parent's threads."""
     global _pool, _free
     _pool, _free = None, threading.Lock()
 
@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def worker_count() -> int:
-    """Workers of a call: the cores that this process may use, or the environment's ``NUMBA_NUM_THREADS``."""
+    """Return the number of workers: ``NUMBA_NUM_THREADS``, by default the cores that this process may use."""
     return int(config.NUMBA_NUM_THREADS)
 
 
@@ -160,22 +160,22 @@ def run(
     out: Array | None = None,
     rounds: int = 1,
 ) -> None:
-    """Run a kernel on an engine's memory, with as many threads as are worth it and free.
+    """Run a kernel on an engine's memory: alone if the call is small or the threads are busy, else with all threads.
 
     Parameters
     ----------
     kernel : Kernel
-        What to run.
+        Kernel to run.
     memory : Memory
-        The engine's.
+        Memory of the engine.
     rows : ndarray of int64, (batch,)
         Slot of each row.
     tokens : Tokens, optional
         Inputs, ``(batch, tokens, ...)``.
     out : ndarray, (batch, tokens, heads, V), optional
-        Where outputs go.
+        Array that receives the outputs.
     rounds : int, default 1
-        Times that all workers run the kernel, waiting for one another.
+        Number of times that all workers run the kernel; each round waits for the last.
     """
     global _pool  # noqa: PLW0603
     length = 1 if out is None else out.shape[1]
@@ -197,9 +197,9 @@ def run(
 
 
 def _plain(array: Array) -> Array:
-    """An array as the compiled functions take it, flat.
+    """Flatten an array, and copy an array that is read-only (as JAX's are), unaligned or not contiguous.
 
-    Numba would compile anew for arrays that are read-only (as JAX's are), unaligned or with gaps.
+    To Numba such an array has another type, for which it would compile again.
     """
     return (array if array.flags.carray else array.copy()).reshape(-1)
 
