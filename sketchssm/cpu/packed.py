@@ -12,8 +12,8 @@ FACTORS     w and F of the map                                      float32
 PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token  float32
 ==========  ======================================================  =============
 
-All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A table
-holds the place of every part of every head. Flushes advance the master copy (see `sketchssm.cpu.maps`).
+All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A
+table holds the place of every part of every head. Flushes advance the master copy (see `sketchssm.cpu.maps`).
 
 For `lowrank` and `prior`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With
 z = Pi^T x,
