@@ -31,7 +31,7 @@ class TraceFileError(ValueError):
     """A trace file that can't be used: not an npz archive, or an entry missing or of the wrong shape."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Traces:
     """Inputs of one layer's recurrence on calibration and on test text.
 
@@ -56,6 +56,12 @@ class Traces:
     grad: Array | None = None
     name: str = "traces"
     provenance: str = ""
+
+    def __repr__(self) -> str:
+        """Name, layer and sizes in one line."""
+        calib, test = ("x".join(map(str, tokens.v.shape[:2])) for tokens in (self.calib, self.test))
+        grad = "none" if self.grad is None else "x".join(map(str, self.grad.shape[:2]))
+        return f"Traces({self.name}, {self.layer}, sequences x tokens: calib={calib}, test={test}, grad={grad})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], kind: str | None = None) -> Traces:

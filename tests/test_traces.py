@@ -4,6 +4,7 @@ import contextlib
 import io
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -262,3 +263,12 @@ def test_missing_file():
 def test_unknown_kind_is_not_shipped():
     with pytest.raises(ValueError, match="kind: expected one of"):
         Traces.shipped("rwkv")
+
+
+def test_repr_is_one_line_of_sizes():
+    traces = Traces.shipped("gdn")
+    assert repr(traces) == (
+        "Traces(gdn, Layer(kind='gdn', heads=4, key_dim=128, value_dim=128, key_heads=2), "
+        "sequences x tokens: calib=3x224, test=1x224, grad=1x224)"
+    )
+    assert repr(replace(traces, grad=None)).endswith("grad=none)")
