@@ -12,7 +12,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sketchssm.interop import HostArrays
+from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import Tokens
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, areas_record, blank, call_record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
 from sketchssm.cpu.workers import SERIAL, run, worker_count
-from sketchssm.interop import HostArrays
+from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 
 __all__ = ["StandardEngine"]

@@ -15,41 +15,19 @@ import numpy as np
 
 from sketchssm import interop
 from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, export, host_type
+from sketchssm.cuda.pointer import Pointer
+from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import Layer, Tokens
 
-__all__ = ["DeviceArrays", "Pointer"]
+__all__ = ["DeviceArrays"]
 
 ALIGNMENT = 16
 """Bytes: the kernels load 16 at a time."""
 
 REAL = ("bfloat16", "float16", "float32", "float64")
 
-HOST = interop.HostArrays(np.float32)
+HOST = HostArrays(np.float32)
 """Checks arrays on the host."""
-
-
-class Pointer:
-    """An array's memory as a kernel sees it.
-
-    Parameters
-    ----------
-    address : int
-        Where the first row starts.
-    shape : tuple of int
-        Rows first; then, for tokens and outputs, tokens.
-    row_bytes : int
-        Bytes from one row to the next.
-    """
-
-    __slots__ = ("address", "row_bytes", "shape")
-
-    def __init__(self, address: int, shape: tuple[int, ...], row_bytes: int) -> None:
-        self.address, self.shape, self.row_bytes = address, shape, row_bytes
-
-    def rows(self, first: int, last: int) -> Pointer:
-        """Some of the rows."""
-        count = min(last, self.shape[0]) - first
-        return Pointer(self.address + first * self.row_bytes, (count, *self.shape[1:]), self.row_bytes)
 
 
 class DeviceArrays:

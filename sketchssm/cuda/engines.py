@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm.cuda.arrays import Pointer
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
 from sketchssm.cuda.modules import Variant, size_of
+from sketchssm.cuda.pointer import Pointer
 from sketchssm.cuda.slots import SlotWriter
 from sketchssm.cuda.standard import STEP_INPUTS, StandardEngine, addresses
 from sketchssm.plan import SketchPlan

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm.cuda.arrays import Pointer
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.pointer import Pointer
 
 __all__ = ["SLOTS", "SlotWriter"]
 

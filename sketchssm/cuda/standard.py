@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.cuda.arrays import DeviceArrays, Pointer
+from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
+from sketchssm.cuda.pointer import Pointer
 from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.recurrence import Layer, Tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.interop import HostArrays
+from sketchssm.host_arrays import HostArrays
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import maps
