@@ -1,7 +1,7 @@
 // Constants of a variant, element types, and reductions over a warp.
 //
 // -D constants of every kernel: KIND (0 mamba2, 1 gdn, 2 kda), HEADS, KEY_HEADS, K, V, ACT and OUT (types of
-// activations and outputs: 0 bf16, 1 fp16, 2 float32). Those of one operation stand in its own file.
+// activations and outputs: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own file.
 #pragma once
 #include "ptx.cuh"
 
@@ -9,7 +9,7 @@ enum { MAMBA2 = 0, GDN = 1, KDA = 2 };
 enum { BF16 = 0, FP16 = 1, FP32 = 2 };
 
 constexpr bool ERASES = KIND != MAMBA2;
-constexpr int GROUP = HEADS / KEY_HEADS;          // value heads that share a key head
+constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
 constexpr int GATES = KIND == KDA ? K : 1;        // log-decays of a head and token
 constexpr int LK = K / 32;                        // key channels of a lane: [LK * lane, LK * lane + LK)
 constexpr u32 ALL = 0xffffffffu;
@@ -31,7 +31,7 @@ template <int TYPE> __device__ __forceinline__ typename Element<TYPE>::type narr
     else return float_to_bf16(x);
 }
 
-// N neighbouring elements as they lie in memory, fetched by one load and widened only when they are used.
+// N neighbouring elements as stored: loaded by one instruction, widened when used.
 template <int TYPE, int N> struct Packed {
     static constexpr int BYTES = N * sizeof(typename Element<TYPE>::type);
     static constexpr int WORDS = BYTES / 4;
@@ -62,7 +62,7 @@ template <int TYPE, int N> struct Packed {
             *reinterpret_cast<u32*>(to) = word[0];
         }
     }
-    // Rounds N floats into it.
+    // Rounds N floats.
     __device__ __forceinline__ void set(const float (&x)[N]) {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
@@ -87,8 +87,10 @@ template <int LANES> __device__ __forceinline__ float group_sum(float x) {
     return x;
 }
 __device__ __forceinline__ float warp_sum(float x) { return group_sum<32>(x); }
-// The largest size of a number in the warp.
-__device__ __forceinline__ float warp_most(float x) { return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x)))); }
+// The largest absolute value in the warp.
+__device__ __forceinline__ float warp_most(float x) {
+    return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x))));
+}
 
 template <int HALF, int BIT> __device__ __forceinline__ void exchange(float* x) {
     if constexpr (HALF > 0) {
@@ -106,7 +108,7 @@ template <int HALF, int BIT> __device__ __forceinline__ void exchange(float* x) 
     }
 }
 
-// Sums N values (a power of two) over a group of lanes with about N shuffles instead of N log2(LANES): lane l of the
+// Sums N values (a power of two) over a group of lanes, with about N instead of N log2(LANES) shuffles: lane l of the
 // group returns the sum of x[l / (LANES / N)].
 template <int LANES, int N> __device__ __forceinline__ float group_sums(float (&x)[N]) {
     static_assert(N <= LANES, "one value a lane at the end");
@@ -115,5 +117,5 @@ template <int LANES, int N> __device__ __forceinline__ float group_sums(float (&
 }
 template <int N> __device__ __forceinline__ float warp_sums(float (&x)[N]) { return group_sums<32>(x); }
 
-// exp of a log-decay or a sum of them: never above 1, and 0 for -inf.
+// exp of a log-decay or of a sum of them: at most 1, and 0 for -inf.
 __device__ __forceinline__ float decay(float log_decay) { return expf(log_decay); }

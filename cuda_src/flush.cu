@@ -1,77 +1,82 @@
 // Flush: one pass over the state of every (row, head) whose window is full.
 //
-// Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds
-// the sketch and its map, and writes the state back. A fixed number of blocks claims the (row, head) items in turn, so
-// that all of them work on one stretch of memory at a time. A block's warps have different tasks (flush_roles.cuh) and
-// hardly wait for each other: latches in shared memory say when something is there and when it has been used.
+// Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds the
+// sketch and its coefficient map, and writes the state back. The kernel is persistent: a fixed number of blocks claims
+// the (row, head) tiles one by one (TileScheduler), so that all blocks work on neighbouring memory at any time. Warps
+// are specialised and meet at mbarriers in shared memory: flush_roles.cuh has the diagram.
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
-// buffered something, without an output. mode LOAD: new states, nothing to fold.
+// buffered tokens; no output. mode LOAD: newly loaded states; nothing to fold.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
 #include "flush_roles.cuh"
 
-#ifndef SIZES_ONLY  // set where only the last lines are asked for
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
-    float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g, float* ring_beta,
-    const float* gate_input, sketch_t* sketch, i64 sketch_stride, const sketch_t* projection, const uint2* basis, const int4* heads,
-    const act_t* q, const act_t* k, const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots,
-    int batch, int tokens, int t, Schedule* schedule, int mode, float ridge) {
-    start_kernel_after();
-    auto move_cursors = [&] {  // atomics, as nobody has to wait for what they return
+#ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    flush_step(float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
+               float* ring_beta, const float* gate_input, sketch_t* sketch, i64 sketch_stride,
+               const sketch_t* projection, const uint2* basis, const int4* heads, const act_t* q, const act_t* k,
+               const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
+               int t, Schedule* schedule, int mode, float ridge) {
+    allow_next_kernel();
+    auto move_cursors = [&] {  // atomics, because nothing waits for their result
         for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
             const i64 slot = slots[row];
             if (slot >= 0) atomicInc(reinterpret_cast<u32*>(&cursor[slot]), W - 1);
         }
     };
-    // Mostly nothing is due, and that is known before the read has ended, if no head is dense: then only one block stays to wait for it.
+    // In most steps nothing is due. Without dense heads this is known before the read kernel has ended: all blocks
+    // leave at once, except block 0, which stays to wait for the read kernel.
     const bool idle = DENSE_HEADS == 0 && mode == STEP && schedule->is_idle();
     if (idle && blockIdx.x > 0) return;
     if (idle) move_cursors();
-    wait_for_kernel_before();
-    if (mode == STEP && blockIdx.x == 0 && threadIdx.x == 0) schedule->forget();
+    wait_for_previous_kernel();
+    if (mode == STEP && blockIdx.x == 0 && threadIdx.x == 0) schedule->reset_idle();
     if (idle) return;
     extern __shared__ uint4 shared[];
-    Memory& m = *reinterpret_cast<Memory*>(shared);
+    BlockMemory& m = *reinterpret_cast<BlockMemory*>(shared);
     const int warp = threadIdx.x / 32;
     int count = 0;
-    const int own = blockIdx.x + threadIdx.x * gridDim.x;  // the thread's item, of those that the block begins with
+    const int own = blockIdx.x + threadIdx.x * gridDim.x;  // of the first AHEAD threads: the block's first tiles
     int2 entry = make_int2(0, 0);
     auto find = [&] {
-        if (threadIdx.x < ItemQueue::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
+        if (threadIdx.x < TileScheduler::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
     };
     if (mode == STEP) {
-        find();  // loaded together with their number: past that it is an old entry, which nobody uses
+        find();  // loaded together with their number; entries past `due` are stale and not used
         count = schedule->due;
-        if (blockIdx.x == 0) move_cursors();  // nobody else looks at them now: rows that are due stand at their window's last place
+        // Nobody else looks at cursors now: due rows are known to be at the last position.
+        if (blockIdx.x == 0) move_cursors();
         if (count == 0) return;
     } else {
         count = list_rows(schedule->rows, cursor, slots, batch, mode);
         find();
     }
     if (threadIdx.x == 0) m.init();
-    if (threadIdx.x < ItemQueue::AHEAD) m.queue.items[threadIdx.x] = own < count * HEADS ? item_of(own, entry) : NO_ITEM;
-    if (RAW && W < WP && warp == SERVER)
-        for (int i = 0; i < KEYS; i++) m.keys[i].clear(W);
+    if (threadIdx.x < TileScheduler::AHEAD)
+        m.queue.tiles[threadIdx.x] = own < count * HEADS ? tile_at(own, entry) : NO_TILE;
+    if (RAW_KEYS && W < WP && warp == SOLVER)
+        for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(W);
     __syncthreads();
 
-    const Flush flush{m, state, slot_stride, cursor, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, sketch_stride, projection, basis,
-                      heads, q, k, v, g, beta, out, tokens, t, schedule, mode, ridge, count};
-    if (warp < NWARPS) fold_items(flush);
-    else if (warp < FINISHER + FINISHERS) serve_items(flush, warp == SERVER, warp - FINISHER);
-    else if constexpr (!RAW) {
-        if (warp == MOVER) move_items(flush);
-        else if (warp < TEAM_WARPS) sketch_items(flush);
-        else prepare_items(flush);
+    const Flush flush{m,      state,         slot_stride, cursor, ring_k,   ring_v, ring_g, ring_beta, gate_input,
+                      sketch, sketch_stride, projection,  basis,  heads,    q,      k,      v,         g,
+                      beta,   out,           tokens,      t,      schedule, mode,   ridge,  count};
+    if (warp < ROW_BLOCKS) run_fold_warp(flush);
+    else if (warp < EPILOGUE + EPILOGUE_WARPS) run_solver_or_epilogue_warp(flush, warp == SOLVER, warp - EPILOGUE);
+    else if constexpr (!RAW_KEYS) {
+        if (warp == PRODUCER) run_producer_warp(flush);
+        else if (warp < FIRST_TRANSFORM_WARP) run_sketch_warp(flush);
+        else run_transform_warp(flush);
     }
 
-    // The block that comes last clears the schedule, and starts the rows' windows anew where others had to see them.
+    // The last block resets the schedule and, outside of STEP, the cursors, which other blocks have read until now.
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last = atomicAdd(&schedule->ticket, 1u) == gridDim.x - 1;
-        if (last) schedule->ticket = 0, schedule->due = 0, schedule->claimed = 0;
+        last = atomicAdd(&schedule->finished_blocks, 1u) == gridDim.x - 1;
+        if (last) schedule->finished_blocks = 0, schedule->due = 0, schedule->next_tile = 0;
     }
     __syncthreads();
     if (!last || mode == STEP) return;
@@ -79,6 +84,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) flush_step(
 }
 #endif
 
-// What the host must know for the launch.
-extern "C" __device__ int flush_shared_bytes = sizeof(Memory);
+// Values for the host's launch.
+extern "C" __device__ int flush_shared_bytes = sizeof(BlockMemory);
 extern "C" __device__ int flush_threads = 32 * WARPS;

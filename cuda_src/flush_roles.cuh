@@ -1,33 +1,78 @@
-// The flush's warps, by their tasks. Each goes through the block's items in turn; latches are what they wait for.
+// Warp roles of the flush. Every warp iterates over the block's tiles. Warps synchronise by mbarriers only, except that
+// the transform warps also meet at a named barrier.
+//
+// RAW_KEYS (bf16 mamba2 and gdn), two to four blocks per multiprocessor:
+//
+//   global memory            shared memory                     warps                        global memory
+//
+//   k, q  ----- solver ----> keys[2], values ---------------+
+//   gates, beta - solver --> solve[2]  ---------------------+-> fold warps (V / 16)
+//   state ----- fold ------> rows[stage][block] ------------+     predict, update, read --> S, output
+//   basis ----- epilogue --> basis -------------------------+     U, S U -----------------> U
+//                            columns, sums <------------------------+
+//                                 +-----------------------------> epilogue warp ----------> map
+//                                                                 (mamba2: may be the solver)
+//
+// Otherwise (kda; fp16 and float32 activations), one block per multiprocessor:
+//
+//   k, q, gates  producer -> keys[2] --> transform warps (8) --> prepared[2], Gram matrix
+//                                                                 |            |
+//   beta, gates  solver ---------------------------------------------------> solve[3]
+//   v            solver ---> values                               |            |
+//   state        producer -> rows[2][block] --> fold warps (V / 16) <----------+ ---------> output
+//                                 |                 predict, update, read
+//                                 +-----------> producer ---------------------------------> S
+//   basis        epilogue -> basis ----+
+//                                 +----+------> sketch warps (4): U, S U -----------------> U
+//                                                   columns, sums
+//                                                       +-> epilogue warps (1 or 2) ------> map
+//
+// Barrier [stages]           completed by                     waited for by
+// queue.full, .empty         solver; all warps                all warps; solver
+// keys.full [KEY]            copies of solver or producer     fold warps, solver (RAW_KEYS); transform warps
+// values.full                copies of solver                 fold warps
+// rows.full [STATE][block]   copies of fold warp or producer  fold warp of the block
+// operands_full [KEY]        transform warps                  fold warps, producer (keys are free), solver (not kda)
+// gram_full [SOLVE]          transform warps (kda)            solver
+// solve_full [SOLVE]         solver                           fold warps, producer (keys are free)
+// operands_empty [OPERAND]   fold warps                       solver (values; keys if RAW_KEYS), transform warps
+// state_folded [STATE][b]    fold warp of the block           producer (to store), sketch warps
+// state_empty [STATE][b]     sketch warps                     producer (to load the next state)
+// first_keys_full            transform warp 0, once           producer (first keys go ahead of first states)
+// basis.full                 copies of epilogue warp          warps that sketch
+// columns_full, sums_full    warps that sketch: U, then S U   epilogue warp; columns_full: also a single group's warps
+// columns_empty, sums_empty  epilogue warp                    warps that sketch
+// gram_empty                 epilogue warp (dense maps)       the other epilogue warp
+// group_sync                 warps of a group                 warps of the group
 #pragma once
-#include "flush_items.cuh"
+#include "flush_tiles.cuh"
 
-// Folds the window into a block of rows and reads the output from what has become of them.
-__device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int n, Rows& rows) {
-    Memory& m = f.m;
-    const int lane = threadIdx.x % 32, block = threadIdx.x / 32, c = lane % 4, folded = f.folded(item);
-    KeyStage& stage = m.keys[n % KEYS];
-    PreparedKeys& prepared = m.prepared[n % PREPARED];
-    const Solve& solve = m.solve[n % SOLVES];
-    auto wait_solved = [&] { m.solved[n % SOLVES].wait(n / SOLVES); };
-    if (RAW) stage.delivery.wait(n / KEYS);
-    else m.ready[n % KEYS].wait(n / KEYS);
-    rows.delivery.wait(n / PLACES);
-    if (RAW && f.mode != STEP) wait_solved();  // whose warp has put zeros where keys are missing
+// Fold warp, one tile: folds the window into the warp's row block and reads the output from the updated rows.
+__device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& rows) {
+    BlockMemory& m = f.m;
+    const int lane = threadIdx.x % 32, block = threadIdx.x / 32, c = lane % 4, folded = f.folded(tile);
+    KeyStage& stage = m.keys[n % KEY_STAGES];
+    PreparedKeys& prepared = m.prepared[n % PREPARED_STAGES];
+    const Solve& solve = m.solve[n % SOLVE_STAGES];
+    auto wait_solve = [&] { m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES); };
+    if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
+    else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
+    rows.full.wait(n / STATE_STAGES);
+    if (RAW_KEYS && f.mode != STEP) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
-    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solved);
-    else wait_solved(), m.values.delivery.wait(n);
+    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solve);
+    else wait_solve(), m.values.full.wait(n);
     float squares = 0, read[2] = {0, 0};
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
-        Piece piece;
-        piece.load(rows.state, step);
+        StateFragment fragment;
+        fragment.load(rows.state, step);
         if (folded > 0) {
-            writes.fold(piece, step, stage, prepared);
-            piece.store(rows.state, step);
+            writes.fold(fragment, step, stage, prepared);
+            fragment.store(rows.state, step);
         }
         float x[4];
-        if constexpr (RAW) {
+        if constexpr (RAW_KEYS) {
             Packed<ACT, 4> packed;
             packed.load(&stage.q[16 * step + 4 * c]);
 #pragma unroll
@@ -42,209 +87,226 @@ __device__ __forceinline__ void fold_item(const Flush& f, const Item& item, int 
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                read[half] += piece.s[half][e] * x[e];
-                squares += piece.s[half][e] * piece.s[half][e];
+                read[half] += fragment.s[half][e] * x[e];
+                squares += fragment.s[half][e] * fragment.s[half][e];
             }
     }
-    release_to_copies();
+    fence_async_proxy();
     __syncwarp();
-    if (RAW) rows.store(f.home(item, block));
+    if (RAW_KEYS) rows.store(f.home(tile, block));
     if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
-    m.used[n % SETS].arrive();
-    if (!RAW) m.folded[n % PLACES][block].arrive();
+    m.operands_empty[n % OPERAND_STAGES].arrive();
+    if (!RAW_KEYS) m.state_folded[n % STATE_STAGES][block].arrive();
     if (f.mode != STEP) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
         read[half] += __shfl_xor_sync(ALL, read[half], 2);
-        if (c == 0) f.out[(f.at(item) * HEADS + item.head()) * V + 16 * block + value_row(half)] = narrow<OUT>(read[half]);
+        if (c == 0)
+            f.out[(f.at(tile) * HEADS + tile.head()) * V + 16 * block + value_row(half)] = narrow<OUT>(read[half]);
     }
 }
 
-// A warp's part of an item's sketch, if its head has one, which `info` says; `then` as in share_sketch.
+// A warp's part of a tile's sketch, if the head has one (info.x is its rank); `then` as in sketch_head.
 template <class Then>
-__device__ __forceinline__ void sketch_item(const Flush& f, const Item& item, const int4& info, int n, int group, int member, int& turn, Then then) {
+__device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group,
+                                            int member, int& sketch_n, Then then) {
 #if SKETCHED_HEADS
     if (info.x > 0) {
-        share_sketch(f.m.sketch, f.m.sketched, f.m.rows[n % PLACES], group, member, f.packed(item, info), info.x, turn, then);
+        sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[n % STATE_STAGES], group, member, f.packed(tile, info),
+                    info.x, sketch_n, then);
         return;
     }
 #endif
-    leave_rows(member, then);
+    release_rows(member, then);
 }
 
-// Warps that fold; keys that are operands as they come leave them the rest as well, each with its own block of rows.
-__device__ __forceinline__ void fold_items(const Flush& f) {
-    Memory& m = f.m;
+// Fold warp. Waits for: keys.full or operands_full, rows.full, solve_full, values.full. Signals: operands_empty,
+// state_folded. RAW_KEYS: it also loads and stores its own row block, and sketches it.
+__device__ __forceinline__ void run_fold_warp(const Flush& f) {
+    BlockMemory& m = f.m;
     const int block = threadIdx.x / 32;
-    int turn = 0;
-    auto fetch = [&](const Item& item, int n) {
-        if (RAW && item.exists()) m.rows[n % PLACES][block].fetch(f.home(item, block));
+    int sketch_n = 0;
+    auto fetch = [&](const FlushTile& tile, int n) {
+        if (RAW_KEYS && tile.exists()) m.rows[n % STATE_STAGES][block].fetch(f.home(tile, block));
     };
-    Items items(f);
-    // All blocks begin together: the first keys, with which more has to be done, had better not queue behind everybody's states.
-    if (RAW && items.now.exists()) m.keys[0].delivery.wait(0);
-    fetch(items.now, 0);
-    for (; items.now.exists(); items.advance()) {
-        const int n = items.n;
-        if (RAW && PLACES > 1) wait_sent(), fetch(items.ahead(1), n + 1);
-        fold_item(f, items.now, n, m.rows[n % PLACES][block]);
-        if (RAW)
-            sketch_item(f, items.now, f.head(items.now), n, block / SHARERS, block % SHARERS, turn, [&](int) {
-                if (PLACES == 1) wait_sent(), fetch(items.ahead(1), n + 1);
-            });
+    TileIterator tiles(f);
+    // All blocks start together. The first keys, which need more work, must not queue behind every block's states.
+    if (RAW_KEYS && tiles.now.exists()) m.keys[0].full.wait(0);
+    fetch(tiles.now, 0);
+    for (; tiles.now.exists(); tiles.advance()) {
+        const int n = tiles.n;
+        if (RAW_KEYS && STATE_STAGES > 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
+        fold_tile(f, tiles.now, n, m.rows[n % STATE_STAGES][block]);
+        if (RAW_KEYS)
+            sketch_tile(f, tiles.now, f.head(tiles.now), n, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
+                        [&](int) {
+                            if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
+                        });
     }
-    wait_sent();  // what has not been read goes with the block
+    wait_bulk_stores();  // shared memory must live until the stores have read it
 }
 
-// Starts the copies of an item's keys.
-__device__ __forceinline__ void fetch_keys(const Flush& f, const Item& item, int n) {
-    if (!item.exists()) return;
-    KeyStage& stage = f.m.keys[n % KEYS];
-    if (RAW && f.mode != STEP) stage.clear(f.buffered(item));
-    stage.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
+// Starts the copies of a tile's keys and query.
+__device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
+    if (!tile.exists()) return;
+    KeyStage& stage = f.m.keys[n % KEY_STAGES];
+    if (RAW_KEYS && f.mode != STEP) stage.clear(f.buffered(tile));
+    stage.fetch(f.token(tile), f.ring(tile), f.buffered(tile), f.mode == STEP);
 }
 
-// Where they do not: a warp that brings states, and stores them when they are folded. It brings keys as well, but for a block's first ones,
-// as soon as the last ones in their place have been used: by the team, and by the server, who reads what that has left in TeamMemory. With room
-// for two items' operands that is mostly so before the state of the item before is folded.
-__device__ __forceinline__ void move_items(const Flush& f) {
+// Producer warp (not RAW_KEYS): loads states, stores them when they are folded, and loads keys (except a block's first
+// ones). Waits for: operands_full and solve_full (the keys' stage is free: transform warps and solver are done with
+// it), state_folded (to store), state_empty (to load). Signals: keys.full, rows.full, by its copies. With two
+// PREPARED_STAGES the next keys are usually requested before the previous tile's state is folded.
+__device__ __forceinline__ void run_producer_warp(const Flush& f) {
     auto follow = [&](int n) {
-        f.m.ready[n % KEYS].wait(n / KEYS);
-        f.m.solved[n % SOLVES].wait(n / SOLVES);
-        fetch_keys(f, f.m.queue.get(n + KEYS), n + KEYS);
+        f.m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
+        f.m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES);
+        fetch_keys(f, f.m.queue.get(n + KEY_STAGES), n + KEY_STAGES);
     };
-    auto fetch = [&](const Item& item, int n) {
-        if (!item.exists()) return;
-        const float* from = f.home(item, 0);
+    auto fetch = [&](const FlushTile& tile, int n) {
+        if (!tile.exists()) return;
+        const float* from = f.home(tile, 0);
 #pragma unroll 1
-        for (int block = 0; block < NWARPS; block++, from += 16 * K) {
-            if (SKETCHED_HEADS && n >= PLACES) f.m.sketched_rows[n % PLACES][block].wait(n / PLACES - 1);
-            f.m.rows[n % PLACES][block].fetch(from);
+        for (int block = 0; block < ROW_BLOCKS; block++, from += 16 * K) {
+            if (SKETCHED_HEADS && n >= STATE_STAGES)
+                f.m.state_empty[n % STATE_STAGES][block].wait(n / STATE_STAGES - 1);
+            f.m.rows[n % STATE_STAGES][block].fetch(from);
         }
     };
-    Items items(f);
-    if (items.now.exists()) f.m.begun.wait(0);  // as in fold_items
-    fetch(items.now, 0);
-    if (PLACES > 1) fetch(items.ahead(1), 1);
-    if (items.now.exists()) follow(0);
-    for (; items.now.exists(); items.advance()) {
-        const int n = items.n, place = n % PLACES;
-        const bool follows = items.ahead(1).exists();
-        if (PREPARED > 1 && follows) follow(n + 1);
-        float* to = f.home(items.now, 0);
+    TileIterator tiles(f);
+    if (tiles.now.exists()) f.m.first_keys_full.wait(0);  // as in run_fold_warp
+    fetch(tiles.now, 0);
+    if (STATE_STAGES > 1) fetch(tiles.ahead(1), 1);
+    if (tiles.now.exists()) follow(0);
+    for (; tiles.now.exists(); tiles.advance()) {
+        const int n = tiles.n, stage = n % STATE_STAGES;
+        const bool follows = tiles.ahead(1).exists();
+        if (PREPARED_STAGES > 1 && follows) follow(n + 1);
+        float* to = f.home(tiles.now, 0);
 #pragma unroll 1
-        for (int block = 0; block < NWARPS; block++, to += 16 * K) {
-            f.m.folded[place][block].wait(n / PLACES);
-            f.m.rows[place][block].store(to);
+        for (int block = 0; block < ROW_BLOCKS; block++, to += 16 * K) {
+            f.m.state_folded[stage][block].wait(n / STATE_STAGES);
+            f.m.rows[stage][block].store(to);
         }
-        if (PREPARED == 1 && follows) follow(n + 1);
-        wait_sent();
-        fetch(items.ahead(PLACES), n + PLACES);
+        if (PREPARED_STAGES == 1 && follows) follow(n + 1);
+        wait_bulk_stores();
+        fetch(tiles.ahead(STATE_STAGES), n + STATE_STAGES);
     }
 }
 
-// And warps that sketch them, each the blocks of rows that it makes U of as soon as they are folded.
-__device__ __forceinline__ void sketch_items(const Flush& f) {
-    const int member = threadIdx.x / 32 - SKETCHERS;
-    int turn = 0;
-    for (Items items(f); items.now.exists(); items.advance()) {
-        const int place = items.n % PLACES;
-        const int4 info = f.head(items.now);  // on its way while the warp waits
-        for (int block = member; block < NWARPS; block += SHARERS) f.m.folded[place][block].wait(items.n / PLACES);
-        sketch_item(f, items.now, info, items.n, 0, member, turn, [&](int block) { f.m.sketched_rows[place][block].arrive(); });
+// Sketch warp (not RAW_KEYS). Waits for: state_folded of its row blocks; see sketch_head. Signals: state_empty.
+__device__ __forceinline__ void run_sketch_warp(const Flush& f) {
+    const int member = threadIdx.x / 32 - FIRST_SKETCH_WARP;
+    int sketch_n = 0;
+    for (TileIterator tiles(f); tiles.now.exists(); tiles.advance()) {
+        const int stage = tiles.n % STATE_STAGES;
+        const int4 info = f.head(tiles.now);  // the load overlaps with the wait
+        for (int block = member; block < ROW_BLOCKS; block += GROUP_WARPS)
+            f.m.state_folded[stage][block].wait(tiles.n / STATE_STAGES);
+        sketch_tile(f, tiles.now, info, tiles.n, 0, member, sketch_n,
+                    [&](int block) { f.m.state_empty[stage][block].arrive(); });
     }
 }
 
-__device__ __forceinline__ void wait_used(Memory& m, int n) {  // operands of item n
-    if (n >= 0) m.used[n % SETS].wait(n / SETS);
+__device__ __forceinline__ void wait_operands_empty(BlockMemory& m, int n) {  // operands of tile n
+    if (n >= 0) m.operands_empty[n % OPERAND_STAGES].wait(n / OPERAND_STAGES);
 }
 
-// The team that makes operands of keys.
-__device__ __forceinline__ void prepare_items(const Flush& f) {
-    Memory& m = f.m;
-    for (Items items(f); items.now.exists(); items.advance()) {
-        const int n = items.n, member = anew(threadIdx.x) - 32 * TEAM_WARPS;
+// Transform warp (not RAW_KEYS): turns keys into operands, and makes the decayed Gram matrix (kda). Waits for:
+// keys.full, operands_empty. Signals: gram_full, operands_full, first_keys_full.
+__device__ __forceinline__ void run_transform_warp(const Flush& f) {
+    BlockMemory& m = f.m;
+    for (TileIterator tiles(f); tiles.now.exists(); tiles.advance()) {
+        const int n = tiles.n, member = opaque(threadIdx.x) - 32 * FIRST_TRANSFORM_WARP;
         GateInput<1> input;
-        input.load(f.gate_input, items.now.head(), channel_of(member));
-        m.keys[n % KEYS].delivery.wait(n / KEYS);
-        if (n == 0 && member < 32) m.begun.arrive();
-        prepare(
-            m.prepared[n % PREPARED], m.solve[n % SOLVES], m.team[n % 2], m.keys[n % KEYS], input, f.folded(items.now), member,
+        input.load(f.gate_input, tiles.now.head(), channel_of(member));
+        m.keys[n % KEY_STAGES].full.wait(n / KEY_STAGES);
+        if (n == 0 && member < 32) m.first_keys_full.arrive();
+        transform_keys(
+            m.prepared[n % PREPARED_STAGES], m.solve[n % SOLVE_STAGES], m.transform[n % 2], m.keys[n % KEY_STAGES],
+            input, f.folded(tiles.now), member,
             [&] {
-                if (KIND == KDA) m.tabled[n % SOLVES].arrive();
-            }, [&] { wait_used(m, n - PREPARED); });
-        if (KIND == KDA) release_to_copies();  // decays lie where the next log-decays will
-        m.ready[n % KEYS].arrive();
+                if (KIND == KDA) m.gram_full[n % SOLVE_STAGES].arrive();
+            },
+            [&] { wait_operands_empty(m, n - PREPARED_STAGES); });
+        if (KIND == KDA) fence_async_proxy();  // decays were stored where the next log-decays will be copied to
+        m.operands_full[n % KEY_STAGES].arrive();
     }
 }
 
-// One warp that claims items, fetches tokens (keys only at first, where there is a mover) and solves ahead of those that fold, and some
-// that finish sketches in turn, each a `member` from 0 on; or one for both.
-__device__ __forceinline__ void serve_items(const Flush& f, bool serves, int member) {
-    Memory& m = f.m;
-    auto fetch_values = [&](const Item& item) {
-        if (item.exists()) m.values.fetch(f.token(item), f.ring(item), f.buffered(item), f.mode == STEP);
+// Solver warp (`solves`): claims tiles, loads values (and keys with RAW_KEYS), and solves the delta rule's triangular
+// system one tile ahead. Waits for: keys.full, gram_full or operands_full; operands_empty. Signals: solve_full,
+// queue.full.
+//
+// Epilogue warp (`member` 0 or 1; -1 for none): finishes every EPILOGUE_WARPS-th sketch and loads the next head's
+// basis. Waits and signals: see finish_sketch.
+__device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
+    BlockMemory& m = f.m;
+    auto fetch_values = [&](const FlushTile& tile) {
+        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), f.buffered(tile), f.mode == STEP);
     };
-    auto solve = [&](const Item& item, int n) {
-        if (!item.exists()) return;
-        const float gate = f.gate_of(item), erased = f.beta_of(item);
-        if (RAW) {
-            if (ERASES) m.keys[n % KEYS].delivery.wait(n / KEYS);
-            wait_used(m, n - SOLVES);  // whose solve lay where this one will
+    auto solve = [&](const FlushTile& tile, int n) {
+        if (!tile.exists()) return;
+        const float gate = f.gate_of(tile), erased = f.beta_of(tile);
+        if (RAW_KEYS) {
+            if (ERASES) m.keys[n % KEY_STAGES].full.wait(n / KEY_STAGES);
+            wait_operands_empty(m, n - SOLVE_STAGES);  // the solve stage was used by tile n - SOLVE_STAGES
         } else if (KIND == KDA) {
-            m.tabled[n % SOLVES].wait(n / SOLVES);
+            m.gram_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES);
         } else {
-            m.ready[n % KEYS].wait(n / KEYS);
+            m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
         }
-        prepare_solve(m.solve[n % SOLVES], m.keys[n % KEYS], m.prepared[n % PREPARED], m.team[n % 2], gate, erased);
-        m.solved[n % SOLVES].arrive();
+        solve_window(m.solve[n % SOLVE_STAGES], m.keys[n % KEY_STAGES], m.prepared[n % PREPARED_STAGES],
+                     m.transform[n % 2], gate, erased);
+        m.solve_full[n % SOLVE_STAGES].arrive();
     };
 #if SKETCHED_HEADS
-    int turn = 0;
-    auto find_head = [&](const Item& item) { return item.exists() ? f.head(item) : make_int4(0, 0, 0, 0); };
+    int sketch_n = 0;
+    auto head_at = [&](const FlushTile& tile) { return tile.exists() ? f.head(tile) : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
         if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
     };
-    if (member == 0) fetch_basis(find_head(m.queue.get(0)));
+    if (member == 0) fetch_basis(head_at(m.queue.get(0)));
 #endif
-    Items items(f);
-    Claims claims{f};
-    if (serves) {
-        if (!RAW) claims.begin();
-        fetch_keys(f, items.now, 0);
-        fetch_values(items.now);
-        if (KEYS > 1) fetch_keys(f, items.ahead(1), 1);
-        solve(items.now, 0);
-        if (!RAW) claims.find();
+    TileIterator tiles(f);
+    TileClaim claim{f};
+    if (solves) {
+        if (!RAW_KEYS) claim.begin();
+        fetch_keys(f, tiles.now, 0);
+        fetch_values(tiles.now);
+        if (KEY_STAGES > 1) fetch_keys(f, tiles.ahead(1), 1);
+        solve(tiles.now, 0);
+        if (!RAW_KEYS) claim.find();
     }
-    for (; items.now.exists(); items.advance()) {
-        const int n = items.n;
-        if (serves) {
-            // As late as it may be: the sooner after its claim an item is fetched, the closer in memory is what all blocks fetch
-            // at a time. A team wants its keys at once, and the claim was begun with the item before.
-            if (!RAW) claims.put(n);
-            claims.begin();
-            const Item next = items.ahead(1);
+    for (; tiles.now.exists(); tiles.advance()) {
+        const int n = tiles.n;
+        if (solves) {
+            // RAW_KEYS: claim as late as possible. The sooner a claimed tile is loaded, the closer in memory are the
+            // loads of all blocks. Transform warps need their keys earlier, so that claim was begun a tile before.
+            if (!RAW_KEYS) claim.push(n);
+            claim.begin();
+            const FlushTile next = tiles.ahead(1);
             solve(next, n + 1);
-            claims.find();  // what it loads has come when it is put, where that is later
-            if (RAW) claims.put(n);
+            claim.find();  // its load overlaps with what follows, unless the tile is pushed at once
+            if (RAW_KEYS) claim.push(n);
             if (next.exists()) {
-                wait_used(m, n);
+                wait_operands_empty(m, n);
                 fetch_values(next);
-                if (RAW) fetch_keys(f, items.ahead(KEYS), n + KEYS);
+                if (RAW_KEYS) fetch_keys(f, tiles.ahead(KEY_STAGES), n + KEY_STAGES);
             }
         }
 #if SKETCHED_HEADS
         if (member < 0) continue;
-        const int4 info = f.head(items.now), coming = find_head(items.ahead(1));
+        const int4 info = f.head(tiles.now), coming = head_at(tiles.ahead(1));
         if (info.x > 0) {
-            if (turn % FINISHERS == member)
-                finish_sketch(m.sketch, m.sketched, f.packed(items.now, info), f.projection + info.z, info.x, f.ridge, turn,
-                              [&] { fetch_basis(coming); });
-            turn++;
-        } else if ((turn + FINISHERS - 1) % FINISHERS == member) {  // who has seen that the last basis has been used
-            fetch_basis(coming);
+            if (sketch_n % EPILOGUE_WARPS == member)
+                finish_sketch(m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z, info.x,
+                              f.ridge, sketch_n, [&] { fetch_basis(coming); });
+            sketch_n++;
+        } else if ((sketch_n + EPILOGUE_WARPS - 1) % EPILOGUE_WARPS == member) {
+            fetch_basis(coming);  // by the warp that knows that the last basis has been used
         }
 #endif
     }

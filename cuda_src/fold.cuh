@@ -1,46 +1,50 @@
-// Folds a window's raw tokens into a warp's rows of the state: S <- D_{1:n} S + sum_s l_s w_s^T with l_s = D_{s+1:n} k_s.
+// Folds a window's raw tokens into a warp's row block: S <- D_{1:n} S + sum_s l_s w_s^T with l_s = D_{s+1:n} k_s.
 //
-// mamba2 writes w_s = v_s. For the delta rule w = N (v - (D_{1:s} k_s)^T S), with N the inverse of the unit lower
-// triangle of beta_s <D_{j+1:s} k_j, k_s> times Diag(beta). With scalar decays every factor exp(.) moves from the keys
-// to w, so that the keys in the products are the activations: raw bf16 needs no preparation at all.
-// Places past the last token hold zeros and do nothing. Decay is exp of sums over stretches of tokens, all <= 0.
+// mamba2 writes w_s = v_s. The delta rule writes w = N (v - (D_{1:s} k_s)^T S), where N = (I + L)^-1 Diag(beta) and L
+// is the strictly lower triangle of beta_s <D_{j+1:s} k_j, k_s>. With scalar decays all factors exp(.) move from the
+// keys to w, so that the keys in the products are the activations: raw bf16 keys need no preparation. Missing tokens
+// are zeros and have no effect. A decay is exp of a sum over a stretch of tokens, at most 1.
 #pragma once
-#include "prepare.cuh"
+#include "transform_keys.cuh"
 
-// Pieces of the state in a stretch of code: more would not fit in the instruction cache, beside what a team and sketchers have there.
-constexpr int UNROLLED = RAW ? 2 : 1;
+// Unrolling of loops over fragments. With transform and sketch warps on the multiprocessor, more code would not fit in
+// the instruction cache.
+constexpr int UNROLLED = RAW_KEYS ? 2 : 1;
 
-// Predictions from the state at the window's start: k^T S, or k^T D_{1:s} S for decays per channel. The state is their right
-// operand, which it is as it comes from memory.
-__device__ __forceinline__ void predict(float (&predicted)[BLOCKS][2][4], StateRows& rows, const KeyStage& stage,
+// Predictions from the state at the window's start: k^T S, or k^T D_{1:s} S with decays per channel. The state is the
+// right operand as it comes from memory.
+__device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], StateBlock& rows, const KeyStage& stage,
                                         const PreparedKeys& keys) {
-    float rest[UNROLLED][BLOCKS][2][4] = {};  // other chains of products; in registers, as the loop is unrolled by as much
+    float rest[UNROLLED][TOKEN_BLOCKS][2][4] = {};  // independent accumulator chains
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
-        Piece piece;
-        piece.load(rows, step);
+        StateFragment fragment;
+        fragment.load(rows, step);
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
+        for (int b = 0; b < TOKEN_BLOCKS; b++) {
             const LeftOperand key = load_keys(stage, keys, b, step);
 #pragma unroll
             for (int t = 0; t < 2; t++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    key.multiply<RAW, false>(i, predicted[b][t], rest[step % UNROLLED][b][t], piece.s[t][2 * i], piece.s[t][2 * i + 1]);
+                    key.multiply<RAW_KEYS, false>(i, predicted[b][t], rest[step % UNROLLED][b][t], fragment.s[t][2 * i],
+                                                  fragment.s[t][2 * i + 1]);
         }
     }
 #pragma unroll
-    for (int i = 0; i < UNROLLED * BLOCKS * 8; i++)
-        predicted[i / 8 % BLOCKS][i / 4 % 2][i % 4] += rest[i / (8 * BLOCKS)][i / 8 % BLOCKS][i / 4 % 2][i % 4];
+    for (int i = 0; i < UNROLLED * TOKEN_BLOCKS * 8; i++)
+        predicted[i / 8 % TOKEN_BLOCKS][i / 4 % 2][i % 4] +=
+            rest[i / (8 * TOKEN_BLOCKS)][i / 8 % TOKEN_BLOCKS][i / 4 % 2][i % 4];
 }
 
-// What the window's end has of w = N (v - decayed predictions): see Solve. In units of what it returns, and then of at most 2^15.
-__device__ __forceinline__ float erase(Values& writes, const ValueStage& values, int count, float (&predicted)[BLOCKS][2][4],
-                                       const Solve& solve) {
+// w = N (v - decayed predictions), decayed to the window's end and scaled: see Solve. Returns the unit of the results,
+// which are at most 2^15.
+__device__ __forceinline__ float erase(Values& writes, const ValueStage& values, int count,
+                                       float (&predicted)[TOKEN_BLOCKS][2][4], const Solve& solve) {
     const int first = threadIdx.x / 32 * 16;
     float most = 0;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
+    for (int b = 0; b < TOKEN_BLOCKS; b++)
 #pragma unroll
         for (int t = 0; t < 2; t++)
 #pragma unroll
@@ -52,9 +56,9 @@ __device__ __forceinline__ float erase(Values& writes, const ValueStage& values,
                 most = fmaxf(most, fabsf(x));
             }
     const float power = power_for<HALF_EXPONENT>(warp_most(most));
-    float write[BLOCKS][2][4] = {};
+    float write[TOKEN_BLOCKS][2][4] = {};
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
+    for (int b = 0; b < TOKEN_BLOCKS; b++) {
         u32 a[2][4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -63,7 +67,7 @@ __device__ __forceinline__ float erase(Values& writes, const ValueStage& values,
             a[0][i] = transpose_8x8(a[0][i]), a[1][i] = transpose_8x8(a[1][i]);
         }
 #pragma unroll
-        for (int to = b; to < BLOCKS; to++)
+        for (int to = b; to < TOKEN_BLOCKS; to++)
 #pragma unroll
             for (int t = 0; t < 2; t++) {
                 const uint4 n = solve.operands()[operand_of(to, b, t)][threadIdx.x % 32];
@@ -72,10 +76,10 @@ __device__ __forceinline__ float erase(Values& writes, const ValueStage& values,
                 mma_half(write[to][t], a[0], n.x, n.y);
             }
     }
-    // Sums of WP products.
-    constexpr float UNIT = 1 << (SOLVE_EXPONENT + 1 + (BLOCKS == 1 ? 4 : 5));
+    // The results are sums of WP products.
+    constexpr float UNIT = 1 << (SOLVE_EXPONENT + 1 + (TOKEN_BLOCKS == 1 ? 4 : 5));
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
+    for (int b = 0; b < TOKEN_BLOCKS; b++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -83,57 +87,60 @@ __device__ __forceinline__ float erase(Values& writes, const ValueStage& values,
     return UNIT * inverse_of_power(power);
 }
 
-// What the window writes to the warp's rows: w, decayed to the window's end, as operands.
+// The window's writes w to the warp's rows, decayed to the window's end, as left operands.
 struct Writes {
-    static constexpr int SLICED = RAW ? 3 : 2;  // bf16 or fp16
-    u32 a[BLOCKS][SLICED][4];
-    float kept;  // of the state; for decays per channel it lies with the keys
-    float unit;  // of products of operands that are not RAW
+    static constexpr int WRITE_SLICES = RAW_KEYS ? 3 : 2;  // of bf16; of fp16
+    u32 a[TOKEN_BLOCKS][WRITE_SLICES][4];
+    float kept;  // decay of the state; for decays per channel see PreparedKeys::whole
+    float unit;  // of products with prepared keys
 
-    // Keys come from `stage` where they are operands as they are, else from `keys`. `wait_solved` waits for `solve`, which predictions
-    // do not need.
+    // Keys come from `stage` (RAW_KEYS) or from `keys`. `wait_solve` waits for `solve`, which predictions do not need.
     template <class Wait>
-    __device__ __forceinline__ void prepare(StateRows& rows, ValueStage& from, int round, int count, const KeyStage& stage,
-                                            const PreparedKeys& keys, const Solve& solve, Wait wait_solved) {
+    __device__ __forceinline__ void prepare(StateBlock& rows, ValueStage& from, int phase, int count,
+                                            const KeyStage& stage, const PreparedKeys& keys, const Solve& solve,
+                                            Wait wait_solve) {
         Values values;
         unit = 1;
         if constexpr (ERASES) {
-            float predicted[BLOCKS][2][4] = {};
+            float predicted[TOKEN_BLOCKS][2][4] = {};
             predict(predicted, rows, stage, keys);
-            wait_solved();
-            from.delivery.wait(round);
+            wait_solve();
+            from.full.wait(phase);
             unit = erase(values, from, count, predicted, solve);
         } else {
-            wait_solved();
-            from.delivery.wait(round);
+            wait_solve();
+            from.full.wait(phase);
             values.load(from, count);
 #pragma unroll
-            for (int i = 0; i < 8 * BLOCKS; i++) values.v[i / 8][i / 4 % 2][i % 4] *= solve.after[token_of(i / 8, i % 4)];
-            if constexpr (!RAW) unit = values.scale();
+            for (int i = 0; i < 8 * TOKEN_BLOCKS; i++)
+                values.v[i / 8][i / 4 % 2][i % 4] *= solve.after[token_of(i / 8, i % 4)];
+            if constexpr (!RAW_KEYS) unit = values.scale();
         }
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
+        for (int b = 0; b < TOKEN_BLOCKS; b++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float* const pair = &values.v[b][i % 2][i / 2 * 2];
-                if constexpr (RAW) slices<3>(unit * pair[0], unit * pair[1], &a[b][0][i], 4);
+                if constexpr (RAW_KEYS) slices<3>(unit * pair[0], unit * pair[1], &a[b][0][i], 4);
                 else half_slices(pair[0], pair[1], a[b][0][i], a[b][1][i]);
             }
         kept = KIND == KDA ? 0.f : solve.whole();
-        if constexpr (!RAW) unit *= keys.unit;
+        if constexpr (!RAW_KEYS) unit *= keys.unit;
     }
 
-    // Folds the window into a piece.
-    __device__ __forceinline__ void fold(Piece& piece, int step, const KeyStage& stage, const PreparedKeys& keys) const {
+    // Folds the window into 16 channels of the rows.
+    __device__ __forceinline__ void fold(StateFragment& fragment, int step, const KeyStage& stage,
+                                         const PreparedKeys& keys) const {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-        // Summed apart from the state: the tensor cores round toward zero, which would shrink it at every flush.
+        // Summed apart from the state: tensor cores round toward zero, which would shrink the state at every flush.
         float sums[2][4] = {};
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            if constexpr (RAW) {  // tokens are rows in memory and columns of the operand
+        for (int b = 0; b < TOKEN_BLOCKS; b++) {
+            if constexpr (RAW_KEYS) {  // tokens are rows in memory, but columns of the operand
                 const uint2 x = *reinterpret_cast<const uint2*>(&stage.k[16 * b + r][16 * step + 4 * c]);
                 const uint2 y = *reinterpret_cast<const uint2*>(&stage.k[16 * b + 8 + r][16 * step + 4 * c]);
-                const uint2 key[2] = {make_uint2(transpose_8x8(x.x), transpose_8x8(y.x)), make_uint2(transpose_8x8(x.y), transpose_8x8(y.y))};
+                const uint2 key[2] = {make_uint2(transpose_8x8(x.x), transpose_8x8(y.x)),
+                                      make_uint2(transpose_8x8(x.y), transpose_8x8(y.y))};
 #pragma unroll
                 for (int i = 0; i < 3; i++)
 #pragma unroll
@@ -144,8 +151,9 @@ struct Writes {
                 for (int j = 0; j < 2; j++)
 #pragma unroll
                     for (int t = 0; t < 2; t++)
-                        key[j][t] = *reinterpret_cast<const uint2*>(&keys.ends[j][RAW ? 0 : b][RAW ? 0 : 16 * step + 8 * t + r][4 * c]);
-                // 0 with 1, 1 with 0, 0 with 0: the large ones last
+                        key[j][t] = *reinterpret_cast<const uint2*>(
+                            &keys.ends[j][RAW_KEYS ? 0 : b][RAW_KEYS ? 0 : 16 * step + 8 * t + r][4 * c]);
+                // slices 0 x 1, 1 x 0, 0 x 0: the largest products last
 #pragma unroll
                 for (int i = 0; i < 3; i++)
 #pragma unroll
@@ -160,9 +168,9 @@ struct Writes {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int t = i / 4, half = i % 4 / 2, e = i % 2;
-            float& s = piece.s[half][2 * t + e];
+            float& s = fragment.s[half][2 * t + e];
             const float sum = sums[t][2 * half + e];
-            s = RAW ? whole[2 * t + e] * s + sum : whole[2 * t + e] * s + unit * sum;
+            s = RAW_KEYS ? whole[2 * t + e] * s + sum : whole[2 * t + e] * s + unit * sum;
         }
     }
 };

@@ -1,7 +1,7 @@
-// Log-decays as they come in: themselves, in float32, or kda's raw gate inputs, in the activations' type.
+// Log-decays: given in float32, or computed from kda's raw gate inputs, which have the activations' type.
 //
 // -D constant: RAW_GATE (0: log-decays; 1: g = rate softplus(a + bias), rate = -exp(A_log); 2: g = bound sigmoid(-rate
-// (a + bias))). The host packs what belongs to it: biases (HEADS, K), then rates (HEADS), then the bound.
+// (a + bias))). The host packs biases (HEADS, K), then rates (HEADS), then the bound.
 #pragma once
 #include "common.cuh"
 
@@ -9,7 +9,7 @@ constexpr int GATE_TYPE = RAW_GATE ? ACT : FP32;
 typedef Element<GATE_TYPE>::type gate_t;
 static_assert(!RAW_GATE || KIND == KDA, "raw gates are decays per channel");
 
-// The polynomial of these coefficients, the constant first.
+// Polynomial with these coefficients, the constant first.
 template <int N> __device__ __forceinline__ float horner(const float (&coefficients)[N], float x) {
     float sum = coefficients[N - 1];
 #pragma unroll
@@ -17,8 +17,8 @@ template <int N> __device__ __forceinline__ float horner(const float (&coefficie
     return sum;
 }
 
-// log(1 + exp x) of any x, where e = exp(-|x|): to 2e-7 of itself, beside what e is off by. log(1 + e) / e is a polynomial in e of
-// the least relative error on [0, 1] (3e-8).
+// log(1 + exp x) with e = exp(-|x|): relative error 2e-7, besides e's own. log(1 + e) / e is a minimax polynomial in e
+// on [0, 1] (3e-8).
 __device__ __forceinline__ float softplus(float x, float e) {
     constexpr float SERIES[] = {0.99999994f, -0.499994934f, 0.333190978f, -0.24842982f,  0.191060066f,
                                 -0.136632442f, 0.078225933f, -0.0295052268f, 0.0052326913f};
@@ -27,14 +27,14 @@ __device__ __forceinline__ float softplus(float x, float e) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp of x <= 0 to some 3e-7 of itself (6e-7 where that is next to nothing), in five instructions: 2^t of the rounded t = x / log 2,
-// and what the rounding has left out of x. fminf, as that is NaN for -inf, where 2^t is 0.
+// exp of x <= 0 in five instructions, relative error about 3e-7 (6e-7 where the result is tiny): 2^t for the rounded t
+// = x / log 2, times what the rounding left out of x. fminf, because that remainder is NaN for -inf, where 2^t is 0.
 __device__ __forceinline__ float exp_of_negative(float x) {
     const float t = LOG2_E * x, y = exp2f(t);
     return fmaf(y, fminf(fmaf(-0.693147181f, t, x), 1e-4f), y);
 }
 
-// What a thread knows of N neighbouring channels of a head.
+// A thread's gate parameters for N neighbouring channels of a head.
 template <int N> struct GateInput {
     float rate, bound, bias[N];
 
@@ -48,22 +48,23 @@ template <int N> struct GateInput {
             for (int i = 0; i < N; i++) bias[i] = biases[i];
         }
     }
-    // Of channel i, to float32 rounding.
+    // Log-decay of channel i, to float32 rounding.
     __device__ __forceinline__ float log_decay(float given, int i) const {
         const float x = RAW_GATE ? given + bias[i] : given;
         if constexpr (RAW_GATE == 0) return x;
         else if constexpr (RAW_GATE == 2) return bound / (1.f + expf(rate * x));
         else return rate * softplus(x, exp_of_negative(-fabsf(x)));
     }
-    // The decay itself, to some 4e-6, which is plenty for a read: states and sketches have nothing of it. In powers of 2, with a softplus
-    // that is right to 8e-6 of itself, as a rate may be large.
+    // Decay of channel i, to about 4e-6: enough for a read, as states and sketches do not use it. In powers of 2; the
+    // softplus is accurate to 8e-6, because a rate may be large.
     __device__ __forceinline__ float quick_decay(float given, int i) const {
         if constexpr (RAW_GATE == 0) {
             return __expf(given);
         } else if constexpr (RAW_GATE == 2) {
             return __expf(__fdividef(bound, 1.f + __expf(rate * (given + bias[i]))));
         } else {
-            constexpr float SERIES[] = {1.44268286f, -0.720426142f, 0.469174057f, -0.303036213f, 0.146032885f, -0.0344359055f};
+            constexpr float SERIES[] = {1.44268286f,   -0.720426142f, 0.469174057f,
+                                        -0.303036213f, 0.146032885f,  -0.0344359055f};
             const float x = LOG2_E * (given + bias[i]), e = exp2f(-fabsf(x));
             return exp2f(rate * fmaf(horner(SERIES, e), e, fmaxf(x, 0.f)));
         }

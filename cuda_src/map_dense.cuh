@@ -1,13 +1,16 @@
-// The dense map (ridge, exact) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu.
+// Dense map (ridge, exact) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T /
+// mu.
 //
-// The matrix is W^-1 W^-T for a lower triangle W, which one elimination gives; the map is W^T W (S U)^T / mu, two products on the
-// tensor cores. Places past the rank hold zeros, and the ridge on the diagonal.
+// One elimination gives the lower triangle W with U^T U / mu + ridge I = W^-1 W^-T; the map is W^T W (S U)^T / mu, two
+// products on the tensor cores. Places past the rank hold zeros, with the ridge on the diagonal.
 #pragma once
 #include "map_sums.cuh"
 
-// U^T U / mu + ridge I of 8 TILES columns. `between` is what comes when U has been read, before the last matrix is overwritten.
+// U^T U / mu + ridge I of 8 TILES columns. Calls `between` when U has been read and before the last matrix is
+// overwritten.
 template <int TILES, class Between>
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge, Between between) {
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge,
+                                                Between between) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float dots[TILES][4], squares[TILES];
     multiply_first_columns<TILES, TILES>(m.columns[0], rank, power, dots, squares);
@@ -23,13 +26,14 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
     __syncwarp();
 }
 
-// W times `scale`, in place of the matrix. A lane has a column of it, or of the unit matrix, on which the same rows are subtracted from
-// others. The row that is subtracted is always the first: a loop, as its code must fit beside that of all other warps.
+// Replaces the matrix by W times `scale`. A lane has one column of the matrix or of the identity, and subtracts the
+// pivot row from the others. The pivot row is always register 0, so this is a loop: code must stay short beside all
+// other roles'.
 template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, float scale, float ridge) {
     constexpr int N = 8 * TILES;
     const int lane = threadIdx.x % 32, column = lane % N;
     float x[N];
-    load_floats(x, m.gram[column]);  // which is a row of it as well
+    load_floats(x, m.gram[column]);  // the matrix is symmetric
     if (lane / N % 2)
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = i == column ? 1.f : 0.f;
@@ -45,18 +49,21 @@ template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, 
     __syncwarp();
 }
 
-// W^T W (S U)^T, 32 channels at a time: a lane's four neighbours are rows r and r + 8 of two left operands. `then` is what may happen once
-// W has been read.
+// W^T W (S U)^T, 32 channels at a time: a lane's four neighbouring channels are rows r and r + 8 of two left operands.
+// Calls `then` when W has been read.
 template <int TILES, class Then>
-__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums, const Scale& scale, sketch_t* map, int rank, Then then) {
+__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums, const Scale& scale,
+                                               sketch_t* map, int rank, Then then) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    float first[TILES][TILES][2], second[TILES][TILES][2];  // W^T and W as right operands; tiles of zeros are left out
+    float first[TILES][TILES][2], second[TILES][TILES][2];  // W^T and W as right operands, without tiles of zeros
 #pragma unroll
     for (int i = 0; i < TILES; i++)
 #pragma unroll
         for (int n = 0; n <= i; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) first[i][n][e] = m.gram[8 * i + r][8 * n + c + 4 * e], second[i][n][e] = m.gram[8 * i + 2 * c + e][8 * n + r];
+            for (int e = 0; e < 2; e++)
+                first[i][n][e] = m.gram[8 * i + r][8 * n + c + 4 * e],
+                second[i][n][e] = m.gram[8 * i + 2 * c + e][8 * n + r];
     then();
 #pragma unroll 1
     for (int channel = 4 * r; channel < K; channel += 32) {
@@ -80,10 +87,11 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 #pragma unroll
                 for (int n = 0; n <= i; n++) left.multiply<false, false>(n, y[i], y[i], first[i][n][0], first[i][n][1]);
 #pragma unroll
-            for (int i = 0; i < TILES; i++) {  // columns 2c and 2c + 1 of 8 are taken for c and c + 4
+            for (int i = 0; i < TILES; i++) {  // columns 2c and 2c + 1 stand for c and c + 4
                 left.a[i][0] = y[i][0], left.a[i][1] = y[i][2], left.a[i][2] = y[i][1], left.a[i][3] = y[i][3];
 #pragma unroll
-                for (int n = 0; n <= i; n++) left.multiply<false, false>(i, rows[half][n], rows[half][n], second[i][n][0], second[i][n][1]);
+                for (int n = 0; n <= i; n++)
+                    left.multiply<false, false>(i, rows[half][n], rows[half][n], second[i][n][0], second[i][n][1]);
             }
         }
 #pragma unroll
@@ -99,22 +107,26 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 }
 
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, const Scale& scale, SketchLatches& latches, sketch_t* map, int rank,
-                                            float power, float mu, float ridge, int turn, Wait wait_sums) {
+__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, const Scale& scale,
+                                            SketchBarriers& barriers, sketch_t* map, int rank, float power, float mu,
+                                            float ridge, int sketch_n, Wait wait_sums) {
     gram_of_columns<TILES>(m, rank, power, mu, ridge, [&] {
-        latches.columns_read[0].arrive();
-        if (FINISHERS > 1 && turn > 0) latches.gram_read.wait(turn - 1);
+        barriers.columns_empty[0].arrive();
+        if (EPILOGUE_WARPS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
     });
     eliminate<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
     multiply_dense<TILES>(m, sums, scale, map, rank, [&] {
-        if (FINISHERS > 1) latches.gram_read.arrive();
+        if (EPILOGUE_WARPS > 1) barriers.gram_empty.arrive();
     });
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, const Scale& scale, SketchLatches& latches, sketch_t* packed, int rank,
-                                            float power, float mu, float ridge, int turn, Wait wait_sums) {
-    if (RANK_MAX > 8 && rank > 8) store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, scale, latches, packed + rank * V, rank, power, mu, ridge, turn, wait_sums);
-    else store_tiles<1>(m, sums, scale, latches, packed + rank * V, rank, power, mu, ridge, turn, wait_sums);
+__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, const Scale& scale,
+                                            SketchBarriers& barriers, sketch_t* packed, int rank, float power, float mu,
+                                            float ridge, int sketch_n, Wait wait_sums) {
+    if (RANK_MAX > 8 && rank > 8)
+        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, scale, barriers, packed + rank * V, rank, power, mu, ridge,
+                                           sketch_n, wait_sums);
+    else store_tiles<1>(m, sums, scale, barriers, packed + rank * V, rank, power, mu, ridge, sketch_n, wait_sums);
 }

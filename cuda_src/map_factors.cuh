@@ -2,7 +2,7 @@
 #pragma once
 #include "map_sums.cuh"
 
-// A row for each column of U: its products with the pivots, and with itself.
+// Products of each column of U with the pivots, and with itself.
 typedef float ColumnDots[RANK_MAX][DOTS];
 
 __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u, int rank, float power) {
@@ -31,16 +31,17 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
     __syncwarp();
 }
 
-// Factors of the low-rank-plus-diagonal map; `prior` puts what the pivots miss where calibration saw energy. U and the sums
-// are read first, and then left to the next item.
+// Factors of the map; `prior` puts what the pivots miss where calibration saw energy. U and the sums are read first and
+// then released for the next tile.
 template <class Wait>
-__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Scale& scale, const Columns& u, WarpLatch& columns_read,
-                                              WarpLatch& sums_read, sketch_t* packed, const sketch_t* projection, int rank, float power, float mu,
-                                              float ridge, Wait wait_sums) {
+__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Scale& scale, const Columns& u,
+                                              WarpMbarrier& columns_empty, WarpMbarrier& sums_empty, sketch_t* packed,
+                                              const sketch_t* projection, int rank, float power, float mu, float ridge,
+                                              Wait wait_sums) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
     const float root = rsqrtf(mu);
-    constexpr int AHEAD = RAW ? 8 : 2;  // rows of the projection that come in time; where many warps share an instruction cache, in short code
+    constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; few, for short code, if roles share the cache
     Packed<SKETCH, MINE> rows[AHEAD];
 #pragma unroll
     for (int g = 0; g < AHEAD; g++) {
@@ -48,13 +49,13 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
         if (g < rank) rows[g].load(projection + g * K + MINE * lane);
     }
     dots_of_columns(dots, u, rank, power);
-    columns_read.arrive();
+    columns_empty.arrive();
     wait_sums();
 
     constexpr int EACH = (RANK_MAX + 31) / 32;  // columns of U of a lane
-    float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the diagonal's inverse
+    float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the inverse of its diagonal
     float image[PIVOTS][MINE];                  // S U_p, then B
-    float low[EACH][PIVOTS], residual[EACH];    // U^T U_p, then L; the diagonal
+    float low[EACH][PIVOTS], residual[EACH];    // U^T U_p, then L; the residual's diagonal
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
 #pragma unroll
@@ -70,7 +71,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
         for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? dots[g][i] : 0.f;
         residual[e] = g < rank ? dots[g][PIVOTS] / mu : 0.f;
     }
-    sums_read.arrive();
+    sums_empty.arrive();
 
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     const float missed = PRIOR ? fmaxf(1.f - warp_sum(squares) / K, 0.f) : 0.f;
 
     constexpr int TRIANGLE = PIVOTS * (PIVOTS + 1) / 2, CHUNKS = (TRIANGLE + 15) / 16;
-    float products[CHUNKS][16] = {};  // L^T D^-1 L, its lower triangle by rows
+    float products[CHUNKS][16] = {};  // lower triangle of L^T D^-1 L, by rows
     float scaled[EACH][PIVOTS];   // D^-1 L
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) total[i] = warp_sums(products[i]);
 
-    // B - Pi Diag(w) L, with the products' places for Diag(w) L. Rows that follow come while those that are there are taken.
+    // B~ = B - Pi Diag(w) L, with Diag(w) L in `dots`. The next projection rows are loaded meanwhile.
 #pragma unroll
     for (int e = 0; e < EACH; e++)
 #pragma unroll
@@ -152,7 +153,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
 #pragma unroll
                 for (int c = 0; c < MINE; c++) image[i][c] -= row[c] * dots[g][i];
         }
-    __syncwarp();  // before other lanes put the next products there
+    __syncwarp();  // before the next products are stored
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
         Packed<SKETCH, MINE> rounded;

@@ -1,12 +1,13 @@
-// The dense map (ridge, exact) of more than 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu, by Cholesky.
+// Dense map (ridge, exact) of more than 16 columns, from exact blocks, by one warp, by Cholesky:
+// (U^T U / mu + ridge I)^-1 (S U)^T / mu.
 //
-// Works on panels of 8 columns of U, in registers. Places past the rank hold zeros, and the ridge on the diagonal.
+// Works on panels of 8 columns of U in registers. Places past the rank hold zeros, with the ridge on the diagonal.
 #pragma once
 #include "map_sums.cuh"
 
 constexpr int PANEL = 8;
 
-// Lower triangle of U^T U / mu + ridge I, in pieces of 16 x 8.
+// Lower triangle of U^T U / mu + ridge I, in 16 x 8 pieces.
 __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const float scale = 1.f / mu;
@@ -25,7 +26,8 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
     __syncwarp();
 }
 
-// Cholesky factor in place of the lower triangle; its diagonal holds the inverse. A lane has row first + lane of a panel.
+// Cholesky factor in place of the lower triangle, with the inverse of its diagonal. A lane has row first + lane of a
+// panel.
 __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank, float ridge) {
     constexpr int EACH = (RANKS + 31) / 32;
     const int lane = threadIdx.x % 32;
@@ -67,20 +69,22 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank, float rid
         for (int e = 0; e < EACH; e++)
             if (first + lane + 32 * e < RANKS) {
                 float4* const to = reinterpret_cast<float4*>(&m.gram[first + lane + 32 * e][first]);
-                to[0] = make_float4(a[e][0], a[e][1], a[e][2], a[e][3]), to[1] = make_float4(a[e][4], a[e][5], a[e][6], a[e][7]);
+                to[0] = make_float4(a[e][0], a[e][1], a[e][2], a[e][3]),
+                to[1] = make_float4(a[e][4], a[e][5], a[e][6], a[e][7]);
             }
         __syncwarp();
     }
 }
 
-// Solves for the map, forward and back, a lane its own channels of all rows, in place of the sums.
+// Solves for the map by forward and back substitution, in place of the sums. A lane has its own channels of all rows.
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, const Scale& scale, SketchLatches& latches, sketch_t* packed, int rank,
-                                            float power, float mu, float ridge, [[maybe_unused]] int turn, Wait wait_sums) {
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, const Scale& scale, SketchBarriers& barriers,
+                                            sketch_t* packed, int rank, float power, float mu, float ridge,
+                                            [[maybe_unused]] int sketch_n, Wait wait_sums) {
     const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
     const float inverse = 1.f / mu;
     gram_of_columns(m, rank, power, mu, ridge);
-    latches.columns_read[0].arrive();
+    barriers.columns_empty[0].arrive();
     factor_gram(m, rank, ridge);
     wait_sums();
     float x[PANEL][MINE], l[PANEL];

@@ -1,17 +1,18 @@
-// What all maps share: which channels a lane has, products of columns of U, and sums over groups.
+// Common to all maps: a lane's channels, products of columns of U, sums over groups.
 #pragma once
 #include "sketch.cuh"
 
-constexpr int MINE = K / 32;  // channels of a lane: neighbours
-// A pivot that lies this close to the ones before it, in squares, is left out: PIVOT_TOLERANCE squared.
+constexpr int MINE = K / 32;  // neighbouring channels of a lane
+// A pivot whose squared relative residual is at most this is left out: PIVOT_TOLERANCE squared.
 constexpr float INDEPENDENT = 9e-6f;
 
-// Neighbouring channels of row i of S U, both times the state's power, summed over groups.
-template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, const Scale& scale, int i, int channel, float (&x)[N]) {
+// Neighbouring channels of row i of S U, both multiplied by the state's power, summed over groups.
+template <int N>
+__device__ __forceinline__ void sum_parts(const Sums& sums, const Scale& scale, int i, int channel, float (&x)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = 0;
 #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
+    for (int group = 0; group < SKETCH_GROUPS; group++) {
         Packed<FP32, N> part;
         part.load(sums.at(group, i, channel));
 #pragma unroll
@@ -19,7 +20,7 @@ template <int N> __device__ __forceinline__ void sum_parts(const Sums& sums, con
     }
 }
 
-// N neighbouring floats of shared memory.
+// Loads N neighbouring floats of shared memory.
 template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], const float* from) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
@@ -28,9 +29,10 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
-// Products of columns i to i + 15 of U times `power` with columns j to j + 7, as they lie in an accumulator, and, in every lane of four,
-// squares of columns i + r and i + 8 + r. Places past the rank get zeros.
-__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, float power, int i, int j, float (&dots)[4], float (&squares)[2]) {
+// Products of `power` times columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of
+// columns i + r and i + 8 + r, in all four lanes of r. Places past the rank are zeros.
+__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, float power, int i, int j,
+                                                 float (&dots)[4], float (&squares)[2]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float rest[4] = {};
     dots[0] = dots[1] = dots[2] = dots[3] = squares[0] = squares[1] = 0;
@@ -56,11 +58,12 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, flo
     squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
 }
 
-// The same for the first 8 TILES columns with the first 8 RIGHT of them; of the squares, those of column 8 tile + r.
+// The same for the first 8 TILES columns with the first 8 RIGHT of them; squares of columns 8 tile + r.
 template <int TILES, int RIGHT>
-__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float power, float (&dots)[RIGHT][4], float (&squares)[TILES]) {
+__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float power, float (&dots)[RIGHT][4],
+                                                       float (&squares)[TILES]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    float sum[RIGHT][2][4] = {}, rest[RIGHT][2][4] = {};  // four chains of products
+    float sum[RIGHT][2][4] = {}, rest[RIGHT][2][4] = {};  // four independent chains
 #pragma unroll
     for (float& x : squares) x = 0;
 #pragma unroll 2
@@ -77,7 +80,8 @@ __device__ __forceinline__ void multiply_first_columns(const Columns& u, int ran
 #pragma unroll
         for (int tile = 0; tile < RIGHT; tile++)
 #pragma unroll
-            for (int n = 0; n < 2; n++) columns.multiply<false, false>(n, sum[tile][n], rest[tile][n], x[tile][2 * n], x[tile][2 * n + 1]);
+            for (int n = 0; n < 2; n++)
+                columns.multiply<false, false>(n, sum[tile][n], rest[tile][n], x[tile][2 * n], x[tile][2 * n + 1]);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -86,7 +90,8 @@ __device__ __forceinline__ void multiply_first_columns(const Columns& u, int ran
 #pragma unroll
     for (int tile = 0; tile < RIGHT; tile++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) dots[tile][e] = (sum[tile][0][e] + rest[tile][0][e]) + (sum[tile][1][e] + rest[tile][1][e]);
+        for (int e = 0; e < 4; e++)
+            dots[tile][e] = (sum[tile][0][e] + rest[tile][0][e]) + (sum[tile][1][e] + rest[tile][1][e]);
 #pragma unroll
     for (float& x : squares) x = group_sum<4>(x);
 }

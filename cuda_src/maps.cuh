@@ -1,10 +1,10 @@
-// The end of a sketch: what is stored, from U and the groups' sums of S U, by warps that have nothing else in their registers.
+// Epilogue of a sketch: the coefficient map, from U and the groups' sums of S U.
 //
 // factors (lowrank, prior): the pivots are Q = U_p R^-1, with R the Cholesky factor of their Gram matrix, so that
-// B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a dense
-// map from exact blocks. See sketchssm/reference/maps.py for each in four lines.
+// B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a
+// dense map from exact blocks. sketchssm/reference/maps.py has the equations.
 #pragma once
-// Outside of conditions, as sources are joined without a preprocessor.
+// Not inside the conditions: the sources are joined without a preprocessor.
 #include "map_sums.cuh"
 #if MAP == 0
 #include "map_factors.cuh"
@@ -14,72 +14,86 @@
 #include "map_panels.cuh"
 #endif
 
-// A warp's part of one head's sketch, as `member` of a group; `rows` are all of the state's. `turn` counts the block's sketches.
-// `then` is told of each block of rows that the warp no longer needs, or called once, when the group no longer needs the warp's (OWN_ROWS).
+// A warp's part of one head's sketch, as warp `member` of a group. `rows`: all row blocks of the state. `sketch_n`
+// counts the block's sketches. `then(block)` is called for each row block that the warp no longer needs; with
+// FOLD_WARPS_SKETCH once, when the group no longer needs the warp's row block.
+//
+// Waits for: columns_empty, sums_empty, basis.full; columns_full or group_sync (U of the whole group). Signals:
+// columns_full, sums_full.
 template <class Then>
-__device__ __forceinline__ void share_sketch(SketchMemory& m, SketchLatches& latches, Rows* rows, int group, int member, sketch_t* packed,
-                                             int rank, int& turn, Then then) {
+__device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* rows, int group,
+                                            int member, sketch_t* packed, int rank, int& sketch_n, Then then) {
     const int lane = threadIdx.x % 32;
-    [[maybe_unused]] WarpLatch& met = latches.met[group];
-    Columns& u = m.columns[turn % COLUMN_SETS];
-    if (turn >= COLUMN_SETS) latches.columns_read[turn % COLUMN_SETS].wait(turn / COLUMN_SETS - 1);
-    // A finisher reads U while others may still multiply with it.
-    if (COLUMN_SETS == 1 && LEFT > 0 && !OWN_ROWS && turn > 0) latches.full[(turn - 1) % FINISHERS].wait((turn - 1) / FINISHERS);
-    m.basis.delivery.wait(turn);
+    [[maybe_unused]] WarpMbarrier& group_sync = barriers.group_sync[group];
+    Columns& u = m.columns[sketch_n % COLUMN_STAGES];
+    if (sketch_n >= COLUMN_STAGES) barriers.columns_empty[sketch_n % COLUMN_STAGES].wait(sketch_n / COLUMN_STAGES - 1);
+    // An epilogue warp may read U while other warps still multiply by it.
+    if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !FOLD_WARPS_SKETCH && sketch_n > 0)
+        barriers.sums_full[(sketch_n - 1) % EPILOGUE_WARPS].wait((sketch_n - 1) / EPILOGUE_WARPS);
+    m.basis.full.wait(sketch_n);
     sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
     for (int i = 0; i < OWN_BLOCKS; i++) {
-        const int block = group * GROUP_BLOCKS + member + i * SHARERS;
-        if (lane == 0 && block < NWARPS) u.norms[block] = rows[block].norm;
+        const int block = group * GROUP_BLOCKS + member + i * GROUP_WARPS;
+        if (lane == 0 && block < ROW_BLOCKS) u.norms[block] = rows[block].norm;
     }
-    latches.made[turn % FINISHERS].arrive();
-    if constexpr (LEFT > 0) {
-        if (GROUPS == 1) latches.made[turn % FINISHERS].wait(turn / FINISHERS);
-        else met.arrive(), met.wait(2 * turn);
-        if (turn >= SUMS) latches.sums_read[turn % SUMS].wait(turn / SUMS - 1);
-        left_products(m.sums[turn % SUMS], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank, [&](int block) {
-            if (!OWN_ROWS) then(block);
-        });
+    barriers.columns_full[sketch_n % EPILOGUE_WARPS].arrive();
+    if constexpr (PRODUCT_COLUMNS > 0) {
+        if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
+        else group_sync.arrive(), group_sync.wait(2 * sketch_n);
+        if (sketch_n >= SUM_STAGES) barriers.sums_empty[sketch_n % SUM_STAGES].wait(sketch_n / SUM_STAGES - 1);
+        state_products(m.sums[sketch_n % SUM_STAGES], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank,
+                      [&](int block) {
+                          if (!FOLD_WARPS_SKETCH) then(block);
+                      });
     }
-    if (LEFT > 0) latches.full[turn % FINISHERS].arrive();
-    if (OWN_ROWS && LEFT > 0) met.arrive(), met.wait(GROUPS == 1 ? turn : 2 * turn + 1);
-    if (OWN_ROWS || LEFT == 0) leave_rows(member, then);
-    if constexpr (COLUMN_SETS == 1) {
+    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % EPILOGUE_WARPS].arrive();
+    if (FOLD_WARPS_SKETCH && PRODUCT_COLUMNS > 0)
+        group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
+    if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
+    if constexpr (COLUMN_STAGES == 1) {
 #pragma unroll 1
-        for (int i = member; i < GROUP_BLOCKS; i += SHARERS) store_columns(u, group * GROUP_BLOCKS + i, packed, rank);
-        __syncwarp();  // before other lanes put the next columns there
+        for (int i = member; i < GROUP_BLOCKS; i += GROUP_WARPS)
+            store_columns(u, group * GROUP_BLOCKS + i, packed, rank);
+        __syncwarp();  // before the next columns are stored
     }
-    turn++;
+    sketch_n++;
 }
 
-// The rest of it, by another warp. `then` is what may happen once the basis has been used.
+// The epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
+// sums_full. Signals: columns_empty, sums_empty.
 template <class Then>
-__device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchLatches& latches, [[maybe_unused]] sketch_t* packed,
-                                              [[maybe_unused]] const sketch_t* projection, int rank, [[maybe_unused]] float ridge,
-                                              int turn, Then then) {
-    latches.made[turn % FINISHERS].wait(turn / FINISHERS);
+__device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& barriers,
+                                              [[maybe_unused]] sketch_t* packed,
+                                              [[maybe_unused]] const sketch_t* projection, int rank,
+                                              [[maybe_unused]] float ridge, int sketch_n, Then then) {
+    barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
     then();
-    [[maybe_unused]] const Columns& u = m.columns[turn % COLUMN_SETS];
-    [[maybe_unused]] WarpLatch& columns_read = latches.columns_read[turn % COLUMN_SETS];
-    if constexpr (COLUMN_SETS > 1) store_columns(u, packed, rank);
+    [[maybe_unused]] const Columns& u = m.columns[sketch_n % COLUMN_STAGES];
+    [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
+    if constexpr (COLUMN_STAGES > 1) store_columns(u, packed, rank);
 #if MAP == 2
-    columns_read.arrive();
+    columns_empty.arrive();
 #else
-    const float power = u.power<NWARPS>(0);
-    const float norm = threadIdx.x % 32 < NWARPS ? power * u.norms[threadIdx.x % 32] : 0.f, squares = warp_sum(norm * norm);
-    const float mu = fmaxf(squares, 1.f) / K;  // of the state times `power`; the bound is for zeros, and norms below 2^-116
-    Sums& sums = m.sums[turn % SUMS];
-    Scale& scale = m.scale[turn % FINISHERS];
+    const float power = u.power<ROW_BLOCKS>(0);
+    const float norm = threadIdx.x % 32 < ROW_BLOCKS ? power * u.norms[threadIdx.x % 32] : 0.f,
+                squares = warp_sum(norm * norm);
+    // of the state times `power`; the bound is for zeros, and norms below 2^-116
+    const float mu = fmaxf(squares, 1.f) / K;
+    Sums& sums = m.sums[sketch_n % SUM_STAGES];
+    Scale& scale = m.scale[sketch_n % EPILOGUE_WARPS];
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) scale[i] = power * (GROUPS > 1 ? power * inverse_of_power(u.power<GROUP_BLOCKS>(i * GROUP_BLOCKS)) : 1.f);
+    for (int i = 0; i < SKETCH_GROUPS; i++)
+        scale[i] =
+            power * (SKETCH_GROUPS > 1 ? power * inverse_of_power(u.power<GROUP_BLOCKS>(i * GROUP_BLOCKS)) : 1.f);
     __syncwarp();
-    auto wait_sums = [&] { latches.full[turn % FINISHERS].wait(turn / FINISHERS); };  // U comes first
+    auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS); };
 #if MAP == 0
-    store_factors(m.dots[turn % FINISHERS], sums, scale, u, columns_read, latches.sums_read[turn % SUMS], packed, projection, rank, power, mu, ridge,
-                  wait_sums);
+    store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, scale, u, columns_empty,
+                  barriers.sums_empty[sketch_n % SUM_STAGES], packed, projection, rank, power, mu, ridge, wait_sums);
 #else
-    store_dense(m, sums, scale, latches, packed, rank, power, mu, ridge, turn, wait_sums);  // has one set of columns
-    latches.sums_read[turn % SUMS].arrive();
+    store_dense(m, sums, scale, barriers, packed, rank, power, mu, ridge, sketch_n, wait_sums);
+    barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif
 }

@@ -1,11 +1,11 @@
-// Every instruction that C++ has no word for, and nothing else: a host build replaces this one file.
+// Every instruction that has no C++ equivalent, and nothing else: a host build replaces this file.
 #pragma once
 
 typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-// Bytes of shared memory that a block may have: the data-centre chips have more than their siblings.
+// Shared memory that a block may have, in bytes: more on data-centre chips.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
 constexpr int MOST_SHARED = 232448;
 #elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
@@ -22,8 +22,8 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d (16 x 8, float32) += a (16 x 8) b (8 x 8), float32 operands of which the upper 19 bits count (tf32: 11 bits of
-// mantissa). A thread holds a[r][c], a[r+8][c], a[r][c+4], a[r+8][c+4]; b[c][r], b[c+4][r]; d as above.
+// d (16 x 8, float32) += a (16 x 8) b (8 x 8), tf32 operands: the upper 19 bits of float32 (11 bits of mantissa). A
+// thread holds a[r][c], a[r+8][c], a[r][c+4], a[r+8][c+4]; b[c][r], b[c+4][r]; d as above.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -38,15 +38,15 @@ __device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&a)[4], u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Transposes an 8 x 8 matrix of 16-bit elements: a thread gives [r][2c, 2c+1] and gets [2c, 2c+1][r].
+// Transposes an 8 x 8 matrix of 16-bit elements: a thread passes [r][2c, 2c+1] and gets [2c, 2c+1][r].
 __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory, each transposed: lane l gives row l % 8 of matrix l / 8, 16 bytes at a
-// multiple of 16, and gets [2c, 2c+1][r] of each.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory, transposed: lane l passes the address of row l % 8
+// of matrix l / 8 (16 bytes, aligned) and gets [2c, 2c+1][r] of each.
 __device__ __forceinline__ void load_transposed(u32 (&x)[4], const void* shared, int offset) {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(shared)) + offset;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -55,50 +55,52 @@ __device__ __forceinline__ void load_transposed(u32 (&x)[4], const void* shared,
                  : "memory");
 }
 
-// Starts a copy of 16 bytes from global to shared memory, past the L1 cache.
+// Starts a copy of 16 bytes from global to shared memory, past L1.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
     u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
-// The same of 4 bytes, by way of that cache.
+// The same for 4 bytes, through L1.
 __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
     u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
 }
 
-// Where the host lets a kernel start before the one ahead in the stream has ended: waits until that one has, and all that it
-// wrote is seen. Every thread comes here before it touches what others write or read, but for what docs/cuda.md names, and no such pointer is __restrict__:
-// the compiler would be free to read through it earlier.
-__device__ __forceinline__ void wait_for_kernel_before() {
+// Programmatic dependent launch: waits until the previous kernel of the stream has ended and its writes are visible.
+// Every thread calls this before it accesses memory that other kernels write or read; docs/cuda.md names the
+// exceptions. No such pointer is __restrict__, or the compiler could move reads ahead of the wait.
+__device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the next kernel in the stream start so, once all blocks have come here or ended.
-__device__ __forceinline__ void start_kernel_after() {
+// Lets the next kernel of the stream start, once all blocks have called this or ended.
+__device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// What one thread stores, and all that it has seen before, is seen by who loads it, in any kernel.
-__device__ __forceinline__ void store_release(int* at, int x) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
+// Release and acquire across kernels: a thread that loads the value sees what the storing thread had stored and seen.
+__device__ __forceinline__ void store_release(int* at, int x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
 __device__ __forceinline__ int load_acquire(const int* at) {
     int x;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
     return x;
 }
 
-// The same number, of which the compiler does not know that: it works out anew what follows from it, rather than to keep that in registers.
-__device__ __forceinline__ u32 anew(u32 x) {
+// The same number, hidden from the compiler: values that depend on it are recomputed rather than kept in registers.
+__device__ __forceinline__ u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// Asks for a line in the L2 cache.
+// Prefetches a line to L2.
 __device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
-// Cycles of the multiprocessor's clock, which wraps; and a wait until so many have passed since then.
+// The multiprocessor's cycle counter, which wraps; and a wait until `cycles` have passed since `then`.
 __device__ __forceinline__ u32 clock_now() {
     u32 x;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
@@ -108,22 +110,24 @@ __device__ __forceinline__ void wait_since(u32 then, u32 cycles) {
     while (clock_now() - then < cycles) {}
 }
 
-// Ends a batch of copies, and waits until at most PENDING of this thread's latest batches are under way.
+// Closes a group of cp.async copies; and waits until at most PENDING of this thread's groups are in flight.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// A barrier of THREADS of the block's threads, whole warps, which all come to it equally often: for one such group of a block, beside __syncthreads.
-// Waiting here takes no instructions, at a latch it does.
-template <int THREADS> __device__ __forceinline__ void meet_some() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+// Named barrier 1, for THREADS of the block's threads (whole warps that all call it equally often). Waiting issues no
+// instructions, unlike waiting at an mbarrier.
+template <int THREADS> __device__ __forceinline__ void named_barrier_sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
 
-// An mbarrier, an object in shared memory that opens when `count` arrivals have come, once a round; rounds are counted from 0. What
-// a thread wrote before it arrived is seen by those that waited.
-struct Latch {
+// An mbarrier in shared memory. A phase completes when `count` arrivals have come; phases are numbered from 0. What a
+// thread wrote before it arrived is visible to those who waited for the phase.
+struct Mbarrier {
     unsigned long long state;
 
-    // Once, by one thread; a barrier of the block must follow.
+    // By one thread, before a barrier of the block.
     __device__ __forceinline__ void init(int count) {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
 #if __CUDA_ARCH__ >= 900
@@ -131,16 +135,19 @@ struct Latch {
 #endif
     }
     __device__ __forceinline__ void arrive() {
-        asm volatile("{\n\t.reg .b64 token;\n\tmbarrier.arrive.shared.b64 token, [%0];\n\t}" ::"r"(address()) : "memory");
+        asm volatile("{\n\t.reg .b64 token;\n\tmbarrier.arrive.shared.b64 token, [%0];\n\t}" ::"r"(address())
+                     : "memory");
     }
-    // Until a round is over. No thread may be more than a round late.
-    __device__ __forceinline__ void wait(int round) {
+    // Waits until the phase is complete. No thread may be more than one phase late, as the hardware compares parities.
+    __device__ __forceinline__ void wait(int phase) {
 #if __CUDA_ARCH__ >= 900
 #define TRY "mbarrier.try_wait.parity.shared.b64"
 #else
 #define TRY "mbarrier.test_wait.parity.shared.b64"
 #endif
-        asm volatile("{\n\t.reg .pred done;\nagain:\n\t" TRY " done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(address()), "r"(round % 2)
+        asm volatile("{\n\t.reg .pred done;\nagain:\n\t" TRY
+                     " done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(address()),
+                     "r"(phase % 2)
                      : "memory");
 #undef TRY
     }
@@ -148,36 +155,37 @@ struct Latch {
 };
 
 #if __CUDA_ARCH__ >= 900
-// True in one lane of a whole warp. The compiler knows that it is one: bulk copies, whose operands are the warp's, otherwise
-// come in a loop over lanes, with a wait in every round.
-__device__ __forceinline__ bool elected() {
+// True in one lane of a whole warp, known to the compiler: otherwise it issues bulk copies, whose operands are uniform,
+// in a loop over lanes.
+__device__ __forceinline__ bool elect_one() {
     u32 yes;
     asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\tselp.u32 %0, 1, 0, one;\n\t}" : "=r"(yes));
     return yes;
 }
-// The bulk copy engine brings `bytes` (a multiple of 16); the latch at an address in shared memory waits for them if it has been told so.
-__device__ __forceinline__ void bring(void* shared, const void* global, int bytes, u32 latch) {
+// Bulk copy of `bytes` (a multiple of 16) from global to shared memory, which completes bytes at the mbarrier at that
+// shared address; and the announcement of such bytes.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, u32 mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      static_cast<u32>(__cvta_generic_to_shared(shared))),
-                 "l"(global), "r"(bytes), "r"(latch)
+                 "l"(global), "r"(bytes), "r"(mbarrier)
                  : "memory");
 }
-__device__ __forceinline__ void expect(int bytes, u32 latch) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(latch), "r"(bytes) : "memory");
+__device__ __forceinline__ void expect_bytes(int bytes, u32 mbarrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 #endif
 
-// A latch that opens when copies from global to shared memory have landed. One warp sends for all: it copies, then
-// ends. Small rows go in pieces of 16 bytes, lane by lane; from sm_90 on the bulk copy engine brings long ones.
-struct Delivery {
-    Latch latch;
+// Full barrier of a pipeline stage: completes when the copies of one producer warp have landed. The warp issues copies,
+// then commits. Small rows go by cp.async in pieces of 16 bytes, one a lane; long rows by bulk copies from sm_90 on.
+struct CopyBarrier {
+    Mbarrier mbarrier;
 
-    __device__ __forceinline__ void init() { latch.init(32); }
-    // Rows of `bytes` (16 a piece), at strides of bytes in shared and in global memory. `place` says where in a row of global memory the
-    // piece lies that comes to a byte of it in shared memory.
+    __device__ __forceinline__ void init() { mbarrier.init(32); }
+    // Copies rows of `bytes` (a multiple of 16), with strides in bytes. `place(row, byte)` is the source byte in the
+    // row for a destination byte.
     template <class Place>
-    __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes,
-                                         const Place& place) {
+    __device__ __forceinline__ void copy_rows(void* shared, int shared_stride, const void* global, int global_stride,
+                                              int count, int bytes, const Place& place) {
         char* const to = static_cast<char*>(shared);
         const char* const from = static_cast<const char*>(global);
         const int pieces = bytes / 16;
@@ -187,47 +195,53 @@ struct Delivery {
             copy_async_16(to + row * shared_stride + at, from + row * global_stride + place(row, at));
         }
     }
-    __device__ __forceinline__ void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
-        rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
+    __device__ __forceinline__ void copy_rows(void* shared, int shared_stride, const void* global, int global_stride,
+                                              int count, int bytes) {
+        copy_rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
     }
-    // COUNT long rows of `bytes`, one after the other in global memory.
-    template <int COUNT> __device__ __forceinline__ void stretch(void* shared, int shared_stride, const void* global, int bytes) {
+    // Copies COUNT long rows of `bytes` that are contiguous in global memory.
+    template <int COUNT>
+    __device__ __forceinline__ void copy_contiguous(void* shared, int shared_stride, const void* global, int bytes) {
 #if __CUDA_ARCH__ >= 900
-        if (elected()) {
-            expect(COUNT * bytes, latch.address());
+        if (elect_one()) {
+            expect_bytes(COUNT * bytes, mbarrier.address());
 #pragma unroll
             for (int i = 0; i < COUNT; i++)
-                bring(static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * bytes, bytes, latch.address());
+                bulk_load(static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * bytes,
+                          bytes, mbarrier.address());
         }
 #else
-        rows(shared, shared_stride, global, bytes, COUNT, bytes);
+        copy_rows(shared, shared_stride, global, bytes, COUNT, bytes);
 #endif
     }
-    // Up to 32 long rows, a lane each.
-    __device__ __forceinline__ void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+    // Copies up to 32 long rows, one a lane.
+    __device__ __forceinline__ void copy_row_per_lane(void* shared, int shared_stride, const void* global,
+                                                      int global_stride, int count, int bytes) {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
         if (lane < count) {
-            expect(bytes, latch.address());
-            bring(static_cast<char*>(shared) + lane * shared_stride, static_cast<const char*>(global) + lane * global_stride, bytes, latch.address());
+            expect_bytes(bytes, mbarrier.address());
+            bulk_load(static_cast<char*>(shared) + lane * shared_stride,
+                      static_cast<const char*>(global) + lane * global_stride, bytes, mbarrier.address());
         }
 #else
-        rows(shared, shared_stride, global, global_stride, count, bytes);
+        copy_rows(shared, shared_stride, global, global_stride, count, bytes);
 #endif
     }
-    __device__ __forceinline__ void end() {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(latch.address()) : "memory");
+    __device__ __forceinline__ void commit() {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mbarrier.address()) : "memory");
     }
-    __device__ __forceinline__ void wait(int round) { latch.wait(round); }
+    __device__ __forceinline__ void wait(int phase) { mbarrier.wait(phase); }
 };
 
-// Copies COUNT rows of `bytes` (a multiple of 16) from shared memory, whose writers have released them to copies, to one
-// stretch of global memory; whole warps. The shared memory may be written again after the wait.
-template <int COUNT> __device__ __forceinline__ void send(void* global, const void* shared, int shared_stride, int bytes) {
+// Bulk store: copies COUNT rows of `bytes` (a multiple of 16) from shared memory to contiguous global memory. By a
+// whole warp, after fence_async_proxy by the writers. The shared memory may be written again after wait_bulk_stores.
+template <int COUNT>
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int shared_stride, int bytes) {
     char* const to = static_cast<char*>(global);
     const char* const from = static_cast<const char*>(shared);
 #if __CUDA_ARCH__ >= 900
-    if (elected()) {
+    if (elect_one()) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
             asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + i * bytes),
@@ -238,54 +252,57 @@ template <int COUNT> __device__ __forceinline__ void send(void* global, const vo
 #else
     const int pieces = bytes / 16;
     for (int i = threadIdx.x % 32; i < COUNT * pieces; i += 32)
-        *reinterpret_cast<uint4*>(to + 16 * i) = *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
+        *reinterpret_cast<uint4*>(to + 16 * i) =
+            *reinterpret_cast<const uint4*>(from + i / pieces * shared_stride + i % pieces * 16);
 #endif
 }
-// Puts this thread's writes of shared memory before copies from or to it that threads start once they know of them.
-__device__ __forceinline__ void release_to_copies() {
+// Orders this thread's accesses of shared memory before bulk copies from or to it that are issued afterwards.
+__device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_sent() {
+__device__ __forceinline__ void wait_bulk_stores() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
     __syncwarp();
 }
 
-// Copies from global to shared memory that only the warp waits for which sent them. From sm_90 on one lane sends them all, and says
-// how many bytes that is; before, every lane waits for its own pieces.
-struct Arrival {
-    Latch latch;
+// Full barrier for copies that only the issuing warp waits for. From sm_90 on, one lane issues them all and announces
+// their bytes; before, every lane waits for its own cp.async pieces.
+struct WarpCopyBarrier {
+    Mbarrier mbarrier;
 
-    // Once, by one thread; the warp must meet after it.
+    // By one thread, before the warp meets.
     __device__ __forceinline__ void init() {
 #if __CUDA_ARCH__ >= 900
-        latch.init(1);
+        mbarrier.init(1);
 #endif
     }
-    __device__ __forceinline__ void wait(int round) {
+    __device__ __forceinline__ void wait(int phase) {
 #if __CUDA_ARCH__ >= 900
-        latch.wait(round);
+        mbarrier.wait(phase);
 #else
         copy_async_wait<0>();
 #endif
     }
 };
 
-// Starts a round's copies, of `all` bytes: `pieces` calls what it is given with (shared, global, bytes) for each, bytes a multiple of 16
-// (none for 0); a whole warp, with the same values in all lanes.
-template <class Pieces> __device__ __forceinline__ void copy_pieces(const Pieces& pieces, [[maybe_unused]] int all, Arrival& arrival) {
+// Issues a phase's copies, `all` bytes in total. `copies` calls its argument with (shared, global, bytes) for each
+// copy, bytes a multiple of 16 (0: none). By a whole warp, with the same values in all lanes.
+template <class Copies>
+__device__ __forceinline__ void bulk_copy(const Copies& copies, [[maybe_unused]] int all, WarpCopyBarrier& full) {
 #if __CUDA_ARCH__ >= 900
-    if (elected()) {
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(arrival.latch.address()), "r"(all) : "memory");
-        pieces([&](void* shared, const void* global, int bytes) {
-            if (bytes > 0) bring(shared, global, bytes, arrival.latch.address());
+    if (elect_one()) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full.mbarrier.address()), "r"(all)
+                     : "memory");
+        copies([&](void* shared, const void* global, int bytes) {
+            if (bytes > 0) bulk_load(shared, global, bytes, full.mbarrier.address());
         });
     }
 #else
-    pieces([&](void* shared, const void* global, int bytes) {
+    copies([&](void* shared, const void* global, int bytes) {
         for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512)
             copy_async_16(static_cast<char*>(shared) + i, static_cast<const char*>(global) + i);
     });
@@ -293,12 +310,15 @@ template <class Pieces> __device__ __forceinline__ void copy_pieces(const Pieces
 #endif
 }
 
-// The next number of a counter in shared memory, one for the whole warp. (An increment with a bound: the compiler would first gather
-// the lanes of a plain sum, though there is only one.)
-__device__ __forceinline__ int next_number(int& counter) {
+// Takes the next number of a counter in shared memory, for the whole warp. (Increment with a bound: for a plain atomic
+// add the compiler would first combine the lanes.)
+__device__ __forceinline__ int claim_next(int& counter) {
     u32 number = 0;
     if (threadIdx.x % 32 == 0)
-        asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "r"(static_cast<u32>(__cvta_generic_to_shared(&counter))) : "memory");
+        asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;"
+                     : "=r"(number)
+                     : "r"(static_cast<u32>(__cvta_generic_to_shared(&counter)))
+                     : "memory");
     return static_cast<int>(__shfl_sync(0xffffffffu, number, 0));
 }
 
@@ -335,6 +355,8 @@ __device__ __forceinline__ u32 floats_to_halves(float x, float y) {
 }
 __device__ __forceinline__ float2 halves_to_floats(u32 x) {
     float2 y;
-    asm("{\n\t.reg .f16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+    asm("{\n\t.reg .f16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+        : "=f"(y.x), "=f"(y.y)
+        : "r"(x));
     return y;
 }

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
             early_slot = static_cast<int>(slot);  // not with dense heads: registers
     }
 #endif
-    wait_for_kernel_before();
+    wait_for_previous_kernel();
 #if DENSE_HEADS
     // Four warps for a dense head of a row: the whole block if there are no sketches, which keeps the path uniform.
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     // Let the flush start early, but not if this block has a due row: flushes are slower on a multiprocessor that is
     // still configured for a read's shared memory. By the warp that is likely to finish its copies last.
     if (!due && threadIdx.x == blockDim.x - 1) {
-        if (DENSE_HEADS == 0) schedule->has_none_due();  // dense heads look at their cursors later
-        start_kernel_after();
+        if (DENSE_HEADS == 0) schedule->report_idle();  // dense heads look at their cursors later
+        allow_next_kernel();
     }
     if (block.max_tokens < 0) return;  // all rows are due
 
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         else read_whole_tiles(reading, memory, lower, lower - TILES_OFFSET + part_bytes);
     }
     // Warps without tiles append the newest tokens to the ring, piece by piece.
-    for (int piece; (piece = next_number(block.next_piece)) < block.pieces;) new_tokens.append(own_rows, piece);
+    for (int piece; (piece = claim_next(block.next_piece)) < block.pieces;) new_tokens.append(own_rows, piece);
 #endif
 }
 #endif

@@ -26,7 +26,7 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
             if (!BlockRows::continues(entry.x, entry.y)) continue;
             x[n] = *place<ROW_HEADS * CHUNKS>(reinterpret_cast<const Chunk*>(input), own_rows.at(row), own);
             constexpr int EACH = sizeof(Chunk) / sizeof(T);
-            const int at = own % CHUNKS ^ (VALUES ? turn_of(entry.y) / EACH : 0);
+            const int at = own % CHUNKS ^ (VALUES ? swizzle(entry.y) / EACH : 0);
             into[n] = place<ROW_HEADS * W * CHUNKS>(reinterpret_cast<Chunk*>(ring), entry.x,
                                                     (own / CHUNKS * W + entry.y) * CHUNKS + at);
         }
@@ -45,7 +45,7 @@ struct NewTokens {
 
     __device__ __forceinline__ NewTokens(const Arguments& arg, int from, int to)
         : values{arg.ring_v, arg.v, from, to},
-          keys{arg.ring_k, arg.k, (from + GROUP - 1) / GROUP, (to + GROUP - 1) / GROUP},
+          keys{arg.ring_k, arg.k, (from + HEADS_PER_KEY - 1) / HEADS_PER_KEY, (to + HEADS_PER_KEY - 1) / HEADS_PER_KEY},
           gates{arg.ring_g, arg.g, from, to},
           betas{arg.ring_beta, arg.beta, from, ERASES ? to : from} {}
     __device__ __forceinline__ int pieces() const {

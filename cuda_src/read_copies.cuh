@@ -1,14 +1,14 @@
-// Bulk copies that bring a tile into its warp's part of shared memory.
+// Bulk copies that bulk_load a tile into its warp's part of shared memory.
 #pragma once
 #include "read_tile.cuh"
 
 // Starts the copies of a tile, or of one half of it.
 template <int HALF>
 __device__ __forceinline__ void fetch(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                      const ReadTile& tile, int at, Arrival& full) {
+                                      const ReadTile& tile, int at, WarpCopyBarrier& full) {
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
-    const int head = tile.index * TILE_HEADS, key_head = head / GROUP, pos = tile.pos;
-    copy_pieces(
+    const int head = tile.index * TILE_HEADS, key_head = head / HEADS_PER_KEY, pos = tile.pos;
+    bulk_copy(
         [&](auto&& copy) {
             if (HALF & KEY_HALF) {
                 if (!SHARED_SCORES) {

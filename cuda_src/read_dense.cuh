@@ -14,7 +14,7 @@ typedef Packed<ACT, AllLanes::WIDTH> LaneValues[AllLanes::COUNT];
 __device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const LaneValues& values, int pos,
                                              int head) {
     const int lane = threadIdx.x % 32;
-    if (head % GROUP == 0) {
+    if (head % HEADS_PER_KEY == 0) {
         Packed<ACT, LK> key;
         key.load(token.k + lane * LK);
         key.store(ring.k + pos * K + lane * LK);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
             const int mine = s + lane % 4;
             const float weight = __shfl_sync(ALL, window.weight, mine);
             if (mine <= pos && row < SHARE)
-                buffer += weight * widen<ACT>(mine < pos ? ring.v[mine * V + (value ^ turn_of(mine))] : token.v[value]);
+                buffer += weight * widen<ACT>(mine < pos ? ring.v[mine * V + (value ^ swizzle(mine))] : token.v[value]);
         }
         buffer += __shfl_xor_sync(ALL, buffer, 1);
         buffer += __shfl_xor_sync(ALL, buffer, 2);

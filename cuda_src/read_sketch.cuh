@@ -1,12 +1,12 @@
 // Coefficients of heads with a sketch: token weights, and products of the effective query with map and pivots.
 #pragma once
 #include "read_tile.cuh"
-#include "warp_latch.cuh"
+#include "warp_mbarrier.cuh"
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 // Room for a head's weights in whole tiles: the map's coefficients (eights), or with SWIZZLED all summed rows
 // (sixteens).
-constexpr int WEIGHTS = OPERANDS ? (RANK_MAX + W - 1 + 15) / 16 * 16 : (RANK_MAX + 7) / 8 * 8;
+constexpr int WEIGHTS = SWIZZLED ? (RANK_MAX + W - 1 + 15) / 16 * 16 : (RANK_MAX + 7) / 8 * 8;
 
 // Token-by-token path with bf16 storage: map and pivots still use the tensor cores. Their rows are operands as stored,
 // the effective query comes in two bf16 slices (2^-16).
@@ -39,24 +39,24 @@ struct QuerySlices {
 // Small intermediate results in shared memory, one per warp.
 struct Scratch {
     union {
-        alignas(16) float product[MATRIX && ERASES ? 16 : 1]
-                                 [20];  // <k_s, k_j>, last row <k_s, q>; padded against bank conflicts
+        // <k_s, k_j>, last row <k_s, q>; padded against bank conflicts
+        alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];
         QuerySlices query;
         struct {
             alignas(16) float c[TILE_HEADS][WEIGHTS];  // map times x; later the coefficients, or all weights
             float y[TILE_HEADS * PIVOT_SLOTS + 8];     // B^T x
         };
     };
-    alignas(8) float weight[TILE_HEADS][W];            // c_s; 0 past the newest token
+    alignas(8) float weight[TILE_HEADS][W];  // c_s; 0 past the newest token
     alignas(8) float beta[TWO_HALVES ? W : 1];
     float query_part[TILE_HEADS][16];  // gdn: effective query = -decay * sum_s query_part_s k_s (q is k_15)
-    float window_decay[TILE_HEADS];                    // decay of the whole window
+    float window_decay[TILE_HEADS];    // decay of the whole window
 };
 
 // <k_s, q> of a row at one key head, where the block computes them (SHARED_SCORES).
 struct KeyScores {
     float of[16];
-    WarpLatch full;
+    WarpMbarrier full;
 };
 
 // Operand order of this kernel for m16n8k16: lane (r, c) loads channels 32 i + 8 c to 32 i + 8 c + 7 of row r with one

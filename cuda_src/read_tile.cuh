@@ -5,9 +5,9 @@
 
 // Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
 constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH == BF16 && W <= 16;
-constexpr int TILE_HEADS = MATRIX && GROUP % 2 == 0 ? 2 : 1;
+constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
 constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
-constexpr int KEY_TILES = GROUP / TILE_HEADS;  // tiles of a row that share a key head
+constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
 constexpr int HEAD_LANES = 32 / TILE_HEADS;    // lanes per head where a warp works on the heads side by side
 
 // SHARED_SCORES: without erasure, all heads of a key head use the same products <k_s, q>; the block computes them once.

@@ -79,12 +79,13 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
         }
         const bool last = n >= rows - 1;
         const int from = last ? newest : n * VALUE + (n < rank ? columns : values);
-        const int turn = turn_of(last ? 0 : n < rank ? n : n - rank) * ELEMENT ^ half;
+        const int turn = swizzle(last ? 0 : n < rank ? n : n - rank) * ELEMENT ^ half;
 #pragma unroll
         for (int channel = 0; channel < V; channel += 16) {
             u32 x[4];
-            load_transposed(x, buffer.rest,
-                            from + channel / TURNED * TURNED * ELEMENT + (channel % TURNED * ELEMENT ^ turn));
+            load_transposed(
+                x, buffer.rest,
+                from + channel / SWIZZLE_SPAN * SWIZZLE_SPAN * ELEMENT + (channel % SWIZZLE_SPAN * ELEMENT ^ turn));
             const u32(&own)[2] = slices[channel / 16 % SERVED];
             mma_bf16(sums[channel / APART], x, own[0], own[1]);
         }
@@ -159,6 +160,6 @@ __device__ __forceinline__ void add_values(const TileBuffer& buffer, const TileH
 
 __device__ __forceinline__ void read_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
                                             Scratch& scratch) {
-    if constexpr (OPERANDS) multiply_values(buffer, heads, output, scratch);
+    if constexpr (SWIZZLED) multiply_values(buffer, heads, output, scratch);
     else add_values(buffer, heads, output, scratch);
 }

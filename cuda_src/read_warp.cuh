@@ -22,7 +22,7 @@ struct BlockMemory {
     int next_tile;                 // next unclaimed tile, not counting each warp's first
     int pieces, next_piece;        // pieces of the newest tokens to append to the ring, and the next unclaimed piece
     TileHeads heads[ROW_TILES];    // of the tiles that the block may have
-    Arrival full[MAX_WARPS][2];
+    WarpCopyBarrier full[MAX_WARPS][2];
     alignas(16) int2 rows[1];
 };
 // Header of a warp's part. Then: room for at least one tile.
@@ -76,7 +76,7 @@ struct TileReader {
         if (tile.reads()) wait_since(start, threadIdx.x / 32 * tile.bytes / PACE);
         return tile;
     }
-    __device__ __forceinline__ ReadTile next() const { return find(active_warps + next_number(block.next_tile)); }
+    __device__ __forceinline__ ReadTile next() const { return find(active_warps + claim_next(block.next_tile)); }
     // The output of a padding row.
     __device__ __forceinline__ void write_zeros(const ReadTile& tile) const {
         if (tile.slot >= 0) return;
@@ -90,20 +90,20 @@ struct TileReader {
 __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* const lower,
                                                  char* const upper) {
     const Arguments& arg = of.arg;
-    Arrival(&full)[2] = of.block.full[threadIdx.x / 32];
-    u32 sent = 0, read = 0;  // tiles whose copies were issued, and tiles that were consumed
+    WarpCopyBarrier(&full)[2] = of.block.full[threadIdx.x / 32];
+    u32 issued = 0, consumed = 0;  // tiles whose copies were issued, and tiles that were consumed
     auto buffer_of = [&](u32 number, const ReadTile& tile) {  // where copy number `number` goes
         char* const at = number % 2 ? upper - tile.bytes : lower;
         return TileBuffer{at, at + TileBuffer::bytes(KEY_HALF, tile.pos, 0), tile.pos};
     };
-    auto send = [&](TokenScalars& gates, const ReadTile& tile) {
-        fetch<BOTH_HALVES>(arg, buffer_of(sent, tile), of.heads_of(tile), tile, of.at(tile), full[sent % 2]);
+    auto issue = [&](TokenScalars& gates, const ReadTile& tile) {
+        fetch<BOTH_HALVES>(arg, buffer_of(issued, tile), of.heads_of(tile), tile, of.at(tile), full[issued % 2]);
         gates.load(arg, tile, of.at(tile));
-        sent++;
+        issued++;
     };
     TokenScalars next_scalars, gates;
     ReadTile tile = of.first();
-    if (tile.reads()) send(next_scalars, tile);
+    if (tile.reads()) issue(next_scalars, tile);
 
     // The first rows of a shared projection are loaded long before they are needed.
     MapFragments first_rows;
@@ -111,9 +111,9 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
     while (tile.row >= 0) {
         const ReadTile next = of.next();
         const TileHeads& own = of.heads_of(tile);
-        const TileBuffer buffer = buffer_of(read, tile);
+        const TileBuffer buffer = buffer_of(consumed, tile);
         if (tile.reads()) {
-            full[read % 2].wait(read / 2);
+            full[consumed % 2].wait(consumed / 2);
             __syncwarp();
             if (MAP == OWN) first_rows.load(arg, buffer, own, 0);
             gates = next_scalars;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
         // Issue the next tile only after this one has landed: all warps of the device start together and would
         // otherwise wait for twice the bytes.
         const bool early = next.reads() && tile.bytes + next.bytes <= upper - lower;
-        if (early) send(next_scalars, next);
+        if (early) issue(next_scalars, next);
         if (tile.reads()) {
             if constexpr (ERASES) {
                 project_matrix(arg, buffer, own, gates, first_rows, memory.scratch);
@@ -138,8 +138,8 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
         } else {
             of.write_zeros(tile);
         }
-        if (next.reads() && !early) send(next_scalars, next);
-        read += tile.reads();
+        if (next.reads() && !early) issue(next_scalars, next);
+        consumed += tile.reads();
         tile = next;
     }
 }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
 __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char* const lower,
                                                      char* const upper) {
     const Arguments& arg = of.arg;
-    Arrival(&full)[2] = of.block.full[threadIdx.x / 32];
+    WarpCopyBarrier(&full)[2] = of.block.full[threadIdx.x / 32];
     auto buffer_of = [&](const ReadTile& tile) {
         return TileBuffer{lower, upper - TileBuffer::bytes(VALUE_HALF, tile.pos, of.heads_of(tile).elements), tile.pos};
     };
@@ -162,7 +162,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
     TokenScalars gates;
     ReadTile tile = of.first();
     if (tile.reads()) fetch_keys(gates, tile);
-    for (u32 round = 0; tile.row >= 0;) {
+    for (u32 phase = 0; tile.row >= 0;) {
         if (!tile.reads()) {
             of.write_zeros(tile);
             tile = of.next();
@@ -174,7 +174,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         fetch<VALUE_HALF>(arg, buffer, own, tile, of.at(tile), full[1]);
         GateInput<LK> input;
         input.load(arg.gate_input, tile.index, threadIdx.x % 32 * LK);
-        full[0].wait(round);
+        full[0].wait(phase);
         copy_async_wait<0>();
         __syncwarp();
         RowFragment first_rows, second_rows;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         walk_back(buffer, gates, input, memory.scratch, x);
 
         const ReadTile next = of.next();
-        full[1].wait(round);
+        full[1].wait(phase);
         __syncwarp();
         if (QUERY_SLICED && MAP == OWN) load_rows();
         if (next.reads()) fetch_keys(gates, next);
@@ -196,7 +196,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         __syncwarp();
         read_values(buffer, own, of.output(tile), memory.scratch);
         __syncwarp();
-        round++;
+        phase++;
         tile = next;
     }
 }

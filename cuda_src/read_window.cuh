@@ -4,7 +4,7 @@
 // and leaves x <- Diag(exp g_s) (x - c_s k_s) for the state before it: the transposed transition, one token at a time.
 // There is no division by a decay and no difference of sums of log-decays.
 #pragma once
-#include "window.cuh"
+#include "ring.cuh"
 
 // How LANES neighbouring lanes share the value channels: lane l has chunks l, l + LANES, ... of WIDTH neighbours.
 template <int HEAD_LANES> struct ValueShare {

@@ -1,106 +1,115 @@
-// From an updated state to its sketch U = S^T Phi, and to products of vectors of V with the state.
+// From an updated state S to its sketch U = S^T Phi, and to the products S U of which coefficient maps are made.
 //
-// Products along K (U) take pieces of the state as they lie; products along V (S U, of which the coefficient maps are
-// made) take them transposed by 8 x 8 blocks within the warp. For a sketch that is stored in bf16, 11 bits of the state and
-// 8 of the basis are plenty in U, and two slices of U and 8 bits of the state in S U; for float32 two slices of each.
+// U is a product along K: fragments of the state are operands as stored. S U is a product along V: fragments are
+// transposed by 8 x 8 blocks within the warp. Precision: for a bf16 sketch, U takes 11 bits of the state and 8 of the
+// basis, and S U takes two bf16 slices of U and 8 bits of the state; for a float32 sketch, two slices of each.
 //
-// Products along V are sums over blocks of 16 value rows. Warps that sketch go in groups, each with some blocks: a warp makes U
-// of its own blocks, and S U for its share of the channels, from all blocks of its group. So the group must meet, but what
-// it leaves is one sum. What is left of a sketch is the sum over groups and algebra of the size of U, which one warp or two
-// do while the others go on (maps.cuh).
+// S U is a sum over row blocks, which are with different warps. Warps that sketch form groups: each warp makes U for
+// its own row blocks, the group meets, and each warp makes S U for its share of the channels, over all row blocks of
+// the group. A group leaves one sum. The epilogue warps add the groups' sums and make the map (maps.cuh).
 #pragma once
-#include "warp_latch.cuh"
-#include "stage.cuh"
+#include "warp_mbarrier.cuh"
+#include "flush_stages.cuh"
 #include "sketch_layout.cuh"
 
-constexpr int COLUMN = V + 4;                                       // padded, so that fragment stores of U hit all banks
-constexpr int LEFT = MAP == OWN ? RANK_MAX : MAP == FACTORS ? PIVOTS : 0;  // columns of U that are multiplied with the state
-constexpr int DOTS = PIVOTS + 1;                                        // of a column of U: with the pivots, and with itself
-constexpr int GROUPS = NWARPS / GROUP_BLOCKS;
-constexpr bool OWN_ROWS = RAW;  // warps that sketch bring rows themselves, which their group reads
-constexpr int OWN_STEPS = (STEPS + SHARERS - 1) / SHARERS, OWN_BLOCKS = (GROUP_BLOCKS + SHARERS - 1) / SHARERS;  // a warp's
+constexpr int COLUMN = V + 4;  // padded, so that fragment stores of U hit all banks
+constexpr int PRODUCT_COLUMNS = MAP == OWN       ? RANK_MAX
+                                : MAP == FACTORS ? PIVOTS
+                                                 : 0;  // columns of U that S is multiplied by
+constexpr int DOTS = PIVOTS + 1;  // products of a column of U: with the pivots, and with itself
+constexpr int SKETCH_GROUPS = ROW_BLOCKS / GROUP_BLOCKS;
+constexpr bool FOLD_WARPS_SKETCH = RAW_KEYS;  // each loads its own row block, which its group reads
+constexpr int OWN_STEPS = (STEPS + GROUP_WARPS - 1) / GROUP_WARPS;          // a warp's steps along K
+constexpr int OWN_BLOCKS = (GROUP_BLOCKS + GROUP_WARPS - 1) / GROUP_WARPS;  // a warp's row blocks
 
-// A head's basis as operands, 8 columns at a time, as the host laid them out (see sketchssm/cuda/layout.py): in one slice where
-// they make a sketch that is stored in bf16, in two for float32.
-constexpr int SLICES = SKETCH == BF16 ? 1 : 2, BASIS_TILES = (RANK_MAX + 7) / 8, RANKS = 8 * BASIS_TILES;
+// A head's basis as operands of 8 columns, in the host's layout (sketchssm/cuda/layout.py): one bf16 slice for bf16
+// sketches, two for float32.
+constexpr int BASIS_SLICES = SKETCH == BF16 ? 1 : 2, BASIS_TILES = (RANK_MAX + 7) / 8, RANKS = 8 * BASIS_TILES;
 struct Basis {
-    alignas(16) uint2 columns[BASIS_TILES][STEPS][SLICES][32];
-    Delivery delivery;
+    alignas(16) uint2 columns[BASIS_TILES][STEPS][BASIS_SLICES][32];
+    CopyBarrier full;
 
     __device__ __forceinline__ void fetch(const uint2* basis, int rank) {
-        delivery.stretch<1>(columns, 0, basis, (rank + 7) / 8 * static_cast<int>(sizeof(columns[0])));
-        delivery.end();
+        full.copy_contiguous<1>(columns, 0, basis, (rank + 7) / 8 * static_cast<int>(sizeof(columns[0])));
+        full.commit();
     }
 };
 
-// Warps that finish sketches, in turns. Where a team prepares keys there is room for two.
-constexpr int FINISHERS = !RAW && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
+// Epilogue warps take sketches in turn. With transform warps there is room for two.
+constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
 
-// Each group's share of S U, with U times the group's power.
+// Each group's share of S U, with U multiplied by the group's power.
 struct Sums {
-    alignas(16) float parts[GROUPS][LEFT > 0 ? LEFT : 1][LEFT > 0 ? K : 4];
+    alignas(16) float parts[SKETCH_GROUPS][PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1][PRODUCT_COLUMNS > 0 ? K : 4];
 
-    // Neighbouring channels of a row. Four rows that are read at once lie in different banks.
-    __device__ __forceinline__ const float* at(int group, int row, int channel) const { return &parts[group][row][channel ^ row % 4 * 8]; }
-    __device__ __forceinline__ float* at(int group, int row, int channel) { return &parts[group][row][channel ^ row % 4 * 8]; }
+    // Neighbouring channels of a row, swizzled: four rows that are read at once are in different banks.
+    __device__ __forceinline__ const float* at(int group, int row, int channel) const {
+        return &parts[group][row][channel ^ row % 4 * 8];
+    }
+    __device__ __forceinline__ float* at(int group, int row, int channel) {
+        return &parts[group][row][channel ^ row % 4 * 8];
+    }
 };
-constexpr int SUMS = MAP != SHARED && !RAW && WP == 16 && RANK_MAX <= 16 ? 2 : 1;  // where there is room, the next sums come while a map is being made
+// Two, where there is room: the next sums are made during the epilogue.
+constexpr int SUM_STAGES = MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16 ? 2 : 1;
 
-// U, a column a row, and the norm of each block of the state's rows.
+// U, one column a row, and the norms of the state's row blocks.
 struct Columns {
     alignas(16) float of[RANK_MAX][COLUMN];
-    float norms[NWARPS];
+    float norms[ROW_BLOCKS];
 
-    // The power of two that U is multiplied with before it is squared or multiplied with the state.
+    // The power of two by which U is multiplied before it is squared or multiplied by the state.
     template <int COUNT> __device__ __forceinline__ float power(int first) const {
         return power_for_norm(warp_most(threadIdx.x % 32 < COUNT ? norms[first + threadIdx.x % 32] : 0.f));
     }
 };
-typedef float Scale[GROUPS];  // brings the groups' shares of S U to S and U times the power of all
-constexpr int COLUMN_SETS = MAP == FACTORS && PIVOTS <= 4 ? SUMS : 1;  // so may the next columns; else they would take a state's place
+typedef float Scale[SKETCH_GROUPS];  // factors that bring the groups' shares of S U to one common power of S and of U
+// Two, where this does not cost a state stage.
+constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;
 
 struct SketchMemory {
     Basis basis;
-    Columns columns[COLUMN_SETS];
-    Sums sums[SUMS];
-    Scale scale[FINISHERS];
+    Columns columns[COLUMN_STAGES];
+    Sums sums[SUM_STAGES];
+    Scale scale[EPILOGUE_WARPS];
 #if MAP == 0
-    float dots[FINISHERS][RANK_MAX][DOTS];  // U^T U, columns of the pivots, then |u|^2
+    float dots[EPILOGUE_WARPS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
 #elif MAP == 1
-    alignas(16) float gram[RANKS][RANKS + (RAW ? 4 : 0)];  // padded where there is room
+    alignas(16) float gram[RANKS][RANKS + (RAW_KEYS ? 4 : 0)];  // padded where there is room
 #endif
 };
 
-struct SketchLatches {
-    WarpLatch made[FINISHERS], full[FINISHERS];  // U is there, or all shares of S U as well
-    WarpLatch columns_read[COLUMN_SETS], sums_read[SUMS];  // the one has been used, or the other
-    WarpLatch gram_read;                // the Gram matrix has been used
-    WarpLatch met[GROUPS];
+struct SketchBarriers {
+    WarpMbarrier columns_full[EPILOGUE_WARPS], sums_full[EPILOGUE_WARPS];  // sums_full: all groups' S U as well
+    WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUM_STAGES];
+    WarpMbarrier gram_empty;
+    WarpMbarrier group_sync[SKETCH_GROUPS];
 
     __device__ __forceinline__ void init() {
-        gram_read.init(1);
-        for (WarpLatch& latch : columns_read) latch.init(1);
-        for (WarpLatch& latch : made) latch.init(GROUPS * SHARERS);
-        for (WarpLatch& latch : full) latch.init(GROUPS * SHARERS);
-        for (WarpLatch& latch : sums_read) latch.init(1);
-        for (WarpLatch& latch : met) latch.init(SHARERS);
+        gram_empty.init(1);
+        for (WarpMbarrier& barrier : columns_empty) barrier.init(1);
+        for (WarpMbarrier& barrier : columns_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
+        for (WarpMbarrier& barrier : sums_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
+        for (WarpMbarrier& barrier : sums_empty) barrier.init(1);
+        for (WarpMbarrier& barrier : group_sync) barrier.init(GROUP_WARPS);
     }
 };
 
-// Where warps that sketch do not meet after they have used rows, `then` (see share_sketch): one that is an item ahead must not count for
-// another, so each says it of its own blocks, for all of them.
-template <class Then> __device__ __forceinline__ void leave_rows(int member, Then then) {
-    if (OWN_ROWS) return then(0);
-    for (int block = member; block < GROUP_BLOCKS; block += SHARERS)
-        for (int i = 0; i < SHARERS; i++) then(block);
+// Releases a warp's row blocks where the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for
+// each row block; the owner makes all of them, because an arrival of another warp that is a tile ahead must not count.
+template <class Then> __device__ __forceinline__ void release_rows(int member, Then then) {
+    if (FOLD_WARPS_SKETCH) return then(0);
+    for (int block = member; block < GROUP_BLOCKS; block += GROUP_WARPS)
+        for (int i = 0; i < GROUP_WARPS; i++) then(block);
 }
 
-// U of a warp's own blocks of value rows, 8 TILES columns from `first` on; read by the group after it has met.
+// U of a warp's own row blocks, 8 TILES columns from `first` on. The group reads it after it has met.
 template <int TILES>
-__device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Rows* rows, int group, int member, int first, int rank) {
+__device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int group, int member,
+                                             int first, int rank) {
     const int lane = threadIdx.x % 32;
-    auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * SHARERS; };
-    auto exists = [&](int i) { return GROUP_BLOCKS % SHARERS == 0 || member + i * SHARERS < GROUP_BLOCKS; };
+    auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * GROUP_WARPS; };
+    auto exists = [&](int i) { return GROUP_BLOCKS % GROUP_WARPS == 0 || member + i * GROUP_WARPS < GROUP_BLOCKS; };
     float sum[OWN_BLOCKS][2][4] = {}, rest[OWN_BLOCKS][2][4] = {};
 #pragma unroll(2 / OWN_BLOCKS)
     for (int step = 0; step < STEPS; step++) {
@@ -110,22 +119,23 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Rows
             const auto& columns = from.columns[first / 8 + tile % TILES][step];
             if (tile < TILES) basis.set(tile, columns[0][lane]);
             else basis.set(tile, make_uint2(0, 0));
-            if constexpr (SLICES > 1) {
+            if constexpr (BASIS_SLICES > 1) {
                 LeftOperand more;
-                more.set(tile, tile < TILES ? columns[SLICES - 1][lane] : make_uint2(0, 0));
+                more.set(tile, tile < TILES ? columns[BASIS_SLICES - 1][lane] : make_uint2(0, 0));
 #pragma unroll
                 for (int j = 0; j < 4; j++) basis.a[j / 2][tile + j % 2 * 2] += more.a[j / 2][tile + j % 2 * 2];
             }
         }
 #pragma unroll
         for (int i = 0; i < OWN_BLOCKS; i++) {
-            Piece piece;
-            piece.load(rows[exists(i) ? block(i) : block(0)].state, step);
+            StateFragment fragment;
+            fragment.load(rows[exists(i) ? block(i) : block(0)].state, step);
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int j = 0; j < 2; j++)
-                    basis.multiply<SLICES == 1, SLICES == 1>(j, sum[i][half], rest[i][half], piece.s[half][2 * j], piece.s[half][2 * j + 1]);
+                    basis.multiply<BASIS_SLICES == 1, BASIS_SLICES == 1>(
+                        j, sum[i][half], rest[i][half], fragment.s[half][2 * j], fragment.s[half][2 * j + 1]);
         }
     }
 #pragma unroll
@@ -139,23 +149,24 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Rows
                     u.of[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
             }
 }
-__device__ __forceinline__ void sketch_columns(Columns& u, const Basis& basis, Rows* rows, int group, int member, int rank) {
+__device__ __forceinline__ void sketch_columns(Columns& u, const Basis& basis, StateStage* rows, int group, int member,
+                                               int rank) {
     for (int first = 0; first < rank; first += 16)
         if (rank - first > 8) sketch_tiles<2>(u, basis, rows, group, member, first, rank);
         else sketch_tiles<1>(u, basis, rows, group, member, first, rank);
 }
 
-// A block's rows of U into the packed sketch.
+// Stores a row block of U in the packed sketch.
 __device__ __forceinline__ void store_columns(const Columns& u, int block, sketch_t* packed, int rank) {
     const int lane = threadIdx.x % 32, row = 16 * block + lane % 8 * 2;
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
         pair.set({u.of[g][row], u.of[g][row + 1]});
-        pair.store(packed + g * V + (row ^ turn_of(g)));
+        pair.store(packed + g * V + (row ^ swizzle(g)));
     }
 }
 
-// All of them, by one warp.
+// Stores all of U, by one warp.
 __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed, int rank) {
 #pragma unroll 2
     for (int i = threadIdx.x % 32; i < rank * (V / 4); i += 32) {
@@ -164,19 +175,20 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
         x.load(&u.of[g][row]);
         Packed<SKETCH, 4> rounded;
         rounded.set({x[0], x[1], x[2], x[3]});
-        rounded.store(packed + g * V + (row ^ turn_of(g)));
+        rounded.store(packed + g * V + (row ^ swizzle(g)));
     }
 }
 
-// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times `power` and the group's rows of the state, in the channels of
-// the warp that is `member`. For maps that are stored in bf16 the state is rounded to it: one and the same
-// matrix for all columns, so that solving with them enlarges nothing.
+// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times `power` and the group's rows of the
+// state, in the channels of warp `member`. For bf16 maps the state is rounded to bf16: the same matrix for all columns,
+// so that the solve does not amplify the rounding.
 template <int TILES, class Then>
-__device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, Rows* rows, int group, int member, int first, int count,
-                                           float power, Then then) {
+__device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group,
+                                                    int member, int first, int count, float power, Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    // Rows 0 to 7 of an operand are the vectors' first slices and rows 8 to 15 their second: one product for both. The
-    // operand's columns 2c, 2c + 1 are value rows c, 8 + c, and 8 further ones lie 4 on.
+    // Rows 0 to 7 of the operand are the first slices of 8 columns of U, rows 8 to 15 the second slices: one product
+    // for both. The operand's columns 2c, 2c + 1 are value rows c and 8 + c; columns 8 further are value rows 4
+    // further.
     float sum[OWN_STEPS][TILES][2][4] = {};
 #pragma unroll 2
     for (int i = group * GROUP_BLOCKS; i < (group + 1) * GROUP_BLOCKS; i++) {
@@ -193,22 +205,22 @@ __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, R
         }
 #pragma unroll
         for (int own = 0; own < OWN_STEPS; own++) {
-            const int step = member + own * SHARERS;
-            if (STEPS % SHARERS && step >= STEPS) break;
-            Piece piece;
-            piece.load(rows[i].state, step);
+            const int step = member + own * GROUP_WARPS;
+            if (STEPS % GROUP_WARPS && step >= STEPS) break;
+            StateFragment fragment;
+            fragment.load(rows[i].state, step);
 #pragma unroll
             for (int t = 0; t < 2; t++) {
-                u32 upper[SLICES], lower[SLICES];
-                if constexpr (SLICES == 1) {
-                    upper[0] = floats_to_bf16(piece.s[0][2 * t], piece.s[0][2 * t + 1]);
-                    lower[0] = floats_to_bf16(piece.s[1][2 * t], piece.s[1][2 * t + 1]);
+                u32 upper[BASIS_SLICES], lower[BASIS_SLICES];
+                if constexpr (BASIS_SLICES == 1) {
+                    upper[0] = floats_to_bf16(fragment.s[0][2 * t], fragment.s[0][2 * t + 1]);
+                    lower[0] = floats_to_bf16(fragment.s[1][2 * t], fragment.s[1][2 * t + 1]);
                 } else {
-                    slices<SLICES>(piece.s[0][2 * t], piece.s[0][2 * t + 1], upper, 1);
-                    slices<SLICES>(piece.s[1][2 * t], piece.s[1][2 * t + 1], lower, 1);
+                    slices<BASIS_SLICES>(fragment.s[0][2 * t], fragment.s[0][2 * t + 1], upper, 1);
+                    slices<BASIS_SLICES>(fragment.s[1][2 * t], fragment.s[1][2 * t + 1], lower, 1);
                 }
 #pragma unroll
-                for (int j = 0; j < SLICES; j++) {
+                for (int j = 0; j < BASIS_SLICES; j++) {
                     const u32 x = transpose_8x8(upper[j]), y = transpose_8x8(lower[j]);
 #pragma unroll
                     for (int tile = 0; tile < TILES; tile++) mma_bf16(sum[own][tile][t], a[tile], x, y);
@@ -221,25 +233,28 @@ __device__ __forceinline__ void left_tiles(Sums& sums, const Columns& columns, R
     for (int own = 0; own < OWN_STEPS; own++)
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const int step = member + own * SHARERS;
+            const int step = member + own * GROUP_WARPS;
             const float(&x)[2][4] = sum[own][tile];
-            const float4 product = make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
+            const float4 product =
+                make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
             if (8 * tile + r < count && step < STEPS)
                 *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
         }
 }
 template <class Then>
-__device__ __forceinline__ void left_products(Sums& sums, const Columns& u, Rows* rows, int group, int member, int count, Then then) {
+__device__ __forceinline__ void state_products(Sums& sums, const Columns& u, StateStage* rows, int group, int member,
+                                              int count, Then then) {
     const float power = u.power<GROUP_BLOCKS>(group * GROUP_BLOCKS);
-    if constexpr (LEFT <= 8) {
-        left_tiles<1>(sums, u, rows, group, member, 0, count, power, then);
+    if constexpr (PRODUCT_COLUMNS <= 8) {
+        state_product_tiles<1>(sums, u, rows, group, member, 0, count, power, then);
     } else {
         for (int first = 0; first < count; first += 16) {
             auto last = [&](int block) {
                 if (first + 16 >= count) then(block);
             };
-            if (count - first > 8) left_tiles<2>(sums, u, rows, group, member, first, count - first, power, last);
-            else left_tiles<1>(sums, u, rows, group, member, first, count - first, power, last);
+            if (count - first > 8)
+                state_product_tiles<2>(sums, u, rows, group, member, first, count - first, power, last);
+            else state_product_tiles<1>(sums, u, rows, group, member, first, count - first, power, last);
         }
     }
 }

@@ -1,6 +1,6 @@
 // Overwrites the slots of an array with rows of another, or with zeros: `load_state` and `reset`.
 //
-// Rows are counted in units of 16 bytes. A block takes a part of a row; rows of slot -1 are skipped.
+// Rows are counted in units of 16 bytes. Each block handles a part of a row; rows of slot -1 are skipped.
 #include "ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) set_slots(uint4* array, i64 slot_stride, const uint4* rows, i64 size,

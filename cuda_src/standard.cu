@@ -1,40 +1,40 @@
 // Standard decode: every token reads and writes the whole state (equations `update` and `read`).
 //
-// A warp owns ROWS value rows of the state, keeps them in registers over all tokens of the call, and holds all their loads in
-// flight at once. With s = Diag(a) S the state after decay, the delta rule needs s^T k before it can write, but not before
-// it can read: o = s^T q + w (k . q), so both products come from one reduction. Rows lie side by side, LANES lanes to
-// each, which sum a product in few steps and then all know it.
+// A warp owns ROWS value rows of the state, keeps them in registers over all tokens of the call, and issues all their
+// loads at once. With s = Diag(a) S the state after decay, the delta rule needs s^T k before it can write, but not
+// before it can read: o = s^T q + w (k . q), so both products come from one reduction. SIDE rows are side by side,
+// ROW_LANES lanes each: few shuffles per sum, and every lane of a row knows the result.
 //
 // -D constants besides common.cuh's: ROWS (even, at most 32; divides V).
 #include "token.cuh"
 
-constexpr int WARPS = 4;                      // of a block, at most
-constexpr int LANES = 16, SIDE = 32 / LANES;  // of a row, and rows side by side
-constexpr int SETS = ROWS / SIDE;             // of them
-constexpr int CHUNKS = K / (4 * LANES);       // a lane's channels: fours, and 4 LANES further the next
-static_assert(SETS <= LANES, "a lane's output for each set");
+constexpr int WARPS = 4;                              // most warps of a block
+constexpr int ROW_LANES = 16, SIDE = 32 / ROW_LANES;  // lanes of a row; rows side by side
+constexpr int ROW_SETS = ROWS / SIDE;                 // sets of rows side by side
+constexpr int CHUNKS = K / (4 * ROW_LANES);           // a lane's chunks of four channels, 4 ROW_LANES apart
+static_assert(ROW_SETS <= ROW_LANES, "a lane's output for each set");
 
-__device__ __forceinline__ int channel(int chunk) { return 4 * (threadIdx.x % LANES + LANES * chunk); }
+__device__ __forceinline__ int channel(int chunk) { return 4 * (threadIdx.x % ROW_LANES + ROW_LANES * chunk); }
 
-// The warp's share: value rows from `value` on, of one head of a row.
-struct Share {
+// The warp's value rows, from `value` on, of one head of a row of the batch.
+struct WarpRows {
     int value, head;
     i64 row;
 
-    __device__ __forceinline__ Share() {
+    __device__ __forceinline__ WarpRows() {
         const i64 task = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
         value = task % (V / ROWS) * ROWS, head = task / (V / ROWS) % HEADS;
         row = task / (V / ROWS * HEADS);
     }
-    // The lane's row of the first set.
-    __device__ __forceinline__ int own() const { return value + threadIdx.x % 32 / LANES; }
+    // The lane's value row in the first set.
+    __device__ __forceinline__ int first_row() const { return value + threadIdx.x % 32 / ROW_LANES; }
 };
 
-// A token's inputs at one head: what they are to this lane.
-struct Inputs {
+// A lane's share of a token's inputs at one head.
+struct TokenInputs {
     Packed<ACT, 4> q[CHUNKS], k[CHUNKS];
     Packed<GATE_TYPE, 4> g[KIND == KDA ? CHUNKS : 1];
-    float v[SETS], gate, beta;
+    float v[ROW_SETS], gate, beta;
 
     __device__ __forceinline__ void load(const Token& token, int own) {
 #pragma unroll
@@ -44,48 +44,48 @@ struct Inputs {
             if (KIND == KDA) g[KIND == KDA ? j : 0].load(token.g + channel(j));
         }
 #pragma unroll
-        for (int i = 0; i < SETS; i++) v[i] = widen<ACT>(token.v[own + SIDE * i]);
+        for (int i = 0; i < ROW_SETS; i++) v[i] = widen<ACT>(token.v[own + SIDE * i]);
         gate = KIND == KDA ? 0.f : widen<GATE_TYPE>(*token.g);
         beta = ERASES ? *token.beta : 1.f;
     }
 };
 
-// What a lane needs of raw gates.
-struct Gates {
+// A lane's gate parameters (raw gates).
+struct GateInputs {
     GateInput<4> input[KIND == KDA ? CHUNKS : 1];
 
-    __device__ __forceinline__ Gates(const float* packed, int head) {
+    __device__ __forceinline__ GateInputs(const float* packed, int head) {
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++)
             if (KIND == KDA) input[KIND == KDA ? j : 0].load(packed, head, channel(j));
     }
 };
 
-// Of its row in each set all lanes know the output; lane i of them writes that of set i.
+// All lanes of a row know its output; lane i of a row stores the output of set i.
 struct Output {
     out_t* at;
 
-    __device__ __forceinline__ Output(out_t* out, const Share& share, int tokens)
-        : at(out + (share.row * tokens * HEADS + share.head) * V + share.own() + SIDE * (threadIdx.x % LANES)) {}
+    __device__ __forceinline__ Output(out_t* out, const WarpRows& part, int tokens)
+        : at(out + (part.row * tokens * HEADS + part.head) * V + part.first_row() + SIDE * (threadIdx.x % ROW_LANES)) {}
     __device__ __forceinline__ void put(int t, float x) const {
-        if (threadIdx.x % LANES < SETS) at[static_cast<i64>(t) * HEADS * V] = narrow<OUT>(x);
+        if (threadIdx.x % ROW_LANES < ROW_SETS) at[static_cast<i64>(t) * HEADS * V] = narrow<OUT>(x);
     }
 };
 
-// The lane's part of the warp's rows.
-struct StateRows {
-    Packed<FP32, 4> s[SETS][CHUNKS];
+// The lane's share of the warp's rows, in registers.
+struct StateRegisters {
+    Packed<FP32, 4> s[ROW_SETS][CHUNKS];
 
     __device__ __forceinline__ void load(const float* home) {
 #pragma unroll
-        for (int i = 0; i < SETS; i++)
+        for (int i = 0; i < ROW_SETS; i++)
 #pragma unroll
             for (int j = 0; j < CHUNKS; j++) s[i][j].load(home + i * SIDE * K + channel(j));
     }
     // `streaming`: past the caches (measured on H200, with other work between two steps).
     __device__ __forceinline__ void store(float* home, bool streaming) const {
 #pragma unroll
-        for (int i = 0; i < SETS; i++)
+        for (int i = 0; i < ROW_SETS; i++)
 #pragma unroll
             for (int j = 0; j < CHUNKS; j++) {
                 float* const to = home + i * SIDE * K + channel(j);
@@ -94,10 +94,10 @@ struct StateRows {
                 else x.store(to);
             }
     }
-    // Takes a token in; returns the output of the row whose set is the lane's number.
-    __device__ __forceinline__ float take(const Inputs& token, const Gates& gates) {
+    // Applies one token; returns the output of the row of set number `lane`.
+    __device__ __forceinline__ float take(const TokenInputs& token, const GateInputs& gates) {
         const float same = KIND == KDA ? 1.f : decay(token.gate);
-        float predicted[SETS] = {}, read[SETS] = {}, key_query = 0;
+        float predicted[ROW_SETS] = {}, read[ROW_SETS] = {}, key_query = 0;
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++) {
             const int own = KIND == KDA ? j : 0;
@@ -107,7 +107,7 @@ struct StateRows {
                 const float key = token.k[j][e], query = token.q[j][e];
                 key_query += key * query;
 #pragma unroll
-                for (int i = 0; i < SETS; i++) {
+                for (int i = 0; i < ROW_SETS; i++) {
                     const float x = s[i][j][e] * a;
                     if (ERASES) predicted[i] += x * key;
                     read[i] += x * query;
@@ -115,23 +115,23 @@ struct StateRows {
                 }
             }
         }
-        key_query = group_sum<LANES>(key_query);
+        key_query = group_sum<ROW_LANES>(key_query);
         float result = 0;
 #pragma unroll
-        for (int i = 0; i < SETS; i++) {
-            const float write = ERASES ? token.beta * (token.v[i] - group_sum<LANES>(predicted[i])) : token.v[i];
+        for (int i = 0; i < ROW_SETS; i++) {
+            const float write = ERASES ? token.beta * (token.v[i] - group_sum<ROW_LANES>(predicted[i])) : token.v[i];
 #pragma unroll
             for (int j = 0; j < CHUNKS; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) s[i][j].word[e] = __float_as_uint(s[i][j][e] + token.k[j][e] * write);
-            const float whole = group_sum<LANES>(read[i]) + write * key_query;
-            if (threadIdx.x % LANES == i) result = whole;
+            const float whole = group_sum<ROW_LANES>(read[i]) + write * key_query;
+            if (threadIdx.x % ROW_LANES == i) result = whole;
         }
         return result;
     }
 };
 
-// A launch's arguments, and what its warps do.
+// The launch's arguments.
 struct Standard {
     float* state;
     i64 slot_stride;
@@ -143,45 +143,46 @@ struct Standard {
     const i64* slots;
     int batch, tokens;
 
-    __device__ __forceinline__ Token token(const Share& share, int t) const {
-        return Token(q, k, v, g, beta, share.row * tokens + t, share.head);
+    __device__ __forceinline__ Token token(const WarpRows& part, int t) const {
+        return Token(q, k, v, g, beta, part.row * tokens + t, part.head);
     }
-    // The row's slot; less than 0 where there is nothing (more) to do.
-    __device__ __forceinline__ i64 slot_of(const Share& share) const {
-        if (share.row >= batch) return -1;
-        const i64 slot = slots[share.row];
+    // The row's slot; negative if there is nothing (more) to do.
+    __device__ __forceinline__ i64 slot_of(const WarpRows& part) const {
+        if (part.row >= batch) return -1;
+        const i64 slot = slots[part.row];
         if (slot < 0)
-            for (int t = 0; t < tokens; t++) Output(out, share, tokens).put(t, 0.f);
+            for (int t = 0; t < tokens; t++) Output(out, part, tokens).put(t, 0.f);
         return slot;
     }
-    // All of the call's tokens.
-    __device__ __forceinline__ void decode(const Share& share, i64 slot) const {
-        float* const home = state + slot * slot_stride + (static_cast<i64>(share.head) * V + share.own()) * K;
-        StateRows rows;
+    // Decodes all tokens of the call.
+    __device__ __forceinline__ void decode(const WarpRows& part, i64 slot) const {
+        float* const home = state + slot * slot_stride + (static_cast<i64>(part.head) * V + part.first_row()) * K;
+        StateRegisters rows;
         rows.load(home);
-        start_kernel_after();
-        Inputs inputs;
-        inputs.load(token(share, 0), share.own());
-        const Gates gates(gate_input, share.head);
-        const Output output(out, share, tokens);
+        allow_next_kernel();
+        TokenInputs inputs;
+        inputs.load(token(part, 0), part.first_row());
+        const GateInputs gates(gate_input, part.head);
+        const Output output(out, part, tokens);
         for (int t = 0; t < tokens; t++) {
-            if (t > 0) inputs.load(token(share, t), share.own());
+            if (t > 0) inputs.load(token(part, t), part.first_row());
             output.put(t, rows.take(inputs, gates));
         }
-        // Where few rows leave the caches room, what was written had better not take it.
+        // With few rows, written states would displace useful lines from the caches.
         rows.store(home, ERASES && static_cast<i64>(batch) * HEADS * V * K < (1 << 26));
     }
 };
 
-// On a multiprocessor at least, or 0 to leave it to the compiler: the registers that it then takes were fastest on H200, by up to a percent.
-constexpr int BLOCKS = KIND == GDN ? 1 : 0;
+// Least blocks per multiprocessor, or 0 for the compiler's choice: the resulting registers were fastest on H200, by up
+// to 1%.
+constexpr int MIN_BLOCKS = KIND == GDN ? 1 : 0;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) standard_step(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) standard_step(
     float* state, i64 slot_stride, const float* gate_input, const act_t* q, const act_t* k, const act_t* v,
     const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens) {
-    wait_for_kernel_before();
+    wait_for_previous_kernel();
     const Standard step{state, slot_stride, gate_input, q, k, v, g, beta, out, slots, batch, tokens};
-    const Share share;
-    const i64 slot = step.slot_of(share);
-    if (slot >= 0) step.decode(share, slot);
+    const WarpRows part;
+    const i64 slot = step.slot_of(part);
+    if (slot >= 0) step.decode(part, slot);
 }

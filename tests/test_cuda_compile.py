@@ -144,7 +144,7 @@ def test_sizes(chosen, tmp_path):
         ("qwen3-next-exact-flush", 1),
     ):
         source, ptx = tmp_path / "sizes.cu", tmp_path / "sizes.ptx"
-        sizes = 'extern "C" __device__ int places = PLACES, schedule = sizeof(Schedule);'
+        sizes = 'extern "C" __device__ int places = STATE_STAGES, schedule = sizeof(Schedule);'
         source.write_text(source_text("flush") + sizes)
         options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *chosen[name].options)
         subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)

@@ -303,8 +303,8 @@ def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
     ],
     ids=lambda x: x.kind if isinstance(x, Layer) else None,
 )
-def test_finishers_in_turn(layer, kind, window, activation, rng, cupy):
-    """Ranks up to 16, with room for sums and columns of two items; one block computes all items in turn."""
+def test_epilogue_warps_in_turn(layer, kind, window, activation, rng, cupy):
+    """Ranks up to 16, with room for sums and columns of two tiles; one block computes all tiles in turn."""
     plan = make_plan(layer, [9, DENSE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
     check_sketch(plan, "bfloat16", activation, rng, cupy, blocks=1)
 
@@ -410,7 +410,7 @@ def test_no_residual_is_negative(rng, cupy):
         assert 0 <= shares.min() <= shares.max() <= 1  # without the clamp some denominators are negative
 
 
-@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED in prepare.cuh
+@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM in transform_keys.cuh
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
     layer = LAYERS[name]

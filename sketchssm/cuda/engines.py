@@ -111,7 +111,7 @@ class ReplayEngine(StandardEngine):
             **packed.constants,
         }
         prior = constants.pop("PRIOR")
-        raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW in stage.cuh
+        raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush_stages.cuh
         blocks = FLUSH_BLOCKS.get((layer.kind, layer.value_dim), 1) if raw_keys else 1
         if constants["MAP"] == 1:
             blocks = min(blocks, MOST_DENSE_BLOCKS)

@@ -76,7 +76,7 @@ struct Post {
     void (*finish)(Post** lanes, unsigned mask);
 };
 
-enum State { READY, AT_WARP, AT_BLOCK, AT_LATCH, RETURNED };
+enum State { READY, AT_WARP, AT_BLOCK, AT_MBARRIER, RETURNED };
 
 struct Fiber {
     uint3 index;
@@ -85,7 +85,7 @@ struct Fiber {
     Place where;
     unsigned mask;
     Post* post;
-    const void* latch;  // at which it waits
+    const void* mbarrier;  // at which it waits
     struct Copy { void* to; const void* from; std::size_t bytes, batch; };
     std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
     std::size_t batch;         // of the next copy
@@ -106,8 +106,8 @@ struct Fiber {
 static Fiber fibers[MAX_THREADS], outside;  // `outside` is the caller's own stack
 static Fiber* current = &outside;
 static unsigned threads, returned, waiting[MAX_THREADS / WARP];  // lanes of a warp that wait for others
-static unsigned at_block, votes, outcome;                       // of the current barrier; `outcome`: votes at the last one
-static unsigned at_some, rounds_of_some;                        // of the barrier of some threads
+static unsigned at_block, votes, outcome;  // of the current barrier; `outcome`: votes at the last one
+static unsigned at_some, phases_of_some;                        // of the barrier of some threads
 static Place place_of_some;                                     // where the first of them waits
 static std::vector<Fiber*> ready;
 static std::uint64_t chance;  // state of the random order; 0: warp after warp
@@ -115,7 +115,7 @@ static bool fair;             // all runnable threads are equally likely; otherw
 static std::string failure;
 static char* dynamic_shared;
 // Copies that a warp requests and any thread can wait for, by the object that counts them.
-static std::map<const void*, std::vector<Fiber::Copy>> deliveries;
+static std::map<const void*, std::vector<Fiber::Copy>> copies_of;
 static void (*call)(void** arguments);
 static void** arguments;
 
@@ -186,8 +186,12 @@ inline std::string describe_deadlock() {
         char mask[64];
         std::snprintf(mask, sizeof mask, "a warp operation of lanes %08x", f.mask);
         text += "\n  thread " + std::to_string(first) + (last > first ? " to " + std::to_string(last) : "") + ": " +
-                (f.state == RETURNED ? "returned"
-                                     : (f.state == AT_BLOCK ? "__syncthreads" : f.state == AT_LATCH ? (f.latch == &at_some ? "a barrier of some" : "a latch") : mask) + (" at " + describe(f.where)));
+                (f.state == RETURNED
+                     ? "returned"
+                     : (f.state == AT_BLOCK      ? "__syncthreads"
+                        : f.state == AT_MBARRIER ? (f.mbarrier == &at_some ? "a named barrier" : "an mbarrier")
+                                                 : mask) +
+                           (" at " + describe(f.where)));
     }
     return text;
 }
@@ -260,7 +264,8 @@ inline void meet_warp(unsigned mask, Post& post, const Place& where) {
     bool complete = (waiting[warp] & mask) == mask;
     for (int i = 0; complete && i < WARP; i++)
         if (mask >> i & 1)
-            complete = lanes[i].mask == mask && lanes[i].post->finish == post.finish && same_place(lanes[i].where, where);
+            complete =
+                lanes[i].mask == mask && lanes[i].post->finish == post.finish && same_place(lanes[i].where, where);
     if (complete) {
         Post* posts[WARP] = {};
         for (int i = 0; i < WARP; i++)
@@ -272,29 +277,30 @@ inline void meet_warp(unsigned mask, Post& post, const Place& where) {
     run_another();
 }
 
-// Waits until a latch is opened.
-inline void wait_at(const void* latch, const Place& where) {
-    current->state = AT_LATCH, current->where = where, current->mask = 0, current->latch = latch;
+// Waits until an mbarrier is opened.
+inline void wait_at(const void* mbarrier, const Place& where) {
+    current->state = AT_MBARRIER, current->where = where, current->mask = 0, current->mbarrier = mbarrier;
     run_another();
 }
-inline void open(const void* latch) {
+inline void open(const void* mbarrier) {
     for (unsigned first = 0; first < threads; first += WARP) {
         unsigned mask = 0;
         for (unsigned i = first; i < std::min(threads, first + WARP); i++)
-            if (fibers[i].state == AT_LATCH && fibers[i].latch == latch) mask |= 1u << (i - first);
+            if (fibers[i].state == AT_MBARRIER && fibers[i].mbarrier == mbarrier) mask |= 1u << (i - first);
         wake(fibers + first, mask);
     }
 }
 
 // A barrier of `count` threads, at one place of the source.
-inline void meet_some(unsigned count, const Place& where) {
+inline void named_barrier_sync(unsigned count, const Place& where) {
     if (at_some == 0) place_of_some = where;
-    if (!same_place(place_of_some, where)) fail("a barrier of some at " + describe(where) + " while others wait at " + describe(place_of_some));
+    if (!same_place(place_of_some, where))
+        fail("a named barrier at " + describe(where) + " while others wait at " + describe(place_of_some));
     if (++at_some < count) {
-        const unsigned round = rounds_of_some;
-        while (rounds_of_some == round) wait_at(&at_some, where);
+        const unsigned round = phases_of_some;
+        while (phases_of_some == round) wait_at(&at_some, where);
     } else {
-        at_some = 0, rounds_of_some++;
+        at_some = 0, phases_of_some++;
         open(&at_some);
     }
 }
@@ -362,7 +368,7 @@ inline void run_block(std::size_t shared_bytes) {
     std::memset(dynamic_shared, POISON, shared_bytes);
     returned = at_block = votes = at_some = 0;
     std::memset(waiting, 0, sizeof waiting);
-    ready.clear(), deliveries.clear();
+    ready.clear(), copies_of.clear();
     for (unsigned i = 0; i < threads; i++) prepare(fibers[i], i);
     wake_block();
     run_another();
@@ -400,7 +406,8 @@ inline const char* launch(const char* name, void (*kernel)(void**), const Launch
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(dynamic_shared, (l.shared_bytes + 128) / 128 * 128);
 #endif
-    for (unsigned i = 0; i < threads && fibers[i].stack; i++) {  // many variants' would be more mappings than a process may have
+    for (unsigned i = 0; i < threads && fibers[i].stack;
+         i++) {  // many variants' would be more mappings than a process may have
 #if defined(__SANITIZE_ADDRESS__)
         __asan_unpoison_memory_region(fibers[i].stack, STACK);
 #endif
@@ -416,8 +423,12 @@ inline const char* launch(const char* name, void (*kernel)(void**), const Launch
 // Exports for Python: SKETCHSSM_KERNEL(name) and SKETCHSSM_VARIABLE(name) follow the definitions.
 template <class T> std::string code() {
     using E = std::remove_cv_t<std::remove_pointer_t<T>>;
-    const char kind = std::is_floating_point_v<E> ? 'f' : std::is_integral_v<E> ? (std::is_signed_v<E> ? 'i' : 'u') : 'V';
-    const char* pointer = !std::is_pointer_v<T> ? "" : std::is_const_v<std::remove_pointer_t<T>> ? "const " : "mutable ";
+    const char kind = std::is_floating_point_v<E> ? 'f'
+                      : std::is_integral_v<E>     ? (std::is_signed_v<E> ? 'i' : 'u')
+                                                  : 'V';
+    const char* pointer = !std::is_pointer_v<T>                       ? ""
+                          : std::is_const_v<std::remove_pointer_t<T>> ? "const "
+                                                                      : "mutable ";
     return std::string(pointer) + kind + std::to_string(sizeof(E)) + ";";
 }
 template <class... A> std::string signature(void (*)(A...)) { return (code<A>() + ... + ""); }
@@ -495,18 +506,20 @@ inline void copy_later(void* to, const void* from, std::size_t bytes) {
 inline void land_copies(std::size_t pending) {  // all but the `pending` latest batches and the open one
     std::vector<Fiber::Copy>& copies = current->copies;
     auto copy = copies.begin();
-    for (; copy != copies.end() && copy->batch + pending < current->batch; copy++) std::memcpy(copy->to, copy->from, copy->bytes);
+    for (; copy != copies.end() && copy->batch + pending < current->batch; copy++)
+        std::memcpy(copy->to, copy->from, copy->bytes);
     copies.erase(copies.begin(), copy);
 }
 
-inline void deliver(const void* to_whom, void* to, const void* from, std::size_t bytes) {
-    if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) % 16) fail("a bulk copy is not aligned to 16 bytes");
-    deliveries[to_whom].push_back({to, from, bytes, 0});
+inline void copy_for(const void* to_whom, void* to, const void* from, std::size_t bytes) {
+    if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) % 16)
+        fail("a bulk copy is not aligned to 16 bytes");
+    copies_of[to_whom].push_back({to, from, bytes, 0});
     std::memset(to, POISON, bytes);
 }
 inline void land(const void* to_whom) {
-    for (const Fiber::Copy& copy : deliveries[to_whom]) std::memcpy(copy.to, copy.from, copy.bytes);
-    deliveries[to_whom].clear();
+    for (const Fiber::Copy& copy : copies_of[to_whom]) std::memcpy(copy.to, copy.from, copy.bytes);
+    copies_of[to_whom].clear();
 }
 
 }  // namespace host
@@ -540,12 +553,22 @@ inline unsigned __ballot_sync(unsigned mask, int vote, HOST_PLACE) { return host
 inline int __any_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) != 0; }
 inline int __all_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) == mask; }
 
-inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) { return host::joined<host::larger>(mask, x, where); }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) {
+    return host::joined<host::larger>(mask, x, where);
+}
 
 // One CPU thread runs everything: plain accesses are atomic, and fences do nothing.
 template <class T> T atomicAdd(T* at, std::type_identity_t<T> x) { const T old = *at; *at = old + x; return old; }
-inline unsigned atomicInc(unsigned* at, unsigned most) { const unsigned old = *at; *at = old >= most ? 0 : old + 1; return old; }
-template <class T> T atomicMax(T* at, std::type_identity_t<T> x) { const T old = *at; *at = std::max(old, x); return old; }
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+    const unsigned old = *at;
+    *at = old >= most ? 0 : old + 1;
+    return old;
+}
+template <class T> T atomicMax(T* at, std::type_identity_t<T> x) {
+    const T old = *at;
+    *at = std::max(old, x);
+    return old;
+}
 template <class T> T atomicExch(T* at, std::type_identity_t<T> x) { const T old = *at; *at = x; return old; }
 template <class T> T atomicCAS(T* at, std::type_identity_t<T> is, std::type_identity_t<T> x) {
     const T old = *at;

@@ -54,7 +54,8 @@ class Kernel {
             store(i, arguments[i], &values[i]);
             addresses.push_back(&values[i]);
         }
-        Launch launch{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes, seed, addresses.data()};
+        Launch launch{
+            {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes, seed, addresses.data()};
         if (const char* failure = launch_(launch)) throw std::runtime_error(failure);
     }
 

@@ -55,7 +55,11 @@ template <float at(u32, int)> struct Mma : Post {
 
 struct MmaTf32 : Post {
     float *d, a[4], b[2];
-    MmaTf32(float* d_, float a0, float a1, float a2, float a3, float b0, float b1) : Post{answer}, d(d_), a{a0, a1, a2, a3}, b{b0, b1} {}
+    MmaTf32(float* d_, float a0, float a1, float a2, float a3, float b0, float b1)
+        : Post{answer},
+          d(d_),
+          a{a0, a1, a2, a3},
+          b{b0, b1} {}
     static float upper(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
     static void answer(Post** lanes, unsigned) {
         float a[16][8], b[8][8];
@@ -97,7 +101,8 @@ struct LoadTransposed : Post {
             for (int n = 0; n < 4; n++) {
                 u16 pair[2];
                 for (int i = 0; i < 2; i++)
-                    std::memcpy(&pair[i], static_cast<LoadTransposed*>(lanes[8 * n + 2 * (lane % 4) + i])->row + lane / 4 * 2, 2);
+                    std::memcpy(&pair[i],
+                                static_cast<LoadTransposed*>(lanes[8 * n + 2 * (lane % 4) + i])->row + lane / 4 * 2, 2);
                 static_cast<LoadTransposed*>(lanes[lane])->x[n] = pair[0] | static_cast<u32>(pair[1]) << 16;
             }
     }
@@ -136,10 +141,10 @@ inline void load_transposed(u32 (&x)[4], const void* shared, int offset, HOST_PL
 
 inline void copy_async_16(void* shared, const void* global) { host::copy_later(shared, global, 16); }
 inline void copy_async_4(void* shared, const void* global) { host::copy_later(shared, global, 4); }
-inline void wait_for_kernel_before() {}  // kernels run one after the other
-inline void start_kernel_after() {}
+inline void wait_for_previous_kernel() {}  // kernels run one after the other
+inline void allow_next_kernel() {}
 inline void prefetch(const void*) {}
-inline u32 anew(u32 x) { return x; }
+inline u32 opaque(u32 x) { return x; }
 inline void store_release(int* at, int x) { *at = x; }
 inline int load_acquire(const int* at) { return *at; }
 inline u32 clock_now() { return 0; }  // not used on the host
@@ -147,96 +152,102 @@ inline void wait_since(u32, u32) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
-template <int THREADS> inline void meet_some(HOST_PLACE) { host::meet_some(THREADS, where); }
+template <int THREADS> inline void named_barrier_sync(HOST_PLACE) { host::named_barrier_sync(THREADS, where); }
 
-// Latches as ptx.cuh describes them.
-struct Latch {
+// mbarriers as ptx.cuh describes them.
+struct Mbarrier {
     u16 count, arrived;
-    u32 rounds;  // that are over
+    u32 phases;  // that are complete
 
-    void init(int n) { count = n, arrived = 0, rounds = 0; }
+    void init(int n) { count = n, arrived = 0, phases = 0; }
     void arrive() {
         if (++arrived < count) return;
-        arrived = 0, rounds++;
+        arrived = 0, phases++;
         host::open(this);
     }
-    void wait(int round, HOST_PLACE) {
-        // the device compares parities: a round that has not begun would look finished
-        if (round > static_cast<int>(rounds)) host::fail("a latch is waited for a round too early, at " + host::describe(where));
-        while (static_cast<int>(rounds) <= round) host::wait_at(this, where);
-        if (static_cast<int>(rounds) > round + 1) host::fail("a latch has gone two rounds on, at " + host::describe(where));
+    void wait(int phase, HOST_PLACE) {
+        // the device compares parities: a phase that has not begun would look finished
+        if (phase > static_cast<int>(phases))
+            host::fail("an mbarrier is waited for one phase too early, at " + host::describe(where));
+        while (static_cast<int>(phases) <= phase) host::wait_at(this, where);
+        if (static_cast<int>(phases) > phase + 1)
+            host::fail("an mbarrier has gone two phases on, at " + host::describe(where));
     }
 };
 
 // Copies land at the first wait. Until then their target holds NaN.
-struct Delivery {
-    Latch latch;
+struct CopyBarrier {
+    Mbarrier mbarrier;
 
-    void init() { latch.init(host::WARP); }
-    void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
-        rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
+    void init() { mbarrier.init(host::WARP); }
+    void copy_rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
+        copy_rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
     }
     template <class Place>
-    void rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes, const Place& place) {
+    void copy_rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes,
+                   const Place& place) {
         if (bytes % 16) host::fail("a row of a copy is no multiple of 16 bytes");
         for (int row = 0; row < count; row++)
             for (int at = host::lane() * 16; at < bytes; at += host::WARP * 16)
-                host::deliver(this, static_cast<char*>(shared) + row * shared_stride + at,
+                host::copy_for(this, static_cast<char*>(shared) + row * shared_stride + at,
                               static_cast<const char*>(global) + row * global_stride + place(row, at), 16);
     }
-    template <int COUNT> void stretch(void* shared, int shared_stride, const void* global, int bytes) {
-        rows(shared, shared_stride, global, bytes, COUNT, bytes);
+    template <int COUNT> void copy_contiguous(void* shared, int shared_stride, const void* global, int bytes) {
+        copy_rows(shared, shared_stride, global, bytes, COUNT, bytes);
     }
-    void blocks(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
-        rows(shared, shared_stride, global, global_stride, count, bytes);
+    void copy_row_per_lane(void* shared, int shared_stride, const void* global, int global_stride, int count,
+                           int bytes) {
+        copy_rows(shared, shared_stride, global, global_stride, count, bytes);
     }
-    void end() { latch.arrive(); }
-    void wait(int round, HOST_PLACE) {
-        latch.wait(round, where);
+    void commit() { mbarrier.arrive(); }
+    void wait(int phase, HOST_PLACE) {
+        mbarrier.wait(phase, where);
         host::land(this);
     }
 };
 
 // A lane sends a row. The source is read at the wait.
-template <int COUNT> void send(void* global, const void* shared, int shared_stride, int bytes, HOST_PLACE) {
+template <int COUNT> void bulk_store(void* global, const void* shared, int shared_stride, int bytes, HOST_PLACE) {
     if (bytes % 16) host::fail("a row that is sent is no multiple of 16 bytes");
     __syncwarp(~0u, where);
     const int lane = host::lane();
     if (lane < COUNT)
-        host::current->sent.push_back({static_cast<char*>(global) + lane * bytes, static_cast<const char*>(shared) + lane * shared_stride,
+        host::current->sent.push_back({static_cast<char*>(global) + lane * bytes,
+                                       static_cast<const char*>(shared) + lane * shared_stride,
                                        static_cast<std::size_t>(bytes), 0});
 }
-inline void release_to_copies() {}
-inline void wait_sent(HOST_PLACE) {
+inline void fence_async_proxy() {}
+inline void wait_bulk_stores(HOST_PLACE) {
     host::finish_sends();
     __syncwarp(~0u, where);
 }
 
 // As before sm_90, every lane copies its own pieces and waits for them. As from sm_90 on, a wait is for the pieces of
 // this arrival only, and their bytes must be those announced.
-struct Arrival {
-    unsigned char rounds[host::WARP];  // that a lane has sent, modulo 256
+struct WarpCopyBarrier {
+    unsigned char phases[host::WARP];  // that a lane has sent, modulo 256
 
-    void init() { std::fill(rounds, rounds + host::WARP, 0); }
-    void wait(u32 round, HOST_PLACE) {
-        unsigned char& sent = rounds[host::lane()];
-        if (sent != (round + 1) % 256) host::fail("an arrival is waited for in another round than its last, at " + host::describe(where));
+    void init() { std::fill(phases, phases + host::WARP, 0); }
+    void wait(u32 phase, HOST_PLACE) {
+        unsigned char& sent = phases[host::lane()];
+        if (sent != (phase + 1) % 256)
+            host::fail("a warp's copies are waited for in another phase than their last, at " + host::describe(where));
         host::land(&sent);
     }
 };
-template <class Pieces> void copy_pieces(const Pieces& pieces, int all, Arrival& arrival) {
-    unsigned char& sent = arrival.rounds[host::lane()];
+template <class Copies> void bulk_copy(const Copies& copies, int all, WarpCopyBarrier& barrier) {
+    unsigned char& sent = barrier.phases[host::lane()];
     sent++;
-    pieces([&](void* shared, const void* global, int bytes) {
+    copies([&](void* shared, const void* global, int bytes) {
         if (bytes % 16) host::fail("a piece of a copy is no multiple of 16 bytes");
         for (int i = 16 * host::lane(); i < bytes; i += 16 * host::WARP)
-            host::deliver(&sent, static_cast<char*>(shared) + i, static_cast<const char*>(global) + i, 16);
+            host::copy_for(&sent, static_cast<char*>(shared) + i, static_cast<const char*>(global) + i, 16);
         all -= bytes;
     });
     if (all) host::fail("a copy brings other bytes than were announced");
 }
 
-inline int next_number(int& counter, HOST_PLACE) {
+inline int claim_next(int& counter, HOST_PLACE) {
     const int number = host::lane() == 0 ? counter++ : 0;
     return __shfl_sync(~0u, number, 0, 32, where);
 }

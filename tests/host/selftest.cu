@@ -81,73 +81,73 @@ extern "C" __global__ void copies(const float4* x, float4* out) {
     for (int n = 0; n < 3; n++) out[n * 32 + i] = shared[n][i];
 }
 
-// One warp produces numbers, the others consume them: two buffers, each with a latch for "full" and one for "empty".
-// `waits` 0: the producer does not wait for "empty"; -1: and the consumers do not wait for "full".
+// One warp produces numbers, the others consume them: two buffers, each with an mbarrier for "full" and one for
+// "empty". `waits` 0: the producer does not wait for "empty"; -1: and the consumers do not wait for "full".
 extern "C" __global__ void pipeline(float* out, int rounds, int waits) {
     __shared__ float numbers[2][32];
-    __shared__ Latch full[2], used[2];
+    __shared__ Mbarrier full[2], empty[2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, users = blockDim.x / 32 - 1;
     if (threadIdx.x == 0)
-        for (int i = 0; i < 2; i++) full[i].init(32), used[i].init(users);
+        for (int i = 0; i < 2; i++) full[i].init(32), empty[i].init(users);
     __syncthreads();
     for (int n = 0; n < rounds; n++) {
         if (warp == 0) {
-            if (waits > 0 && n >= 2) used[n % 2].wait(n / 2 - 1);
+            if (waits > 0 && n >= 2) empty[n % 2].wait(n / 2 - 1);
             numbers[n % 2][lane] = 100 * n + lane;
             full[n % 2].arrive();
         } else {
             if (waits >= 0) full[n % 2].wait(n / 2);
             out[(n * users + warp - 1) * 32 + lane] = numbers[n % 2][31 - lane];
             __syncwarp();
-            if (lane == 0) used[n % 2].arrive();
+            if (lane == 0) empty[n % 2].arrive();
         }
     }
 }
 
-// Thread 32 waits for the first round of a latch that thread 0 has opened `rounds` times.
-extern "C" __global__ void late(int rounds) {
-    __shared__ Latch latch;
-    if (threadIdx.x == 0) latch.init(1);
+// Thread 32 waits for the first phase of an mbarrier of which thread 0 has completed `phases` phases.
+extern "C" __global__ void late(int phases) {
+    __shared__ Mbarrier mbarrier;
+    if (threadIdx.x == 0) mbarrier.init(1);
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int i = 0; i < rounds; i++) latch.arrive();
+        for (int i = 0; i < phases; i++) mbarrier.arrive();
     __syncthreads();
-    if (threadIdx.x == 32) latch.wait(0);
+    if (threadIdx.x == 32) mbarrier.wait(0);
 }
 
-// All warps but the first exchange numbers `rounds` times between two barriers of their own. `skipped`: one warp omits the
-// last barrier.
-extern "C" __global__ void some_meet(float* out, int rounds, int skipped) {
+// All warps but the first exchange numbers `rounds` times between two barriers of their own. `skipped`: one warp omits
+// the last barrier.
+extern "C" __global__ void named_barrier(float* out, int rounds, int skipped) {
     __shared__ float numbers[3][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 1;
     if (warp < 0) return;
     for (int n = 0; n < rounds; n++) {
         numbers[warp][lane] = 100 * n + 32 * warp + lane;
-        meet_some<96>();
+        named_barrier_sync<96>();
         out[(n * 3 + warp) * 32 + lane] = numbers[(warp + 1) % 3][lane];
-        if (!skipped || n + 1 < rounds || warp) meet_some<96>();
+        if (!skipped || n + 1 < rounds || warp) named_barrier_sync<96>();
     }
 }
 
 // Warp 0 requests rows, rows with swapped halves, and a block, twice; all threads read the results.
-extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
+extern "C" __global__ void stage_copies(const float* x, float* out, int bytes) {
     alignas(16) __shared__ float rows[2][3][12], turned[2][3][8], block[2][16];
-    __shared__ Delivery delivery;
-    if (threadIdx.x == 0) delivery.init();
+    __shared__ CopyBarrier full;
+    if (threadIdx.x == 0) full.init();
     __syncthreads();
     for (int round = 0; round < 2; round++) {
         if (threadIdx.x < 32) {
-            delivery.rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
-            delivery.rows(turned[round], sizeof turned[0][0], x + 32 * round, 8 * sizeof(float), 3, 32,
+            full.copy_rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
+            full.copy_rows(turned[round], sizeof turned[0][0], x + 32 * round, 8 * sizeof(float), 3, 32,
                           [](int row, int byte) { return byte ^ row % 2 * 16; });
-            delivery.stretch<1>(block[round], 0, x + 32 * round, sizeof block[0]);
-            delivery.end();
+            full.copy_contiguous<1>(block[round], 0, x + 32 * round, sizeof block[0]);
+            full.commit();
         }
         float* const mine = out + (round * blockDim.x + threadIdx.x) * 4;
         __syncthreads();
         mine[0] = block[round][0];  // without a wait
         __syncthreads();
-        delivery.wait(round);
+        full.wait(round);
         const int lane = threadIdx.x % 32;
         mine[1] = rows[round][lane % 3][lane % 12];
         mine[2] = block[round][lane % 16];
@@ -157,45 +157,45 @@ extern "C" __global__ void deliveries(const float* x, float* out, int bytes) {
 }
 
 // Each warp sends two rows, twice. `spoil` 1: it overwrites them before the wait; `waits` 1: it omits the last wait.
-extern "C" __global__ void sends(float* out, int spoil, int waits) {
+extern "C" __global__ void bulk_stores(float* out, int spoil, int waits) {
     alignas(16) __shared__ float rows[2][2][68];
     float(&mine)[2][68] = rows[threadIdx.x / 32];
     for (int round = 0; round < 2; round++) {
         for (int i = threadIdx.x % 32; i < 128; i += 32) mine[i / 64][i % 64] = 1000 * round + i;
-        send<2>(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof mine[0], 64 * sizeof(float));
+        bulk_store<2>(out + (2 * round + threadIdx.x / 32) * 128, mine, sizeof mine[0], 64 * sizeof(float));
         if (spoil) mine[0][threadIdx.x % 32] = -1;
-        if (round < waits) wait_sent();
+        if (round < waits) wait_bulk_stores();
     }
 }
 
 // Three pieces (one empty) of 768 bytes in all, twice; one lane reads them before the wait, all lanes after it.
-extern "C" __global__ void arrivals(const float* x, float* out, int announced) {
+extern "C" __global__ void warp_copies(const float* x, float* out, int announced) {
     constexpr int LENGTH = 192;
     alignas(16) __shared__ float pieces[2][LENGTH];
-    __shared__ Arrival arrival;
+    __shared__ WarpCopyBarrier full;
     const int lane = threadIdx.x;
-    if (lane == 0) arrival.init();
+    if (lane == 0) full.init();
     __syncwarp();
     for (int round = 0; round < 2; round++) {
         float *const to = pieces[round], *const mine = out + round * (LENGTH + 1);
         const float* const from = x + round * LENGTH;
-        copy_pieces(
+        bulk_copy(
             [&](auto&& copy) {
                 copy(to, from, 64);
                 copy(to + 16, from + 16, 0);
                 copy(to + 16, from + 16, 704);
             },
-            announced, arrival);
+            announced, full);
         __syncwarp();
         if (lane == 0) mine[0] = to[LENGTH - 1];
         __syncwarp();
-        arrival.wait(round);
+        full.wait(round);
         __syncwarp();
         for (int i = lane; i < LENGTH; i += 32) mine[1 + i] = to[i];
     }
 }
 
-extern "C" __global__ void warp_numbers(int* counter, int* out) { out[threadIdx.x] = next_number(*counter); }
+extern "C" __global__ void warp_numbers(int* counter, int* out) { out[threadIdx.x] = claim_next(*counter); }
 
 extern "C" __global__ void product(const u16* a, const u16* b, float* d, bool halves) {
     const int r = threadIdx.x / 4, c = 2 * (threadIdx.x % 4);
@@ -213,7 +213,8 @@ extern "C" __global__ void product_tf32(const float* a, const float* b, float* d
     const int r = threadIdx.x / 4, c = threadIdx.x % 4;
     float sum[4];
     for (int i = 0; i < 4; i++) sum[i] = d[(r + 8 * (i / 2)) * 8 + 2 * c + i % 2];
-    mma_tf32(sum, a[r * 8 + c], a[(r + 8) * 8 + c], a[r * 8 + c + 4], a[(r + 8) * 8 + c + 4], b[c * 8 + r], b[(c + 4) * 8 + r]);
+    mma_tf32(sum, a[r * 8 + c], a[(r + 8) * 8 + c], a[r * 8 + c + 4], a[(r + 8) * 8 + c + 4], b[c * 8 + r],
+             b[(c + 4) * 8 + r]);
     for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + 2 * c + i % 2] = sum[i];
 }
 
@@ -230,8 +231,8 @@ extern "C" __global__ void load_four_transposed(const u16* x, u32* y, int first)
     for (int n = 0; n < 4; n++) y[32 * n + lane] = words[n];
 }
 
-extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide, u32* bf16_pairs, u32* pairs,
-                                       float2* wide_pairs, int n) {
+extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide,
+                                       u32* bf16_pairs, u32* pairs, float2* wide_pairs, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         bf16[i] = float_to_bf16(x[i]);
         half[i] = float_to_half(x[i]);

@@ -106,18 +106,18 @@ def test_copies_land_at_their_wait(module):
     assert np.isnan(out[1:]).all()  # a later batch, and one that has not ended
 
 
-def test_latches_hold_makers_and_users(module):
-    """Two buffers, many rounds: every number is read after it is written and before it is overwritten."""
+def test_mbarriers_of_producer_and_consumers(module):
+    """Two buffers, many phases: every number is read after it is written and before it is overwritten."""
     out = np.zeros((9, 3, 32), np.float32)
     module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(1)))
     assert np.array_equal(out, np.broadcast_to(100 * np.arange(9)[:, None, None] + np.arange(32)[::-1], out.shape))
 
 
-def test_a_missing_wait_at_a_latch_shows(module, order):
+def test_a_missing_wait_at_an_mbarrier_shows(module, order):
     """Consumers that do not wait read NaN; a producer that does not wait overtakes its consumers."""
     out = np.zeros((9, 3, 32), np.float32)
     if order == 0:  # the first warp runs as far as it can
-        with pytest.raises(RuntimeError, match=r"a latch has gone two rounds on, at selftest.cu:\d+"):
+        with pytest.raises(RuntimeError, match=r"an mbarrier has gone two phases on, at selftest.cu:\d+"):
             module.get_function("pipeline")((1,), (128,), (out, np.int32(9), np.int32(0)))
         return
     seen = 0
@@ -127,33 +127,33 @@ def test_a_missing_wait_at_a_latch_shows(module, order):
     assert seen
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 2])
-def test_a_latch_knows_which_round_is_over(module, rounds):
-    """A device compares parities only: a thread that is two rounds late would wait for a later round."""
+@pytest.mark.parametrize("phases", [0, 1, 2])
+def test_an_mbarrier_knows_which_phase_is_over(module, phases):
+    """A device compares parities only: a thread that is two phases late would wait for a later phase."""
     late = module.get_function("late")
-    if rounds == 1:
-        late((1,), (64,), (np.int32(rounds),))
+    if phases == 1:
+        late((1,), (64,), (np.int32(phases),))
         return
-    with pytest.raises(RuntimeError, match="thread 32: a latch at" if rounds == 0 else "gone two rounds on"):
-        late((1,), (64,), (np.int32(rounds),))
+    with pytest.raises(RuntimeError, match="thread 32: an mbarrier at" if phases == 0 else "gone two phases on"):
+        late((1,), (64,), (np.int32(phases),))
 
 
-def test_some_meet_without_the_others(module):
+def test_a_named_barrier(module):
     out = np.zeros((5, 3, 32), np.float32)
-    module.get_function("some_meet")((2,), (128,), (out, np.int32(5), np.int32(0)))
+    module.get_function("named_barrier")((2,), (128,), (out, np.int32(5), np.int32(0)))
     number = 100 * np.arange(5)[:, None, None] + np.arange(96).reshape(3, 32)
     assert np.array_equal(out, np.roll(number, -1, axis=1))
-    with pytest.raises(RuntimeError, match="thread 64 to 127: a barrier of some at"):
-        module.get_function("some_meet")((1,), (128,), (out, np.int32(5), np.int32(1)))
-    module.get_function("some_meet")(
+    with pytest.raises(RuntimeError, match="thread 64 to 127: a named barrier at"):
+        module.get_function("named_barrier")((1,), (128,), (out, np.int32(5), np.int32(1)))
+    module.get_function("named_barrier")(
         (1,), (128,), (out, np.int32(5), np.int32(0))
     )  # the failed launch leaves no trace
     assert np.array_equal(out, np.roll(number, -1, axis=1))
 
 
-def test_deliveries_land_at_a_wait(module):
+def test_stage_copies_land_at_a_wait(module):
     x, out = np.arange(64, dtype=np.float32), np.zeros((2, 64, 4), np.float32)
-    module.get_function("deliveries")((1,), (64,), (x, out, np.int32(32)))
+    module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(32)))
     lane = np.arange(64) % 32
     row, column = lane % 3, lane % 12
     for n in range(2):
@@ -164,13 +164,13 @@ def test_deliveries_land_at_a_wait(module):
         assert np.array_equal(out[n, :, 2], 32 * n + lane % 16)
         assert np.array_equal(out[n, :, 3], 32 * n + 8 * row + (lane % 8 ^ row % 2 * 4))
     with pytest.raises(RuntimeError, match="a row of a copy is no multiple of 16 bytes"):
-        module.get_function("deliveries")((1,), (64,), (x, out, np.int32(20)))
+        module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(20)))
 
 
 @pytest.mark.parametrize("spoil", [False, True])
-def test_sent_rows_are_read_until_the_wait(module, spoil):
+def test_bulk_stores_read_until_the_wait(module, spoil):
     out = np.full((2, 2, 128), np.nan, np.float32)
-    module.get_function("sends")((1,), (64,), (out, np.int32(spoil), np.int32(2)))
+    module.get_function("bulk_stores")((1,), (64,), (out, np.int32(spoil), np.int32(2)))
     want = np.broadcast_to(np.arange(128) + 1000 * np.arange(2)[:, None, None], out.shape)
     assert np.array_equal(out[:, :, 32:], want[:, :, 32:])
     if spoil:
@@ -178,22 +178,22 @@ def test_sent_rows_are_read_until_the_wait(module, spoil):
     else:
         assert np.array_equal(out, want)
     with pytest.raises(RuntimeError, match="a thread ends before what it sent has been read"):
-        module.get_function("sends")((1,), (64,), (out, np.int32(spoil), np.int32(1)))
+        module.get_function("bulk_stores")((1,), (64,), (out, np.int32(spoil), np.int32(1)))
 
 
-def test_arrivals_land_at_their_wait(module):
+def test_warp_copies_land_at_their_wait(module):
     x, out = np.arange(384, dtype=np.float32).reshape(2, 192), np.zeros((2, 193), np.float32)
-    module.get_function("arrivals")((1,), (32,), (x, out, np.int32(768)))
+    module.get_function("warp_copies")((1,), (32,), (x, out, np.int32(768)))
     assert np.isnan(out[:, 0]).all()
     assert np.array_equal(out[:, 1:], x)
 
 
 @pytest.mark.parametrize("announced", [752, 784])
-def test_arrivals_bring_the_bytes_that_were_announced(module, announced):
-    """A device would wait forever, or for bytes of the next round."""
+def test_warp_copies_bring_the_announced_bytes(module, announced):
+    """A device would wait forever, or for bytes of the next phase."""
     x, out = np.zeros((2, 192), np.float32), np.zeros((2, 193), np.float32)
     with pytest.raises(RuntimeError, match="a copy brings other bytes than were announced"):
-        module.get_function("arrivals")((1,), (32,), (x, out, np.int32(announced)))
+        module.get_function("warp_copies")((1,), (32,), (x, out, np.int32(announced)))
 
 
 def test_a_warp_takes_one_number(module):

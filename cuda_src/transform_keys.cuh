@@ -1,12 +1,13 @@
-// The team that prepares keys: decays, keys as operands, and the Gram matrix of decayed keys.
+// Transform warps: decays, keys as operands, and the decayed Gram matrix (kda), for keys that are not operands as
+// stored.
 #pragma once
 #include "solve.cuh"
 
-// The largest of the warp's share of the keys, in every lane.
+// The largest key of the warp's share, in every lane.
 __device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, int member) {
     constexpr int N = 16 / sizeof(act_t);
     float most = 0;
-    for (int i = member; i < count * K / N; i += TEAM) {
+    for (int i = member; i < count * K / N; i += TRANSFORM_THREADS) {
         Packed<ACT, N> keys;
         keys.load(&stage.k[0][0] + i * N);
 #pragma unroll
@@ -15,9 +16,9 @@ __device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, 
     return warp_most(most);
 }
 
-// Scalar decays: keys as they are. A team prepares keys, whose members are numbered from 0.
+// Scalar decays (fp16, float32): the keys themselves as operands. Transform threads are numbered from 0 (`member`).
 __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float power) {
-    for (int i = member; i < WP / 2 * K; i += TEAM) {
+    for (int i = member; i < WP / 2 * K; i += TRANSFORM_THREADS) {
         const int s = i / K / 8 * 16 + i / K % 8, channel = i % K, place = channel / 16 * 16 + place_of(channel % 16);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -26,49 +27,53 @@ __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage
             u32 slices[2];
             half_slices(power * x, 0, slices[0], slices[1]);
 #pragma unroll
-            for (int j = 0; j < 2; j++) m.ends[j][RAW ? 0 : s / 16][RAW ? 0 : place][s % 8 + 8 * half] = static_cast<u16>(slices[j]);
+            for (int j = 0; j < 2; j++)
+                m.ends[j][RAW_KEYS ? 0 : s / 16][RAW_KEYS ? 0 : place][s % 8 + 8 * half] = static_cast<u16>(slices[j]);
         }
     }
 }
 
-// The decayed Gram matrix comes from the tensor cores (tile_gram), unless a channel keeps less than 2^-40 over 8 tokens.
-constexpr bool TILED = KIND == KDA && WP == 16;
+// The decayed Gram matrix is computed on the tensor cores (tile_gram), unless a channel keeps less than 2^-40 over 8
+// tokens.
+constexpr bool TILED_GRAM = KIND == KDA && WP == 16;
 constexpr float STEEP = -27.7f;
 
-// A thread's channel. Neighbours take the two halves of each 16 tokens; a warp has 16 channels, in the order of `ends`, where 8 tokens
-// are 16 bytes.
+// A thread's channel. Neighbouring threads have the two halves of each 16 tokens; a warp has 16 channels, in the order
+// of PreparedKeys::ends, where 8 tokens are 16 bytes.
 __device__ __forceinline__ int channel_of(int member) {
     const int place = member % 32 / 2;
     return member / 32 * 16 % K + 4 * (place % 8 / 2) + place / 8 * 2 + place % 2;
 }
 
-// What a thread keeps of its tokens while an item is prepared; those that are not there have keys of 0 and decays of 1.
+// A thread's tokens of the tile, in registers. Missing tokens have keys of 0 and decays of 1.
 struct ChannelTokens {
-    float keys[BLOCKS][8], decays[BLOCKS][8];
-    float product[BLOCKS], sum;  // of decays in each block, and of all log-decays
+    float keys[TOKEN_BLOCKS][8], decays[TOKEN_BLOCKS][8];
+    float product[TOKEN_BLOCKS], sum;  // product of the decays of each token block; sum of all log-decays
 
     __device__ __forceinline__ void multiply() {
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
+        for (int b = 0; b < TOKEN_BLOCKS; b++) {
             product[b] = decays[b][0];
 #pragma unroll
             for (int i = 1; i < 8; i++) product[b] *= decays[b][i];
         }
     }
-    // Reads them, and tells the team what it must know of the warp's.
-    __device__ __forceinline__ void take(TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count, int member) {
+    // Loads the tokens and publishes the warp's facts in TransformShared.
+    __device__ __forceinline__ void take(TransformShared& shared, KeyStage& stage, const GateInput<1>& input, int count,
+                                         int member) {
         const int channel = channel_of(member), half = member % 2;
-        float gates[BLOCKS][8];
+        float gates[TOKEN_BLOCKS][8];
         auto load = [&](bool all) {
 #pragma unroll
-            for (int b = 0; b < BLOCKS; b++)
+            for (int b = 0; b < TOKEN_BLOCKS; b++)
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const int s = 16 * b + 8 * half + i;
                     keys[b][i] = gates[b][i] = 0;
                     if (!all && s >= count) continue;
                     keys[b][i] = widen<ACT>(stage.k[s][channel]);
-                    if constexpr (RAW_GATE) gates[b][i] = input.log_decay(widen<GATE_TYPE>(stage.given_gates(s)[channel]), 0);
+                    if constexpr (RAW_GATE)
+                        gates[b][i] = input.log_decay(widen<GATE_TYPE>(stage.given_gates(s)[channel]), 0);
                     else gates[b][i] = *stage.gate(s, channel);
                 }
         };
@@ -78,23 +83,25 @@ struct ChannelTokens {
         bool steep = false;
         sum = 0;
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
+        for (int b = 0; b < TOKEN_BLOCKS; b++) {
             float whole = 0;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 whole += gates[b][i], most = fmaxf(most, fabsf(keys[b][i]));
-                decays[b][i] = __expf(gates[b][i]);  // of a few tokens: what a state keeps is as exact as can be, see PreparedKeys::whole
+                // fast: products of few decays. PreparedKeys::whole, which the state takes up, is more accurate
+                decays[b][i] = __expf(gates[b][i]);
             }
             sum += whole;
             steep = steep || !(whole > STEEP);
-            tell_largest(team, b, __ballot_sync(ALL, whole > KEPT), member);
+            tell_largest(shared, b, __ballot_sync(ALL, whole > KEPT), member);
         }
         most = warp_most(most), steep = __any_sync(ALL, steep);
-        if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = most, team.steep[RAW ? 0 : member / 32] = steep;
+        if (member % 32 == 0)
+            shared.most[RAW_KEYS ? 0 : member / 32] = most, shared.steep[RAW_KEYS ? 0 : member / 32] = steep;
         multiply();
     }
-    // The largest decays of a block's tokens, or 1 where one of the lanes that have the same tokens has KEPT much.
-    __device__ __forceinline__ void tell_largest(TeamMemory& team, int b, u32 kept, int member) const {
+    // The largest decay of each token of a block, or 1 if a lane with the same tokens keeps more than KEPT.
+    __device__ __forceinline__ void tell_largest(TransformShared& shared, int b, u32 kept, int member) const {
         constexpr u32 EVEN = 0x55555555u;
         const int half = member % 2;
         float largest[8];
@@ -107,15 +114,16 @@ struct ChannelTokens {
                 if ((kept & EVEN << half) == 0) largest[i] = half ? upper : lower;
             }
         }
-        if (member % 32 >= 2) return;  // others have the same
-        float4* const to = reinterpret_cast<float4*>(&team.decays[KIND == KDA ? member / 32 : 0][KIND == KDA ? 16 * b + 8 * half : 0]);
+        if (member % 32 >= 2) return;  // the other lanes hold the same
+        float4* const to = reinterpret_cast<float4*>(
+            &shared.decays[KIND == KDA ? member / 32 : 0][KIND == KDA ? 16 * b + 8 * half : 0]);
         to[0] = make_float4(largest[0], largest[1], largest[2], largest[3]);
         to[1] = make_float4(largest[4], largest[5], largest[6], largest[7]);
     }
-    // Into the place of log-decays: the decays themselves, or their products from the first of the 8 on.
+    // Replaces the log-decays by the decays, or by their running products within the 8 tokens.
     __device__ __forceinline__ void put(KeyStage& stage, int member, bool products) const {
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
+        for (int b = 0; b < TOKEN_BLOCKS; b++) {
             float x = 1;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -124,11 +132,11 @@ struct ChannelTokens {
             }
         }
     }
-    // Keys decayed from the window's start, where they are not made with the Gram matrix.
+    // Keys decayed from the window's start, where tile_gram does not return them.
     __device__ __forceinline__ void decay_from_start(PreparedKeys& m, int member) const {
         float before = 1;
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
+        for (int b = 0; b < TOKEN_BLOCKS; b++) {
             const float other = __shfl_xor_sync(ALL, product[b], 1);
             float whole = member % 2 ? before * other : before;
 #pragma unroll
@@ -139,20 +147,21 @@ struct ChannelTokens {
             before *= product[b] * other;
         }
     }
-    // Keys decayed to its end, as operands.
-    __device__ __forceinline__ void decay_to_end(PreparedKeys& m, const TeamMemory& team, int member, float power) {
+    // Keys decayed to the window's end, as operands.
+    __device__ __forceinline__ void decay_to_end(PreparedKeys& m, const TransformShared& shared, int member,
+                                                 float power) {
         const int half = member % 2;
-        const float inverse = inverse_of_power(decay_power(team));
+        const float inverse = inverse_of_power(decay_power(shared));
         if (__any_sync(ALL, inverse != 1.f)) {
 #pragma unroll
-            for (int b = 0; b < BLOCKS; b++)
+            for (int b = 0; b < TOKEN_BLOCKS; b++)
 #pragma unroll
                 for (int i = 0; i < 8; i++) decays[b][i] *= __shfl_sync(ALL, inverse, 16 * b + 8 * half + i);
             multiply();
         }
         float after = power;
 #pragma unroll
-        for (int b = BLOCKS - 1; b >= 0; b--) {
+        for (int b = TOKEN_BLOCKS - 1; b >= 0; b--) {
             const float other = __shfl_xor_sync(ALL, product[b], 1);
             float whole = half ? after : after * other;
             u32 packed[2][4];
@@ -166,17 +175,18 @@ struct ChannelTokens {
             }
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                *reinterpret_cast<uint4*>(&m.ends[i][RAW ? 0 : b][RAW ? 0 : member / 32 * 16 % K + member % 32 / 2][8 * half]) =
+                *reinterpret_cast<uint4*>(
+                    &m.ends[i][RAW_KEYS ? 0 : b][RAW_KEYS ? 0 : member / 32 * 16 % K + member % 32 / 2][8 * half]) =
                     make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
             after *= product[b] * other;
         }
     }
 };
 
-// A warp's share of the decayed Gram matrix <D_{j+1:s} k_j, k_s>, of 16 channels, on the tensor cores; returns their keys, decayed from the
-// window's start. `stage.g` holds products of decays from the start of each half of the window: of two keys in one half the later is
-// multiplied by that, the earlier divided (see STEEP), and if they are in both the later is decayed from the window's start, as the
-// earlier one's half begins there. The share comes where the products were.
+// A warp's share (16 channels) of the decayed Gram matrix <D_{j+1:s} k_j, k_s>, on the tensor cores; returns their keys
+// decayed from the window's start. `stage.g` holds running products of decays from the start of each half window. If
+// both keys are in one half, the later key is multiplied by its product and the earlier one divided by its own (see
+// STEEP). If not, the later key is decayed from the window's start. The share replaces the products in `stage.g`.
 __device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int member) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, first = member / 32 * 16 % K, channel = first + 4 * c;
     Packed<FP32, 4> before;
@@ -204,7 +214,8 @@ __device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         keys.multiply<false, false>(i, sum[0], rest[0], over[0][2 * i], over[0][2 * i + 1]);
-        own.multiply<false, false>(i, sum[1], rest[1], over[1][2 * i], over[1][2 * i + 1]);  // of which the later half's rows count
+        // second half: only the later half's rows count
+        own.multiply<false, false>(i, sum[1], rest[1], over[1][2 * i], over[1][2 * i + 1]);
     }
     __syncwarp();
 #pragma unroll
@@ -216,7 +227,7 @@ __device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int
     return keys;
 }
 
-// The sum of all shares; a thread has a place of the matrix.
+// Sums the warps' shares, one matrix element a thread.
 __device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, int member) {
     const int s = member / WP, j = member % WP;
     float sum = 0;
@@ -225,13 +236,13 @@ __device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, i
     table.n[ERASES ? s % WP : 0][j] = sum;
 }
 
-// Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal, for decays per channel: going back from token s, its key
-// takes up one decay after another. `stage.g` holds decays by now. A warp takes a long row and a short one in turn, so
-// that all are done together.
+// Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal without quotients (windows of 32, steep decays): going
+// back from token s, its key takes up one decay after another. `stage.g` holds decays. Each warp alternates between
+// long and short rows, so that all warps are done together.
 __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage, int count, int member) {
     constexpr int OWN = K / 32;
     const int lane = threadIdx.x % 32;
-    for (int job = member / 32 * 2; job < WP; job += job % 2 ? 2 * (TEAM / 32) - 1 : 1) {
+    for (int job = member / 32 * 2; job < WP; job += job % 2 ? 2 * (TRANSFORM_THREADS / 32) - 1 : 1) {
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
         if (s < count) {
             Packed<ACT, OWN> last;
@@ -262,63 +273,66 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
                 if (lane % 4 == 0 && j < s) table.n[ERASES ? s : 0][j] = sum;
             }
         } else if (lane < s) {
-            table.n[ERASES ? s : 0][lane] = 0;  // past the last token
+            table.n[ERASES ? s : 0][lane] = 0;  // missing tokens
         }
     }
 }
 
-// All of it where keys are no operands as they come, but for N. `tabled` says that the decayed Gram matrix is there, and `free` waits
-// until the last keys have been used.
-template <class Tabled, class Free>
-__device__ __forceinline__ void prepare(PreparedKeys& m, Solve& table, TeamMemory& team, KeyStage& stage, const GateInput<1>& input, int count,
-                                        int member, Tabled tabled, Free free) {
-    const bool works = member < 2 * K;  // the same for all of a warp
+// A transform warp's work on one tile. `gram_ready` is called when the decayed Gram matrix is stored; `wait_empty`
+// waits until the last prepared keys of this stage have been used.
+template <class GramReady, class WaitEmpty>
+__device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, TransformShared& shared, KeyStage& stage,
+                                               const GateInput<1>& input, int count, int member, GramReady gram_ready,
+                                               WaitEmpty wait_empty) {
+    const bool works = member < 2 * K;  // uniform in a warp
     [[maybe_unused]] ChannelTokens own;
     [[maybe_unused]] LeftOperand starts;
     if constexpr (KIND == KDA) {
-        if (works) own.take(team, stage, input, count, member);
-        else if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = 0, team.steep[RAW ? 0 : member / 32] = 0;
-        if (RAW_GATE) meet_some<TEAM>();  // decays may lie where raw gates of others are
+        if (works) own.take(shared, stage, input, count, member);
+        else if (member % 32 == 0)
+            shared.most[RAW_KEYS ? 0 : member / 32] = 0, shared.steep[RAW_KEYS ? 0 : member / 32] = 0;
+        if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>();  // decays overwrite raw gates that other threads read
         if (works) {
-            own.put(stage, member, TILED);
+            own.put(stage, member, TILED_GRAM);
             __syncwarp();
-            if (TILED) starts = tile_gram(stage, count, member);
+            if (TILED_GRAM) starts = tile_gram(stage, count, member);
         }
     } else {
         const float most = most_of_keys(stage, count, member);
-        if (member % 32 == 0) team.most[RAW ? 0 : member / 32] = most;
+        if (member % 32 == 0) shared.most[RAW_KEYS ? 0 : member / 32] = most;
     }
-    meet_some<TEAM>();
-    const float power = power_for<HALF_EXPONENT>(warp_most(team.most[RAW ? 0 : member % (TEAM / 32)]));
+    named_barrier_sync<TRANSFORM_THREADS>();
+    const float power =
+        power_for<HALF_EXPONENT>(warp_most(shared.most[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]));
     if constexpr (KIND == KDA) {
-        const bool steep = __any_sync(ALL, team.steep[RAW ? 0 : member % (TEAM / 32)]);
-        if (TILED && !steep) {
+        const bool steep = __any_sync(ALL, shared.steep[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]);
+        if (TILED_GRAM && !steep) {
             sum_tiles(table, stage, member);
         } else {
-            if (TILED) {
+            if (TILED_GRAM) {
                 if (works) own.put(stage, member, false);
-                meet_some<TEAM>();
+                named_barrier_sync<TRANSFORM_THREADS>();
             }
             decayed_gram(table, stage, count, member);
         }
     }
-    tabled();
-    free();
-    for (int i = member; i < K; i += TEAM) m.query[RAW ? 0 : i] = widen<ACT>(stage.q[i]);
+    gram_ready();
+    wait_empty();
+    for (int i = member; i < K; i += TRANSFORM_THREADS) m.query[RAW_KEYS ? 0 : i] = widen<ACT>(stage.q[i]);
     if (member == 0) m.unit = inverse_of_power(power);
     if constexpr (KIND == KDA) {
         if (!works) return;
-        if (TILED) {
+        if (TILED_GRAM) {
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                m.starts[0][RAW ? 0 : member / 32 % STEPS][i][RAW ? 0 : member % 32 ^ 4 * i] =
+                m.starts[0][RAW_KEYS ? 0 : member / 32 % STEPS][i][RAW_KEYS ? 0 : member % 32 ^ 4 * i] =
                     make_float4(starts.a[i][0], starts.a[i][1], starts.a[i][2], starts.a[i][3]);
         } else {
             own.decay_from_start(m, member);
         }
-        own.decay_to_end(m, team, member, power);
+        own.decay_to_end(m, shared, member, power);
         const float all = own.sum + __shfl_xor_sync(ALL, own.sum, 1);
-        // More exact than the product: states take it up in every window.
+        // From the sum, not from the product: the state takes this factor up in every window.
         if (member % 2 == 0) m.whole[KIND == KDA ? channel_of(member) : 0] = decay(all);
     } else {
         copy_keys(m, stage, count, member, power);

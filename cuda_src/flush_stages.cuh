@@ -1,0 +1,142 @@
+// Pipeline stages of the flush in shared memory: keys, values, states.
+#pragma once
+#include "fragments.cuh"
+#include "ring.cuh"
+
+constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as stored: no transform warps
+
+// Warps that sketch form groups. RAW_KEYS: the fold warps, each with its own row block, in groups of GROUP_WARPS.
+// Otherwise a block has the multiprocessor for itself, and one group of GROUP_WARPS extra warps sketches a state while
+// the fold warps work on the next one.
+constexpr int GROUP_WARPS = !RAW_KEYS || ROW_BLOCKS % 4 == 0 ? 4 : ROW_BLOCKS % 3 == 0 ? 3 : ROW_BLOCKS;  // of a group
+constexpr int GROUP_BLOCKS = RAW_KEYS ? GROUP_WARPS : ROW_BLOCKS;
+
+constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
+// Rows of RAW_KEYS are operands: padded so that the four rows that a warp reads at once are in different banks.
+constexpr int KEY_ROW = RAW_KEYS ? K + 16 : K;
+constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // the transform warps store WP rows of decays
+
+// Keys of one key head, log-decays per channel (kda), and the query. Raw gates are copied to the ends of the rows in
+// which their decays will be stored.
+struct KeyStage {
+    alignas(16) act_t k[WP][KEY_ROW];
+    alignas(16) act_t q[K];
+    alignas(KIND == KDA ? 16 : 4) float g[GATE_ROWS][GATES];
+    CopyBarrier full;
+
+    __device__ __forceinline__ gate_t* given_gates(int s) {
+        return reinterpret_cast<gate_t*>(g[s % GATE_ROWS]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
+    }
+    // Place of a channel's log-decay, and of what replaces it in turn: a decay, a product of decays, a share of the
+    // Gram matrix (transform_keys.cuh).
+    __device__ __forceinline__ float* gate(int s, int channel) { return &g[0][0] + s * GATES + channel; }
+    __device__ __forceinline__ const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
+    // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
+    __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
+        constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
+        if (KEY_ROW != K) full.copy_rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
+        else if (buffered > 0) full.copy_contiguous<1>(k, 0, ring.k, buffered * KEY);
+        if (GATE && RAW_GATE) full.copy_row_per_lane(given_gates(0), sizeof(g[0]), ring.g, GATE, buffered, GATE);
+        else if (GATE && buffered > 0) full.copy_contiguous<1>(g, 0, ring.g, buffered * GATE);
+        if (own) {
+            full.copy_rows(k[buffered], 0, token.k, 0, 1, KEY);
+            full.copy_rows(q, 0, token.q, 0, 1, KEY);
+            if (GATE) full.copy_rows(given_gates(buffered), 0, token.g, 0, 1, GATE);
+        }
+        full.commit();
+    }
+    // Zeros for missing tokens, because RAW_KEYS operands read all WP rows. By one warp.
+    __device__ __forceinline__ void clear(int count) {
+        for (int i = count * KEY_ROW + threadIdx.x % 32; i < WP * KEY_ROW; i += 32) (&k[0][0])[i] = 0;
+    }
+};
+
+// Values of the window's tokens.
+struct ValueStage {
+    // Swizzled or padded, so that threads that read different tokens access different banks.
+    alignas(16) act_t v[W][SWIZZLED ? V : V + 8];
+    CopyBarrier full;
+
+    __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
+        constexpr int VALUES = V * sizeof(act_t);
+        if (!SWIZZLED) full.copy_rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES);
+        else if (buffered > 0) full.copy_contiguous<1>(v, 0, ring.v, buffered * VALUES);
+        if (own)
+            full.copy_rows(v[buffered], 0, token.v, 0, 1, VALUES,
+                          [&](int, int byte) { return byte ^ swizzle(buffered) * static_cast<int>(sizeof(act_t)); });
+        full.commit();
+    }
+    __device__ __forceinline__ float at(int s, int channel) const {
+        return widen<ACT>(v[s % W][channel ^ swizzle(s % W)]);
+    }
+};
+
+// Norm of a warp's rows if float32 cannot hold the sum of their squares, or if they are zeros. Rare, so not inlined.
+__device__ __noinline__ float scaled_norm(StateBlock& rows) {
+    float most = 0, squares = 0, power = 1;
+#pragma unroll 1
+    for (int i = 0; i < 2 * STEPS; i++) {
+        if (i == STEPS) power = power_for_norm(warp_most(most));
+        StateFragment fragment;
+        fragment.load(rows, i % STEPS);
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float x = power * fragment.s[e / 4][e % 4];
+            most = fmaxf(most, fabsf(x));
+            if (i >= STEPS) squares += x * x;
+        }
+    }
+    squares = warp_sum(squares);
+    return squares > 0.f ? squares * rsqrtf(squares) * inverse_of_power(power) : squares;
+}
+
+// A row block: 16 value rows of the state. One warp loads or stores it.
+struct StateStage {
+    static constexpr int BYTES = StateBlock::HALF * sizeof(float), STRIDE = StateBlock::SHIFT * sizeof(float);
+    StateBlock state;
+    CopyBarrier full;
+    float norm;
+
+    __device__ __forceinline__ void fetch(const float* from) {
+        full.copy_contiguous<2>(state.data, STRIDE, from, BYTES);
+        full.commit();
+    }
+    __device__ __forceinline__ void store(float* to) const { bulk_store<2>(to, state.data, STRIDE, BYTES); }
+    // By the fold warp of the rows. `squares`: the lane's share of the sum of squares.
+    __device__ __forceinline__ void set_norm(float squares) {
+        squares = warp_sum(squares);
+        const float root = squares > 0x1p-60f && squares < 0x1p126f ? squares * rsqrtf(squares) : scaled_norm(state);
+        if (threadIdx.x % 32 == 0) norm = root;
+    }
+};
+
+// Lane map of the values to write: a thread has rows r and r + 8 of an operand, whose columns 2c, 2c+1, 8+2c, 9+2c
+// stand for these tokens of the block of 16 (RAW_KEYS: the same; otherwise neighbours).
+__device__ __forceinline__ int token_of(int block, int e) {
+    return 16 * block + (RAW_KEYS ? 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2 : 4 * (threadIdx.x % 4) + e);
+}
+struct Values {
+    float v[TOKEN_BLOCKS][2][4];
+    __device__ __forceinline__ void load(const ValueStage& values, int count) {
+        const int first = threadIdx.x / 32 * 16;
+#pragma unroll
+        for (int b = 0; b < TOKEN_BLOCKS; b++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int s = token_of(b, e);
+                    v[b][half][e] = s < count ? values.at(s, first + value_row(half)) : 0.f;
+                }
+    }
+    // Scales the warp's values into the range of fp16; returns the unit, value = unit * scaled value.
+    __device__ __forceinline__ float scale() {
+        float most = 0;
+#pragma unroll
+        for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) most = fmaxf(most, fabsf(v[i / 8][i / 4 % 2][i % 4]));
+        const float power = power_for<HALF_EXPONENT>(warp_most(most));
+#pragma unroll
+        for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) v[i / 8][i / 4 % 2][i % 4] *= power;
+        return inverse_of_power(power);
+    }
+};

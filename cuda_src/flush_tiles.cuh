@@ -1,0 +1,229 @@
+// Shared memory of a block of the flush, its tile scheduler, and the launch's arguments.
+#pragma once
+#include "schedule.cuh"
+#include "warp_mbarrier.cuh"
+#include "sketch_layout.cuh"
+#include "fold.cuh"
+#include "maps.cuh"
+
+enum { STEP = 0, FOLD = 1, LOAD = 2 };
+
+// Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue where one more warp would leave all
+// of them too few registers: 20 warps on a multiprocessor have 96 registers each.
+constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
+constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
+static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
+constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
+              FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0);
+constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
+constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // of the key operands that fold warps read
+
+// Work tile: a slot, and index = row * HEADS + head. slot < 0: past the last tile.
+struct alignas(8) FlushTile {
+    int slot, index;
+    __device__ __forceinline__ bool exists() const { return slot >= 0; }
+    __device__ __forceinline__ int row() const { return index / HEADS; }
+    __device__ __forceinline__ int head() const { return index % HEADS; }
+};
+
+// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, a grid's width
+// apart; the solver warp then claims one tile at a time for the whole block. Claims replace even shares because memory
+// serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up to 10% after
+// the rest.
+struct TileScheduler {
+    static constexpr int LENGTH = 8, AHEAD = RAW_KEYS ? 2 : 3, RELEASE_GROUP = 2;
+    static_assert(AHEAD >= KEY_STAGES + !RAW_KEYS && AHEAD >= 2,
+                  "the warps that fetch keys and states only wait for tiles that are already in the ring");
+    static_assert(AHEAD + RELEASE_GROUP <= LENGTH && LENGTH % RELEASE_GROUP == 0,
+                  "the solver never waits for a warp that waits for the solver");
+    FlushTile tiles[LENGTH];
+    WarpMbarrier full[LENGTH], empty[LENGTH / RELEASE_GROUP];  // tiles are released RELEASE_GROUP at a time
+
+    __device__ __forceinline__ void init() {
+        for (WarpMbarrier& barrier : full) barrier.init(1);
+        for (WarpMbarrier& barrier : empty) barrier.init(WARPS);
+    }
+    // The block's nth tile. The warp may look at most AHEAD tiles beyond the first one that it has not released.
+    __device__ __forceinline__ FlushTile get(int n) {
+        if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
+        return tiles[n % LENGTH];
+    }
+    __device__ __forceinline__ void release(int n) {
+        if (n % RELEASE_GROUP == RELEASE_GROUP - 1) empty[n % LENGTH / RELEASE_GROUP].arrive();
+    }
+    // By the solver warp, for n = AHEAD, AHEAD + 1, ...
+    __device__ __forceinline__ void push(int n, const FlushTile& tile) {
+        if (n >= LENGTH && n % RELEASE_GROUP == 0) empty[n % LENGTH / RELEASE_GROUP].wait(n / LENGTH - 1);
+        if (threadIdx.x % 32 == 0) tiles[n % LENGTH] = tile;
+        full[n % LENGTH].arrive();
+    }
+};
+
+// A block's shared memory, with STATE_STAGES pipeline stages for states. flush_roles.cuh says who completes each
+// barrier.
+template <int STATE_STAGES> struct BlockMemoryOf {
+    static constexpr int state_stages = STATE_STAGES;
+    StateStage rows[STATE_STAGES][ROW_BLOCKS];
+    KeyStage keys[KEY_STAGES];
+    ValueStage values;
+    PreparedKeys prepared[PREPARED_STAGES];
+    Solve solve[SOLVE_STAGES];
+    TransformShared transform[2];
+    WarpMbarrier operands_empty[OPERAND_STAGES], solve_full[SOLVE_STAGES];
+    WarpMbarrier gram_full[SOLVE_STAGES], operands_full[KEY_STAGES];
+    WarpMbarrier state_folded[STATE_STAGES][ROW_BLOCKS], state_empty[STATE_STAGES][ROW_BLOCKS];
+    WarpMbarrier first_keys_full;
+    TileScheduler queue;
+#if SKETCHED_HEADS
+    SketchMemory sketch;
+    SketchBarriers sketch_barriers;
+#endif
+
+    // By one thread, before a barrier of the block.
+    __device__ __forceinline__ void init() {
+        first_keys_full.init(1), queue.init();
+        for (WarpMbarrier& barrier : gram_full) barrier.init(TRANSFORM_THREADS / 32);
+        for (WarpMbarrier& barrier : operands_full) barrier.init(TRANSFORM_THREADS / 32);
+        for (WarpMbarrier& barrier : operands_empty) barrier.init(ROW_BLOCKS);
+        for (WarpMbarrier& barrier : solve_full) barrier.init(1);
+        for (auto& stage : state_folded)
+            for (WarpMbarrier& barrier : stage) barrier.init(1);
+        for (auto& stage : state_empty)
+            for (WarpMbarrier& barrier : stage) barrier.init(GROUP_WARPS);
+        for (KeyStage& stage : keys) stage.full.init();
+        values.full.init();
+        for (auto& stage : rows)
+            for (StateStage& block : stage) block.full.init();
+#if SKETCHED_HEADS
+        sketch_barriers.init(), sketch.basis.full.init();
+#endif
+    }
+};
+template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
+template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
+// Two state stages if a block has the multiprocessor for itself; two blocks on one multiprocessor overlap anyway. 128
+// bytes remain for static shared memory (STATIC_SHARED on the host).
+typedef Select<MIN_BLOCKS == 1 && sizeof(BlockMemoryOf<2>) + 128 <= MOST_SHARED>::type BlockMemory;
+constexpr int STATE_STAGES = BlockMemory::state_stages;
+
+// Lists the rows to flush, in order; returns their number. Every block computes, and writes, the same list.
+__device__ __forceinline__ int list_rows(int2* rows, const int* cursor, const i64* slots, int batch, int mode) {
+    __shared__ int counts[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int total = 0;
+    for (int first = 0; first < batch; first += 32 * WARPS) {
+        const int row = first + threadIdx.x;
+        const i64 slot = row < batch ? slots[row] : -1;
+        const bool due = slot >= 0 && (mode == LOAD || cursor[slot] > 0);
+        const u32 ballot = __ballot_sync(ALL, due);
+        if (lane == 0) counts[warp] = __popc(ballot);
+        __syncthreads();
+        int before = total;
+        for (int i = 0; i < WARPS; i++) {
+            if (i < warp) before += counts[i];
+            total += counts[i];
+        }
+        if (due) rows[before + __popc(ballot & ((1u << lane) - 1))] = make_int2(static_cast<int>(slot), row);
+        __syncthreads();
+    }
+    return total;
+}
+
+// The launch's arguments, and what they mean for a tile.
+struct Flush {
+    BlockMemory& m;
+    float* state;
+    i64 slot_stride;
+    const int* cursor;
+    act_t *ring_k, *ring_v;
+    gate_t* ring_g;
+    float* ring_beta;
+    const float* gate_input;
+    sketch_t* sketch;
+    i64 sketch_stride;
+    const sketch_t* projection;
+    const uint2* basis;
+    const int4* heads;
+    const act_t *q, *k, *v;
+    const gate_t* g;
+    const float* beta;
+    out_t* out;
+    int tokens, t;
+    Schedule* schedule;
+    int mode;
+    float ridge;
+    int count;  // rows to flush
+
+    __device__ __forceinline__ int buffered(const FlushTile& tile) const {
+        return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[tile.slot];
+    }
+    __device__ __forceinline__ int folded(const FlushTile& tile) const { return mode == STEP ? W : buffered(tile); }
+    __device__ __forceinline__ i64 at(const FlushTile& tile) const { return static_cast<i64>(tile.row()) * tokens + t; }
+    __device__ __forceinline__ Token token(const FlushTile& tile) const {
+        return Token(q, k, v, g, beta, at(tile), tile.head());
+    }
+    __device__ __forceinline__ Ring ring(const FlushTile& tile) const {
+        return Ring(ring_k, ring_v, ring_g, ring_beta, tile.slot, tile.head());
+    }
+    __device__ __forceinline__ float* home(const FlushTile& tile, int block) const {
+        return state + tile.slot * slot_stride + (static_cast<i64>(tile.head()) * V + 16 * block) * K;
+    }
+    __device__ __forceinline__ sketch_t* packed(const FlushTile& tile, const int4& info) const {
+        return sketch + static_cast<i64>(tile.slot) * sketch_stride + info.y;
+    }
+    // {rank, offsets} of the tile's head in the plan; zeros where no head has a sketch.
+    __device__ __forceinline__ int4 head(const FlushTile& tile) const {
+        return SKETCHED_HEADS ? heads[tile.head()] : make_int4(0, 0, 0, 0);
+    }
+    // Lane s: token s's scalar from the ring, or from the step's own token.
+    template <class T>
+    __device__ __forceinline__ float scalar(const FlushTile& tile, const T* kept, const T* own) const {
+        const int lane = threadIdx.x % 32, last = buffered(tile);
+        return lane < last ? kept[lane] : mode == STEP && lane == last ? *own : 0.f;
+    }
+    __device__ __forceinline__ float beta_of(const FlushTile& tile) const {
+        return ERASES ? scalar(tile, ring(tile).beta, token(tile).beta) : 0.f;
+    }
+    __device__ __forceinline__ float gate_of(const FlushTile& tile) const {
+        return KIND == KDA ? 0.f : scalar(tile, ring(tile).g, token(tile).g);
+    }
+};
+
+// Tile i of all: tiles of a row follow one another; `entry` is the row's {slot, row}.
+constexpr FlushTile NO_TILE{-1, 0};
+__device__ __forceinline__ FlushTile tile_at(int i, const int2& entry) {
+    return FlushTile{entry.x, entry.y * HEADS + i % HEADS};
+}
+
+// A warp's iteration over its block's tiles.
+struct TileIterator {
+    TileScheduler& queue;
+    int n = 0;
+    FlushTile now;
+
+    __device__ __forceinline__ explicit TileIterator(const Flush& flush) : queue(flush.m.queue), now(queue.get(0)) {}
+    __device__ __forceinline__ FlushTile ahead(int by) const { return queue.get(n + by); }
+    __device__ __forceinline__ void advance() {
+        queue.release(n++);
+        now = queue.get(n);
+    }
+};
+
+// The solver's claim of a tile, in three steps, because the first two wait for global memory.
+struct TileClaim {
+    const Flush& flush;
+    int number;
+    int2 entry;
+
+    __device__ __forceinline__ void begin() {
+        if (threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->next_tile, 1);
+    }
+    __device__ __forceinline__ void find() {
+        number = __shfl_sync(ALL, number, 0) + TileScheduler::AHEAD * gridDim.x;
+        entry =
+            flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: stale, not used
+    }
+    __device__ __forceinline__ void push(int n) {
+        flush.m.queue.push(n + TileScheduler::AHEAD, number < flush.count * HEADS ? tile_at(number, entry) : NO_TILE);
+    }
+};
