@@ -242,7 +242,7 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
     ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
 )
 def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
-    """Shapes with other roles, groups, places and buffers in the flush, and reads with one head per item."""
+    """Shapes with other roles, groups, places and buffers in the flush, and reads with one head per tile."""
     plan = make_plan(
         layer, np.resize([9, DENSE, 33, 1, 40], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
     )
@@ -275,7 +275,7 @@ def test_output_types(name, value_dim, output, rng, cupy):
 
 
 @pytest.mark.parametrize("neighbour", [DENSE, 4])
-def test_an_infinite_value_stays_in_its_item(neighbour, rng, cupy):
+def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
     """It spoils a part of both heads that share matrix products; a dense head shares none."""
     layer = Layer("gdn", 4, 64, 64, 2)
     plan = make_plan(layer, [neighbour, 5, 3, 9], rng, window=8)
@@ -535,10 +535,10 @@ MANY_HEADS = {
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", *MANY_HEADS])
 def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
-    """Bitwise equal results where one block takes more items than its queue holds, and where many take a few.
+    """Bitwise equal results where one block takes more tiles than its queue holds, and where many take a few.
 
     Few heads have a sketch. Between two of them, warps would get ahead of the warp that finishes sketches by more than
-    a queue's length if the kernel let them. (Blocks run one after the other here: the first takes all items.)
+    a queue's length if the kernel let them. (Blocks run one after the other here: the first takes all tiles.)
     """
     layer = (LAYERS | MANY_HEADS)[name]
     ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), DENSE, 17)
@@ -562,9 +562,9 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
-    """Bitwise equal results where few warps do everything: one item after the other in room for one, or ahead.
+    """Bitwise equal results where few warps do everything: one tile after the other in room for one, or ahead.
 
-    With room for four, a block may have three items at most, so that there are many blocks.
+    With room for four, a block may have three tiles at most, so that there are many blocks.
     """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
@@ -612,11 +612,11 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
             assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
 
 
-def test_decays_that_a_team_leaves_the_server(rng, cupy, monkeypatch):
+def test_decays_that_transform_warps_leave_the_solver(rng, cupy, monkeypatch):
     """One block, all channels decay, at another rate for each token: bitwise equal results in many orders of threads.
 
-    An item's largest decays must stay until the server has read them: those of another would scale writes by other
-    powers. Without the mover's wait for the server, one of these orders brings that out.
+    A tile's largest decays must stay until the solver has read them: those of another would scale writes by other
+    powers. Without the producer's wait for the solver, one of these orders brings that out.
     """
     layer = LAYERS["kda"]
     tokens = make_tokens(layer, 4, 17, "bfloat16", rng, hard_gates=False)

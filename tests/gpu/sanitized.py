@@ -48,7 +48,7 @@ def main():
             engine = SketchEngine(plan, SLOTS, **options)
             if (
                 kind != "prior"
-            ):  # one block for all items: more than its queue holds, in turn in the same shared memory
+            ):  # one block for all tiles: more than its queue holds, in turn in the same shared memory
                 with_blocks(engine, 1)
             run(engine, layer, activation, gate, rng)
     print("all kernels have run")

@@ -134,7 +134,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     + [("mamba2", "float16", 8), ("gdn", "float32", 16), ("gdn", "bfloat16", 32), ("kda", "bfloat16", 32)],
 )
 def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cupy):
-    """Bitwise equal results with three blocks for all items and with at most one item per block."""
+    """Bitwise equal results with three blocks for all tiles and with at most one tile per block."""
     layer, batch = LAYERS[name], 50
     ranks = np.resize([*RANKS[layer.kind], DENSE], layer.heads)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01, window=window)
