@@ -1,11 +1,11 @@
-"""How much faster a window of sketched decode is on this CPU than standard decode, with the errors beside the times.
+"""Time windows of sketched decode and standard decode on this CPU, with the errors of the same runs.
 
     python benchmarks/cpu_window.py --json benchmarks/results/cpu-window.json
 
-One layer at the shapes of models in use, mixed ranks around the mean that a plan would have, every map. The systems
-take turns, window by window, through their public heads with argument checks (see `sketchssm.bench.measure_host`).
-Errors are those of the same runs against float64: a sketch's against the reference sketch of the same plan, since how
-well random bases approximate says nothing.
+Each row is one layer at the shape of a model in use, with mixed ranks around a plan's usual mean, for every map. The
+systems take turns, window by window, through their public heads with argument checks (see
+`sketchssm.bench.measure_host`). Errors are against float64; those of a sketch are against the reference sketch of the
+same plan, because the bases are random.
 """
 
 from __future__ import annotations

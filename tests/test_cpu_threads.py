@@ -86,3 +86,16 @@ for _ in range(50):
 print((time.process_time() - start) / 50)
 """)
     assert float(used) < 3e-3
+
+
+def test_a_system_without_further_threads_decodes_with_one() -> None:
+    run("""
+want = decode(0)
+from sketchssm.cpu import workers
+workers._pool = None
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+np.testing.assert_array_equal(decode(0), want)
+assert workers._pool.workers == 1
+""")

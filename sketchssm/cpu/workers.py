@@ -1,8 +1,9 @@
 """Threads that share the rows and heads of a call.
 
 The calling thread works together with one thread per further core. An idle thread looks for work for some tens of
-microseconds and then sleeps. If the threads are busy with another caller's call, the caller does all of its work
-alone. A forked child starts its own threads.
+microseconds and then sleeps. The calling thread also does the share of a thread that has not begun in time. If the
+threads are busy with another caller's call, the caller does all of its work alone. A forked child starts its own
+threads.
 
 Numba's threading layers do not fit a library. Its ``workqueue`` aborts when two threads call it. Its ``omp`` ends a
 forked child, and its idle threads spin on cores that PyTorch needs.
@@ -94,7 +95,11 @@ def _launch(
             _lock_give(locks[2 * worker])
         _call(function, context, areas, 0)
         for worker in range(1, workers):
-            _take(locks[2 * worker + 1])
+            if _lock_take(locks[2 * worker], TRY):
+                # the thread has not begun, because another one has its core
+                _call(function, context, areas, worker)
+            else:
+                _take(locks[2 * worker + 1])
         _call(function, context, areas, SERIAL)
 
 
