@@ -73,15 +73,25 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     }
     sums_empty.arrive();
 
+    float errors[PIVOTS];  // relative, of the pivots' squares
 #pragma unroll
     for (int j = 0; j < PIVOTS; j++)
 #pragma unroll
         for (int i = 0; i <= j; i++) {
             const float whole = r[i][j];
+            float error = ROUNDING * whole;
 #pragma unroll
-            for (int n = 0; n < i; n++) r[i][j] -= r[n][i] * r[n][j];
-            if (i < j) r[i][j] *= inverse[i];
-            else inverse[j] = r[i][j] > INDEPENDENT * whole ? rsqrtf(r[i][j]) : 0.f;
+            for (int n = 0; n < i; n++) {
+                const float x = r[n][i] * r[n][j];
+                r[i][j] -= x;
+                if (i == j) error += x * errors[n];
+            }
+            if (i < j) {
+                r[i][j] *= inverse[i];
+            } else {
+                inverse[j] = r[i][j] > fmaxf(INDEPENDENT * whole, SURE * error) ? rsqrtf(r[i][j]) : 0.f;
+                errors[j] = error * inverse[j] * inverse[j];
+            }
         }
     // x <- x R^-1
     auto substitute = [&](auto&& x) {
