@@ -414,8 +414,8 @@ def test_pivots_that_almost_depend_on_each_other(rng, cupy):
     """Columns that each add 2e-2 of their norm to the columns before them.
 
     A Cholesky factor loses the later pivots to rounding. The kernels leave them out, so the worst read errs
-    about as much as with all pivots in float64. With what rounding leaves of the pivots, some reads err by several
-    times their size.
+    about as much as with all pivots in float64. Pivots that are mostly rounding errors make some reads err more:
+    by three times their size with other random numbers.
     """
     layer = Layer("mamba2", 4, 64, 64, 1)
     plan = make_plan(layer, [8] * 4, rng, pivots=8, window=8)
@@ -438,7 +438,7 @@ def test_pivots_that_almost_depend_on_each_other(rng, cupy):
         engine.load_state(start.astype(np.float64), np.arange(24))
         engine.step(tokens, np.arange(24), out)
     worst = [np.linalg.norm(out - exact, axis=-1).max() for out in (got.get(), want)]
-    assert worst[0] < 1.1 * worst[1]
+    assert worst[0] < 1.04 * worst[1]
 
 
 @pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM in transform_keys.cuh
