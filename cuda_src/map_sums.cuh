@@ -5,8 +5,8 @@
 constexpr int MINE = K / 32;  // neighbouring channels of a lane
 // A pivot whose squared relative residual is at most this is left out: PIVOT_TOLERANCE squared.
 constexpr float INDEPENDENT = 9e-6f;
-// A pivot whose square is below SURE times the square's error is left out too. Products of columns have a relative error of ROUNDING, and
-// earlier small pivots enlarge it.
+// A pivot whose square is below SURE times the square's error is left out too. Products of columns have a relative
+// error of ROUNDING, and earlier small pivots enlarge it.
 constexpr float ROUNDING = 0x1p-22f, SURE = 16;
 
 // Neighbouring channels of row i of S U, both multiplied by the state's power, summed over groups.
