@@ -45,6 +45,8 @@ def test_read_only_inputs_need_no_other_kernel() -> None:
     assert len(decode.window_kernel.dispatcher.signatures) == compiled
 
 
+IGNORED = shutil.ignore_patterns("__pycache__", "data")
+
 STEP = """
 import numpy as np
 import sketchssm as ss
@@ -69,8 +71,9 @@ def run_step(before: str = "", folder: Path | None = None, **environment: str) -
 
 @pytest.mark.slow
 def test_a_full_disk_costs_a_warning(tmp_path: Path) -> None:
+    shutil.copytree(files.PACKAGE, tmp_path / "sketchssm", ignore=IGNORED)  # without the cache of other tests
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-    done = run_step(full, NUMBA_CACHE_DIR=str(tmp_path))
+    done = run_step(full, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hits 0 misses 1\n"
     assert done.stderr.count("compiled CPU kernels cannot be kept") == 1
@@ -78,8 +81,7 @@ def test_a_full_disk_costs_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_cache_of_a_read_only_installation_is_used(tmp_path: Path) -> None:
-    ignored = shutil.ignore_patterns("__pycache__", "data")
-    shutil.copytree(files.PACKAGE, tmp_path / "sketchssm", ignore=ignored)
+    shutil.copytree(files.PACKAGE, tmp_path / "sketchssm", ignore=IGNORED)
     # what makes a folder read-only to Numba, also for a superuser, who may write everywhere
     locked = f"""
 import tempfile

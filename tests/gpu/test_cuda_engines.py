@@ -294,7 +294,7 @@ def test_long_runs_stay_exact(rng, cupy):
         gate = named_gate(name, layer, rng)
         tokens = make_tokens(layer, 2, 4096, "bfloat16", rng, hard_gates=False, gate=gate)
         want, state = run(layer, *(tokens if gate is None else tokens._replace(g=gate.log_decays(tokens.g))))
-        options = {"output": "float32", "gate": gate}
+        options = {"output_dtype": "float32", "gate": gate}
         for engine in (StandardEngine(layer, 2, **options), ReplayEngine(layer, 2, 16, **options)):
             out = cupy.empty((2, 4096, layer.heads, layer.value_dim), dtype=np.float32)
             engine.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(2), out)
