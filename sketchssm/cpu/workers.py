@@ -34,9 +34,9 @@ SMALL = 2**18
 SERIAL = -1
 """Worker number of the serial part of a kernel, which the calling thread runs once after each round."""
 
-PATIENCE = 1000
-"""Tries to get a lock before a thread sleeps. A try takes about 0.3 us, and lets other threads have the core first.
-With 200 tries threads slept between the steps of a loop, and steps of qwen3-next took twice as long."""
+PATIENCE = 6000
+"""Tries to get a lock before a thread sleeps: one or two milliseconds. After each try other threads may have the core.
+Threads that sleep between the steps of a loop wake late: with 200 tries steps of qwen3-next took twice as long."""
 
 WAIT, TRY = 1, 0
 
