@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scipy.special import expit
 
 from sketchssm.interop import is_real, to_host
-from sketchssm.recurrence import Layer
+from sketchssm.recurrence import Layer, shard_range
 
 __all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
 
@@ -111,6 +111,29 @@ class GateInput:
         want, have = (layer.heads, layer.key_dim), self.dt_bias.shape
         if have != want:
             raise ValueError(f"gate: expected A_log and dt_bias of {want} heads and channels, got {have}")
+
+    def shard(self, rank: int, world: int) -> GateInput:
+        """Gate of the heads of one process of a tensor-parallel group, as `Layer.shard_heads` splits them.
+
+        Parameters
+        ----------
+        rank : int
+            Process, from 0 to ``world - 1``.
+        world : int
+            Processes in the group; divides the number of heads.
+
+        Returns
+        -------
+        GateInput
+            Parameters of the process's heads.
+
+        Raises
+        ------
+        ValueError
+            If the heads do not divide evenly, or a number is out of range.
+        """
+        heads = shard_range("heads", len(self.A_log), rank, world)
+        return GateInput(self.A_log[heads], self.dt_bias[heads], self.lower_bound)
 
     def log_decays(self, a: npt.ArrayLike) -> Array:
         """Convert raw activations to log-decays.

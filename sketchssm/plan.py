@@ -110,6 +110,46 @@ class SketchPlan:
         shape = layer.kind, layer.key_dim, layer.value_dim
         return traffic.reduction(*shape, self.ranks, self.window, self.map)
 
+    def shard(self, rank: int, world: int) -> SketchPlan:
+        """Plan of the heads of one process of a tensor-parallel group, as vLLM and Megatron split a layer.
+
+        Process r holds the value heads ``r * heads / world`` to ``(r + 1) * heads / world`` and their key heads. Where
+        there are more processes than key heads, several processes hold the same key head.
+
+        Parameters
+        ----------
+        rank : int
+            Process, from 0 to ``world - 1``.
+        world : int
+            Processes in the group. Divides the heads, and divides the key heads or is a multiple of them.
+
+        Returns
+        -------
+        SketchPlan
+            A plan like any other, of the layer ``plan.layer.shard(rank, world)``. The ranks are those of this plan's
+            allocation, so `mean_rank` and `reduction` may differ from process to process.
+
+        Raises
+        ------
+        ValueError
+            If the heads or key heads do not divide evenly, or a number is out of range.
+
+        Examples
+        --------
+        >>> import sketchssm as ss
+        >>> layer = ss.Layer("gdn", heads=8, key_dim=64, value_dim=64, key_heads=4)
+        >>> plan = ss.SketchPlan(ss.SketchBasis.random(layer, 8), [2, 2, 4, 4, 6, 6, 8, 8])
+        >>> plan.shard(1, 2)
+        SketchPlan(gdn, heads=4, K=64, V=64, ranks=6..8 (mean 7.00), dense=0, window=16, map=ridge(ridge=0.001))
+        """
+        heads, _ = self.layer.shard_heads(rank, world)
+        ranks = self.ranks[heads]
+        columns = max(int(ranks.max()), 1)
+        tensors = {name: getattr(self, name)[heads, :, :columns].copy() for name in ("omega", "projection")}
+        shard = SketchPlan.__new__(SketchPlan)
+        shard._fill(self.layer.shard(rank, world), tensors | {"ranks": ranks}, self.window, self.map)
+        return shard
+
     def __repr__(self) -> str:
         """Kind, shape, ranks and settings in one line."""
         sketched = self.ranks[self.ranks != DENSE]

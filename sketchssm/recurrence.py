@@ -11,7 +11,7 @@ The three kinds differ in this one place. With ``S`` of shape ``(K, V)``, one to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "check_state",
     "check_tokens",
     "check_window",
+    "shard_range",
 ]
 
 KINDS = ("mamba2", "gdn", "kda")
@@ -147,6 +148,56 @@ class Layer:
             shapes["beta"] = (self.heads,)
         return shapes
 
+    def shard_heads(self, rank: int, world: int) -> tuple[slice, slice]:
+        """Heads of one process of a tensor-parallel group: equal, contiguous shares in the order of the ranks.
+
+        Parameters
+        ----------
+        rank : int
+            Process, from 0 to ``world - 1``.
+        world : int
+            Processes in the group. Divides `heads`, and divides `key_heads` or is a multiple of it; in the latter case
+            ``world // key_heads`` processes in a row hold the same key head, which their value heads share.
+
+        Returns
+        -------
+        tuple of slice
+            Value heads and key heads of the process.
+
+        Raises
+        ------
+        ValueError
+            If the heads do not divide evenly, or a number is out of range.
+        """
+        heads = shard_range("heads", self.heads, rank, world)
+        if self.key_heads % world == 0:
+            return heads, shard_range("key_heads", self.key_heads, rank, world)
+        if world % self.key_heads:
+            raise ValueError(f"world: expected a divisor or a multiple of key_heads={self.key_heads}, got {world}")
+        first = rank * self.key_heads // world
+        return heads, slice(first, first + 1)
+
+    def shard(self, rank: int, world: int) -> Layer:
+        """Kind and shape of the heads of one process of a tensor-parallel group.
+
+        Parameters
+        ----------
+        rank, world : int
+            Process and processes, see `shard_heads`.
+
+        Returns
+        -------
+        Layer
+            The process's own layer, with ``heads // world`` heads and ``max(key_heads // world, 1)`` key heads.
+
+        Raises
+        ------
+        ValueError
+            See `shard_heads`.
+        """
+        heads, keys = self.shard_heads(rank, world)
+        return replace(self, heads=heads.stop - heads.start, key_heads=keys.stop - keys.start)
+
     def expand_keys(self, x: npt.NDArray[Any], axis: int = -2) -> npt.NDArray[Any]:
         """Repeat the key-head axis of an array so that it has one entry per value head.
 
@@ -163,6 +214,24 @@ class Layer:
             `x` itself where every value head has a key head of its own.
         """
         return x if self.group == 1 else np.repeat(x, self.group, axis=axis)
+
+
+def shard_range(name: str, size: int, rank: int, world: int) -> slice:
+    """Share of one process in `size` entries along an axis, split evenly in the order of the ranks.
+
+    Raises
+    ------
+    ValueError
+        If `world` is not a positive divisor of `size`, or `rank` is not in 0 to ``world - 1``.
+    """
+    if isinstance(world, bool) or not isinstance(world, int | np.integer) or world < 1:
+        raise ValueError(f"world: expected a positive integer, got {world!r}")
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < world:
+        raise ValueError(f"rank: expected an integer from 0 to {world - 1}, got {rank!r}")
+    if size % world:
+        raise ValueError(f"world: expected a divisor of {name}={size}, got {world}")
+    share = size // int(world)
+    return slice(int(rank) * share, (int(rank) + 1) * share)
 
 
 def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:

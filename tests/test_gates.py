@@ -51,6 +51,14 @@ class TestFormulas:
         np.testing.assert_array_equal(other.A_log, rate_log)
         np.testing.assert_array_equal(other.dt_bias, bias)
 
+    def test_shards(self, rng):
+        gate, a = gate_of(rng, LAYER, -5.0), raw_of(rng, LAYER, 2, 3)
+        parts = [gate.shard(rank, 2) for rank in range(2)]
+        got = [part.log_decays(a[:, :, heads]) for part, heads in zip(parts, (slice(0, 2), slice(2, 4)), strict=True)]
+        np.testing.assert_array_equal(np.concatenate(got, axis=2), gate.log_decays(a))
+        with pytest.raises(ValueError, match=r"^world: expected a divisor of heads=4, got 3"):
+            gate.shard(0, 3)
+
     def test_nobody_changes_them(self, rng):
         rate_log = np.zeros(4)
         gate = ss.GateInput(rate_log, np.zeros((4, 6)))

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from samples import LAYERS, Basis, parts_of, plan_of
+from samples import LAYERS, Basis, gate_of, parts_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.coefficients import MAPS, CoefficientMap
@@ -40,6 +40,10 @@ def same(a, b):
     for name in ("window", "map"):
         assert getattr(a, name) == getattr(b, name)
         assert type(getattr(a, name)) is type(getattr(b, name))
+
+
+def contiguous(x):
+    return None if x is None else np.ascontiguousarray(x)
 
 
 class TestPlan:
@@ -138,6 +142,86 @@ class TestPlan:
         plan = ss.SketchPlan(Basis(rng, LAYER), ranks)
         ranks[:] = 1
         np.testing.assert_array_equal(plan.ranks, RANKS)
+
+
+class TestShard:
+    @pytest.mark.parametrize("name", MAPS)
+    def test_a_shard_is_a_whole_plan(self, name, rng, tmp_path):
+        plan = plan_of(rng, LAYER, RANKS, map=name, window=7, pivots=2)
+        for rank, (heads, columns) in enumerate([(slice(0, 2), 3), (slice(2, 4), 2)]):
+            shard = plan.shard(rank, 2)
+            assert shard.layer == Layer("gdn", 2, 6, 5, 1)
+            assert (shard.window, shard.map) == (7, plan.map)
+            np.testing.assert_array_equal(shard.ranks, RANKS[heads])
+            np.testing.assert_array_equal(shard.omega, plan.omega[heads, :, :columns])
+            np.testing.assert_array_equal(shard.projection, plan.projection[heads, :, :columns])
+            assert shard.reduction > 1
+            shard.save(tmp_path / "shard.safetensors")
+            same(ss.SketchPlan.load(tmp_path / "shard.safetensors"), shard)
+
+    def test_a_world_of_one_is_the_plan(self, plan):
+        same(plan.shard(0, 1), plan)
+
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_shares_no_memory(self, world, plan):
+        shard = plan.shard(0, world)
+        for name in FORMAT.tensors:
+            assert not np.shares_memory(getattr(shard, name), getattr(plan, name))
+
+    def test_only_dense_heads(self, rng):
+        shard = plan_of(rng, LAYER, [3, 2, DENSE, DENSE]).shard(1, 2)
+        assert shard.omega.shape == (2, 6, 1)
+        np.testing.assert_array_equal(shard.ranks, DENSE)
+
+    def test_more_processes_than_key_heads(self, plan):
+        """Two processes hold the same key head, and a value head each."""
+        assert plan.shard(3, 4).layer == Layer("gdn", 1, 6, 5, 1)
+
+    @pytest.mark.parametrize("backend", ["reference", "cpu"])
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("world", [2, 4])
+    def test_heads_of_shards_are_the_whole_head(self, world, kind, backend, rng):
+        """Bitwise: a head's arithmetic does not depend on the other heads of its layer."""
+        layer = LAYERS[kind]
+        plan = plan_of(rng, layer, RANKS, window=3, map="lowrank", pivots=2)
+        gate = gate_of(rng, layer) if kind == "kda" else None
+        tokens, start = tokens_of(rng, layer, 2, 8), states_of(rng, layer, 2)
+        if gate is not None:
+            tokens = tokens._replace(g=raw_of(rng, layer, 2, 8))
+        whole = ss.SketchHead(plan, 2, backend, gate=gate)
+        whole.load_state(start)
+        outputs = whole.step(*tokens)
+        for rank in range(world):
+            heads, keys = layer.shard_heads(rank, world)
+            own = [
+                None if x is None else x[:, :, axis]
+                for x, axis in zip(tokens, [keys, keys, *[heads] * 3], strict=True)
+            ]
+            part = ss.SketchHead(plan.shard(rank, world), 2, backend, gate=gate and gate.shard(rank, world))
+            part.load_state(np.ascontiguousarray(start[:, heads]))
+            np.testing.assert_array_equal(part.step(*map(contiguous, own)), outputs[:, :, heads])
+            np.testing.assert_array_equal(part.state, whole.state[:, heads])
+
+    @pytest.mark.parametrize(
+        ("rank", "world", "message"),
+        [
+            (0, 3, "world: expected a divisor of heads=4, got 3"),
+            (2, 2, "rank: expected an integer from 0 to 1, got 2"),
+            (-1, 2, "rank: expected an integer from 0 to 1, got -1"),
+            (0.0, 2, "rank: expected an integer from 0 to 1, got 0.0"),
+            (0, 0, "world: expected a positive integer, got 0"),
+            (0, True, "world: expected a positive integer, got True"),
+            (0, "2", "world: expected a positive integer, got '2'"),
+        ],
+    )
+    def test_refuses(self, rank, world, message, plan):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            plan.shard(rank, world)
+
+    def test_refuses_key_heads_that_do_not_divide(self, rng):
+        plan = plan_of(rng, Layer("gdn", 12, 6, 5, 6))
+        with pytest.raises(ValueError, match=r"^world: expected a divisor or a multiple of key_heads=6, got 4"):
+            plan.shard(0, 4)
 
 
 class TestRoundTrip:

@@ -48,6 +48,27 @@ class TestLayer:
         ungrouped = Layer("gdn", 2, 6, 5)
         assert ungrouped.expand_keys(keys) is keys
 
+    @pytest.mark.parametrize(
+        ("heads", "key_heads", "world", "want"),
+        [
+            (8, 4, 1, [(0, 8, 0, 4)]),
+            (8, 4, 2, [(0, 4, 0, 2), (4, 8, 2, 4)]),
+            (8, 2, 2, [(0, 4, 0, 1), (4, 8, 1, 2)]),
+            (8, 2, 4, [(0, 2, 0, 1), (2, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]),
+            (4, 1, 2, [(0, 2, 0, 1), (2, 4, 0, 1)]),
+        ],
+    )
+    def test_shards(self, heads, key_heads, world, want):
+        """Each value head finds its own key head in its process."""
+        layer = Layer("kda", heads, 6, 5, key_heads)
+        for rank, expected in enumerate(want):
+            values, keys = layer.shard_heads(rank, world)
+            assert (values.start, values.stop, keys.start, keys.stop) == expected
+            own = layer.shard(rank, world)
+            assert own == Layer("kda", values.stop - values.start, 6, 5, keys.stop - keys.start)
+            for head in range(own.heads):
+                assert keys.start + head // own.group == (values.start + head) // layer.group
+
     def test_numpy_sizes_become_plain(self):
         layer = Layer("gdn", np.int64(4), np.int32(6), 5, np.int8(2))
         assert all(type(getattr(layer, name)) is int for name in ("heads", "key_dim", "value_dim", "key_heads"))
