@@ -1,0 +1,222 @@
+"""CUDA kernels on the host at the limits of their arithmetic: scales, gates and weak directions."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu.cuda_support import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    check_raw_gates,
+    error,
+    make_plan,
+    make_tokens,
+    named_gate,
+    round_to,
+    run_pair,
+    tokens_to_device,
+)
+from host import compiler, kernels
+from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned
+
+from sketchssm.gates import GateInput
+from sketchssm.recurrence import DENSE, Layer
+from sketchssm.reference import engines as reference
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# engines without a warmup() compile at their first step
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    return kernels.install(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["ridge", "exact"])
+def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
+    """A state in one direction of the basis: rounding errors of its Gram matrix are below the floor."""
+    layer = LAYERS["mamba2"]
+    plan = make_plan(layer, [32] * layer.heads, rng, map=kind, ridge=0.0)
+    device, oracle = (
+        SketchEngine(plan, 4, "float32", output_dtype="float32"),
+        reference.SketchEngine(plan, 4),
+    )
+    keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.omega)
+    start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
+    device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
+    oracle.load_state(start, np.arange(4))
+    tokens = make_tokens(layer, 4, 2, "bfloat16", rng, hard_gates=False)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (2, 1)), "bfloat16")
+    # two slices leave out 2^-16, and the sketch is nearly zero in all directions but one
+    assert error(got, want) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored"),
+    [
+        *(("mamba2", "ridge", "bfloat16"), ("gdn", "lowrank", "bfloat16"), ("gdn", "ridge", "bfloat16")),
+        *(("kda", "ridge", "bfloat16"), ("gdn-96", "prior", "float32")),
+    ],
+)
+def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
+    """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80).
+
+    Powers of two change no digit, except where the lower halves of split numbers fall below 2^-126.
+    """
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    engine = poisoned(SketchEngine(plan, 2, stored, output_dtype="float32"))
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    start[:, :, layer.value_dim // 2 :] *= 2.0**-12  # groups of warps that scale their parts differently
+    tokens = make_tokens(layer, 2, 20, "bfloat16", rng, hard_gates=False)
+
+    def run(exponent):
+        engine.load_state(cupy.asarray(np.ldexp(start, exponent)), cupy.arange(2))
+        out = cupy.empty((2, 20, layer.heads, layer.value_dim), np.float32)
+        scaled = tokens_to_device(tokens._replace(v=np.ldexp(tokens.v, exponent)), "bfloat16")
+        engine.step(scaled, cupy.arange(2), out)
+        return np.ldexp(out.get(), -exponent)
+
+    want = run(0)
+    oracle, exact = reference.SketchEngine(plan, 2), np.empty(want.shape)
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    oracle.step(tokens, np.arange(2), exact)
+    assert error(want, exact) < STORED[stored]
+    for exponent in (-80, -62, -30, 30, 62, 100):
+        assert error(run(exponent), want) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn"])  # a dense map of more than 16 columns, and one of fewer
+def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
+    """A direction with 1e-4 of the metric's mean diagonal, as much as the least ridge: about half of it is read."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map="ridge", ridge=0.0)
+    plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
+    start = round_to(rng.standard_normal((2, *layer.state_shape)), "bfloat16")
+    start[..., 0] *= 2.0**-7
+    tokens = make_tokens(layer, 2, 3, "bfloat16", rng, hard_gates=False)
+    for x in (tokens.v, tokens.g, *(() if tokens.beta is None else (tokens.beta,))):
+        x[...] = 0
+    tokens.q[...] = np.eye(layer.key_dim)[0]
+    device, oracle = poisoned(SketchEngine(plan, 2, output_dtype="float32")), reference.SketchEngine(plan, 2)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (3, 1)), "bfloat16")
+    assert error(got, want) < STORED["bfloat16"]
+    sketched = plan.ranks > 0
+    full = start[:, sketched][..., 0]
+    assert 0.2 < np.linalg.norm(got[:, 0, sketched]) / np.linalg.norm(full) < 0.8
+
+
+def test_no_residual_is_negative(rng, cupy):
+    """Of a state that its pivots see whole nothing is left but rounding, of both signs."""
+    layer = LAYERS["gdn"]
+    plan = make_plan(layer, [7, DENSE, 16, 2], rng, map="lowrank", ridge=0.0)
+    mixed = rng.standard_normal((8, layer.heads, 128, 4)) @ rng.standard_normal((8, layer.heads, 4, 16))
+    start = np.einsum("bhvg,hkg->bhvk", mixed, plan.omega)
+    engine = poisoned(SketchEngine(plan, 8, output_dtype="float32"))
+    engine.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(8))
+    numbers = engine.sketch.get().view(ml_dtypes.bfloat16).astype(np.float32)
+    for rank, offset, _, _ in engine._heads.get()[[0, 2]]:
+        pivots = min(rank, 4)
+        first = offset + rank * layer.value_dim + pivots * layer.key_dim + rank * pivots
+        shares = numbers[:, first : first + rank]
+        assert 0 <= shares.min() <= shares.max() <= 1  # without the clamp some denominators are negative
+
+
+def test_pivots_that_almost_depend_on_each_other(rng, cupy):
+    """Columns that each add 2e-2 of their norm to the columns before them.
+
+    A Cholesky factor loses the later pivots to rounding. The kernels leave them out, so the worst read errs
+    about as much as with all pivots in float64. Pivots that are mostly rounding errors make some reads err more:
+    by three times their size with other random numbers.
+    """
+    layer = Layer("mamba2", 4, 64, 64, 1)
+    plan = make_plan(layer, [8] * 4, rng, pivots=8, window=8)
+    start = np.empty((24, *layer.state_shape), np.float32)
+    for row, h in np.ndindex(24, layer.heads):
+        q = np.linalg.qr(rng.standard_normal((64, 10)))[0]
+        columns = 0.5 * np.triu(rng.standard_normal((10, 8)), 1)
+        columns[0], columns[np.arange(1, 8), np.arange(1, 8)] = 1, 0.026
+        omega = plan.omega[h]
+        outside = np.eye(64) - omega @ omega.T
+        start[row, h] = q @ (columns @ omega.T + 0.3 * rng.standard_normal((10, 64)) @ outside)
+    tokens = make_tokens(layer, 24, 7, "bfloat16", rng, hard_gates=False)
+    tokens.v[...] = 0
+    device = poisoned(SketchEngine(plan, 24, "float32", output_dtype="float32"))
+    device.load_state(cupy.asarray(start), cupy.arange(24))
+    got = cupy.empty(tokens.v.shape, np.float32)
+    device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(24), got)
+    want, exact = np.empty((2, *tokens.v.shape))
+    for engine, out in ((reference.SketchEngine(plan, 24), want), (reference.StandardEngine(layer, 24), exact)):
+        engine.load_state(start.astype(np.float64), np.arange(24))
+        engine.step(tokens, np.arange(24), out)
+    worst = [np.linalg.norm(out - exact, axis=-1).max() for out in (got.get(), want)]
+    assert worst[0] < 1.04 * worst[1]
+
+
+@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM in transform_keys.cuh
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_gates_of_one_strength(name, gate, rng, cupy):
+    layer = LAYERS[name]
+    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    tokens = make_tokens(layer, 2, 20, "bfloat16", rng, hard_gates=False)
+    tokens.g[...] = gate
+    if layer.kind == "kda":
+        tokens.g[..., ::3] = -0.1  # next to channels that keep most of what they hold
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (20, 1)), "bfloat16")
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(("gate", "size"), [(-12.0, 1e5), (-np.inf, 1e17)])
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        *((name, "bfloat16") for name in ("mamba2", "gdn", "kda")),
+        *((name, "float16") for name in ("mamba2-80", "gdn-96")),
+    ],
+)
+def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng, cupy):
+    """A huge state and huge values that have decayed to nothing, or to the others' size, at the end of the window."""
+    layer = LAYERS[name]
+    device = poisoned(ReplayEngine(layer, 2, 16, activation_dtype=activation, output_dtype="float32"))
+    oracle = reference.ReplayEngine(layer, 2, 16)
+    start = size * rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    tokens = make_tokens(layer, 2, 16, activation, rng, hard_gates=False)
+    tokens.v[:, :3] = round_to(tokens.v[:, :3] * 1e4, activation)
+    tokens.g[:, 5] = gate
+    run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (16, 1)), activation)
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize("name", ["kda-raw", "kda-64-bounded"])
+def test_raw_gates_of_any_size(name, rng, cupy):
+    """Biases and inputs of up to 30, rates from e^-6 to e^6; standard decode, whose outputs depend on every gate."""
+    layer = LAYERS[name]
+    shape = layer.heads, layer.key_dim
+    gate = GateInput(
+        np.linspace(-6, 6, layer.heads), rng.uniform(-30, 30, shape), named_gate(name, layer, rng).lower_bound
+    )
+    device = StandardEngine(layer, 4, output_dtype="float32", gate=gate)
+    oracle = reference.StandardEngine(layer, 4)
+    tokens = make_tokens(layer, 4, 12, "bfloat16", rng, gate=gate)
+    tokens.g[...] = round_to(rng.uniform(-30, 30, tokens.g.shape), "bfloat16")
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (12, 1)), "bfloat16", gate)
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("rate_log", [0.7, 6.0, 20.0, 40.0])
+def test_what_raw_gates_make(rate_log, bound, cupy):
+    check_raw_gates(cupy, rate_log, bound)

@@ -1,0 +1,177 @@
+"""CUDA kernels on the host: results do not depend on batches, blocks, room or the order of threads."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    make_plan,
+    make_tokens,
+    named_gate,
+    tokens_to_device,
+    with_blocks,
+)
+from host import compiler, kernels, standin
+from host.kernels import LAYERS, RANKS, RIDGE, poisoned, token
+
+from sketchssm.cuda import engines as cuda_engines
+from sketchssm.cuda import modules, standard
+from sketchssm.recurrence import DENSE, Layer
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# engines without a warmup() compile at their first step
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    return kernels.install(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    gate = named_gate(name, layer, rng)
+    tokens = make_tokens(layer, 6, 20, "bfloat16", rng, gate=gate)
+    at_once, alone = (poisoned(SketchEngine(plan, 6, output_dtype="float32", gate=gate)) for _ in range(2))
+    for engine in (at_once, alone):
+        engine.reset(cupy.arange(6))
+    out = cupy.empty((6, 20, layer.heads, layer.value_dim), np.float32)
+    at_once.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(6), out)
+    for t in range(20):
+        single = cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32)
+        alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16", gate), cupy.asarray([2]), single)
+        assert np.array_equal(out[4, t], single[0, 0])
+    assert np.array_equal(at_once.state[4], alone.state[2])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba2-80", "gdn", "gdn-96", "kda-raw", "kda-64-bounded"])
+def test_blocks_of_standard_decode_do_not_matter(name, rng, cupy, monkeypatch):
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    tokens = tokens_to_device(make_tokens(layer, 3, 5, "bfloat16", rng, gate=gate), "bfloat16", gate)
+    results = []
+    for many, size in ((standard.MANY_WARPS, standard.BLOCK_BYTES), (1, 2048)):  # blocks of four warps; of one or two
+        monkeypatch.setattr(standard, "MANY_WARPS", many)
+        monkeypatch.setattr(standard, "BLOCK_BYTES", size)
+        engine = StandardEngine(layer, 5, output_dtype="float32", gate=gate)
+        out = cupy.empty((3, 5, layer.heads, layer.value_dim), np.float32)
+        out[...] = np.nan
+        engine.step(tokens, cupy.asarray([4, -1, 0]), out)
+        results.append((out, engine.state))
+    for of_large, of_small in zip(*results, strict=True):
+        assert np.array_equal(of_large, of_small)
+
+
+MANY_HEADS = {
+    "mamba2-96": Layer("mamba2", 24, 64, 96, 12),
+    "gdn-64": Layer("gdn", 24, 64, 64, 12),
+    "kda-64": Layer("kda", 24, 64, 64, 24),
+}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", *MANY_HEADS])
+def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
+    """Bitwise equal results where one block takes more tiles than its queue holds, and where many take a few.
+
+    Few heads have a sketch. Between two of them, warps would get ahead of the warp that finishes sketches by more than
+    a queue's length if the kernel let them. (Blocks run one after the other here: the first takes all tiles.)
+    """
+    layer = (LAYERS | MANY_HEADS)[name]
+    ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), DENSE, 17)
+    plan = make_plan(layer, ranks, rng)
+    tokens = tokens_to_device(make_tokens(layer, 5, 20, "bfloat16", rng), "bfloat16")
+    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
+    results = []
+    for blocks in (None, 1, 2, 40):
+        engine = poisoned(SketchEngine(plan, 5, output_dtype="float32"))
+        if blocks:
+            with_blocks(engine, blocks)
+        out = cupy.empty((5, 20, layer.heads, layer.value_dim), np.float32)
+        engine.load_state(cupy.asarray(start), cupy.arange(5))
+        engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), out)
+        engine.flush(cupy.arange(5))
+        results.append((out, engine.state, engine.sketch, engine.position))
+    for other in results[1:]:
+        for array, same in zip(results[0], other, strict=True):
+            assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
+    """Bitwise equal results where few warps do everything: one tile after the other in room for one, or ahead.
+
+    With room for four, a block may have three tiles at most, so that there are many blocks.
+    """
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
+    gate = named_gate(name, layer, rng)
+    tokens = tokens_to_device(make_tokens(layer, 5, 18, "bfloat16", rng, gate=gate), "bfloat16", gate)
+    outs = []
+    for room in (None, 1, 2, 4):
+        engine = SketchEngine(plan, 5, output_dtype="float32", gate=gate)
+        least = modules.size_of(modules.load(engine.variants()[0]), "read_shared_bytes")
+        tables = 512 * 8 + (128 * 72 if layer.kind == "mamba2" else 0)  # of most rows and scores: here are few
+        least += 1024 - tables
+        with monkeypatch.context() as patch:
+            if room:
+                patch.setattr(cuda_engines, "shared_limit", lambda size=room * least: size)
+            poisoned(engine)
+        engine.reset(cupy.arange(5))
+        if room:
+            _, row_tiles, max_tiles, _ = engine._read_limits
+            engine._read_limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
+        outs.append(cupy.empty((5, 18, layer.heads, layer.value_dim), np.float32))
+        engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), outs[-1])
+    for other in outs[1:]:
+        assert np.array_equal(outs[0], other)
+
+
+@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
+    """Bitwise equal results in any order of the threads, which a missing barrier would break."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    gate = named_gate(name, layer, rng)
+    tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng, gate=gate), "bfloat16", gate)
+    results = []
+    for order in (0, 1, 2, 3):
+        monkeypatch.setattr(standin, "order", order)
+        engine = poisoned(SketchEngine(plan, 2, output_dtype="float32", gate=gate))
+        engine.load_state(cupy.asarray(start), cupy.arange(2))
+        out = cupy.empty((2, 17, layer.heads, layer.value_dim), np.float32)
+        engine.step(tokens, cupy.arange(2), out)
+        results.append((out, engine.state, engine.sketch))
+    for other in results[1:]:
+        for array, same in zip(results[0], other, strict=True):
+            assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
+
+
+def test_decays_that_transform_warps_leave_the_solver(rng, cupy, monkeypatch):
+    """One block, all channels decay, at another rate for each token: bitwise equal results in many orders of threads.
+
+    A tile's largest decays must stay until the solver has read them: those of another would scale writes by other
+    powers. Without the producer's wait for the solver, one of these orders brings that out.
+    """
+    layer = LAYERS["kda"]
+    tokens = make_tokens(layer, 4, 17, "bfloat16", rng, hard_gates=False)
+    tokens.g[...] = rng.uniform(-2, -1, tokens.g.shape) * rng.uniform(1, 8, (*tokens.g.shape[:3], 1))
+    moved = tokens_to_device(tokens, "bfloat16")
+    start = rng.standard_normal((4, *layer.state_shape)).astype(np.float32)
+    states = []
+    for order in range(12):
+        monkeypatch.setattr(standin, "order", order)
+        engine = poisoned(ReplayEngine(layer, 4, 16, output_dtype="float32"))
+        engine.load_state(cupy.asarray(start), cupy.arange(4))
+        with_blocks(engine, 1)
+        engine.step(moved, cupy.arange(4), cupy.empty((4, 17, layer.heads, layer.value_dim), np.float32))
+        states.append(engine.state)
+    for state in states[1:]:
+        assert np.array_equal(states[0].view(np.uint8), state.view(np.uint8))
