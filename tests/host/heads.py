@@ -1,0 +1,48 @@
+"""A head, its tokens and tolerances that the tests of heads on the host share."""
+
+import ml_dtypes
+import numpy as np
+from gpu.cuda_support import make_plan, make_tokens
+
+import sketchssm as ss
+from host import standin
+from sketchssm import cuda
+from sketchssm.cuda import modules
+from sketchssm.recurrence import DENSE, Layer, Tokens
+
+BFLOAT16 = ml_dtypes.bfloat16
+LAYER = Layer("gdn", 2, 64, 80, 1)
+# float32 arithmetic over a few windows against float64 on the same rounded inputs
+EXACT = 2e-6
+# bf16 rounds by 2^-9 at most; a sketch's output has a few such roundings in a row
+ROUNDED, STORED = 2.0**-8, 1.2e-2
+
+_modules = {}  # compiled once for all tests of a file
+
+
+def install(monkeypatch):
+    """The stand-in for CuPy; every test looks for a device anew."""
+    standin.install(monkeypatch)
+    monkeypatch.setattr(modules, "_modules", _modules)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
+    cuda.missing.cache_clear()
+    yield standin
+    cuda.missing.cache_clear()
+
+
+def sketch(backend="cuda", slots=4, activation=None, **options):
+    """A warm sketch head. All tests of an activation type use the same compiled kernels."""
+    plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+    head = ss.SketchHead(plan, slots, backend, **options)
+    if backend == "cuda":
+        head.warmup(activation)
+    return head
+
+
+def tokens_of(rng, batch=3, length=10, activation="bfloat16"):
+    return make_tokens(LAYER, batch, length, activation, rng)
+
+
+def narrow(tokens, convert=lambda x: x):
+    """Tokens with q, k and v in bf16."""
+    return Tokens(*(convert(x.astype(BFLOAT16) if i < 3 else x) for i, x in enumerate(tokens)))

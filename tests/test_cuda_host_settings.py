@@ -1,0 +1,260 @@
+"""Settings of heads on the CUDA backend without a GPU: activation types, raw gates, backends, compiling."""
+
+import os
+import re
+import warnings
+
+import numpy as np
+import pytest
+from gpu.cuda_support import error, make_plan, make_tokens
+from host import compiler, heads, standin
+from host.heads import BFLOAT16, EXACT, LAYER, ROUNDED, STORED, narrow, sketch, tokens_of
+from samples import gate_of
+
+import sketchssm as ss
+from sketchssm import backends, cuda
+from sketchssm.cuda import limits, modules
+from sketchssm.recurrence import DENSE, Layer, Tokens
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    """The stand-in for CuPy; every test looks for a device anew."""
+    yield from heads.install(monkeypatch)
+
+
+class TestActivations:
+    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @pytest.mark.parametrize(
+        ("types", "settled"),
+        [
+            ((BFLOAT16, BFLOAT16, BFLOAT16), "bfloat16"),
+            ((np.float32, np.float32, np.float32), "float32"),
+            ((BFLOAT16, np.float32, BFLOAT16), "float32"),
+            ((np.float64, np.float16, BFLOAT16), "float32"),
+        ],
+    )
+    def test_the_first_call_decides(self, types, settled, rng):
+        """It settles on the narrowest type that rounds nothing, and sketches the states that were loaded before."""
+        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        head, twin = ss.SketchHead(plan, 4, "cuda"), sketch("reference")
+        tokens, start = tokens_of(rng), rng.standard_normal((2, *LAYER.state_shape)).astype(np.float32)
+        for each in (head, twin):
+            each.load_state(start, slots=[3, 1])
+            each.flush()
+        given = tokens._replace(**{n: x.astype(t) for n, x, t in zip("qkv", tokens[:3], types, strict=True)})
+        output, want = head.step(*given), twin.step(*tokens)
+        assert output.dtype == types[2]
+        assert error(output.astype(float), want) < STORED
+        assert error(output[:, 3].astype(float), want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
+        other = {"bfloat16": "float32", "float32": "bfloat16"}[settled]
+        with pytest.raises(ValueError, match=rf"^activation_dtype: expected '{settled}', as the head has settled on"):
+            head.warmup(other)
+
+    def test_a_refused_call_decides_nothing(self, rng):
+        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        head = ss.SketchHead(plan, 4, "cuda")
+        tokens = tokens_of(rng)
+        with pytest.raises(ValueError, match=r"^g: expected log-decays"):
+            head.step(*tokens._replace(g=-tokens.g))
+        head.warmup("bfloat16")
+
+    def test_one_that_was_asked_for_rounds(self, rng):
+        head, twin = sketch(activation="bfloat16"), sketch("reference")
+        asked = ss.SketchHead(head.plan, 4, "cuda", activation_dtype="bfloat16", output_dtype="float32")
+        asked.warmup()
+        tokens = tokens_of(rng, activation="float32")
+        output = asked.step(*tokens)
+        assert output.dtype == np.float32
+        wide = twin.step(*(x.astype(BFLOAT16).astype(float) if i < 3 else x for i, x in enumerate(tokens)))
+        assert error(output[:, 3], wide[:, 3]) < EXACT
+
+    @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype"])
+    def test_unknown(self, name):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected one of bfloat16, float16, float32 or None, got 'fp8'"
+        ):
+            ss.StandardHead(LAYER, 2, "reference", **{name: "fp8"})
+        with pytest.raises(ValueError, match=r"^activation_dtype: expected one of"):
+            ss.StandardHead(LAYER, 2, "reference").warmup("int8")
+
+
+class TestRawGates:
+    """Raw gate inputs have the type of the activations, and keep it in the ring."""
+
+    LAYER = Layer("kda", 2, 64, 64, 2)
+
+    def pair(self, system, bound=None, **options):
+        """A head on the device and one of the reference."""
+        gate = gate_of(np.random.default_rng(2), self.LAYER, bound)
+        plan = make_plan(self.LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+
+        def make(backend, **options):
+            if system == "sketch":
+                return ss.SketchHead(plan, 4, backend, gate=gate, **options)
+            if system == "replay":
+                return ss.ReplayHead(self.LAYER, 4, backend, window=4, gate=gate, **options)
+            return ss.StandardHead(self.LAYER, 4, backend, gate=gate, **options)
+
+        return make("cuda", **options), make("reference"), gate
+
+    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+    @pytest.mark.parametrize("place", [np.asarray, standin.asarray])
+    def test_outputs_and_states(self, place, system, bound, rng):
+        head, twin, gate = self.pair(system, bound)
+        tokens, slots = make_tokens(self.LAYER, 3, 10, "bfloat16", rng, gate=gate), [2, -1, 0]
+        given = Tokens(*(place(x if name == "beta" else x.astype(BFLOAT16)) for name, x in tokens._asdict().items()))
+        output, want = head.step(*given, slots=slots), twin.step(*tokens, slots=slots)
+        assert type(output) is type(given.v)
+        assert error(np.asarray(output, dtype=float), want) < (STORED if system == "sketch" else ROUNDED)
+        for each in (head, twin):
+            each.flush()
+        assert error(head.state, twin.state) < EXACT
+        if system != "standard":
+            assert [x.dtype.itemsize for x in head._engine.ring] == [2, 2, 2, 4]
+
+    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    def test_types(self, rng):
+        """Gate inputs count like q, k and v when the head settles on a type, and are refused or rounded like them."""
+        head, twin, gate = self.pair("replay")
+        tokens = make_tokens(self.LAYER, 3, 5, "float32", rng, gate=gate)
+        q, k, v = (x.astype(BFLOAT16) for x in tokens[:3])
+        output = head.step(q, k, v, tokens.g, tokens.beta)
+        assert error(output.astype(float), twin.step(q, k, v, tokens.g, tokens.beta)) < ROUNDED
+        assert head._engine.ring[2].dtype == np.float32
+        narrow, twin, _ = self.pair("replay")
+        narrow.warmup("bfloat16")
+        with pytest.raises(TypeError, match=r"^g: expected bfloat16, which the head's first call or warmup"):
+            narrow.step(q, k, v, tokens.g, tokens.beta)
+        asked, _, _ = self.pair("replay", activation_dtype="bfloat16")
+        output = asked.step(q, k, v, tokens.g, tokens.beta)
+        want = twin.step(q, k, v, tokens.g.astype(BFLOAT16), tokens.beta)
+        assert error(output.astype(float), want) < ROUNDED
+
+
+class TestBackends:
+    def test_auto_takes_the_device_where_there_is_one(self, monkeypatch):
+        assert ss.StandardHead(LAYER, 2).backend == "cuda"
+        with pytest.warns(
+            RuntimeWarning, match=r"^backend: 'auto' takes 'cpu': key_dim: the CUDA kernels don't"
+        ) as said:
+            assert ss.StandardHead(Layer("gdn", 2, 33, 80), 2).backend == "cpu"
+        assert len(said) == 1
+        assert said[0].filename == __file__
+        assert ss.QuantisedHead(LAYER, 2).backend == "cpu"  # without a warning: it has CUDA kernels for no layer
+        monkeypatch.setattr(standin.cuda, "is_available", lambda: False)
+        assert ss.StandardHead(LAYER, 2).backend == "cuda"  # looked up once
+        cuda.missing.cache_clear()
+        assert ss.StandardHead(LAYER, 2).backend == "cpu"
+
+    @pytest.mark.parametrize(
+        ("patch", "why"),
+        [
+            (lambda m: m.setattr(cuda.importlib.util, "find_spec", lambda name: None), "CuPy is not installed"),
+            (lambda m: m.setattr(standin.cuda, "is_available", lambda: False), "CuPy sees no CUDA device"),
+            (lambda m: m.setattr(standin.cuda, "is_available", lambda: 1 / 0), "CuPy does not work: division by zero"),
+            (
+                lambda m: m.setattr(standin.cuda.runtime, "driverGetVersion", lambda: 11080),
+                "the driver is for CUDA 11.8, expected 12.0 or later",
+            ),
+        ],
+    )
+    def test_without(self, patch, why, monkeypatch):
+        patch(monkeypatch)
+        with pytest.raises(backends.UnsupportedError, match=rf"^backend: 'cuda' can't run here: {why}"):
+            ss.StandardHead(LAYER, 2, "cuda")
+        assert ss.StandardHead(LAYER, 2).backend == "cpu"
+
+    @pytest.mark.parametrize(
+        ("layer", "window", "pivots", "message"),
+        [
+            (Layer("gdn", 2, 96, 80), 16, 4, "key_dim: the CUDA kernels don't support 96"),
+            (Layer("gdn", 2, 64, 72), 16, 4, "value_dim: the CUDA kernels don't support 72"),
+            (Layer("mamba2", 32, 64, 80, 1), 16, 4, "key_heads: the CUDA kernels don't support 1 for 32 heads"),
+            (LAYER, 12, 4, "window: the CUDA kernels don't support 12"),
+            (LAYER, 16, 9, "pivots: the CUDA kernels don't support 9"),
+        ],
+    )
+    def test_unsupported(self, layer, window, pivots, message, rng):
+        plan = make_plan(layer, [12] * layer.heads, rng, window=window, pivots=pivots)
+        with pytest.raises(
+            backends.UnsupportedError, match=rf"^{message}; they support {re.escape(limits.SUPPORTED)}"
+        ):
+            ss.SketchHead(plan, 2, "cuda")
+        with pytest.warns(RuntimeWarning, match=rf"^backend: 'auto' takes 'cpu': {message}"):
+            assert ss.SketchHead(plan, 2).backend == "cpu"
+
+    def test_shared_memory(self, monkeypatch):
+        """On a device with less shared memory the message names the largest rank that fits, and this rank does fit."""
+        rng = np.random.default_rng(1)
+        wide = make_plan(LAYER, [40, 7], rng, map="ridge", ridge=0.01, window=32)
+        constants = ss.SketchHead(wide, 1, "cuda")._engine.variants()[1]
+        module = modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 20}))
+        limit = modules.size_of(module, "flush_shared_bytes")
+        monkeypatch.setitem(
+            standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit + limits.STATIC_SHARED
+        )
+        with pytest.raises(backends.UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
+            ss.SketchHead(wide, 1, "cuda")
+        assert f"has {limit}; " in str(refused.value)
+        rank = int(re.search(r"window 32 fits with ranks of up to (\d+)", str(refused.value))[1])
+        assert 20 <= rank < 40
+        ss.SketchHead(make_plan(LAYER, [rank, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
+        with pytest.raises(backends.UnsupportedError):
+            ss.SketchHead(make_plan(LAYER, [rank + 1, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
+
+
+class TestCompiling:
+    def test_a_late_kernel_warns_once(self, rng, monkeypatch):
+        monkeypatch.setattr(modules, "_modules", {})
+        tokens = narrow(tokens_of(rng, length=1))
+        with pytest.warns(RuntimeWarning, match=r"^loading kernel standard in the middle of decoding") as record:
+            ss.StandardHead(LAYER, 4, "cuda").step(*tokens)
+        assert [w.filename for w in record] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ss.StandardHead(LAYER, 4, "cuda").step(*tokens)
+            sketch().step(*tokens)
+
+    def test_an_error_shows_source_options_and_log(self, monkeypatch):
+        monkeypatch.setattr(modules, "_modules", {})
+        monkeypatch.setattr(modules, "source_text", lambda operation: "nothing that C++ knows\n")
+        head = ss.StandardHead(LAYER, 4, "cuda")
+        with pytest.raises(modules.KernelCompileError) as raised:
+            head.warmup()
+        assert re.match(r"standard\.cu \(in .*cuda_src\) did not compile with .* -DHEADS=2 .*", str(raised.value))
+        assert "error: 'nothing' does not name a type" in str(raised.value).replace("‘", "'").replace("’", "'")
+
+    def test_a_full_disk_is_no_error(self, rng, monkeypatch):
+        """Where CuPy cannot write its cache, kernels are compiled without it, with one warning."""
+        compile_it = standin.RawModule.compile
+
+        def with_cache(module):
+            if os.environ.get("CUPY_CACHE_IN_MEMORY") != "1":
+                raise OSError(28, "No space left on device")
+            compile_it(module)
+
+        monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
+        monkeypatch.setattr(modules, "_modules", {})
+        monkeypatch.setattr(standin.RawModule, "compile", with_cache)
+        with pytest.warns(RuntimeWarning, match=r"^CuPy can't keep compiled kernels on disk \(.*No space") as record:
+            head = sketch(activation="float32")
+        assert len(record) == 1
+        head.step(*tokens_of(rng, length=1))
+
+    @pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
+    def test_warmup_leaves_no_trace(self, backend, rng):
+        head, twin = sketch(backend), sketch(backend)
+        start, tokens = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32), narrow(tokens_of(rng))
+        for each in (head, twin):
+            each.load_state(start)
+            each.step(*tokens)
+        head.warmup()
+        np.testing.assert_array_equal(head.position, twin.position)
+        np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
+        np.testing.assert_array_equal(head.state, twin.state)
