@@ -39,7 +39,7 @@ _HOME = {
     "KeyReduction": "baselines",
     "KeyReducedHead": "baselines",
 }
-_MODULES = ("models", "traffic")
+_MODULES = ("distributed", "models", "traffic")
 
 __all__ = [
     "DENSE",
@@ -66,6 +66,7 @@ __all__ = [
     "Tokens",
     "Traces",
     "allocate_ranks",
+    "distributed",
     "fit_basis",
     "low_rank_plan",
     "models",
@@ -73,7 +74,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sketchssm import models, traffic
+    from sketchssm import distributed, models, traffic
     from sketchssm.baselines import (
         ChannelScores,
         CopyReadHead,
