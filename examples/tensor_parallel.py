@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
 On GPUs, one per process, the processes communicate through NCCL; on CPUs, through Gloo. Without torchrun the script
-runs as a single process. Process r of n holds the value heads r * heads / n to (r + 1) * heads / n and their key heads,
-as in vLLM and Megatron. Heads exchange nothing, so a layer needs no collective before its output projection. Here the
-outputs are gathered and compared with those of one process that holds all heads.
+runs as a single process. Process r of n holds the value heads r * heads / n to (r + 1) * heads / n and their key
+heads, as in vLLM and Megatron. Heads exchange nothing, so a layer needs no collective before its output projection.
+Here the outputs are gathered and compared with those of one process that holds all heads.
 """
 
 import os
@@ -40,7 +40,6 @@ if rank == 0:
     ss.SketchPlan(basis, ss.allocate_ranks(scores, mean_rank=8)).save("layer.safetensors")
 distributed.barrier()
 plan = ss.SketchPlan.load("layer.safetensors")
-distributed.barrier()
 
 # Each process keeps the states of its own heads, for all requests.
 heads, key_heads = layer.shard_heads(rank, world)
