@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 from sketchssm import __version__ as release  # noqa: F401  Sphinx reads it
 
 project = "sketchssm"
@@ -14,6 +16,7 @@ html_title = "sketchssm"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 
+autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 autodoc_typehints = "none"  # docstrings name types and shapes
 autosummary_generate = True
 numpydoc_show_class_members = False  # the class template lists them

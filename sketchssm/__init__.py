@@ -39,7 +39,7 @@ _HOME = {
     "KeyReduction": "baselines",
     "KeyReducedHead": "baselines",
 }
-_MODULES = ("distributed", "models", "traffic")
+_MODULES = ("distributed", "models", "torch", "traffic")
 
 __all__ = [
     "DENSE",

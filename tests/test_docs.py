@@ -49,7 +49,8 @@ def public_objects() -> dict[str, object]:
         for member, value in members.items():
             visit(f"{name}.{member}", value)
 
-    for name in sketchssm.__all__:
+    names = [*sketchssm.__all__, *(["torch"] if importlib.util.find_spec("torch") else [])]
+    for name in names:
         visit(f"sketchssm.{name}", getattr(sketchssm, name))
     return found
 

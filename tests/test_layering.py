@@ -14,8 +14,8 @@ FILES = {
     for path in sorted((ROOT / "sketchssm").rglob("*.py"))
 }
 FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
-# Modules that may import a framework: they convert arrays or time other libraries.
-KNOW_FRAMEWORKS = {"sketchssm.interop", "sketchssm.cuda.frameworks", "sketchssm.bench.peers"}
+# Modules that may import a framework: they convert arrays, time other libraries, or are PyTorch's operators.
+KNOW_FRAMEWORKS = {"sketchssm.interop", "sketchssm.cuda.frameworks", "sketchssm.bench.peers", "sketchssm.torch"}
 # Below the heads: equations, calibration, plans and their costs.
 MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence")
 ABOVE = tuple(
@@ -83,9 +83,10 @@ def test_no_circles():
 
 
 def test_frameworks():
-    """Modules that only compute leave frameworks to those that convert arrays or time other libraries."""
+    """Modules that only compute leave frameworks to others, and need no module that can't do without one."""
     importing = {module for module, imports in IMPORTS.items() if imports & FRAMEWORKS}
     assert importing <= KNOW_FRAMEWORKS
+    assert not [module for module, imports in IMPORTS.items() if "sketchssm.torch" in imports]
 
 
 def test_cuda_is_behind_the_backends():

@@ -1,0 +1,193 @@
+"""Heads as PyTorch operators, which ``torch.compile(fullgraph=True)`` and CUDA graphs take as they are.
+
+An operator finds its head by name. A head's memory is not among its arguments: every operator has an argument `order`
+instead, a tensor of one byte that stands for the memory. The schema says that the operator writes `order`, so the
+compiler keeps the operators of one head in order and removes none of them. Where the compiler copies what an operator
+writes, it copies one byte, not the states of all slots.
+
+The operators are ``torch.ops.sketchssm.step``, ``step_out``, ``load_state``, ``flush`` and ``reset``. `DecodeLayer`
+calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from sketchssm.head import DecodeHead
+
+__all__ = ["DecodeLayer"]
+
+_heads: WeakValueDictionary[str, DecodeHead] = WeakValueDictionary()
+_numbers = count()
+
+_library = torch.library.Library("sketchssm", "DEF")
+
+TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta=None, Tensor? slots=None"
+
+
+class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
+    """One head as a module of a model.
+
+    All methods but the constructor can be compiled. They have no gradients.
+
+    Parameters
+    ----------
+    head : DecodeHead
+        Any head. Call its `warmup` before a CUDA graph is captured.
+    name : str, optional
+        Name by which the operators find the head, such as the layer's name in the model. Compiled code contains the
+        name. Default: "head" and a number.
+
+    Attributes
+    ----------
+    head : DecodeHead
+        The head. Its methods may be called as well, outside of compiled code.
+    name : str
+        The name.
+    order : torch.Tensor
+        Buffer of one byte on the head's device, which stands for the head's memory; see `sketchssm.torch`.
+
+    Raises
+    ------
+    TypeError
+        If `head` is not a head.
+    ValueError
+        If another layer has the name.
+    """
+
+    def __init__(self, head: DecodeHead, name: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(head, DecodeHead):
+            raise TypeError(f"head: expected a DecodeHead, got {type(head).__name__}")
+        if name is None:
+            name = f"head{next(_numbers)}"
+        if name in _heads:
+            raise ValueError(f"name: expected a name that no other layer has, got {name!r}")
+        self.head, self.name = head, name
+        device = torch.device("cuda", head.state.device.id) if head.backend == "cuda" else torch.device("cpu")
+        self.register_buffer("order", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
+        _heads[name] = head
+
+    def forward(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None, *, out: Any = None
+    ) -> torch.Tensor:
+        """Decode one token, or several in order, for each row of a batch; see `DecodeHead.step`.
+
+        Parameters
+        ----------
+        q, k : torch.Tensor, (batch, [tokens,] key_heads, K)
+            Queries and keys.
+        v : torch.Tensor, (batch, [tokens,] heads, V)
+            Values.
+        g : torch.Tensor, (batch, [tokens,] heads) or, for kda, (batch, [tokens,] heads, K)
+            Log-decays, or raw gate inputs.
+        beta : torch.Tensor, (batch, [tokens,] heads), optional
+            Write gates; None for mamba2.
+        slots : torch.Tensor of int, (batch,), optional
+            State slot of each row. Default: row i uses slot i.
+        out : torch.Tensor, optional
+            Where to write the outputs; shares no memory with another argument.
+
+        Returns
+        -------
+        torch.Tensor, (batch, [tokens,] heads, V)
+            Outputs: a new contiguous tensor of v's type, or `out`.
+        """
+        if out is None:
+            return torch.ops.sketchssm.step(self.order, self.name, q, k, v, g, beta, slots)
+        torch.ops.sketchssm.step_out(self.order, self.name, q, k, v, g, beta, slots, out=out)
+        return out
+
+    def load_state(self, state: Any, slots: Any = None) -> None:
+        """Set the states of some slots; see `DecodeHead.load_state`.
+
+        Parameters
+        ----------
+        state : torch.Tensor, (batch, heads, V, K)
+            States.
+        slots : torch.Tensor of int, (batch,), optional
+            Slot of each row. Default: row i goes to slot i.
+        """
+        torch.ops.sketchssm.load_state(self.order, self.name, state, slots)
+
+    def flush(self, slots: Any = None) -> None:
+        """Fold the buffered tokens of some slots into their states; see `DecodeHead.flush`.
+
+        Parameters
+        ----------
+        slots : torch.Tensor of int, optional
+            Which slots. Default: all.
+        """
+        torch.ops.sketchssm.flush(self.order, self.name, slots)
+
+    def reset(self, slots: Any = None) -> None:
+        """Clear some slots; see `DecodeHead.reset`.
+
+        Parameters
+        ----------
+        slots : torch.Tensor of int, optional
+            Which slots. Default: all.
+        """
+        torch.ops.sketchssm.reset(self.order, self.name, slots)
+
+    def extra_repr(self) -> str:
+        """Name and head, as PyTorch shows them in a model's `repr`.
+
+        Returns
+        -------
+        str
+            One line.
+        """
+        return f"{self.name!r}, {self.head!r}"
+
+
+def _head(name: str) -> DecodeHead:
+    head = _heads.get(name)
+    if head is None:
+        raise RuntimeError(f"name: expected the name of a DecodeLayer whose head is in use, got {name!r}")
+    return head
+
+
+def _operator(name: str, arguments: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator; `run` and `fake` get its arguments without `order`."""
+    _library.define(f"{name}(Tensor(a!) order, str name, {arguments}) -> {returns}")
+    _library.impl(name, lambda order, *given, **named: run(*given, **named), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"sketchssm::{name}", lambda order, *given, **named: fake(*given, **named), lib=_library
+    )
+
+
+def _nothing(*given: Any, **named: Any) -> None:
+    """Stand in for an operator without outputs while a graph is traced."""
+
+
+def _step(name: str, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None) -> torch.Tensor:
+    return _head(name).step(q, k, v, g, beta, slots=slots)
+
+
+def _step_fake(name: str, q: Any, k: Any, v: Any, *others: Any) -> torch.Tensor:
+    return v.new_empty(v.shape)
+
+
+def _step_out(
+    name: str, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None, *, out: torch.Tensor
+) -> None:
+    _head(name).step(q, k, v, g, beta, slots=slots, out=out)
+
+
+_operator("step", TOKENS, "Tensor", _step, _step_fake)
+_operator("step_out", f"{TOKENS}, *, Tensor(b!) out", "()", _step_out, _nothing)
+_operator(
+    "load_state",
+    "Tensor state, Tensor? slots=None",
+    "()",
+    lambda name, state, slots=None: _head(name).load_state(state, slots),
+    _nothing,
+)
+_operator("flush", "Tensor? slots=None", "()", lambda name, slots=None: _head(name).flush(slots), _nothing)
+_operator("reset", "Tensor? slots=None", "()", lambda name, slots=None: _head(name).reset(slots), _nothing)

@@ -1,0 +1,221 @@
+"""Heads as PyTorch operators: in eager mode, under ``torch.compile``, and by the rules that PyTorch checks itself."""
+
+import gc
+
+import numpy as np
+import pytest
+from samples import LAYERS, at, plan_of, same, states_of, tokens_of
+
+import sketchssm as ss
+
+torch = pytest.importorskip("torch")
+
+DecodeLayer = ss.torch.DecodeLayer
+
+SLOTS, BATCH, WINDOW, COUNT = 6, 3, 4, 10
+ROWS = np.array([4, 0, 2])
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.compiler.reset()  # else a test's graphs count towards the limit of recompilations of the next
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def make(rng):
+    """Makes equal sketch heads of one layer."""
+    plans = {}
+
+    def head(layer, backend="reference"):
+        if layer not in plans:
+            plans[layer] = plan_of(rng, layer, window=WINDOW)
+        return ss.SketchHead(plans[layer], SLOTS, backend)
+
+    return head
+
+
+def tensors_of(tokens):
+    """The same memory as tensors."""
+    return [None if x is None else torch.from_numpy(x) for x in tokens]
+
+
+def compiled(function, backend="aot_eager"):
+    """The function in one graph, as the compiler's own passes make it, and a list of one entry a compilation."""
+    made = []
+
+    def keep(graph, examples):
+        made.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, examples)
+
+    return torch.compile(function, fullgraph=True, backend=keep), made
+
+
+def test_eager(make, layer, backend, rng):
+    """The module does what the head's own methods do."""
+    layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
+    tokens, states = tokens_of(rng, layer, BATCH, COUNT), states_of(rng, layer, BATCH)
+    layered.load_state(torch.from_numpy(states), torch.from_numpy(ROWS))
+    twin.load_state(states, ROWS)
+    for t in range(COUNT):
+        given = at(tokens, np.s_[:, t])
+        want = twin.step(*given, slots=ROWS)
+        out = torch.empty(want.shape) if t % 2 else None
+        got = layered(*tensors_of(given), torch.from_numpy(ROWS), out=out)
+        np.testing.assert_array_equal(got, want)
+        assert out is None or got is out
+    layered.flush(torch.tensor([4]))
+    twin.flush([4])
+    layered.reset(torch.tensor([0]))
+    twin.reset([0])
+    same(layered.head, twin)
+    several = layered(*tensors_of(tokens))  # a tokens axis, and no slots
+    np.testing.assert_array_equal(several, twin.step(*tokens))
+
+
+def test_compiled_calls_stay_in_order(make, layer, backend, rng):
+    """Calls in one graph see each other's states, also those without outputs, and those whose outputs nobody uses."""
+    layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
+    tokens, states = tokens_of(rng, layer, BATCH, 3 * COUNT), states_of(rng, layer, BATCH)
+    rows = torch.from_numpy(ROWS)
+
+    def model(one, two, three, states, rows, out):
+        layered.load_state(2 * states, rows)
+        a = layered(*one, rows)
+        layered(*two, rows)
+        layered.flush(rows[:1])
+        layered(*three, rows, out=out)
+        out += a
+        return layered(*three, rows) * 2
+
+    run, made = compiled(model)
+    for t in range(0, 3 * COUNT, 3):
+        given = [at(tokens, np.s_[:, t + i]) for i in range(3)]
+        out = torch.full(given[0].v.shape, torch.nan)
+        got = run(*map(tensors_of, given), torch.from_numpy(states), rows, out)
+        twin.load_state(2 * states, ROWS)
+        a = twin.step(*given[0], slots=ROWS)
+        twin.step(*given[1], slots=ROWS)
+        twin.flush(ROWS[:1])
+        np.testing.assert_array_equal(out, twin.step(*given[2], slots=ROWS) + a)
+        np.testing.assert_array_equal(got, 2 * twin.step(*given[2], slots=ROWS))
+    assert len(made) == 1
+    same(layered.head, twin)
+
+
+def test_several_layers_in_one_graph(make, rng):
+    """Each has a name and a head of its own; slots may be computed in the graph."""
+    layers = [LAYERS["gdn"], LAYERS["kda"]]
+    model = torch.nn.ModuleDict({str(i): DecodeLayer(make(layer), f"layers.{i}") for i, layer in enumerate(layers)})
+    twins = [make(layer) for layer in layers]
+    tokens = [tokens_of(rng, layer, BATCH, COUNT) for layer in layers]
+
+    def both(one, two, rows):
+        return model["0"](*one, rows + 1), model["1"](*two, rows.to(torch.int32))
+
+    run, _ = compiled(both)
+    for t in range(COUNT):
+        given = [at(x, np.s_[:, t]) for x in tokens]
+        got = run(*map(tensors_of, given), torch.from_numpy(ROWS))
+        for i in range(2):
+            np.testing.assert_array_equal(got[i], twins[i].step(*given[i], slots=ROWS + 1 - i))
+    for i in range(2):
+        same(model[str(i)].head, twins[i])
+    assert not model.state_dict()
+
+
+def test_batches_of_any_size_share_a_graph(make, backend, rng):
+    layer = LAYERS["mamba2"]
+    layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
+    run, made = compiled(lambda given, rows: layered(*given, rows))
+    for batch in (2, 3, 5, 1, SLOTS):
+        given = tokens_of(rng, layer, batch, 1)
+        tensors, rows = tensors_of(at(given, np.s_[:, 0])), torch.arange(batch)
+        for x in (*tensors, rows):
+            if x is not None and batch > 1:
+                torch._dynamo.mark_dynamic(x, 0)
+        want = twin.step(*at(given, np.s_[:, 0]), slots=np.arange(batch))
+        np.testing.assert_array_equal(run(tensors, rows), want)
+    assert len(made) <= 2  # one for all sizes, and one for a single row, which PyTorch specialises
+    same(layered.head, twin)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of PyTorch's own modules, at their import
+def test_generated_code_copies_nothing(make, rng):
+    """Inductor calls the operators on the memory they are given: neither `order` nor `out` is copied."""
+    from torch._inductor.utils import run_and_get_code
+
+    layer = LAYERS["gdn"]
+    layered, twin = DecodeLayer(make(layer)), make(layer)
+    tokens = tokens_of(rng, layer, BATCH, 2)
+    given = [tensors_of(at(tokens, np.s_[:, t])) for t in range(2)]
+    out = torch.empty(given[0][2].shape)
+
+    @torch.compile(fullgraph=True)
+    def model(one, two, out):
+        layered(*one, out=out)
+        return layered(*two) + 1
+
+    got, (code, *_) = run_and_get_code(model, *given, out)
+    np.testing.assert_array_equal(out, twin.step(*at(tokens, np.s_[:, 0])))
+    np.testing.assert_array_equal(got, twin.step(*at(tokens, np.s_[:, 1])) + 1)
+    assert code.count("torch.ops.sketchssm.step_out.default(") == 1
+    assert code.count("= torch.ops.sketchssm.step.default(") == 1
+    assert "clone" not in code
+    assert "copy_(" not in code
+
+
+def repeatable(layered, layer, rng):
+    """Arguments of each operator with which it can be called again and again with the same outcome."""
+    head = layered.order, layered.name
+    token = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    padding, rows = torch.full((BATCH,), -1), torch.from_numpy(ROWS)
+    return {
+        "step": ((*head, *token, padding), {}),
+        "step_out": ((*head, *token, padding), {"out": torch.zeros(token[2].shape)}),
+        "load_state": ((*head, torch.from_numpy(states_of(rng, layer, BATCH)), rows), {}),
+        "flush": ((*head, rows), {}),
+        "reset": ((*head, rows), {}),
+    }
+
+
+def test_pytorch_accepts_the_operators(make, layer, rng):
+    """Schemas say what is written, fakes say what comes back, and graphs compute the same as calls."""
+    layered = DecodeLayer(make(layer))
+    calls = repeatable(layered, layer, rng)
+    ours = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sketchssm::")}
+    assert ours == set(calls)
+    for name, (given, named) in calls.items():
+        torch.library.opcheck(getattr(torch.ops.sketchssm, name).default, given, named)
+
+
+def test_names(make):
+    head = make(LAYERS["gdn"])
+    layered = DecodeLayer(head, "model.layers.3")
+    assert repr(layered) == f"DecodeLayer('model.layers.3', {head!r})"
+    with pytest.raises(ValueError, match="name: expected a name that no other layer has, got 'model"):
+        DecodeLayer(make(LAYERS["gdn"]), "model.layers.3")
+    with pytest.raises(TypeError, match="head: expected a DecodeHead, got str"):
+        DecodeLayer("model.layers.3")
+    order = layered.order
+    del layered, head
+    gc.collect()
+    with pytest.raises(RuntimeError, match="name: expected the name of a DecodeLayer whose head is in use"):
+        torch.ops.sketchssm.flush(order, "model.layers.3")
+    other = DecodeLayer(make(LAYERS["kda"]), "model.layers.3")  # the name is free again
+    assert other.name == "model.layers.3"
+    assert DecodeLayer(make(LAYERS["gdn"])).name != DecodeLayer(make(LAYERS["gdn"])).name
+
+
+def test_errors_reach_the_caller(make, rng):
+    """Of the head, naming the argument, also from a compiled graph; and nothing has been written."""
+    layer = LAYERS["gdn"]
+    layered, twin = DecodeLayer(make(layer)), make(layer)
+    given = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    run, _ = compiled(lambda given, rows: layered(*given, rows))
+    for call in (layered, lambda *x: run(x[:-1], x[-1])):
+        with pytest.raises(ValueError, match=r"slots: expected .* got 6"):
+            call(*given, torch.tensor([0, 1, SLOTS]))
+    same(layered.head, twin)
