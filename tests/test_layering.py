@@ -14,8 +14,10 @@ FILES = {
     for path in sorted((ROOT / "sketchssm").rglob("*.py"))
 }
 FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
-# Modules that may import a framework: they convert arrays, time other libraries, or are PyTorch's operators.
-KNOW_FRAMEWORKS = {"sketchssm.interop", "sketchssm.cuda.frameworks", "sketchssm.bench.peers", "sketchssm.torch"}
+# Modules that may import a framework: they convert arrays, time other libraries, or serve users of PyTorch.
+KNOW_FRAMEWORKS = {
+    f"sketchssm.{name}" for name in ("interop", "cuda.frameworks", "bench.peers", "distributed", "torch")
+}
 # Below the heads: equations, calibration, plans and their costs.
 MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence")
 ABOVE = tuple(
