@@ -27,7 +27,8 @@ _HOME = {
     "PlanFileError": "plan",
     "SketchPlan": "plan",
     "DecodeHead": "head",
-    "SketchHead": "head",
+    "ExactHead": "exact",
+    "SketchHead": "exact",
     "StandardHead": "baselines",
     "ReplayHead": "baselines",
     "QuantisedHead": "baselines",
@@ -48,6 +49,7 @@ __all__ = [
     "CoefficientMap",
     "CopyReadHead",
     "DecodeHead",
+    "ExactHead",
     "GateInput",
     "KeyMoments",
     "KeyReducedHead",
@@ -92,8 +94,9 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
     from sketchssm.coefficients import CoefficientMap
+    from sketchssm.exact import ExactHead, SketchHead
     from sketchssm.gates import GateInput
-    from sketchssm.head import DecodeHead, SketchHead
+    from sketchssm.head import DecodeHead
     from sketchssm.plan import PlanFileError, SketchPlan
     from sketchssm.recurrence import DENSE, Layer, Tokens
     from sketchssm.traces import Traces

@@ -7,18 +7,31 @@ first use, so that importing the library stays cheap.
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Mapping
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sketchssm.host_arrays import HostArrays
-from sketchssm.recurrence import Tokens
+from sketchssm.recurrence import PAD_SLOT, Tokens
+from sketchssm.slots import SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
 
-__all__ = ["ACTIVATIONS", "BACKENDS", "Arrays", "Call", "Engine", "UnsupportedError", "load_engine"]
+__all__ = [
+    "ACTIVATIONS",
+    "BACKENDS",
+    "Arrays",
+    "Call",
+    "Engine",
+    "ExactEngine",
+    "UnsupportedError",
+    "load_engine",
+    "load_parts",
+]
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -44,6 +57,10 @@ ENGINES = {
 }
 
 
+OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0}
+"""Settings of engines that need not support them, with their defaults."""
+
+
 class UnsupportedError(ValueError):
     """The machine can't run a backend, or the backend has no kernels for a layer or plan."""
 
@@ -51,13 +68,28 @@ class UnsupportedError(ValueError):
 class Call(Protocol):
     """One call's arrays, while the engine's device and the caller's stream are current."""
 
-    def slots(self, slots: Any, batch: int | None, capacity: int) -> Any:
-        """Check ``slots=`` and convert them to int64; a `batch` of None takes any number of them, by default all."""
+    def slots(self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False) -> Any:
+        """Check slots and convert them to the engine's; a `batch` of None takes any number of them, by default all.
 
-    def inputs(self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int) -> tuple[Tokens, Any, Any]:
+        `name` is the argument's, and `repeats` allows rows of one slot.
+        """
+
+    def lengths(self, lengths: Any, slots: Any, tokens: int) -> Any:
+        """Check and convert the lengths of drafts, at most `tokens`, by default all of them.
+
+        `slots` are a result of `slots`.
+        """
+
+    def accepted(self, accepted: Any, slots: Any, cursor: Any) -> Any:
+        """Check and convert counts of accepted tokens, at most those that the slots' cursor words tell as drafted."""
+
+    def inputs(
+        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int, lengths: Any = None
+    ) -> tuple[Tokens, Any, Any]:
         """Check and convert a step's arguments: tokens ``(batch, tokens, ...)``, slots, and the array to be written.
 
-        `several` says that the caller's arrays have a tokens axis.
+        `several` says that the caller's arrays have a tokens axis. `lengths` are a result of `lengths`: tokens past
+        them may hold anything.
         """
 
     def states(self, state: Any, slots: Any) -> Any:
@@ -90,8 +122,9 @@ class Arrays(Protocol):
 class Engine(Protocol):
     """A backend's memory and arithmetic for one head.
 
-    All arrays are the backend's own (on ``cuda`` pointers), C-contiguous, and already checked: slots are unique, in
-    range, or -1 for padding rows.
+    All arrays are the backend's own (on ``cuda`` pointers) and already checked. On the host they are C-contiguous,
+    slots are unique, in range, or -1 for padding rows, and counts of tokens are in range. On ``cuda`` slots and counts
+    may be wrong where they are on the device.
     """
 
     arrays: Any
@@ -103,7 +136,7 @@ class Engine(Protocol):
 
     @property
     def position(self) -> Any:
-        """``(slots,)`` int32: tokens buffered since each slot's last flush."""
+        """``(slots,)`` int32: tokens buffered since each slot's last flush, without drafts."""
 
     @property
     def window(self) -> int:
@@ -113,16 +146,77 @@ class Engine(Protocol):
         """Compile what a step may need; the activations' type matters to the engines that have several."""
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
-        """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``."""
+        """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``.
+
+        Drafts of the slots are dropped first. A token whose slot is due, or at position W - 1, flushes the slot. Then
+        the clock moves on by the same rule; when it is at W - 1 it becomes due, and all slots of the call with it.
+        A call without rows does nothing.
+        """
 
     def load_state(self, state: Any, slots: Any) -> None:
-        """Set states ``(batch, heads, V, K)`` at the start of a window."""
+        """Set states ``(batch, heads, V, K)``, and begin windows as `adopt` does. `state` may be the head's own."""
 
     def flush(self, slots: Any) -> None:
-        """Fold what the slots have buffered into their states and start a new window."""
+        """Fold what the slots have buffered into their states, and begin windows as `adopt` does."""
 
     def reset(self, slots: Any) -> None:
         """Make the slots as new, whatever they held: zero state, empty ring."""
+
+
+class ExactEngine(Engine, Protocol):
+    """The engine of a head with exact states.
+
+    The constructor takes these settings by name, as far as the engine supports them: ``state_dtype``, ``memory`` (a
+    mapping from names of parts to the caller's arrays), ``phase``, ``drafts``; on ``cuda`` also ``pad_slot``.
+    """
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        """All memory of a slot."""
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Memory of each part by name, ``(slots, *shape)``."""
+
+    @property
+    def drafts(self) -> int:
+        """Most tokens of a draft: ``min(8, W - 1)`` with a window, else the constructor's ``drafts``."""
+
+    @staticmethod
+    def parts_of(*args: Any, **settings: Any) -> tuple[SlotPart, ...]:
+        """Return `parts` of an engine of these constructor arguments (without the number of slots and the memory)."""
+
+    def draft(self, tokens: Tokens, lengths: Any, slots: Any, out: Any) -> None:
+        """Read ``(batch, tokens, ...)`` inputs of which row i has ``lengths[i]``; outputs past those are zeros.
+
+        First each slot that is due, or has no room for its row's tokens below position W, folds what it has committed.
+        The tokens are buffered behind the position, which does not change; the cursor word tells how many there are.
+        The virtual row does the same with a row of full length.
+        """
+
+    def commit(self, accepted: Any, slots: Any) -> None:
+        """Keep the first ``accepted[i]`` drafted tokens of each row's slot, at least 0 and at most all.
+
+        The virtual row keeps all n of its own. If it has then no room for n more, it and the slots become due.
+        """
+
+    def adopt(self, slots: Any) -> None:
+        """Begin windows on the states that stand in memory: sketch them, position 0, due if the clock is."""
+
+    def copy(self, src: Any, dst: Any) -> None:
+        """Copy all parts of the slots, as if all were read before any is written; drafts are not copied.
+
+        Where either slot is padding nothing is copied. The `src` may repeat.
+        """
+
+    def rejoin(self, slots: Any) -> None:
+        """Take slots whose parts were written from outside: keep positions, drop drafts, due if the clock is."""
+
+    def left_out(self) -> int:
+        """Return how many rows were left out since the last look, as their slot on the device was wrong.
+
+        Waits for the device. Host engines return 0.
+        """
 
 
 def load_engine(
@@ -132,7 +226,8 @@ def load_engine(
     gate: GateInput | None = None,
     activation_dtype: str | None = None,
     output_dtype: str | None = None,
-    state: Any = None,
+    pad_slot: int = PAD_SLOT,
+    options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[str, Engine]:
     """Build the engine of a system on a backend.
@@ -149,8 +244,10 @@ def load_engine(
         Says that tokens come with raw gate inputs.
     activation_dtype, output_dtype : str, optional
         Types for an engine that computes on a device; see `SketchHead`.
-    state : array, optional
-        Memory for the states of an engine that computes on a device; see `SketchHead`.
+    pad_slot : int, default -1
+        The caller's number of padding.
+    options : mapping, optional
+        Passed to the engine where they differ from the default of `OPTIONS`.
     **settings
         Passed to the engine.
 
@@ -164,10 +261,10 @@ def load_engine(
     Raises
     ------
     ValueError
-        If the backend is unknown or does not have the system, or a type or `state` is given for a backend on the host.
+        If the backend is unknown or does not have the system, or a type is given for a backend on the host.
     UnsupportedError
-        If the backend was named and has no kernels for the layer or plan, or needs a package or a device that this
-        machine does not have.
+        If the backend was named and has no kernels for the layer, plan or options, or needs a package or a device
+        that this machine does not have.
 
     Warns
     -----
@@ -176,7 +273,8 @@ def load_engine(
     """
     check_dtype_name(activation_dtype, "activation_dtype")
     check_dtype_name(output_dtype, "output_dtype")
-    device = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
+    device = {"activation_dtype": activation_dtype, "output_dtype": output_dtype}
+    options = {name: x for name, x in (options or {}).items() if x != OPTIONS[name]}
     if backend != "auto" and (backend, system) not in ENGINES:
         have = ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)]
         raise ValueError(f"backend: expected one of {', '.join(have)} for {system}, got {backend!r}")
@@ -185,7 +283,9 @@ def load_engine(
         why = _why_not_cuda(system)
         if not why:
             try:
-                engine = _engine(system, "cuda")(*args, gate=gate, **settings, **device)
+                padding = {} if pad_slot == PAD_SLOT else {"pad_slot": pad_slot}
+                make = _engine(system, "cuda", options | padding)
+                engine = make(*args, gate=gate, **settings, **device, **options, **padding)
                 engine.fit()
                 return "cuda", engine
             except UnsupportedError as error:
@@ -198,11 +298,65 @@ def load_engine(
     for name, value in device.items():
         if value is not None:
             raise ValueError(f"{name}: expected None on backend {backend!r}, as only 'cuda' has it ({why})")
-    engine = _engine(system, backend)(*args, **settings)
-    engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why)
+    engine = _engine(system, backend, options)(*args, **settings, **options)
+    engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why, pad_slot)
     if device_lacks_kernels:
         warnings.warn(f"backend: 'auto' takes 'cpu': {why}", RuntimeWarning, stacklevel=3)
     return backend, engine
+
+
+def load_parts(
+    system: str,
+    backend: str,
+    *args: Any,
+    gate: GateInput | None = None,
+    activation_dtype: str | None = None,
+    **settings: Any,
+) -> tuple[SlotPart, ...]:
+    """Describe the memory of a slot, without an engine.
+
+    Parameters
+    ----------
+    system : str
+        "standard", "replay" or "sketch".
+    backend : {"auto", "reference", "cpu", "cuda"}
+        Where the engine would run; "auto" takes "cuda" where CuPy sees a device.
+    *args
+        Arguments of the engine apart from the number of slots.
+    gate : GateInput, optional
+        Says that tokens come with raw gate inputs.
+    activation_dtype : str, optional
+        Type for an engine that computes on a device.
+    **settings
+        Passed to the engine's ``parts_of``.
+
+    Returns
+    -------
+    tuple of SlotPart
+        All parts of a slot.
+
+    Raises
+    ------
+    ValueError
+        If the backend is unknown, or a type is given for a backend on the host.
+    UnsupportedError
+        If the backend has no kernels for the layer, plan or settings.
+    """
+    if backend == "auto":
+        backend = "cpu" if _why_not_cuda(system) else "cuda"
+    if (backend, system) not in ENGINES:
+        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    check_dtype_name(activation_dtype, "activation_dtype")
+    device: dict[str, Any] = {}
+    if backend == "cuda":
+        device = {"gate": gate, "activation_dtype": activation_dtype}
+    elif activation_dtype is not None:
+        raise ValueError(f"activation_dtype: expected None on backend {backend!r}, as only 'cuda' has it")
+    describe = getattr(_engine(system, backend, {}), "parts_of", None)
+    if describe is None:
+        raise UnsupportedError(f"parts: backend {backend!r} does not describe its memory")
+    parts: tuple[SlotPart, ...] = describe(*args, **settings, **device)
+    return parts
 
 
 def _why_not_cuda(system: str) -> str:
@@ -214,9 +368,17 @@ def _why_not_cuda(system: str) -> str:
     return missing()
 
 
-def _engine(system: str, backend: str) -> Any:
+def _engine(system: str, backend: str, options: Mapping[str, Any]) -> Any:
+    """Find the class of an engine that supports these options."""
     module, attribute = ENGINES[backend, system].split(":")
-    return getattr(import_module(module), attribute)
+    engine = getattr(import_module(module), attribute)
+    if options:
+        makers = [base.__init__ for base in engine.__mro__ if "__init__" in vars(base)]
+        known = {name for maker in makers for name in inspect.signature(maker).parameters}
+        for name in options:
+            if name not in known:
+                raise UnsupportedError(f"{name}: backend {backend!r} does not support it for {system}")
+    return engine
 
 
 def check_dtype_name(value: Any, name: str) -> None:

@@ -7,19 +7,15 @@ of any framework, and returns the caller's kind of array. The engine does the ar
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from sketchssm import interop
-from sketchssm.backends import Arrays, Engine, check_dtype_name, load_engine
+from sketchssm.backends import Arrays, Engine, UnsupportedError, check_dtype_name
 from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
 
-if TYPE_CHECKING:
-    from sketchssm.gates import GateInput
-    from sketchssm.plan import SketchPlan
-
-__all__ = ["DecodeHead", "SketchHead"]
+__all__ = ["DecodeHead"]
 
 
 class DecodeHead:
@@ -44,7 +40,14 @@ class DecodeHead:
         Backend in use.
     engine : Engine
         The backend's engine (`sketchssm.backends.Engine`), which owns the slots' memory.
+
+    Attributes
+    ----------
+    drafts : int
+        Most tokens of a row's draft; 0 for heads without drafts.
     """
+
+    drafts = 0
 
     def __init__(self, layer: Layer, num_slots: int, backend: str, engine: Engine) -> None:
         self.layer = layer
@@ -116,8 +119,23 @@ class DecodeHead:
         with self._lock, self._arrays.call():
             self._engine.warmup(activation_dtype)
 
-    def step(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, slots: Any = None, out: Any = None) -> Any:
+    def step(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any = None,
+        *,
+        slots: Any = None,
+        out: Any = None,
+        draft: bool = False,
+        lengths: Any = None,
+    ) -> Any:
         """Decode one token, or several in order, for each row of a batch.
+
+        With ``draft=True`` the tokens are on trial: the outputs are those of decoding them, but the slots keep none
+        until `commit` says how many. Any other call that uses a slot drops its drafts.
 
         On ``cuda``, arrays on the device are used in place if they are contiguous, aligned to 16 bytes and of the
         right type: q, k and v of the activations' type, g and beta float32. Others are copied, on the device. Values
@@ -144,17 +162,24 @@ class DecodeHead:
         out : array, optional
             Writable array of the output's shape to fill and return. On ``cuda`` the kernels write it in place if it is
             contiguous, aligned, of their output type, and shares no memory with an input.
+        draft : bool, default False
+            Whether the tokens are drafts: at most `drafts` for each row.
+        lengths : array of int, (batch,), optional
+            Number of each row's drafts, from 0 to the length of the tokens axis; what stands behind them is not read.
+            Default: all.
 
         Returns
         -------
         array, (batch, [tokens,] heads, V)
-            Outputs: v's kind of array, device and dtype, or `out`. Rows of slot -1 are zeros.
+            Outputs: v's kind of array, device and dtype, or `out`. Padding rows, and tokens behind a row's drafts,
+            are zeros.
 
         Raises
         ------
         ValueError
             Naming the argument, before any state is touched: a wrong shape or device, a gate above 0, NaN or infinite,
-            a number beyond the backend's type, a slot out of range or named twice, an `out` that overlaps itself.
+            a number beyond the backend's type, a slot out of range or named twice, too many drafts, an `out` that
+            overlaps itself.
         TypeError
             If an argument is not a real floating-point array, or of a wider type than the head was told to expect.
         """
@@ -169,10 +194,35 @@ class DecodeHead:
                 self._seen = shapes
             if out is not None:
                 interop.check_out(out, tuple(v.shape))
+            if draft:
+                return self._draft(given, slots, out, lengths)
+            if lengths is not None:
+                raise ValueError("lengths: expected None without draft=True, got an array")
             with self._arrays.call(out, v, q, k) as call:
                 tokens, index, written = call.inputs(given, slots, out, self._several, self.num_slots)
                 self._engine.step(tokens, index, written)
                 return call.result(written, v, out)
+
+    def _draft(self, given: Tokens, slots: Any, out: Any, lengths: Any) -> Any:
+        """Decode a draft, whose shapes `step` has checked."""
+        batch, count = given.v.shape[0], given.v.shape[1] if self._several else 1
+        if not 1 <= count <= self.drafts:
+            room = f"1 to {self.drafts} tokens a row" if self.drafts else "False, as this head takes no drafts"
+            raise ValueError(f"draft: expected {room}, got {count} tokens")
+        draft = self._operation("draft")
+        with self._arrays.call(out, given.v, given.q, given.k) as call:
+            index = call.slots(slots, batch, self.num_slots)
+            counts = call.lengths(lengths, index, count)
+            tokens, index, written = call.inputs(given, slots, out, self._several, self.num_slots, counts)
+            draft(tokens, counts, index, written)
+            return call.result(written, given.v, out)
+
+    def _operation(self, name: str) -> Any:
+        """A method of the engine that not every backend has."""
+        operation = getattr(self._engine, name, None)
+        if operation is None:
+            raise UnsupportedError(f"{name}: backend {self.backend!r} does not support it for {type(self).__name__}")
+        return operation
 
     def load_state(self, state: Any, slots: Any = None) -> None:
         """Set the states of some slots, such as the final states of a prefill; their buffered tokens are dropped.
@@ -222,76 +272,3 @@ def check_capacity(num_slots: Any) -> int:
     if isinstance(num_slots, bool) or not isinstance(num_slots, int | np.integer) or num_slots < 1:
         raise ValueError(f"num_slots: expected a positive integer, got {num_slots!r}")
     return int(num_slots)
-
-
-def check_gate(gate: Any, layer: Layer) -> None:
-    """Check that a gate is None or the layer's."""
-    if gate is None:
-        return
-    from sketchssm.gates import GateInput
-
-    if not isinstance(gate, GateInput):
-        raise TypeError(f"gate: expected a GateInput or None, got {type(gate).__name__}")
-    gate.check(layer)
-
-
-class SketchHead(DecodeHead):
-    """Exact states, written once a window, and read through their sketches in between (algorithm 1).
-
-    Parameters
-    ----------
-    plan : SketchPlan
-        Bases, ranks and settings of the layer.
-    num_slots : int
-        Number of state slots.
-    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
-        Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
-    sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
-        How sketches and coefficient maps are stored; `reference` always keeps float64.
-    gate : GateInput, optional
-        For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
-    activation_dtype : {"bfloat16", "float16", "float32"}, optional
-        ``cuda`` only, an error elsewhere: type of q, k and v in the kernels and in the ring; arrays of another type
-        are converted. Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup`
-        names). From then on an array of a wider type is an error, so that nothing is rounded unasked. float64 counts
-        as float32.
-    output_dtype : {"bfloat16", "float16", "float32"}, optional
-        ``cuda`` only: type in which outputs leave the kernels. Default: the activations' type.
-    state : array, (num_slots, heads, V, K), optional
-        ``cuda`` only: memory for the states, such as a serving engine's pool, instead of the head's own. float32 on
-        the device, of any framework with DLPack, contiguous within a slot, any stride between slots. The head does
-        not read what the memory holds: a slot begins with `load_state` or `reset`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range or of another backend, the gate is not the layer's, the backend has no kernels
-        for the plan, or it needs a package or a device that this machine does not have.
-
-    Warns
-    -----
-    RuntimeWarning
-        If "auto" finds a device but takes "cpu", as the kernels do not support the plan; and at the first call that
-        copies arrays from a device to the host, as the head computes on the host.
-    """
-
-    def __init__(
-        self,
-        plan: SketchPlan,
-        num_slots: int,
-        backend: str = "auto",
-        *,
-        sketch_dtype: str = "bfloat16",
-        gate: GateInput | None = None,
-        activation_dtype: str | None = None,
-        output_dtype: str | None = None,
-        state: Any = None,
-    ) -> None:
-        if sketch_dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
-        capacity = check_capacity(num_slots)
-        check_gate(gate, plan.layer)
-        device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
-        engine = load_engine("sketch", backend, plan, capacity, sketch_dtype=sketch_dtype, gate=gate, **device)
-        super().__init__(plan.layer, capacity, *engine)
-        self.plan = plan

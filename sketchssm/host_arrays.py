@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.interop import from_host, is_on_device, is_real, to_host, to_type
-from sketchssm.recurrence import Tokens, check_gates, check_slots
+from sketchssm.recurrence import PAD_SLOT, Tokens, check_gates, check_slots
+from sketchssm.slots import SlotPart, check_memory, drafted
 
-__all__ = ["HostArrays"]
+__all__ = ["HostArrays", "slot_memory"]
 
 
 class HostArrays:
@@ -26,12 +27,21 @@ class HostArrays:
         Converts the argument g to log-decays. Default: g holds log-decays.
     why : str, default ""
         Why the head computes on the host, for the warning about arrays on a device.
+    pad_slot : int, default -1
+        The caller's number of padding; engines see -1.
     """
 
-    def __init__(self, dtype: Any, log_decays: Callable[[Any], npt.NDArray[Any]] | None = None, why: str = "") -> None:
+    def __init__(
+        self,
+        dtype: Any,
+        log_decays: Callable[[Any], npt.NDArray[Any]] | None = None,
+        why: str = "",
+        pad_slot: int = PAD_SLOT,
+    ) -> None:
         self.dtype = np.dtype(dtype)
         self._log_decays = log_decays
         self._why, self._warned = why, False
+        self._pad_slot = pad_slot
 
     def call(self, *arrays: Any) -> HostArrays:
         """See `sketchssm.backends.Arrays`."""
@@ -43,21 +53,59 @@ class HostArrays:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
+    def slots(
+        self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False
+    ) -> npt.NDArray[np.int64]:
         """See `sketchssm.backends.Call`."""
-        host = None if slots is None else to_host(slots, "slots")
+        host = None if slots is None else to_host(slots, name)
         if batch is None:
-            host = np.arange(capacity) if host is None else np.atleast_1d(host)
+            host = np.delete(np.arange(capacity), self._excluded(capacity)) if host is None else np.atleast_1d(host)
             batch = host.shape[0]
-        return check_slots(host, batch, capacity)
+        return check_slots(host, batch, capacity, self._pad_slot, name, repeats)
+
+    def _excluded(self, capacity: int) -> list[int]:
+        """Slots that are no slots, as their number means padding."""
+        return [self._pad_slot] if 0 <= self._pad_slot < capacity else []
+
+    def lengths(self, lengths: Any, slots: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
+        """See `sketchssm.backends.Call`."""
+        live = slots >= 0
+        if lengths is None:
+            return np.where(live, tokens, 0)
+        counts = np.where(live, _counts("lengths", lengths, slots.shape[0]), 0)
+        wrong = (counts < 0) | (counts > tokens)
+        if wrong.any():
+            raise ValueError(f"lengths: expected 0 to {tokens}, got {counts[wrong][0]}")
+        return counts
+
+    def accepted(
+        self, accepted: Any, slots: npt.NDArray[np.int64], cursor: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int64]:
+        """See `sketchssm.backends.Call`."""
+        live = slots >= 0
+        counts = np.where(live, _counts("accepted", accepted, slots.shape[0]), 0)
+        most = np.where(live, drafted(cursor[slots]), 0)
+        for row in np.flatnonzero((counts < 0) | (counts > most)):
+            raise ValueError(
+                f"accepted: expected 0 to {most[row]}, the drafted tokens of slot {slots[row]}, got {counts[row]}"
+            )
+        return counts
 
     def inputs(
-        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int
+        self,
+        given: Tokens,
+        slots: Any,
+        out: Any,
+        several: bool,
+        capacity: int,
+        lengths: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """See `sketchssm.backends.Call`."""
         index = self.slots(slots, given.v.shape[0], capacity)
         self._note_device("v", given.v)
-        live = index >= 0 if (index < 0).any() else slice(None)
+        live: Any = index >= 0 if (index < 0).any() else slice(None)
+        if lengths is not None:  # tokens past a row's length may hold anything, like padding
+            live = np.arange(given.v.shape[1]) < lengths[:, None] if several else lengths > 0
         host = (None if x is None else self._take(x, name, live) for name, x in given._asdict().items())
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
         for name in ("beta",) if self._log_decays is not None else ("g", "beta"):
@@ -135,3 +183,64 @@ class HostArrays:
             with np.errstate(all="ignore"):  # of padding rows, and of numbers beyond the type's range
                 return self._log_decays(host).astype(self.dtype)
         return to_type(host, self.dtype, name, live)
+
+
+def _counts(name: str, counts: Any, batch: int) -> npt.NDArray[np.int64]:
+    """A call's counts of tokens, one for each row."""
+    host = to_host(counts, name)
+    if host.dtype.kind not in "iu" and host.size:
+        raise ValueError(f"{name}: expected integers, got dtype {host.dtype}")
+    if host.shape != (batch,):
+        raise ValueError(f"{name}: expected shape ({batch},), got {host.shape}")
+    return host.astype(np.int64)
+
+
+def slot_memory(
+    parts: Iterable[SlotPart], num_slots: int, given: Mapping[str, Any] | None
+) -> dict[str, npt.NDArray[Any]]:
+    """Memory of all slots: the caller's arrays on the host where there are any, else new zeros.
+
+    Parameters
+    ----------
+    parts : iterable of SlotPart
+        Parts of a slot.
+    num_slots : int
+        Number of slots.
+    given : mapping of str to array, optional
+        Memory by the names of parts. Cursors in it are set to 0.
+
+    Returns
+    -------
+    dict of str to ndarray
+        ``(num_slots, *shape)`` of every part.
+
+    Raises
+    ------
+    TypeError
+        If memory is on a device or of a wrong type.
+    ValueError
+        If memory does not fit its part, or there is no part of a name.
+    """
+    shapes, rest, memory = {part.name: part for part in parts}, dict(given or {}), {}
+    for name, part in shapes.items():
+        if name not in rest:
+            dtype = _bfloat16() if part.dtype == "bfloat16" else np.dtype(part.dtype)
+            memory[name] = np.zeros((num_slots, *part.shape), dtype)
+            continue
+        array = rest.pop(name)
+        if not hasattr(array, "shape") or is_on_device(array):
+            raise TypeError(f"memory[{name!r}]: expected an array on the host, got {type(array).__name__}")
+        host = to_host(array, f"memory[{name!r}]")
+        check_memory(f"memory[{name!r}]", host, part, num_slots)
+        memory[name] = host.view(_bfloat16()) if part.dtype == "bfloat16" else host
+    if rest:
+        raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(rest))!r}")
+    if "cursor" in memory:
+        memory["cursor"][...] = 0
+    return memory
+
+
+def _bfloat16() -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)

@@ -35,8 +35,8 @@ KINDS = ("mamba2", "gdn", "kda")
 DENSE = -1
 """Rank that marks a head which reads the full state instead of a sketch."""
 
-MAX_WINDOW = 4096
-"""Longest window in tokens: a ring of so many has more elements than any state of fewer than 8192 keys and values."""
+MAX_WINDOW = 64
+"""Longest window in tokens: a cursor word has six bits for the position."""
 
 ROUNDING = 1e-5
 """Relative errors of outputs and states below this value are float32 rounding."""
@@ -299,22 +299,35 @@ def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> No
         raise ValueError("beta: expected finite numbers, got NaN or infinity")
 
 
-def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
+def check_slots(
+    slots: Any,
+    batch: int,
+    capacity: int,
+    pad_slot: int = PAD_SLOT,
+    name: str = "slots",
+    repeats: bool = False,
+) -> npt.NDArray[np.int64]:
     """Check and return the state slot of each row.
 
     Parameters
     ----------
     slots : array of int or None
-        Shape ``(batch,)``; -1 marks a padding row. None stands for rows 0 to batch - 1.
+        Shape ``(batch,)``. None stands for rows 0 to batch - 1.
     batch : int
         Rows of the call.
     capacity : int
         Slots that the head holds.
+    pad_slot : int, default -1
+        Marks a padding row.
+    name : str, default "slots"
+        The argument's name, for messages.
+    repeats : bool, default False
+        Whether rows may name one slot.
 
     Returns
     -------
     ndarray of int64
-        Shape ``(batch,)``.
+        Shape ``(batch,)``, -1 for padding rows.
 
     Raises
     ------
@@ -323,25 +336,33 @@ def check_slots(slots: Any, batch: int, capacity: int) -> npt.NDArray[np.int64]:
     """
     if slots is None:
         if batch > capacity:
-            raise ValueError(f"slots: expected an array, as a batch of {batch} exceeds the head's {capacity} slots")
+            raise ValueError(f"{name}: expected an array, as a batch of {batch} exceeds the head's {capacity} slots")
+        if 0 <= pad_slot < batch:
+            raise ValueError(f"{name}: expected an array, as slot {pad_slot} means padding")
         return np.arange(batch, dtype=np.int64)
     array = np.asarray(slots)
     if array.dtype.kind not in "iu" and array.size:
-        raise ValueError(f"slots: expected integers, got dtype {array.dtype}")
+        raise ValueError(f"{name}: expected integers, got dtype {array.dtype}")
     if array.shape != (batch,):
-        raise ValueError(f"slots: expected shape ({batch},), got {array.shape}")
-    if array.dtype == np.uint64 and batch and array.max() >= capacity:  # which int64 may not hold
-        raise ValueError(f"slots: expected -1 (padding) or 0 to {capacity - 1}, got {array.max()}")
+        raise ValueError(f"{name}: expected shape ({batch},), got {array.shape}")
+    expected = f"{name}: expected {pad_slot} (padding) or 0 to {capacity - 1}, got"
+    if array.dtype == np.uint64 and batch and array.max() >= max(capacity, pad_slot + 1):  # which int64 may not hold
+        raise ValueError(f"{expected} {array.max()}")
     array = array.astype(np.int64)
+    if pad_slot != PAD_SLOT:
+        outside = array[array == PAD_SLOT]
+        if outside.size:
+            raise ValueError(f"{expected} {PAD_SLOT}")
+        array[array == pad_slot] = PAD_SLOT
     ordered = np.sort(array)  # every step comes here: a few operations for the usual case
     if batch and (ordered[0] < PAD_SLOT or ordered[-1] >= capacity):
         outside = array[(array < PAD_SLOT) | (array >= capacity)]
-        raise ValueError(f"slots: expected -1 (padding) or 0 to {capacity - 1}, got {outside[0]}")
+        raise ValueError(f"{expected} {outside[0]}")
     repeated = ordered[1:] == ordered[:-1]
-    if repeated.any():
+    if not repeats and repeated.any():
         twice = ordered[1:][repeated & (ordered[1:] != PAD_SLOT)]
         if twice.size:
-            raise ValueError(f"slots: expected each slot at most once, got slot {twice[0]} twice")
+            raise ValueError(f"{name}: expected each slot at most once, got slot {twice[0]} twice")
     return array
 
 

@@ -131,5 +131,5 @@ def test_bits(head, bits):
 
 
 def test_window_of_a_copy():
-    with pytest.raises(ValueError, match=r"^window: expected an integer from 1 to 4096, got 0"):
+    with pytest.raises(ValueError, match=r"^window: expected an integer from 1 to 64, got 0"):
         ss.CopyReadHead(LAYERS["gdn"], 2, "reference", window=0)

@@ -266,7 +266,7 @@ class TestTorchOnDevice:
 class TestPools:
     def test_states_in_the_caller_s_memory(self, rng):
         pool = standin.full((4, 2, *LAYER.state_shape), np.nan, np.float32)
-        head, twin = sketch(state=pool[:, 1]), sketch("reference")
+        head, twin = sketch(memory={"state": pool[:, 1]}), sketch("reference")
         assert head.state.ctypes.data == pool[:, 1].ctypes.data
         head.reset()
         tokens = tokens_of(rng, 4, 9)
@@ -274,7 +274,8 @@ class TestPools:
         twin.step(*tokens)
         assert error(pool[:, 1], twin.state) < EXACT
         assert np.isnan(pool[:, 0]).all()
-        assert sketch(state=OnDevice(np.zeros((4, *LAYER.state_shape), np.float32))).state.shape == head.state.shape
+        memory = {"state": OnDevice(np.zeros((4, *LAYER.state_shape), np.float32))}
+        assert sketch(memory=memory).state.shape == head.state.shape
 
     def test_refusals(self):
         shape = (4, *LAYER.state_shape)
@@ -289,7 +290,4 @@ class TestPools:
             (shifted, ValueError, "expected slots aligned to 16 bytes"),
         ):
             with pytest.raises(kind, match=r"^state: " + message):
-                ss.StandardHead(LAYER, 4, "cuda", state=pool)
-        for backend in ("reference", "cpu"):
-            with pytest.raises(ValueError, match=rf"^state: expected None on backend '{backend}'"):
-                ss.StandardHead(LAYER, 4, backend, state=standin.zeros(shape, np.float32))
+                ss.StandardHead(LAYER, 4, "cuda", memory={"state": pool})

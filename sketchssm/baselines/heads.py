@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sketchssm.backends import load_engine
-from sketchssm.head import DecodeHead, check_capacity, check_gate
-from sketchssm.recurrence import Layer, check_window
+from sketchssm.backends import load_parts
+from sketchssm.exact import ExactHead, check_drafts, check_phase
+from sketchssm.recurrence import PAD_SLOT, Layer, check_window
+from sketchssm.slots import SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayHead", "StandardHead"]
 
 
-class StandardHead(DecodeHead):
+class StandardHead(ExactHead):
     """Standard decode: reads and writes every state at every token, as serving engines do by default.
 
     Parameters
@@ -29,8 +31,14 @@ class StandardHead(DecodeHead):
         See `SketchHead`.
     activation_dtype, output_dtype : {"bfloat16", "float16", "float32"}, optional
         ``cuda`` only: types of q, k and v, and of outputs; see `SketchHead`.
-    state : array, (num_slots, heads, V, K), optional
-        ``cuda`` only: memory for the states; see `SketchHead`.
+    pad_slot : int, default -1
+        See `SketchHead`.
+    memory : mapping of str to array, optional
+        See `SketchHead`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of the states. A 16-bit type rounds a state at every token.
+    drafts : int, default 0
+        Most tokens of a row's draft, 0 to 8, for which every slot has a ring.
     """
 
     def __init__(
@@ -42,15 +50,60 @@ class StandardHead(DecodeHead):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
         output_dtype: str | None = None,
-        state: Any = None,
+        pad_slot: int = PAD_SLOT,
+        memory: Mapping[str, Any] | None = None,
+        state_dtype: str = "float32",
+        drafts: int = 0,
     ) -> None:
-        capacity = check_capacity(num_slots)
-        check_gate(gate, layer)
-        device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
-        super().__init__(layer, capacity, *load_engine("standard", backend, layer, capacity, gate=gate, **device))
+        super().__init__(
+            "standard",
+            layer,
+            num_slots,
+            backend,
+            gate=gate,
+            activation_dtype=activation_dtype,
+            output_dtype=output_dtype,
+            pad_slot=pad_slot,
+            memory=memory,
+            state_dtype=state_dtype,
+            drafts=check_drafts(drafts),
+        )
+
+    @staticmethod
+    def parts_of(
+        layer: Layer,
+        backend: str = "auto",
+        *,
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+        state_dtype: str = "float32",
+        drafts: int = 0,
+    ) -> tuple[SlotPart, ...]:
+        """Describe the memory of a slot; see `SketchHead.parts_of`.
+
+        Parameters
+        ----------
+        layer : Layer
+            Kind and shape.
+        backend : str
+            That of the head.
+        gate : GateInput, optional
+            That of the head.
+        activation_dtype, state_dtype : str
+            Those of the head.
+        drafts : int, default 0
+            That of the head.
+
+        Returns
+        -------
+        tuple of SlotPart
+            The head's `parts`.
+        """
+        types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
+        return load_parts("standard", backend, layer, drafts=check_drafts(drafts), **types)
 
 
-class ReplayHead(DecodeHead):
+class ReplayHead(ExactHead):
     """Buffered replay: writes the state once per window, but reads the state and the buffered inputs at every token.
 
     ReplaySSM is the source of the scheme and of buffering raw inputs. Choices of this library: the triangular system
@@ -73,8 +126,14 @@ class ReplayHead(DecodeHead):
         See `SketchHead`.
     activation_dtype, output_dtype : {"bfloat16", "float16", "float32"}, optional
         ``cuda`` only: types of q, k and v, and of outputs; see `SketchHead`.
-    state : array, (num_slots, heads, V, K), optional
-        ``cuda`` only: memory for the states; see `SketchHead`.
+    pad_slot : int, default -1
+        See `SketchHead`.
+    memory : mapping of str to array, optional
+        See `SketchHead`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        See `SketchHead`.
+    phase : int, optional
+        See `SketchHead`.
     """
 
     def __init__(
@@ -87,10 +146,56 @@ class ReplayHead(DecodeHead):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
         output_dtype: str | None = None,
-        state: Any = None,
+        pad_slot: int = PAD_SLOT,
+        memory: Mapping[str, Any] | None = None,
+        state_dtype: str = "float32",
+        phase: int | None = None,
     ) -> None:
-        width, capacity = check_window(window, least=1), check_capacity(num_slots)
-        check_gate(gate, layer)
-        device: Any = {"activation_dtype": activation_dtype, "output_dtype": output_dtype, "state": state}
-        engine = load_engine("replay", backend, layer, capacity, width, gate=gate, **device)
-        super().__init__(layer, capacity, *engine)
+        width = check_window(window, least=1)
+        super().__init__(
+            "replay",
+            layer,
+            num_slots,
+            backend,
+            width,
+            gate=gate,
+            activation_dtype=activation_dtype,
+            output_dtype=output_dtype,
+            pad_slot=pad_slot,
+            memory=memory,
+            state_dtype=state_dtype,
+            phase=check_phase(phase, width),
+        )
+
+    @staticmethod
+    def parts_of(
+        layer: Layer,
+        backend: str = "auto",
+        *,
+        window: int = 16,
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+        state_dtype: str = "float32",
+    ) -> tuple[SlotPart, ...]:
+        """Describe the memory of a slot; see `SketchHead.parts_of`.
+
+        Parameters
+        ----------
+        layer : Layer
+            Kind and shape.
+        backend : str
+            That of the head.
+        window : int, default 16
+            That of the head.
+        gate : GateInput, optional
+            That of the head.
+        activation_dtype, state_dtype : str
+            Those of the head.
+
+        Returns
+        -------
+        tuple of SlotPart
+            The head's `parts`.
+        """
+        types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
+        return load_parts("replay", backend, layer, check_window(window, least=1), **types)

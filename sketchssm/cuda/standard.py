@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer, check_pool
@@ -52,8 +54,8 @@ class StandardEngine:
         Kind and shape.
     num_slots : int
         Number of state slots.
-    state : array, optional
-        Memory to use instead of the engine's own; see `SketchHead`.
+    memory : mapping of str to array, optional
+        Memory to use instead of the engine's own, of "state"; see `SketchHead`.
     activation_dtype : {"bfloat16", "float16", "float32"} or None, default "bfloat16"
         Type of q, k and v. None: the narrowest that holds those of the first call.
     output_dtype : str, optional
@@ -69,7 +71,7 @@ class StandardEngine:
         layer: Layer,
         num_slots: int,
         *,
-        state: Any = None,
+        memory: Mapping[str, Any] | None = None,
         activation_dtype: str | None = "bfloat16",
         output_dtype: str | None = None,
         gate: GateInput | None = None,
@@ -84,6 +86,10 @@ class StandardEngine:
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
         shape = (num_slots, *layer.state_shape)
+        given = dict(memory or {})
+        state = given.pop("state", None)
+        if given:
+            raise UnsupportedError(f"memory: backend 'cuda' takes no memory for {next(iter(given))!r}")
         self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
         self._slot_stride = np.int64(self.state.strides[0] // 4)
         self.position = cupy.zeros(num_slots, dtype=np.int32)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead, StandardHead
-from sketchssm.head import DecodeHead, SketchHead
+from sketchssm.exact import SketchHead
+from sketchssm.head import DecodeHead
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 

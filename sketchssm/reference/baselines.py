@@ -24,8 +24,8 @@ class QuantisedEngine(StandardEngine):
         self._requantise(slot)
         return output
 
-    def _start_window(self, slot: int) -> None:
-        super()._start_window(slot)
+    def _begin(self, slot: int, word: int) -> None:
+        super()._begin(slot, word)
         self._requantise(slot)  # a loaded state is kept quantised, too
 
     def _requantise(self, slot: int) -> None:
@@ -40,8 +40,8 @@ class CopyEngine(ReplayEngine):
         self.bits = bits
         self._copy = np.zeros_like(self.state)
 
-    def _start_window(self, slot: int) -> None:
-        super()._start_window(slot)
+    def _begin(self, slot: int, word: int) -> None:
+        super()._begin(slot, word)
         self._copy[slot] = round_trip(self.state[slot], self.bits, zero=False)
 
     def _read(self, slot: int, queries: Array) -> Array:

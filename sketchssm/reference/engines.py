@@ -2,125 +2,340 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.host_arrays import HostArrays
+from sketchssm.host_arrays import HostArrays, slot_memory
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.reference.window import Ring, fold, read_window
+from sketchssm.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
+Slots = npt.NDArray[np.int64]
+
 
 class StandardEngine:
-    """Standard decode: the state is read and written at every token."""
+    """Standard decode: the state is read and written at every token.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    num_slots : int
+        Number of state slots.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        A 16-bit type rounds a state whenever it is stored. Memory stays float64.
+    memory : mapping of str to array, optional
+        The caller's memory for some of `parts`.
+    drafts : int, default 0
+        Most tokens of a draft.
+    """
 
     arrays = HostArrays(np.float64)
     window = 1
 
-    def __init__(self, layer: Layer, num_slots: int) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        num_slots: int,
+        *,
+        state_dtype: str = "float32",
+        memory: Mapping[str, Any] | None = None,
+        drafts: int = 0,
+    ) -> None:
+        self.drafts = drafts
+        self._open(layer, num_slots, drafts, state_dtype, memory)
+
+    def _open(
+        self, layer: Layer, num_slots: int, ring: int, state_dtype: str, memory: Mapping[str, Any] | None
+    ) -> None:
+        """Set the memory up, with rings of `ring` tokens."""
         self.layer = layer
-        self.state = np.zeros((num_slots, *layer.state_shape))
-        self.position = np.zeros(num_slots, dtype=np.int32)
+        self.parts = _parts(layer, ring)
+        self.memory = slot_memory(self.parts, num_slots, memory)
+        self.state = self.memory["state"]
+        self._cursor = self.memory.get("cursor", np.zeros(num_slots, np.int32))
+        self._clock: int | None = None  # the virtual row's cursor word
+        self._state_dtype = state_dtype
+
+    @staticmethod
+    def parts_of(layer: Layer, *, state_dtype: str = "float32", drafts: int = 0) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        return _parts(layer, drafts)
+
+    @property
+    def position(self) -> npt.NDArray[np.int32]:
+        """See `sketchssm.backends.Engine`."""
+        return self._cursor & POSITION
 
     def warmup(self, activation_dtype: str | None = None) -> None:
         """See `sketchssm.backends.Engine`: there is nothing to compile."""
 
-    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
+    def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
-        inputs = per_head(self.layer, tokens)
-        for row, slot in enumerate(slots):
-            for t in range(out.shape[1]):
-                if slot < 0:
-                    out[row, t] = 0.0
-                    continue
-                out[row, t] = self._token(slot, Tokens(*(x if x is None else x[row, t] for x in inputs)))
+        live = slots >= 0
+        out[~live] = 0.0
+        for t in range(out.shape[1] if slots.size else 0):
+            for row in np.flatnonzero(live):
+                out[row, t] = self._token(slots[row], _at(tokens, row, t))
+            self._tick(slots[live])
 
     def _token(self, slot: int, token: Tokens) -> Array:
-        state, output = step(self.state[slot].swapaxes(-1, -2), *token)
-        self.state[slot] = state.swapaxes(-1, -2)
+        self._cursor[slot] = 0
+        state, output = step(self.state[slot].swapaxes(-1, -2), *per_head(self.layer, token))
+        self.state[slot] = self._rounded(state.swapaxes(-1, -2))
         return output
 
-    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`."""
-        for row, slot in enumerate(slots):
-            if slot >= 0:
-                self.state[slot] = state[row]
-                self._start_window(slot)
+    def _tick(self, slots: Slots) -> None:
+        """Move the clock on by a plain token; at its stroke, mark these slots due."""
+        if self._clock is None:
+            return
+        last = self.window - 1
+        flushes = self._clock & DUE or self._clock & POSITION == last
+        position = 0 if flushes else (self._clock & POSITION) + 1
+        self._clock = position | (DUE if position == last else 0)
+        self._cursor[slots] |= self._clock & DUE
 
-    def flush(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`."""
+    def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        out[...] = 0.0
+        for row in np.flatnonzero(slots >= 0):
+            slot, length = slots[row], int(lengths[row])
+            state = self.state[slot]
+            for t in range(length):
+                token = _at(tokens, row, t)
+                self._buffer(slot, t, token)
+                new, out[row, t] = step(state.swapaxes(-1, -2), *per_head(self.layer, token))
+                state = self._rounded(new.swapaxes(-1, -2))
+            self._cursor[slot] = length << DRAFTED_SHIFT
 
-    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+    def commit(self, accepted: Slots, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        for row in np.flatnonzero(slots >= 0):
+            slot = slots[row]
+            for t in range(accepted[row]):
+                k, v, g, beta = (x if x is None else x[:, t] for x in self._ring(slot, t + 1))
+                assert k is not None and v is not None and g is not None
+                state, _ = step(self.state[slot].swapaxes(-1, -2), k, k, v, g, beta)  # its output is not used
+                self.state[slot] = self._rounded(state.swapaxes(-1, -2))
+            self._cursor[slot] = 0
+
+    def load_state(self, state: Array, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
+        live = slots >= 0
+        self.state[slots[live]] = self._rounded(state[live])  # the index copies: `state` may be this memory
+        self.adopt(slots)
+
+    def adopt(self, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
         for slot in slots[slots >= 0]:
-            self.state[slot] = 0.0
-            self._start_window(slot)
+            self._begin(slot, self._stroke)
 
-    def _start_window(self, slot: int) -> None:
-        self.position[slot] = 0
+    def flush(self, slots: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._cursor[slots[slots >= 0]] = 0
+
+    def reset(self, slots: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self.state[slots[slots >= 0]] = 0.0
+        self.adopt(slots)
+
+    def copy(self, src: Slots, dst: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        live = (src >= 0) & (dst >= 0)
+        src, dst = src[live], dst[live]
+        for array in self.memory.values():
+            array[dst] = array[src]
+        self._cursor[dst] &= POSITION | DUE
+
+    def rejoin(self, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        live = slots[slots >= 0]
+        self._cursor[live] = (self._cursor[live] & POSITION) | self._stroke
+
+    def left_out(self) -> int:
+        """See `sketchssm.backends.ExactEngine`: `HostArrays` has refused such slots."""
+        return 0
+
+    @property
+    def _stroke(self) -> int:
+        """The DUE bit that a window begins with."""
+        return 0 if self._clock is None else self._clock & DUE
+
+    def _begin(self, slot: int, word: int) -> None:
+        """Begin a window on the slot's state."""
+        self._cursor[slot] = word
+
+    def _rounded(self, state: Array) -> Array:
+        """A state as its type holds it, in float64."""
+        if self._state_dtype == "float32":
+            return state
+        if self._state_dtype == "bfloat16":
+            import ml_dtypes
+
+            return state.astype(ml_dtypes.bfloat16).astype(np.float64)
+        with np.errstate(over="ignore"):  # becomes infinite
+            return state.astype(np.float16).astype(np.float64)
+
+    def _buffer(self, slot: int, place: int, token: Tokens) -> None:
+        """Put a token into the slot's ring."""
+        self.memory["keys"][slot, :, place] = token.k
+        self.memory["values"][slot, :, place] = token.v
+        self.memory["gates"][slot, :, place] = token.g.reshape(self.layer.heads, -1)
+        if self.layer.erases:
+            self.memory["betas"][slot, :, place] = token.beta
+
+    def _ring(self, slot: int, count: int) -> Ring:
+        """The first tokens of the slot's ring, with a key per value head."""
+        k, v, g = (self.memory[name][slot, :, :count] for name in ("keys", "values", "gates"))
+        beta = self.memory["betas"][slot, :, :count] if self.layer.erases else None
+        return Ring(self.layer.expand_keys(k, axis=0), v, g, beta)
 
 
 class ReplayEngine(StandardEngine):
-    """Buffered replay: a ring keeps the raw inputs, and the window's last token folds them into the state."""
+    """Buffered replay: a ring keeps the raw inputs, and the window's last token folds them into the state.
 
-    def __init__(self, layer: Layer, num_slots: int, window: int) -> None:
-        super().__init__(layer, num_slots)
-        self.window = window
-        self._ring: list[list[Tokens]] = [[] for _ in range(num_slots)]
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    num_slots : int
+        Number of state slots.
+    window : int
+        Tokens from one flush to the next (W).
+    state_dtype, memory
+        See `StandardEngine`. A 16-bit state is rounded after its flush's outputs are read.
+    phase : int, optional
+        Where the clock begins; None for no clock.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        num_slots: int,
+        window: int,
+        *,
+        state_dtype: str = "float32",
+        memory: Mapping[str, Any] | None = None,
+        phase: int | None = None,
+    ) -> None:
+        self.window, self.drafts = window, min(MAX_DRAFTS, window - 1)
+        self._open(layer, num_slots, window, state_dtype, memory)
+        if phase is not None:
+            self._clock = phase | (DUE if phase == window - 1 else 0)
+            self._cursor[:] = self._stroke
+
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        layer: Layer, window: int, *, state_dtype: str = "float32"
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        return _parts(layer, window)
 
     def _token(self, slot: int, token: Tokens) -> Array:
-        self._ring[slot].append(
-            Tokens(*(x if x is None else x.copy() for x in token))
-        )  # the caller may overwrite its arrays
-        self.position[slot] += 1
-        if self.position[slot] == self.window:
-            self.flush(np.array([slot]))
-            return np.einsum("hvk,hk->hv", self.state[slot], token.q)
-        ring = self._stacked(slot)
-        reads = read_window(token.q[:, None, :], ring)
+        word = int(self._cursor[slot])
+        position = word & POSITION
+        self._buffer(slot, position, token)
+        if word & DUE or position == self.window - 1:
+            state = self._fold(slot, position + 1)
+            self._begin(slot, 0)
+            return np.einsum("hvk,hk->hv", state, self.layer.expand_keys(token.q))
+        self._cursor[slot] = position + 1
+        return self._output(slot, position + 1, token.q)
+
+    def _output(self, slot: int, count: int, query: Array) -> Array:
+        """Output ``(heads, V)`` of the last of so many buffered tokens."""
+        ring = self._ring(slot, count)
+        reads = read_window(self.layer.expand_keys(query)[:, None, :], ring)
         return self._read(slot, reads.queries[:, 0, :]) + np.einsum("hs,hsv->hv", reads.weights[:, 0, :], ring.v)
 
     def _read(self, slot: int, queries: Array) -> Array:
         """State-read outputs ``(heads, V)`` of effective queries ``(heads, K)``."""
         return np.einsum("hvk,hk->hv", self.state[slot], queries)
 
-    def _stacked(self, slot: int) -> Ring:
-        tokens = self._ring[slot]
-        k, v, g = (np.stack([getattr(token, name) for token in tokens], axis=1) for name in "kvg")
-        return Ring(k, v, g, np.stack([t.beta for t in tokens], axis=1) if self.layer.erases else None)
+    def _fold(self, slot: int, count: int) -> Array:
+        """Fold so many buffered tokens into the slot's state; return the state before its rounding."""
+        state = fold(self.state[slot].swapaxes(-1, -2), self._ring(slot, count)).swapaxes(-1, -2)
+        self.state[slot] = self._rounded(state)
+        return state
 
-    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+    def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        out[...] = 0.0
+        for row in np.flatnonzero(slots >= 0):
+            slot, length = slots[row], int(lengths[row])
+            position = self._room(int(self._cursor[slot]), length)
+            if position == 0 and self.position[slot]:
+                self._fold(slot, self.position[slot])
+                self._begin(slot, 0)
+            for t in range(length):
+                token = _at(tokens, row, t)
+                self._buffer(slot, position + t, token)
+                out[row, t] = self._output(slot, position + t + 1, token.q)
+            self._cursor[slot] = position | length << DRAFTED_SHIFT
+        if self._clock is not None and slots.size:
+            length = out.shape[1]
+            self._clock = self._room(self._clock, length) | length << DRAFTED_SHIFT
+
+    def _room(self, word: int, length: int) -> int:
+        """Position of a slot at which a draft may begin: 0 if the slot has to flush before."""
+        position = word & POSITION
+        return 0 if word & DUE or position + length > self.window - 1 else position
+
+    def commit(self, accepted: Slots, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        live = slots >= 0
+        index = slots[live]
+        words = self._cursor[index]
+        self._cursor[index] = (words & (POSITION | DUE)) + np.minimum(accepted[live], drafted(words))
+        if self._clock is not None and slots.size:
+            length = drafted(self._clock)
+            self._clock = (self._clock & (POSITION | DUE)) + length
+            if (self._clock & POSITION) + length > self.window - 1:
+                self._clock |= DUE
+                self._cursor[index] |= DUE
+
+    def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         for slot in slots[slots >= 0]:
-            if self._ring[slot]:
-                folded = fold(self.state[slot].swapaxes(-1, -2), self._stacked(slot))
-                self.state[slot] = folded.swapaxes(-1, -2)
-                self._start_window(slot)
-
-    def _start_window(self, slot: int) -> None:
-        self.position[slot] = 0
-        self._ring[slot] = []
+            if self.position[slot]:
+                self._fold(slot, self.position[slot])
+                self._begin(slot, self._stroke)
+            else:
+                self._cursor[slot] = self._stroke
 
 
 class SketchEngine(ReplayEngine):
-    """The paper's algorithm 1: replay, with state reads through a sketch between flushes."""
+    """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
-    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float64") -> None:
-        super().__init__(plan.layer, num_slots, plan.window)
+    Sketches are no part of a slot's memory: a read compares the state with the one it was sketched from.
+    """
+
+    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float64", **settings: Any) -> None:
+        super().__init__(plan.layer, num_slots, plan.window, **settings)
         self.plan = plan
-        self._reads: list[list[Callable[[Array], Array]]] = [[] for _ in range(num_slots)]
-        for slot in range(num_slots):
-            self._start_window(slot)
+        self._sketches: list[tuple[Array, list[Callable[[Array], Array]]] | None] = [None] * num_slots
 
-    def _start_window(self, slot: int) -> None:
-        super()._start_window(slot)
-        self._reads[slot] = [self._sketch(slot, head) for head in range(self.layer.heads)]
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        plan: SketchPlan, sketch_dtype: str = "float64", *, state_dtype: str = "float32"
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        return _parts(plan.layer, plan.window)
+
+    def _read(self, slot: int, queries: Array) -> Array:
+        sketched = self._sketches[slot]
+        if sketched is None or not np.array_equal(sketched[0], self.state[slot]):
+            reads = [self._sketch(slot, head) for head in range(self.layer.heads)]
+            sketched = self._sketches[slot] = self.state[slot].copy(), reads
+        return np.stack([read(x) for read, x in zip(sketched[1], queries, strict=True)])
 
     def _sketch(self, slot: int, head: int) -> Callable[[Array], Array]:
         """Sketch one head's state and return how to read it: effective query ``(K,)`` to output ``(V,)``."""
@@ -132,5 +347,20 @@ class SketchEngine(ReplayEngine):
         read = state.T @ omega @ maps.coefficient_map(self.plan.map, state, omega, projection)
         return lambda x: read @ x
 
-    def _read(self, slot: int, queries: Array) -> Array:
-        return np.stack([read(x) for read, x in zip(self._reads[slot], queries, strict=True)])
+
+def _at(tokens: Tokens, row: Any, t: int) -> Tokens:
+    """One token of a call."""
+    return Tokens(*(x if x is None else x[row, t] for x in tokens))
+
+
+def _parts(layer: Layer, ring: int) -> tuple[SlotPart, ...]:
+    """Parts of a slot with a ring of so many tokens."""
+    shapes: dict[str, tuple[int, ...]] = {"state": layer.state_shape}
+    if ring:
+        shapes["keys"] = layer.key_heads, ring, layer.key_dim
+        shapes["values"] = layer.heads, ring, layer.value_dim
+        shapes["gates"] = layer.heads, ring, layer.gate_channels
+        if layer.erases:
+            shapes["betas"] = layer.heads, ring
+    parts = [SlotPart(name, shape, "float64", 8) for name, shape in shapes.items()]
+    return (*parts, SlotPart("cursor", (), "int32", 4)) if ring else tuple(parts)

@@ -265,10 +265,10 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
     shape = (3, *layer.state_shape)
     strides = (4 * stride * 1, 4 * layer.value_dim * layer.key_dim, 4 * layer.key_dim, 4)
     for build, oracle_type in (
-        (lambda state: StandardEngine(layer, 3, state=state, output_dtype="float32"), "standard"),
+        (lambda state: StandardEngine(layer, 3, memory={"state": state}, output_dtype="float32"), "standard"),
         (
             lambda state: SketchEngine(
-                make_plan(layer, [7] * layer.heads, rng), 3, state=state, output_dtype="float32"
+                make_plan(layer, [7] * layer.heads, rng), 3, memory={"state": state}, output_dtype="float32"
             ),
             "sketch",
         ),

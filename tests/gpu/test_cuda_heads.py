@@ -271,7 +271,7 @@ class TestTorch:
         """States in a tensor's memory, with other data between slots."""
         layer = LAYERS["mamba2"]
         pool = torch.full((3, 2, *layer.state_shape), float("nan"), device="cuda")
-        head, twin = heads_of("sketch", layer, 3, rng, state=pool[:, 1])
+        head, twin = heads_of("sketch", layer, 3, rng, memory={"state": pool[:, 1]})
         assert head.state.data.ptr == pool[:, 1].data_ptr()
         head.reset()
         tokens = make_tokens(layer, 3, 33, "bfloat16", rng)
@@ -303,7 +303,7 @@ class TestTorch:
             (torch.zeros(4, *layer.state_shape, device="cuda").transpose(-1, -2), ValueError),
         ):
             with pytest.raises(kind, match=r"^state: expected"):
-                ss.StandardHead(layer, 4, "cuda", state=pool)
+                ss.StandardHead(layer, 4, "cuda", memory={"state": pool})
         assert head.position.get().tolist() == [0, 0, 0, 0]
         assert not head.state.get().any()
 

@@ -1,0 +1,334 @@
+"""Heads whose states are exact, and all that a server does with them: drafts, copies, pools, a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sketchssm.backends import ACTIVATIONS, load_engine, load_parts
+from sketchssm.head import DecodeHead, check_capacity
+from sketchssm.recurrence import PAD_SLOT, Layer
+from sketchssm.slots import MAX_DRAFTS, SlotPart
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
+    from sketchssm.plan import SketchPlan
+
+__all__ = ["ExactHead", "SketchHead", "check_drafts"]
+
+
+class ExactHead(DecodeHead):
+    """Common interface of the heads with exact states; make one of its subclasses instead.
+
+    Parameters
+    ----------
+    system : {"standard", "replay", "sketch"}
+        Which system.
+    source : Layer or SketchPlan
+        What the system decodes.
+    num_slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu", "cuda"}
+        Where to run; see `SketchHead`.
+    *args
+        Further arguments of the engine.
+    gate : GateInput or None
+        See `SketchHead`.
+    activation_dtype, output_dtype : str or None
+        See `SketchHead`.
+    pad_slot : int
+        See `SketchHead`.
+    memory : mapping of str to array, or None
+        See `SketchHead`.
+    state_dtype : str
+        See `SketchHead`.
+    phase : int, optional
+        See `SketchHead`.
+    drafts : int, default 0
+        See `StandardHead`.
+    **settings
+        Further settings of the engine.
+
+    Attributes
+    ----------
+    pad_slot : int
+        Slot number that means padding.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        source: Layer | SketchPlan,
+        num_slots: int,
+        backend: str,
+        *args: Any,
+        gate: GateInput | None,
+        activation_dtype: str | None,
+        output_dtype: str | None,
+        pad_slot: int,
+        memory: Mapping[str, Any] | None,
+        state_dtype: str,
+        phase: int | None = None,
+        drafts: int = 0,
+        **settings: Any,
+    ) -> None:
+        capacity = check_capacity(num_slots)
+        layer = source if isinstance(source, Layer) else source.layer
+        check_gate(gate, layer)
+        if isinstance(pad_slot, bool) or not isinstance(pad_slot, int | np.integer) or abs(pad_slot) >= 1 << 31:
+            raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad_slot!r}")
+        if state_dtype not in ACTIVATIONS:
+            raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
+        if memory is not None and not isinstance(memory, Mapping):
+            raise TypeError(f"memory: expected a mapping from names of parts to arrays, got {type(memory).__name__}")
+        name, engine = load_engine(
+            system,
+            backend,
+            source,
+            capacity,
+            *args,
+            gate=gate,
+            activation_dtype=activation_dtype,
+            output_dtype=output_dtype,
+            pad_slot=int(pad_slot),
+            options={"state_dtype": state_dtype, "memory": memory, "phase": phase, "drafts": drafts},
+            **settings,
+        )
+        super().__init__(layer, capacity, name, engine)
+        self.pad_slot = int(pad_slot)
+        self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        """All memory of a slot, part by part. On ``cuda`` the ring's types must be settled."""
+        with self._lock:
+            return tuple(self._operation("parts"))
+
+    def commit(self, accepted: Any, slots: Any = None) -> None:
+        """Keep the first tokens of each row's draft, and drop the rest.
+
+        States, outputs and later steps are those of decoding the accepted tokens alone. On ``cuda`` the counts may be
+        on the device, where they are not checked: a count below 0 stands for 0, one above the drafts for all of them.
+
+        Parameters
+        ----------
+        accepted : array of int, (batch,)
+            How many tokens to keep; any number in padding rows.
+        slots : array of int, (batch,), optional
+            Slot of each row. Default: row i uses slot i.
+
+        Raises
+        ------
+        ValueError
+            If a count is below 0 or above the slot's drafts, or a slot is out of range or named twice.
+        """
+        if not self.drafts:
+            raise ValueError(f"accepted: expected no call, as this {type(self).__name__} takes no drafts")
+        batch = _count("accepted", accepted)
+        with self._lock, self._arrays.call(accepted, slots) as call:
+            commit, memory = self._operation("commit"), self._operation("memory")
+            index = call.slots(slots, batch, self.num_slots)
+            commit(call.accepted(accepted, index, memory["cursor"]), index)
+
+    def adopt(self, slots: Any = None) -> None:
+        """Begin windows on states that already stand in the head's memory, such as those of a prefill into a pool.
+
+        Costs one read of the states. Buffered tokens and drafts are dropped.
+
+        Parameters
+        ----------
+        slots : array of int, optional
+            Which slots; padding is skipped. Default: all.
+        """
+        with self._lock, self._arrays.call(slots) as call:
+            self._operation("adopt")(call.slots(slots, None, self.num_slots))
+
+    def copy(self, src: Any, dst: Any) -> None:
+        """Copy slots with all that they hold, except for drafts.
+
+        All of `src` is read before any of `dst` is written, so rows may exchange slots.
+
+        Parameters
+        ----------
+        src, dst : array of int, (count,)
+            Slots to read, which may repeat, and slots to write. A row with padding in either is skipped.
+
+        Raises
+        ------
+        ValueError
+            If the counts differ, a slot is out of range, or a slot of `dst` is named twice.
+        """
+        count = _count("src", src)
+        with self._lock, self._arrays.call(src, dst) as call:
+            copy = self._operation("copy")
+            sources = call.slots(src, count, self.num_slots, "src", True)
+            copy(sources, call.slots(dst, count, self.num_slots, "dst"))
+
+    def left_out(self) -> int:
+        """Return how many rows were left out since the last look, and wait for the device to know.
+
+        On ``cuda`` a row is left out, and its output is zeros, if its slot is on the device and out of range or named
+        twice in its call. Slots on the host are checked by the call itself.
+
+        Returns
+        -------
+        int
+            Number of rows; 0 on the other backends.
+        """
+        with self._lock, self._arrays.call():
+            return int(self._operation("left_out")())
+
+
+def _count(name: str, array: Any) -> int:
+    """Rows of a call, by the argument that must be there."""
+    shape = np.shape(array) if isinstance(array, list | tuple | range) else getattr(array, "shape", ())
+    if len(shape) != 1:
+        raise ValueError(f"{name}: expected one integer for each row, got shape {tuple(shape)}")
+    return int(shape[0])
+
+
+def check_gate(gate: Any, layer: Layer) -> None:
+    """Check that a gate is None or the layer's."""
+    if gate is None:
+        return
+    from sketchssm.gates import GateInput
+
+    if not isinstance(gate, GateInput):
+        raise TypeError(f"gate: expected a GateInput or None, got {type(gate).__name__}")
+    gate.check(layer)
+
+
+def check_phase(phase: Any, window: int) -> int | None:
+    """Check the position at which a clock begins; None is no clock."""
+    if phase is None:
+        return None
+    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < window:
+        raise ValueError(f"phase: expected an integer from 0 to {window - 1} or None, got {phase!r}")
+    return int(phase)
+
+
+def check_drafts(drafts: Any) -> int:
+    """Check the most tokens of a row's draft."""
+    if isinstance(drafts, bool) or not isinstance(drafts, int | np.integer) or not 0 <= drafts <= MAX_DRAFTS:
+        raise ValueError(f"drafts: expected an integer from 0 to {MAX_DRAFTS}, got {drafts!r}")
+    return int(drafts)
+
+
+class SketchHead(ExactHead):
+    """Exact states, written once a window, and read through their sketches in between (algorithm 1).
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        Bases, ranks and settings of the layer.
+    num_slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
+        Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
+    sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
+        How sketches and coefficient maps are stored; `reference` always keeps float64.
+    gate : GateInput, optional
+        For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
+    activation_dtype : {"bfloat16", "float16", "float32"}, optional
+        ``cuda`` only, an error elsewhere: type of q, k and v in the kernels and in the ring; arrays of another type
+        are converted. Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup`
+        names). From then on an array of a wider type is an error, so that nothing is rounded unasked. float64 counts
+        as float32.
+    output_dtype : {"bfloat16", "float16", "float32"}, optional
+        ``cuda`` only: type in which outputs leave the kernels. Default: the activations' type.
+    pad_slot : int, default -1
+        Slot number that means padding. If it is in range, that slot holds no row.
+    memory : mapping of str to array, optional
+        The caller's memory, such as a serving engine's pool, for any of `parts`, by name: ``(num_slots, *shape)`` on
+        the device where the head computes, contiguous and aligned within a slot, any stride between slots. The head
+        sets the cursors, and does not read what else the memory holds: a slot begins with `load_state`, `adopt`,
+        `reset`, `copy` or `restore`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of the states. A 16-bit type halves their bytes, and rounds a state once a window, when it is written.
+    phase : int, optional
+        Starts a clock at this window position, 0 to W - 1: all rows flush at the same steps, whenever they joined.
+        Layers with different phases flush at different steps. Default: no clock, each row has windows of its own.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range or of another backend, the gate is not the layer's, the backend has no kernels
+        for the plan, or it needs a package or a device that this machine does not have.
+
+    Warns
+    -----
+    RuntimeWarning
+        If "auto" finds a device but takes "cpu", as the kernels do not support the plan; and at the first call that
+        copies arrays from a device to the host, as the head computes on the host.
+    """
+
+    def __init__(
+        self,
+        plan: SketchPlan,
+        num_slots: int,
+        backend: str = "auto",
+        *,
+        sketch_dtype: str = "bfloat16",
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+        output_dtype: str | None = None,
+        pad_slot: int = PAD_SLOT,
+        memory: Mapping[str, Any] | None = None,
+        state_dtype: str = "float32",
+        phase: int | None = None,
+    ) -> None:
+        _check_sketch_dtype(sketch_dtype)
+        super().__init__(
+            "sketch",
+            plan,
+            num_slots,
+            backend,
+            sketch_dtype=sketch_dtype,
+            gate=gate,
+            activation_dtype=activation_dtype,
+            output_dtype=output_dtype,
+            pad_slot=pad_slot,
+            memory=memory,
+            state_dtype=state_dtype,
+            phase=check_phase(phase, plan.window),
+        )
+        self.plan = plan
+
+    @staticmethod
+    def parts_of(
+        plan: SketchPlan,
+        backend: str = "auto",
+        *,
+        sketch_dtype: str = "bfloat16",
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+        state_dtype: str = "float32",
+    ) -> tuple[SlotPart, ...]:
+        """Describe the memory of a slot before there is a head, for `memory`.
+
+        Parameters
+        ----------
+        plan : SketchPlan
+            Bases, ranks and settings of the layer.
+        backend, sketch_dtype : str
+            Those of the head.
+        gate : GateInput, optional
+            That of the head.
+        activation_dtype, state_dtype : str
+            Those of the head. On ``cuda`` give the activations' type.
+
+        Returns
+        -------
+        tuple of SlotPart
+            The head's `parts`.
+        """
+        _check_sketch_dtype(sketch_dtype)
+        types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
+        return load_parts("sketch", backend, plan, sketch_dtype=sketch_dtype, **types)
+
+
+def _check_sketch_dtype(sketch_dtype: Any) -> None:
+    if sketch_dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")

@@ -1,0 +1,107 @@
+"""What a slot holds: the parts of its memory, and its cursor word.
+
+A cursor word (int32) has these bits:
+
+=======  ==========================================================================================
+0 to 5   `POSITION`: tokens that the slot has buffered, 0 to W - 1
+6        `DUE`: the next plain token flushes the slot, whatever its position
+8 to 11  drafted: tokens of the slot's last draft, until `commit` or any other call that uses the slot
+=======  ==========================================================================================
+
+A head with a clock has one more cursor word, of a virtual row. The virtual row takes part in every step and keeps
+every draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DRAFTED_SHIFT", "DUE", "MAX_DRAFTS", "POSITION", "SlotPart", "check_memory", "drafted"]
+
+POSITION = 63
+"""Bits of a cursor word that hold the window position."""
+
+DUE = 64
+"""Bit of a cursor word: flush with the next plain token."""
+
+DRAFTED_SHIFT = 8
+"""First bit of the number of drafted tokens."""
+
+MAX_DRAFTS = 8
+"""Most tokens of a draft."""
+
+
+def drafted(words: Any) -> Any:
+    """Numbers of drafted tokens of cursor words."""
+    return words >> DRAFTED_SHIFT & 15
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """One part of a slot's memory.
+
+    All of a slot's memory is in its parts, and the parts hold no addresses: a copy of their bytes to another slot of
+    the same head is a copy of the slot.
+
+    Attributes
+    ----------
+    name : {"state", "keys", "values", "gates", "betas", "sketch", "cursor"}
+        What the part holds. Keys, values, gates and betas are the raw inputs of the buffered tokens.
+    shape : tuple of int
+        Shape of one slot; the memory of all slots is ``(num_slots, *shape)``.
+    dtype : str
+        Element type, such as "float32" or "bfloat16". Where a framework has no bfloat16, memory of uint16 will do.
+    alignment : int
+        Bytes of which a slot's address must be a multiple.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    alignment: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one slot."""
+        return prod(self.shape) * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
+
+
+def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: int) -> None:
+    """Check that an array on the host can hold a part of all slots.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    array : ndarray
+        The caller's memory.
+    part : SlotPart
+        What it is for.
+    num_slots : int
+        Number of slots.
+
+    Raises
+    ------
+    TypeError
+        If the type is not the part's.
+    ValueError
+        If shape, strides or alignment do not fit, or the memory is read-only.
+    """
+    if array.dtype.name != part.dtype and not (part.dtype == "bfloat16" and array.dtype == np.uint16):
+        raise TypeError(f"{name}: expected {part.dtype}, got {array.dtype}")
+    shape = num_slots, *part.shape
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    apart = num_slots == 1 or array.strides[0] >= part.bytes
+    if not (apart and array[0].flags.c_contiguous):
+        raise ValueError(f"{name}: expected slots of {part.bytes} contiguous bytes, got strides {array.strides}")
+    first, stride = array.__array_interface__["data"][0], array.strides[0] if num_slots > 1 else 0
+    if first % part.alignment or stride % part.alignment:
+        raise ValueError(f"{name}: expected slots aligned to {part.alignment} bytes, got strides {array.strides}")
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: expected writable memory, got a read-only array")
