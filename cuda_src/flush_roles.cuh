@@ -42,6 +42,7 @@
 // basis.full                 copies of epilogue warp          warps that sketch
 // columns_full, sums_full    warps that sketch: U, then S U   epilogue warp; columns_full: also a single group's warps
 // columns_empty, sums_empty  epilogue warp                    warps that sketch
+// columns_stored             warps that sketch                epilogue warp (extreme states of several groups)
 // gram_empty                 epilogue warp (dense maps)       the other epilogue warp
 // group_sync                 warps of a group                 warps of the group
 #pragma once

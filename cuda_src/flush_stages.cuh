@@ -11,6 +11,9 @@ constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as s
 constexpr int GROUP_WARPS = !RAW_KEYS || ROW_BLOCKS % 4 == 0 ? 4 : ROW_BLOCKS % 3 == 0 ? 3 : ROW_BLOCKS;  // of a group
 constexpr int GROUP_BLOCKS = RAW_KEYS ? GROUP_WARPS : ROW_BLOCKS;
 
+// Numbers of named barriers: of the transform warps, and of the first group of warps that sketch.
+constexpr int TRANSFORM_BARRIER = 1, FIRST_GROUP_BARRIER = 2;
+
 constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
 // Rows of RAW_KEYS are operands: padded so that the four rows that a warp reads at once are in different banks.
 constexpr int KEY_ROW = RAW_KEYS ? K + 16 : K;

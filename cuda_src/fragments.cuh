@@ -49,6 +49,8 @@ template <int EXPONENT> __device__ __forceinline__ float power_for(float most) {
 __device__ __forceinline__ float inverse_of_power(float x) {
     return __uint_as_float((254u << 23) - __float_as_uint(x));
 }
+// Between these norms, float32 holds the squares of a state's numbers.
+constexpr float LEAST_ORDINARY = 0x1p-40f, MOST_ORDINARY = 0x1p40f;
 // The power of two that brings a norm to [1, 2), so that float32 holds squares. Bounded, so that its inverse is finite.
 __device__ __forceinline__ float power_for_norm(float norm) { return fminf(power_for<0>(norm), 0x1p116f); }
 constexpr int HALF_EXPONENT = 14;  // of scaled numbers: less than half of fp16's range

@@ -9,11 +9,11 @@
 // U^T U / mu + ridge I of 8 TILES columns. Calls `between` when U has been read and before the last matrix is
 // overwritten.
 template <int TILES, class Between>
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge,
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge,
                                                 Between between) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float dots[TILES][4], squares[TILES];
-    multiply_first_columns<TILES, TILES>(m.columns[0], rank, power, dots, squares);
+    multiply_first_columns<TILES, TILES>(m.columns[0], rank, dots, squares);
     const float scale = 1.f / mu;
     between();
 #pragma unroll
@@ -52,7 +52,7 @@ template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, 
 // W^T W (S U)^T, 32 channels at a time: a lane's four neighbouring channels are rows r and r + 8 of two left operands.
 // Calls `then` when W has been read.
 template <int TILES, class Then>
-__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums, const Scale& scale,
+__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums,
                                                sketch_t* map, int rank, Then then) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float first[TILES][TILES][2], second[TILES][TILES][2];  // W^T and W as right operands, without tiles of zeros
@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 #pragma unroll
         for (int q = 0; q < 2 * TILES; q++) {
             x[q][0] = x[q][1] = x[q][2] = x[q][3] = 0;
-            if (4 * q + c < rank) sum_parts(sums, scale, 4 * q + c, channel, x[q]);
+            if (4 * q + c < rank) sum_parts(sums, 4 * q + c, channel, x[q]);
         }
         float rows[2][TILES][4] = {};
 #pragma unroll
@@ -107,26 +107,26 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 }
 
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums, const Scale& scale,
-                                            SketchBarriers& barriers, sketch_t* map, int rank, float power, float mu,
+__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums,
+                                            SketchBarriers& barriers, sketch_t* map, int rank, float mu,
                                             float ridge, int sketch_n, Wait wait_sums) {
-    gram_of_columns<TILES>(m, rank, power, mu, ridge, [&] {
+    gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
         barriers.columns_empty[0].arrive();
         if (EPILOGUE_WARPS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
     });
     eliminate<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
-    multiply_dense<TILES>(m, sums, scale, map, rank, [&] {
+    multiply_dense<TILES>(m, sums, map, rank, [&] {
         if (EPILOGUE_WARPS > 1) barriers.gram_empty.arrive();
     });
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums, const Scale& scale,
-                                            SketchBarriers& barriers, sketch_t* packed, int rank, float power, float mu,
+__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums,
+                                            SketchBarriers& barriers, sketch_t* packed, int rank, float mu,
                                             float ridge, int sketch_n, Wait wait_sums) {
     if (RANK_MAX > 8 && rank > 8)
-        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, scale, barriers, packed + rank * V, rank, power, mu, ridge,
+        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed + rank * V, rank, mu, ridge,
                                            sketch_n, wait_sums);
-    else store_tiles<1>(m, sums, scale, barriers, packed + rank * V, rank, power, mu, ridge, sketch_n, wait_sums);
+    else store_tiles<1>(m, sums, barriers, packed + rank * V, rank, mu, ridge, sketch_n, wait_sums);
 }

@@ -5,7 +5,7 @@
 // Products of each column of U with the pivots, and with itself.
 typedef float ColumnDots[RANK_MAX][DOTS];
 
-__device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u, int rank, float power) {
+__device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     auto put = [&](int g, float first, float second, float square) {
         if (g >= rank) return;
@@ -15,17 +15,17 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
     };
     if (rank <= 8) {
         float dots[1][4], squares[1];
-        multiply_first_columns<1, 1>(u, rank, power, dots, squares);
+        multiply_first_columns<1, 1>(u, rank, dots, squares);
         put(r, dots[0][0], dots[0][1], squares[0]);
     } else if (RANK_MAX > 8) {
         float dots[1][4], squares[2];
-        multiply_first_columns<2, 1>(u, rank, power, dots, squares);
+        multiply_first_columns<2, 1>(u, rank, dots, squares);
         put(r, dots[0][0], dots[0][1], squares[0]), put(8 + r, dots[0][2], dots[0][3], squares[1]);
     }
 #pragma unroll 1
     for (int i = 16; RANK_MAX > 16 && i < rank; i += 16) {
         float dots[4], squares[2];
-        multiply_columns(u, rank, power, i, 0, dots, squares);
+        multiply_columns(u, rank, i, 0, dots, squares);
         put(i + r, dots[0], dots[1], squares[0]), put(i + 8 + r, dots[2], dots[3], squares[1]);
     }
     __syncwarp();
@@ -34,9 +34,9 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
 // Factors of the map; `prior` puts what the pivots miss where calibration saw energy. U and the sums are read first and
 // then released for the next tile.
 template <class Wait>
-__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Scale& scale, const Columns& u,
+__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u,
                                               WarpMbarrier& columns_empty, WarpMbarrier& sums_empty, sketch_t* packed,
-                                              const sketch_t* projection, int rank, float power, float mu, float ridge,
+                                              const sketch_t* projection, int rank, float mu, float ridge,
                                               Wait wait_sums) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
         rows[g].clear();
         if (g < rank) rows[g].load(projection + g * K + MINE * lane);
     }
-    dots_of_columns(dots, u, rank, power);
+    dots_of_columns(dots, u, rank);
     columns_empty.arrive();
     wait_sums();
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     for (int i = 0; i < PIVOTS; i++) {
 #pragma unroll
         for (int n = 0; n < MINE; n++) image[i][n] = 0;
-        if (i < p) sum_parts(sums, scale, i, MINE * lane, image[i]);
+        if (i < p) sum_parts(sums, i, MINE * lane, image[i]);
 #pragma unroll
         for (int j = 0; j <= i; j++) r[j][i] = i < p ? dots[i][j] : 0.f;
     }

@@ -8,7 +8,7 @@
 constexpr int PANEL = 8;
 
 // Lower triangle of U^T U / mu + ridge I, in 16 x 8 pieces.
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float power, float mu, float ridge) {
+__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const float scale = 1.f / mu;
 #pragma unroll 1
@@ -16,7 +16,7 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
 #pragma unroll 1
         for (int j = 0; j < min(i + 16, rank); j += 8) {
             float dots[4], squares[2];
-            multiply_columns(m.columns[0], rank, power, i, j, dots, squares);
+            multiply_columns(m.columns[0], rank, i, j, dots, squares);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
@@ -78,12 +78,12 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank, float rid
 
 // Solves for the map by forward and back substitution, in place of the sums. A lane has its own channels of all rows.
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, const Scale& scale, SketchBarriers& barriers,
-                                            sketch_t* packed, int rank, float power, float mu, float ridge,
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchBarriers& barriers,
+                                            sketch_t* packed, int rank, float mu, float ridge,
                                             [[maybe_unused]] int sketch_n, Wait wait_sums) {
     const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
     const float inverse = 1.f / mu;
-    gram_of_columns(m, rank, power, mu, ridge);
+    gram_of_columns(m, rank, mu, ridge);
     barriers.columns_empty[0].arrive();
     factor_gram(m, rank, ridge);
     wait_sums();
@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, const S
         for (int i = 0; i < PANEL; i++) {
 #pragma unroll
             for (int n = 0; n < MINE; n++) x[i][n] = 0;
-            if (first + i < rank) sum_parts(sums, scale, first + i, channel, x[i]);
+            if (first + i < rank) sum_parts(sums, first + i, channel, x[i]);
 #pragma unroll
             for (int n = 0; n < MINE; n++) x[i][n] *= inverse;
         }

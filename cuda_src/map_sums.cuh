@@ -9,9 +9,9 @@ constexpr float INDEPENDENT = 9e-6f;
 // error of ROUNDING, and earlier small pivots enlarge it.
 constexpr float ROUNDING = 0x1p-22f, SURE = 16;
 
-// Neighbouring channels of row i of S U, both multiplied by the state's power, summed over groups.
+// Neighbouring channels of row i of S U, summed over groups.
 template <int N>
-__device__ __forceinline__ void sum_parts(const Sums& sums, const Scale& scale, int i, int channel, float (&x)[N]) {
+__device__ __forceinline__ void sum_parts(const Sums& sums, int i, int channel, float (&x)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = 0;
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ __forceinline__ void sum_parts(const Sums& sums, const Scale& scale, 
         Packed<FP32, N> part;
         part.load(sums.at(group, i, channel));
 #pragma unroll
-        for (int n = 0; n < N; n++) x[n] += scale[group] * part[n];
+        for (int n = 0; n < N; n++) x[n] += part[n];
     }
 }
 
@@ -32,9 +32,9 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
-// Products of `power` times columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of
+// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of
 // columns i + r and i + 8 + r, in all four lanes of r. Places past the rank are zeros.
-__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, float power, int i, int j,
+__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j,
                                                  float (&dots)[4], float (&squares)[2]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float rest[4] = {};
@@ -42,8 +42,6 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, flo
     auto load = [&](float (&x)[4], int g, int step) {
         x[0] = x[1] = x[2] = x[3] = 0;
         if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
-#pragma unroll
-        for (float& y : x) y *= power;
     };
 #pragma unroll 2
     for (int step = 0; step < V / 16; step++) {
@@ -63,7 +61,7 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, flo
 
 // The same for the first 8 TILES columns with the first 8 RIGHT of them; squares of columns 8 tile + r.
 template <int TILES, int RIGHT>
-__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float power, float (&dots)[RIGHT][4],
+__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4],
                                                        float (&squares)[TILES]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float sum[RIGHT][2][4] = {}, rest[RIGHT][2][4] = {};  // four independent chains
@@ -76,8 +74,6 @@ __device__ __forceinline__ void multiply_first_columns(const Columns& u, int ran
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             if (tile < TILES && 8 * tile + r < rank) load_floats(x[tile], &u.of[8 * tile + r][16 * step + 4 * c]);
-#pragma unroll
-            for (float& y : x[tile]) y *= power;
             columns.set(tile, x[tile]);
         }
 #pragma unroll

@@ -5,6 +5,7 @@
 // dense map from exact blocks. sketchssm/reference/maps.py has the equations.
 #pragma once
 // Not inside the conditions: the sources are joined without a preprocessor.
+#include "sketch_scale.cuh"
 #include "map_sums.cuh"
 #if MAP == 0
 #include "map_factors.cuh"
@@ -19,7 +20,7 @@
 // FOLD_WARPS_SKETCH once, when the group no longer needs the warp's row block.
 //
 // Waits for: columns_empty, sums_empty, basis.full; columns_full or group_sync (U of the whole group). Signals:
-// columns_full, sums_full.
+// columns_full, sums_full, columns_stored.
 template <class Then>
 __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* rows, int group,
                                             int member, sketch_t* packed, int rank, int& sketch_n, Then then) {
@@ -38,9 +39,12 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
         if (lane == 0 && block < ROW_BLOCKS) u.norms[block] = rows[block].norm;
     }
     barriers.columns_full[sketch_n % EPILOGUE_WARPS].arrive();
+    [[maybe_unused]] bool extreme = false;
     if constexpr (PRODUCT_COLUMNS > 0) {
         if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
         else group_sync.arrive(), group_sync.wait(2 * sketch_n);
+        extreme = u.extreme<GROUP_BLOCKS>(group * GROUP_BLOCKS);
+        if (extreme) scale_group(u, group, member, packed, rank);
         if (sketch_n >= SUM_STAGES) barriers.sums_empty[sketch_n % SUM_STAGES].wait(sketch_n / SUM_STAGES - 1);
         state_products(m.sums[sketch_n % SUM_STAGES], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank,
                       [&](int block) {
@@ -53,15 +57,16 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
     if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
     if constexpr (COLUMN_STAGES == 1) {
 #pragma unroll 1
-        for (int i = member; i < GROUP_BLOCKS; i += GROUP_WARPS)
+        for (int i = member; i < GROUP_BLOCKS && !extreme; i += GROUP_WARPS)
             store_columns(u, group * GROUP_BLOCKS + i, packed, rank);
         __syncwarp();  // before the next columns are stored
+        if (STORED_BARRIER) barriers.columns_stored.arrive();
     }
     sketch_n++;
 }
 
 // The epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
-// sums_full. Signals: columns_empty, sums_empty.
+// sums_full; columns_stored if the state is extreme. Signals: columns_empty, sums_empty.
 template <class Then>
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& barriers,
                                               [[maybe_unused]] sketch_t* packed,
@@ -69,30 +74,29 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& b
                                               [[maybe_unused]] float ridge, int sketch_n, Then then) {
     barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
     then();
-    [[maybe_unused]] const Columns& u = m.columns[sketch_n % COLUMN_STAGES];
+    [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
-    if constexpr (COLUMN_STAGES > 1) store_columns(u, packed, rank);
 #if MAP == 2
+    if constexpr (COLUMN_STAGES > 1) store_columns(u, packed, rank);
     columns_empty.arrive();
 #else
-    const float power = u.power<ROW_BLOCKS>(0);
-    const float norm = threadIdx.x % 32 < ROW_BLOCKS ? power * u.norms[threadIdx.x % 32] : 0.f,
-                squares = warp_sum(norm * norm);
-    // of the state times `power`; the bound is for zeros, and norms below 2^-116
-    const float mu = fmaxf(squares, 1.f) / K;
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
-    Scale& scale = m.scale[sketch_n % EPILOGUE_WARPS];
-#pragma unroll
-    for (int i = 0; i < SKETCH_GROUPS; i++)
-        scale[i] =
-            power * (SKETCH_GROUPS > 1 ? power * inverse_of_power(u.power<GROUP_BLOCKS>(i * GROUP_BLOCKS)) : 1.f);
-    __syncwarp();
     auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS); };
+    float power = 1;
+    if (u.extreme<ROW_BLOCKS>(0)) {
+        wait_sums();
+        if (STORED_BARRIER) barriers.columns_stored.wait(sketch_n);
+        power = scale_sketch(u, sums, packed, rank);
+    } else if (COLUMN_STAGES > 1) {
+        store_columns(u, packed, rank);
+    }
+    const float norm = power * u.norm<ROW_BLOCKS>(0), squares = warp_sum(norm * norm);
+    const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the bound is for zeros
 #if MAP == 0
-    store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, scale, u, columns_empty,
-                  barriers.sums_empty[sketch_n % SUM_STAGES], packed, projection, rank, power, mu, ridge, wait_sums);
+    store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
+                  packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(m, sums, scale, barriers, packed, rank, power, mu, ridge, sketch_n, wait_sums);
+    store_dense(m, sums, barriers, packed, rank, mu, ridge, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

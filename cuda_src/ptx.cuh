@@ -116,10 +116,10 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Named barrier 1, for THREADS of the block's threads (whole warps that all call it equally often). Waiting issues no
-// instructions, unlike waiting at an mbarrier.
-template <int THREADS> __device__ __forceinline__ void named_barrier_sync() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+// A named barrier (1 to 15; 0 is __syncthreads'), for THREADS of the block's threads (whole warps that all call it
+// equally often). Waiting issues no instructions, unlike waiting at an mbarrier.
+template <int THREADS> __device__ __forceinline__ void named_barrier_sync(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
 // An mbarrier in shared memory. A phase completes when `count` arrivals have come; phases are numbered from 0. What a

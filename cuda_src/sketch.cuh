@@ -38,7 +38,7 @@ struct Basis {
 // Epilogue warps take sketches in turn. With transform warps there is room for two.
 constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
 
-// Each group's share of S U, with U multiplied by the group's power.
+// Each group's share of S U.
 struct Sums {
     alignas(16) float parts[SKETCH_GROUPS][PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1][PRODUCT_COLUMNS > 0 ? K : 4];
 
@@ -58,12 +58,25 @@ struct Columns {
     alignas(16) float of[RANK_MAX][COLUMN];
     float norms[ROW_BLOCKS];
 
-    // The power of two by which U is multiplied before it is squared or multiplied by the state.
+    // This lane's norm of COUNT row blocks.
+    template <int COUNT> __device__ __forceinline__ float norm(int first) const {
+        return threadIdx.x % 32 < COUNT ? norms[first + threadIdx.x % 32] : 0.f;
+    }
+    // Whether U of these row blocks must be scaled before it is squared or multiplied by the state (sketch_scale.cuh).
+    template <int COUNT> __device__ __forceinline__ bool extreme(int first) const {
+        const float x = norm<COUNT>(first);
+        return __any_sync(ALL, x > MOST_ORDINARY || (x > 0.f && x < LEAST_ORDINARY));
+    }
+    // The power of two by which U of extreme row blocks is multiplied.
     template <int COUNT> __device__ __forceinline__ float power(int first) const {
-        return power_for_norm(warp_most(threadIdx.x % 32 < COUNT ? norms[first + threadIdx.x % 32] : 0.f));
+        return power_for_norm(warp_most(norm<COUNT>(first)));
+    }
+    // Multiplies row blocks [first, first + COUNT) of U; by one warp.
+    template <int COUNT> __device__ __forceinline__ void scale(int first, int rank, float factor) {
+        for (int i = threadIdx.x % 32; i < rank * 16 * COUNT; i += 32)
+            of[i / (16 * COUNT)][16 * first + i % (16 * COUNT)] *= factor;
     }
 };
-typedef float Scale[SKETCH_GROUPS];  // factors that bring the groups' shares of S U to one common power of S and of U
 // Two, where this does not cost a state stage.
 constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;
 
@@ -71,7 +84,6 @@ struct SketchMemory {
     Basis basis;
     Columns columns[COLUMN_STAGES];
     Sums sums[SUM_STAGES];
-    Scale scale[EPILOGUE_WARPS];
 #if MAP == 0
     float dots[EPILOGUE_WARPS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
 #elif MAP == 1
@@ -82,11 +94,12 @@ struct SketchMemory {
 struct SketchBarriers {
     WarpMbarrier columns_full[EPILOGUE_WARPS], sums_full[EPILOGUE_WARPS];  // sums_full: all groups' S U as well
     WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUM_STAGES];
+    WarpMbarrier columns_stored;  // by the warps that sketch
     WarpMbarrier gram_empty;
     WarpMbarrier group_sync[SKETCH_GROUPS];
 
     __device__ __forceinline__ void init() {
-        gram_empty.init(1);
+        gram_empty.init(1), columns_stored.init(SKETCH_GROUPS * GROUP_WARPS);
         for (WarpMbarrier& barrier : columns_empty) barrier.init(1);
         for (WarpMbarrier& barrier : columns_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
         for (WarpMbarrier& barrier : sums_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
@@ -179,12 +192,12 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
     }
 }
 
-// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times `power` and the group's rows of the
-// state, in the channels of warp `member`. For bf16 maps the state is rounded to bf16: the same matrix for all columns,
+// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the
+// channels of warp `member`. For bf16 maps the state is rounded to bf16: the same matrix for all columns,
 // so that the solve does not amplify the rounding.
 template <int TILES, class Then>
 __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group,
-                                                    int member, int first, int count, float power, Then then) {
+                                                    int member, int first, int count, Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of the operand are the first slices of 8 columns of U, rows 8 to 15 the second slices: one product
     // for both. The operand's columns 2c, 2c + 1 are value rows c and 8 + c; columns 8 further are value rows 4
@@ -199,8 +212,8 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
                 const float* const u = &columns.of[first + 8 * tile + r][16 * i + c];
-                slices<2>(power * u[0], power * u[8], &x[0], 1);
-                slices<2>(power * u[4], power * u[12], &x[2], 1);
+                slices<2>(u[0], u[8], &x[0], 1);
+                slices<2>(u[4], u[12], &x[2], 1);
             }
         }
 #pragma unroll
@@ -244,17 +257,16 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
 template <class Then>
 __device__ __forceinline__ void state_products(Sums& sums, const Columns& u, StateStage* rows, int group, int member,
                                               int count, Then then) {
-    const float power = u.power<GROUP_BLOCKS>(group * GROUP_BLOCKS);
     if constexpr (PRODUCT_COLUMNS <= 8) {
-        state_product_tiles<1>(sums, u, rows, group, member, 0, count, power, then);
+        state_product_tiles<1>(sums, u, rows, group, member, 0, count, then);
     } else {
         for (int first = 0; first < count; first += 16) {
             auto last = [&](int block) {
                 if (first + 16 >= count) then(block);
             };
             if (count - first > 8)
-                state_product_tiles<2>(sums, u, rows, group, member, first, count - first, power, last);
-            else state_product_tiles<1>(sums, u, rows, group, member, first, count - first, power, last);
+                state_product_tiles<2>(sums, u, rows, group, member, first, count - first, last);
+            else state_product_tiles<1>(sums, u, rows, group, member, first, count - first, last);
         }
     }
 }

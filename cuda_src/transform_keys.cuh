@@ -291,7 +291,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         if (works) own.take(shared, stage, input, count, member);
         else if (member % 32 == 0)
             shared.most[RAW_KEYS ? 0 : member / 32] = 0, shared.steep[RAW_KEYS ? 0 : member / 32] = 0;
-        if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>();  // decays overwrite raw gates that other threads read
+        if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);  // decays overwrite raw gates that other threads read
         if (works) {
             own.put(stage, member, TILED_GRAM);
             __syncwarp();
@@ -301,7 +301,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         const float most = most_of_keys(stage, count, member);
         if (member % 32 == 0) shared.most[RAW_KEYS ? 0 : member / 32] = most;
     }
-    named_barrier_sync<TRANSFORM_THREADS>();
+    named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
     const float power =
         power_for<HALF_EXPONENT>(warp_most(shared.most[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]));
     if constexpr (KIND == KDA) {
@@ -311,7 +311,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         } else {
             if (TILED_GRAM) {
                 if (works) own.put(stage, member, false);
-                named_barrier_sync<TRANSFORM_THREADS>();
+                named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
             }
             decayed_gram(table, stage, count, member);
         }

@@ -107,8 +107,12 @@ static Fiber fibers[MAX_THREADS], outside;  // `outside` is the caller's own sta
 static Fiber* current = &outside;
 static unsigned threads, returned, waiting[MAX_THREADS / WARP];  // lanes of a warp that wait for others
 static unsigned at_block, votes, outcome;  // of the current barrier; `outcome`: votes at the last one
-static unsigned at_some, phases_of_some;                        // of the barrier of some threads
-static Place place_of_some;                                     // where the first of them waits
+struct NamedBarrier {
+    unsigned arrived, phases;
+    Place place;  // where the first thread waits
+};
+static NamedBarrier named[16];
+inline bool is_named(const void* barrier) { return barrier >= named && barrier < named + 16; }
 static std::vector<Fiber*> ready;
 static std::uint64_t chance;  // state of the random order; 0: warp after warp
 static bool fair;             // all runnable threads are equally likely; otherwise one warp runs as far as it can
@@ -189,7 +193,7 @@ inline std::string describe_deadlock() {
                 (f.state == RETURNED
                      ? "returned"
                      : (f.state == AT_BLOCK      ? "__syncthreads"
-                        : f.state == AT_MBARRIER ? (f.mbarrier == &at_some ? "a named barrier" : "an mbarrier")
+                        : f.state == AT_MBARRIER ? (is_named(f.mbarrier) ? "a named barrier" : "an mbarrier")
                                                  : mask) +
                            (" at " + describe(f.where)));
     }
@@ -292,16 +296,17 @@ inline void open(const void* mbarrier) {
 }
 
 // A barrier of `count` threads, at one place of the source.
-inline void named_barrier_sync(unsigned count, const Place& where) {
-    if (at_some == 0) place_of_some = where;
-    if (!same_place(place_of_some, where))
-        fail("a named barrier at " + describe(where) + " while others wait at " + describe(place_of_some));
-    if (++at_some < count) {
-        const unsigned round = phases_of_some;
-        while (phases_of_some == round) wait_at(&at_some, where);
+inline void named_barrier_sync(int number, unsigned count, const Place& where) {
+    NamedBarrier& barrier = named[number];
+    if (barrier.arrived == 0) barrier.place = where;
+    if (!same_place(barrier.place, where))
+        fail("a named barrier at " + describe(where) + " while others wait at " + describe(barrier.place));
+    if (++barrier.arrived < count) {
+        const unsigned round = barrier.phases;
+        while (barrier.phases == round) wait_at(&barrier, where);
     } else {
-        at_some = 0, phases_of_some++;
-        open(&at_some);
+        barrier.arrived = 0, barrier.phases++;
+        open(&barrier);
     }
 }
 
@@ -366,7 +371,8 @@ struct Launch {
 inline void run_block(std::size_t shared_bytes) {
     if (__start_shared_memory) poison_static();
     std::memset(dynamic_shared, POISON, shared_bytes);
-    returned = at_block = votes = at_some = 0;
+    returned = at_block = votes = 0;
+    for (NamedBarrier& barrier : named) barrier.arrived = 0;
     std::memset(waiting, 0, sizeof waiting);
     ready.clear(), copies_of.clear();
     for (unsigned i = 0; i < threads; i++) prepare(fibers[i], i);

@@ -152,7 +152,9 @@ inline void wait_since(u32, u32) {}
 inline void copy_async_commit() { host::current->batch++; }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
-template <int THREADS> inline void named_barrier_sync(HOST_PLACE) { host::named_barrier_sync(THREADS, where); }
+template <int THREADS> inline void named_barrier_sync(int number, HOST_PLACE) {
+    host::named_barrier_sync(number, THREADS, where);
+}
 
 // mbarriers as ptx.cuh describes them.
 struct Mbarrier {

@@ -123,9 +123,9 @@ extern "C" __global__ void named_barrier(float* out, int rounds, int skipped) {
     if (warp < 0) return;
     for (int n = 0; n < rounds; n++) {
         numbers[warp][lane] = 100 * n + 32 * warp + lane;
-        named_barrier_sync<96>();
+        named_barrier_sync<96>(1);
         out[(n * 3 + warp) * 32 + lane] = numbers[(warp + 1) % 3][lane];
-        if (!skipped || n + 1 < rounds || warp) named_barrier_sync<96>();
+        if (!skipped || n + 1 < rounds || warp) named_barrier_sync<96>(1);
     }
 }
 
