@@ -63,7 +63,7 @@ def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
     ],
 )
 def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
-    """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80): see sketch_scale.cuh.
+    """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80).
 
     Powers of two change no digit, except where the lower halves of split numbers fall below 2^-126.
     """
