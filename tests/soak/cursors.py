@@ -1,0 +1,71 @@
+"""Window positions by the rules that every backend follows."""
+
+import numpy as np
+
+
+class Cursors:
+    """Positions, drafts and DUE bits of one head's slots and of its clock (`sketchssm.slots`), as plain arrays.
+
+    Parameters
+    ----------
+    window : int
+        W; 1 for a head that writes its states at every token.
+    phase : int or None
+        Where the clock begins; None for no clock.
+    slots : int
+        Number of slots.
+    """
+
+    def __init__(self, window, phase, slots):
+        self.window, self.clocked = window, phase is not None
+        # the clock is one more row, behind the slots
+        self.position, self.drafted = np.zeros(slots + 1, int), np.zeros(slots + 1, int)
+        self.due = np.zeros(slots + 1, bool)
+        if self.clocked:
+            self.position[-1] = phase
+            self.due[:] = phase == window - 1
+
+    def plain(self, rows):
+        """One token of some slots; returns which of them flush with it."""
+        every = np.append(rows, -1) if self.clocked else rows
+        flushes = self.due[every] | (self.position[every] == self.window - 1)
+        self.position[every] = np.where(flushes, 0, self.position[every] + 1)
+        self.due[every[flushes]] = False
+        self.drafted[every] = 0
+        if self.clocked and self.position[-1] == self.window - 1:
+            self.due[every] = True
+        return flushes[: len(rows)]
+
+    def draft(self, rows, lengths, most):
+        """A draft of so many tokens each, and at most `most`; returns which slots fold their window before it."""
+        every, lengths = (np.append(rows, -1), np.append(lengths, most)) if self.clocked else (rows, lengths)
+        folds = self.due[every] | (self.position[every] + lengths > self.window - 1)
+        if self.window == 1:
+            folds[:] = False
+        self.position[every[folds]] = 0
+        self.due[every[folds]] = False
+        self.drafted[every] = lengths
+        return folds[: len(rows)]
+
+    def commit(self, rows, accepted):
+        """Keep the first tokens of some slots' drafts."""
+        if self.window > 1:
+            self.position[rows] += accepted
+        self.drafted[rows] = 0
+        if self.clocked:
+            count, self.drafted[-1] = self.drafted[-1], 0
+            self.position[-1] += count
+            if self.position[-1] + count > self.window - 1:
+                self.due[np.append(rows, -1)] = True
+
+    def begin(self, rows):
+        """Begin windows on the states that stand in some slots."""
+        self.position[rows], self.drafted[rows], self.due[rows] = 0, 0, self.due[-1]
+
+    def copy(self, source, target):
+        self.position[target], self.due[target], self.drafted[target] = self.position[source], self.due[source], 0
+
+    def restore(self, rows, positions):
+        """Begin at the positions of a snapshot."""
+        self.begin(rows)
+        self.position[rows] = positions

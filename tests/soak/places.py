@@ -1,0 +1,124 @@
+"""Where a head of the simulated server runs: its memory, its arrays and its streams."""
+
+import contextlib
+import os
+
+import numpy as np
+from samples import at
+
+from sketchssm.recurrence import Tokens
+
+DUE = 64
+"""Bit of a cursor word."""
+
+
+def layout(parts):
+    """Offset of each part in a block that holds all of a slot, and the block's bytes."""
+    offsets, end = {}, 0
+    for part in parts:
+        offsets[part.name] = -(-end // part.alignment) * part.alignment
+        end = offsets[part.name] + part.bytes
+    most = max(part.alignment for part in parts)
+    return offsets, -(-end // most) * most + most  # a gap that is no part of any slot
+
+
+def stored(part):
+    """NumPy's type of a part; bfloat16 as its bits."""
+    return np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
+
+
+class Host:
+    """A head on arrays of the host, with all of a slot in one block of the caller's pool.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the head: ``make(num_slots, memory)``.
+    slots : int
+        Number of slots.
+    without : collection of str
+        Operations that the backend does not have; "memory" among them leaves the memory to the head.
+    """
+
+    overlaps = False
+    """Whether calls on `side` run beside other calls."""
+
+    refuses = True
+    """Whether a call with a wrong slot is an error; else its row is left out."""
+
+    def __init__(self, make, slots, without=()):
+        self.memory = None
+        if "memory" not in without:
+            parts = make(1, None).parts
+            offsets, size = layout(parts)
+            self.pool = self._pool(slots, size)
+            self.memory = {part.name: self._view(part, slots, offsets[part.name], size) for part in parts}
+            self._fill(slice(None))
+        self.head = make(slots, self.memory)
+
+    def _pool(self, slots, size):
+        raw = np.empty(slots * size + 64, np.uint8)
+        first = -raw.ctypes.data % 64
+        return raw[first : first + slots * size].reshape(slots, size)
+
+    def _view(self, part, slots, offset, size):
+        return np.ndarray((slots, *part.shape), stored(part), self.pool.data, offset, (size, *_strides(part)))
+
+    def _fill(self, slots):
+        self.pool[slots] = 0xFF  # NaN in every type, and a cursor that no slot may have
+
+    def poison(self, slots):
+        """Overwrite all that freed slots hold."""
+        if self.memory is not None:
+            self._fill(slots)
+
+    def side(self):
+        """Context of calls that a prefill makes."""
+        return contextlib.nullcontext()
+
+    def join(self):
+        """Wait for the calls on `side`."""
+
+    def array(self, x):
+        return np.asarray(x)
+
+    def get(self, x):
+        return np.asarray(x)
+
+    def tokens(self, tokens):
+        """Inputs as the head's kernels see them, in float64."""
+        return Tokens(*(None if x is None else x.astype(np.float64) for x in tokens))
+
+    def write_states(self, states, slots):
+        """Put states into the pool, as a prefill of the engine's own does."""
+        for slot, state in zip(slots, states, strict=True):
+            self.memory["state"][slot] = state
+
+    def due(self, slots):
+        """DUE bits of some slots."""
+        return self.get(self.memory["cursor"])[slots] & DUE != 0
+
+    def step(self, tokens, slots, lengths=None, rng=None):
+        """Begin a step, or with lengths a draft; returns a function that waits for its outputs."""
+        wide = tokens._replace(v=tokens.v.astype(np.float64))  # outputs have the type of v
+        given = wide if rng.random() < 0.5 or tokens.v.shape[1] > 1 else at(wide, np.s_[:, 0])
+        draft = {} if lengths is None else {"draft": True, "lengths": lengths}
+        output = self.head.step(*given, slots=slots, **draft)
+        return lambda: self.get(output).reshape(tokens.v.shape)
+
+    def commit(self, accepted, slots):
+        self.head.commit(self.array(accepted), slots=self.array(slots))
+
+    def used(self):
+        """Bytes of memory in use."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _strides(part):
+    """Strides of one contiguous slot."""
+    strides, step = [], stored(part).itemsize
+    for size in reversed(part.shape):
+        strides.append(step)
+        step *= size
+    return reversed(strides)

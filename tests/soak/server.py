@@ -1,0 +1,392 @@
+"""A simulated server: requests join, decode, draft, fork, are preempted, finish and abort, in any order.
+
+Every output is compared with the request's own oracle. Slots without a request hold NaN. Everything follows from the
+seed; a failure tells it, with the last events of the request.
+"""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from samples import states_of, tokens_of
+
+from soak.cursors import Cursors
+from soak.oracle import Oracle, Request
+from soak.verdicts import SoakError, Verdicts
+
+OPERATIONS = ("memory", "draft", "adopt", "copy", "snapshot")
+"""What a server needs beside `step`, `load_state`, `flush` and `reset`."""
+
+
+class Server:
+    """Drives one head.
+
+    Parameters
+    ----------
+    place : soak.places.Host
+        The head, and where it runs.
+    layer : Layer
+        Kind and shape.
+    requests : int
+        Requests to serve.
+    seed : int
+        Of all that is random.
+    tolerance : tuple of float
+        Relative errors allowed to exact heads and to sketched ones.
+    plan : SketchPlan, optional
+        Plan of a sketch head.
+    phase : int, optional
+        The head's clock.
+    without : collection of str
+        Operations that the backend does not have.
+    mean_length : float, default 12
+        Mean number of tokens of a request.
+    """
+
+    def __init__(self, place, layer, requests, seed, tolerance, plan=None, phase=None, without=(), mean_length=12.0):
+        self.place, self.head, self.layer = place, place.head, layer
+        self.seed, self.rng, self.without = seed, np.random.default_rng(seed), without
+        self.oracle = Oracle(layer, plan)
+        self.cursors = Cursors(self.head.window, phase, self.head.num_slots)
+        self.clocked = phase is not None
+        self.waiting, self.mean_length = requests, mean_length
+        self.pad = getattr(self.head, "pad_slot", -1)
+        self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
+        self.running, self.cached, self.preempted = [], [], []
+        self.counts = Counter()
+        exact, sketched = tolerance
+        allowed = np.full(layer.heads, exact)
+        allowed[self.oracle.sketched] = sketched
+        self.verdicts = Verdicts(allowed, f"seed {seed}", self.counts)
+
+    def has(self, operation):
+        return operation not in self.without
+
+    def run(self):
+        """Serve all requests; returns how often each thing happened."""
+        memory = []
+        while self.waiting or self.running or self.preempted:
+            self.tick()
+            memory.append(self.place.used())
+        self.evict(len(self.cached))
+        done = self.counts["finished"] + self.counts["aborted"]
+        if done != self.counts["begun"] + self.counts["forked"]:
+            raise SoakError(f"seed {self.seed}: requests were lost: {dict(self.counts)}")
+        self.memory = memory
+        return dict(self.counts)
+
+    def tick(self):
+        """One round of the server's loop."""
+        for event in (self.fork, self.preempt, self.abort, self.swap, self.flush, self.cache, self.wrong_call):
+            if self.rng.random() < 0.15:
+                event()
+        if len(self.cached) > 6 or not self.free:
+            self.evict(2)
+        if self.place.overlaps:
+            begun = self.begin()
+            wait = self.decode(begun)
+            self.place.join()
+            self.note_dues(begun)
+            wait()
+        elif self.rng.random() < 0.5:
+            self.decode(())()
+            self.begin()
+        else:
+            self.decode(self.begin())()
+        known = self.running + self.cached
+        slots = [each.slot for each in known]
+        self.verdicts.positions(known, self.place.get(self.head.position)[slots], self.cursors.position[slots])
+        self.retire()
+
+    # Requests begin
+
+    def begin(self):
+        """Give free slots to new requests, on the side stream; returns the requests."""
+        if not (self.waiting or self.preempted) or len(self.free) < 4:
+            return ()
+        kinds = ["reset", "load"]
+        kinds += ["adopt"] * (self.has("adopt") and self.has("memory"))
+        kinds += ["prefix"] * bool(self.cached) * 2
+        kind = "restore" if self.preempted and self.rng.random() < 0.5 else str(self.rng.choice(kinds))
+        if not self.waiting and kind != "restore":
+            if not self.preempted:
+                return ()
+            kind = "restore"
+        if kind == "restore":
+            return self.restore()
+        count = min(int(self.rng.integers(1, 7)), self.waiting, len(self.free))
+        slots = self.take(count)
+        self.waiting -= count
+        self.counts["begun"] += count
+        self.counts[kind] += count
+        if kind == "prefix":
+            sources = [self.cached[i] for i in self.rng.integers(0, len(self.cached), count)]
+            begun = [self.request(source.past, source) for source in sources]
+            with self.place.side():
+                self.head.copy(self.place.array([each.slot for each in sources]), self.place.array(slots))
+            self.cursors.copy([each.slot for each in sources], slots)
+        else:
+            states = states_of(self.rng, self.layer, count) * np.float32(kind != "reset")
+            begun = [self.request(past) for past in self.oracle.begin(states.astype(np.float64).swapaxes(-1, -2))]
+            with self.place.side():
+                if kind == "reset":
+                    self.head.reset(self.place.array(slots))
+                elif kind == "load":
+                    self.head.load_state(self.place.array(states), slots=self.place.array(slots))
+                else:
+                    self.place.write_states(states, slots)
+                    self.head.adopt(self.place.array(slots))
+            self.cursors.begin(slots)
+        self.enter(begun, slots, kind)
+        return begun
+
+    def request(self, past, parent=None):
+        """A new request of random length."""
+        self.counts["requests"] += 1
+        one = Request(self.counts["requests"], past, int(self.rng.geometric(1 / self.mean_length)))
+        if parent is not None:
+            one.history.extend(parent.history)
+            one.note(f"[{one.name}] from {parent.name} in {parent.slot}")
+        return one
+
+    def take(self, count):
+        """Free slots, at random."""
+        return [self.free.pop(int(self.rng.integers(len(self.free)))) for _ in range(count)]
+
+    def enter(self, requests, slots, how):
+        for each, slot in zip(requests, slots, strict=True):
+            each.slot = slot
+            each.note(how, "in", slot)
+        self.running.extend(requests)
+
+    def restore(self):
+        """Bring a preempted group back, into other slots."""
+        snapshot, group, positions = self.preempted.pop(int(self.rng.integers(len(self.preempted))))
+        if len(group) > len(self.free):
+            self.preempted.append((snapshot, group, positions))
+            return ()
+        slots = self.take(len(group))
+        with self.place.side():
+            self.head.restore(snapshot, slots=self.place.array(slots))
+        self.cursors.restore(slots, positions)
+        self.enter(group, slots, "restored")
+        self.counts["restored"] += len(group)
+        return group
+
+    def note_dues(self, begun):
+        """Whether a slot that began beside a step was in time for the clock's stroke is up to the device."""
+        if self.clocked and begun and self.has("memory"):
+            slots = [each.slot for each in begun]
+            self.cursors.due[slots] = self.place.due(slots)
+
+    # Requests are disturbed
+
+    def some(self, most):
+        """Up to so many running requests."""
+        count = min(most, len(self.running))
+        return [self.running[i] for i in self.rng.permutation(len(self.running))[:count]]
+
+    def fork(self, parents=None):
+        """Copies of running requests go on by themselves; several may come from one."""
+        parents = self.some(2) if parents is None else parents
+        if not parents or not self.has("copy") or len(self.free) < 6:
+            return
+        parents = [parents[i] for i in self.rng.integers(0, len(parents), int(self.rng.integers(1, 4)))]
+        children = [self.request(each.past, each) for each in parents]
+        sources, slots = [each.slot for each in parents], self.take(len(parents))
+        self.head.copy(self.place.array(sources), self.place.array(slots))
+        self.cursors.copy(sources, slots)
+        self.enter(children, slots, "forked")
+        self.counts["forked"] += len(children)
+
+    def cache(self):
+        """Keep a copy of a running request for others to begin with."""
+        if not self.running or not self.has("copy") or not self.free:
+            return
+        parent, (slot,) = self.some(1)[0], self.take(1)
+        entry = self.request(parent.past, parent)
+        self.counts["requests"] -= 1
+        self.head.copy(self.place.array([parent.slot]), self.place.array([slot]))
+        self.cursors.copy([parent.slot], [slot])
+        entry.slot = slot
+        entry.note("cached in", slot)
+        self.cached.append(entry)
+        self.counts["cached"] += 1
+
+    def evict(self, count):
+        for _ in range(min(count, len(self.cached))):
+            self.release(self.cached.pop(int(self.rng.integers(len(self.cached)))))
+
+    def swap(self):
+        """Two requests exchange their slots, or move on to each other's."""
+        pair = self.some(2)
+        if len(pair) < 2 or not self.has("copy"):
+            return
+        source = [each.slot for each in pair]
+        target = source[::-1]
+        self.head.copy(self.place.array(source), self.place.array(target))
+        cursors = self.cursors
+        for words in (cursors.position, cursors.due):
+            words[target] = words[source]
+        cursors.drafted[target] = 0
+        for each, slot in zip(pair, target, strict=True):
+            each.slot = slot
+            each.note("moved to", slot)
+        self.counts["moved"] += 2
+
+    def preempt(self):
+        """Requests leave for the host's memory, or for a file."""
+        group = self.some(3)
+        if not group or not self.has("snapshot"):
+            return
+        slots = [each.slot for each in group]
+        snapshot = self.head.snapshot(self.place.array(slots))
+        if self.rng.random() < 0.05:
+            with tempfile.TemporaryDirectory() as folder:
+                snapshot.save(Path(folder) / "snapshot.safetensors")
+                snapshot = type(snapshot).load(Path(folder) / "snapshot.safetensors")
+        self.preempted.append((snapshot, group, self.cursors.position[slots].copy()))
+        for each in group:
+            each.note("preempted from", each.slot)
+            self.running.remove(each)
+            self.release(each)
+        self.counts["preempted"] += len(group)
+
+    def abort(self):
+        for each in self.some(2):
+            self.running.remove(each)
+            self.release(each)
+            self.counts["aborted"] += 1
+
+    def flush(self):
+        """Some windows end early."""
+        group = self.some(3)
+        if group:
+            slots = [each.slot for each in group]
+            self.head.flush(self.place.array(slots))
+            self.folded(group)
+            self.cursors.begin(slots)
+
+    def folded(self, group):
+        """Windows of requests end; a window without a token goes on."""
+        group = [each for each in group if self.cursors.position[each.slot]]
+        for each, past in zip(group, self.oracle.fold([each.past for each in group]), strict=True):
+            each.past = past
+            each.note("flushed")
+
+    def wrong_call(self):
+        """A call with wrong slots is refused, and changes nothing."""
+        if not self.place.refuses or len(self.running) < 2:
+            return
+        slots = [each.slot for each in self.some(2)]
+        for wrong in ([slots[0], slots[0]], [slots[0], self.head.num_slots], [slots[1], -9]):
+            tokens = tokens_of(self.rng, self.layer, 2, 1)
+            for call in (lambda s, x=tokens: self.head.step(*x, slots=s), self.head.flush, self.head.reset):
+                try:
+                    call(wrong)
+                except ValueError:
+                    continue
+                raise SoakError(f"seed {self.seed}: slots {wrong} were not refused")
+        self.counts["refused"] += 1
+
+    def release(self, request):
+        self.place.poison(request.slot)
+        self.free.append(request.slot)
+
+    def retire(self):
+        """Finished requests give their slots back; the states of some are compared first."""
+        for each in [each for each in self.running if each.left <= 0]:
+            if self.rng.random() < 0.2:
+                self.head.flush(self.place.array([each.slot]))
+                self.verdicts.state(each, self.place.get(self.head.state[each.slot]))
+            self.running.remove(each)
+            self.release(each)
+            self.counts["finished"] += 1
+
+    # Requests decode
+
+    def decode(self, begun):
+        """A step or a draft of most of the other running requests; returns a function that checks the outputs."""
+        rows = [each for each in self.running if self.rng.random() < 0.9 and each not in begun]
+        if not rows:
+            return lambda: None
+        padding = [None] * int(self.rng.integers(0, 4))
+        rows = [(rows + padding)[i] for i in self.rng.permutation(len(rows) + len(padding))]
+        most = getattr(self.head, "drafts", 0) if self.has("draft") else 0
+        drafts = most > 0 and self.rng.random() < 0.4
+        count = int(self.rng.integers(1, most + 1)) if drafts else int(self.rng.choice([1, 1, 1, 1, 1, 2, 3]))
+        tokens = tokens_of(self.rng, self.layer, len(rows), count, harsh=self.rng.random() < 0.1)
+        lengths = self.rng.integers(0, count + 1, len(rows)) if drafts else np.full(len(rows), count)
+        for i, row in enumerate(rows):
+            for x in (tokens.q, tokens.k, tokens.v):
+                x[i, 0 if row is None else lengths[i] :] = np.nan
+        slots = np.array([self.pad if row is None else row.slot for row in rows])
+        live = [i for i, row in enumerate(rows) if row is not None]
+        seen = self.place.tokens(tokens)
+        if drafts:
+            fetch = self.place.step(tokens, slots, lengths, self.rng)
+            return self.draft(rows, live, seen, lengths, count, slots, fetch)
+        fetch = self.place.step(tokens, slots, None, self.rng)
+        want, scale = self.blank(len(rows), count)
+        for t in range(count):
+            flushes = self.cursors.plain(slots[live])
+            token = _rows(seen, live, t)
+            pasts = [rows[i].past for i in live]
+            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, flushes)
+            for i, past in zip(live, after, strict=True):
+                rows[i].past = past
+        for i in live:
+            rows[i].left -= count
+            rows[i].note("step", count, "position", self.cursors.position[rows[i].slot])
+        self.counts["steps"] += 1
+        self.counts["tokens"] += len(live) * count
+        return lambda: self.verdicts.outputs(rows, fetch(), want, scale)
+
+    def draft(self, rows, live, seen, lengths, count, slots, fetch):
+        """Read drafts, fork between, and keep what a random verification accepts."""
+        folds = self.cursors.draft(slots[live], lengths[live], count)
+        self.fold_before([rows[i] for i, folded in zip(live, folds, strict=True) if folded])
+        want, scale = self.blank(len(rows), count)
+        trails = {i: [rows[i].past] for i in live}
+        exact = self.head.window == 1
+        for t in range(count):
+            some = [i for i in live if lengths[i] > t]
+            if some:
+                pasts, flushes = [trails[i][-1] for i in some], np.full(len(some), exact)
+                want[some, t], scale[some, t], after = self.oracle.decode(pasts, _rows(seen, some, t), flushes)
+                for i, past in zip(some, after, strict=True):
+                    trails[i].append(past)
+        if self.rng.random() < 0.1:
+            self.fork([rows[i] for i in live][:2])
+        kept = [i for i in live if self.rng.random() < 0.9]
+        accepted = np.array([self.rng.integers(0, lengths[i] + 1) for i in kept], int)
+        full = self.rng.random(len(kept)) < 0.3
+        accepted = np.where(full, lengths[kept], accepted).astype(int)
+        if kept:
+            self.place.commit(accepted, slots[kept])
+            self.cursors.commit(slots[kept], accepted)
+        for i, taken in zip(kept, accepted, strict=True):
+            rows[i].past = trails[i][taken]
+            rows[i].left -= int(taken)
+        for i in live:
+            rows[i].note("draft", lengths[i], "of", count, "position", self.cursors.position[rows[i].slot])
+        self.counts["drafts"] += 1
+        self.counts["accepted"] += int(accepted.sum())
+        return lambda: self.verdicts.outputs(rows, fetch(), want, scale)
+
+    def fold_before(self, group):
+        """Windows end before a draft."""
+        for each, past in zip(group, self.oracle.fold([each.past for each in group]), strict=True):
+            each.past = past
+            each.note("flushed before a draft")
+
+    def blank(self, rows, count):
+        """Outputs of padding, and of what stands behind a row's drafts: zeros, exactly."""
+        shape = rows, count, self.layer.heads
+        return np.zeros((*shape, self.layer.value_dim)), np.zeros(shape)
+
+
+def _rows(tokens, rows, t):
+    """Token t of some rows."""
+    return type(tokens)(*(x if x is None else x[rows, t] for x in tokens))

@@ -1,0 +1,105 @@
+"""The soak in its short form: a few hundred requests on every backend of the host (see `benchmarks/soak.py`)."""
+
+import numpy as np
+import pytest
+from samples import LAYERS
+from soak.cases import CASES, MISSING, server
+from soak.verdicts import SoakError
+
+import sketchssm as ss
+from sketchssm.slots import DUE, POSITION
+
+EVENTS = {
+    "adopt": {"adopt"},
+    "draft": {"drafts", "accepted"},
+    "copy": {"forked", "cached", "prefix", "moved"},
+    "snapshot": {"preempted", "restored"},
+}
+"""What happens in a run where a backend has an operation."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_request_sees_its_own_tokens(case, backend):
+    """No request is lost, no slot leaks into another, and positions follow the rules."""
+    served = server(backend, case, 150, seed=1)
+    counts = served.run()
+    expected = {"finished", "aborted", "steps", "states", "reset", "load", "refused"}
+    for operation, events in EVENTS.items():
+        expected |= events if served.has(operation) else set()
+    assert expected <= set(counts)
+    assert len(served.free) == 64 - (served.pad == 0)
+
+
+def test_a_seed_gives_one_run():
+    first, again = (server("reference", CASES[0], 60, seed=5) for _ in range(2))
+    assert first.run() == again.run()
+    np.testing.assert_array_equal(first.verdicts.worst, again.verdicts.worst)
+
+
+@pytest.mark.parametrize("backend", MISSING)
+def test_the_list_of_missing_operations(backend):
+    """An operation leaves the list with the change that adds it."""
+    head, slots = ss.ReplayHead(LAYERS["gdn"], 2, backend, window=8), [0]
+    tries = {
+        "memory": lambda: ss.ReplayHead(LAYERS["gdn"], 2, backend, window=8, memory={}),
+        "phase": lambda: ss.ReplayHead(LAYERS["gdn"], 2, backend, window=8, phase=1),
+        "draft": lambda: head.commit([0], slots),
+        "adopt": lambda: head.adopt(slots),
+        "copy": lambda: head.copy([0], [1]),
+        "snapshot": lambda: head.restore(head.snapshot(slots), slots),
+    }
+    for name, attempt in tries.items():
+        if name in MISSING[backend]:
+            with pytest.raises((AttributeError, ValueError)):
+                attempt()
+        else:
+            attempt()
+
+
+def _broken(engine, name, wrong):
+    method = getattr(engine, name)
+    setattr(engine, name, lambda *args: wrong(engine, method, *args))
+
+
+def _without_keys(engine, copy, src, dst):
+    kept = engine.memory["keys"][dst]
+    copy(src, dst)
+    engine.memory["keys"][dst] = kept
+
+
+def _one_too_many(engine, commit, accepted, slots):
+    commit(np.minimum(accepted + 1, engine._cursor[slots] >> 8), slots)
+
+
+def _no_stroke(engine, reset, slots):
+    reset(slots)
+    engine._cursor[slots] &= ~DUE
+
+
+def _late(engine, adopt, slots):
+    ring = engine.state[slots[0]].copy()
+    adopt(slots)
+    engine.state[slots[0]] = ring + 1e-9
+
+
+def _dropped(engine, flush, slots):
+    engine._cursor[slots] = np.maximum(engine._cursor[slots] & POSITION, 1) - 1
+    flush(slots)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("copy", _without_keys),
+        ("commit", _one_too_many),
+        ("reset", _no_stroke),
+        ("adopt", _late),
+        ("flush", _dropped),
+    ],
+)
+def test_faults_are_found(name, wrong):
+    """The error names the seed, and the request's events."""
+    served = server("reference", CASES[0], 200, seed=2)
+    _broken(served.head._engine, name, wrong)
+    with pytest.raises(SoakError, match=r"(?s)^seed 2, .*request \d+ in slot \d+.*its last events"):
+        served.run()
