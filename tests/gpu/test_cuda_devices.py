@@ -1,0 +1,155 @@
+"""Heads on two devices in one process: each works on its own device, whichever is current at a call."""
+
+import threading
+
+import numpy as np
+import pytest
+from cuda_support import LAYERS, error, make_plan, make_tokens
+
+import sketchssm as ss
+from sketchssm.recurrence import Tokens
+
+pytestmark = pytest.mark.gpu
+
+LAYER = LAYERS["gdn"]
+RANKS = [7, 3, 16, 2]
+WINDOW = 4
+
+# float32 states against float64 on the same rounded inputs; bf16 outputs and sketches: a few roundings of 2^-9
+EXACT, STORED = 2e-6, 1.2e-2
+
+
+@pytest.fixture
+def devices(cupy):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two CUDA devices")
+    return [cupy.cuda.Device(i) for i in range(2)]
+
+
+@pytest.fixture(params=["standard", "replay", "sketch"])
+def heads(request, devices, rng):
+    """The same head on each device, and its float64 twin."""
+    plan = make_plan(LAYER, RANKS, rng, window=WINDOW)
+    build = {
+        "standard": lambda *a: ss.StandardHead(LAYER, 6, *a),
+        "replay": lambda *a: ss.ReplayHead(LAYER, 6, *a, window=WINDOW),
+        "sketch": lambda *a: ss.SketchHead(plan, 6, *a),
+    }[request.param]
+    made = []
+    for device in devices:
+        with device:
+            made.append(build("cuda"))
+    for head in made:  # the current device is neither head's concern
+        head.warmup()
+    return made, build("reference")
+
+
+def on_device(x, device, torch, name):
+    if x is None:
+        return None
+    tensor = torch.from_numpy(np.ascontiguousarray(x)).to(f"cuda:{device}")
+    return tensor.bfloat16() if name in "qkv" else tensor
+
+
+def on(tokens, t, device, torch):
+    """One token's inputs on a device."""
+    return Tokens(
+        *(on_device(None if x is None else x[:, t], device, torch, name) for name, x in tokens._asdict().items())
+    )
+
+
+def wide(x):
+    return x.double().cpu().numpy()
+
+
+def test_calls_in_turns(heads, torch, cupy, rng):
+    """Steps, loads and flushes on both devices, while either is current: bitwise the same results on both."""
+    (first, second), twin = heads
+    tokens = make_tokens(LAYER, 4, 3 * WINDOW + 2, "bfloat16", rng)
+    start = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32)
+    slots = np.array([3, -1, 0, 5])
+    for i, head in enumerate((first, second)):
+        assert head.state.device.id == i
+        head.load_state(torch.from_numpy(start).to(f"cuda:{i}"), slots=torch.tensor(slots, device=f"cuda:{i}"))
+    twin.load_state(start, slots=slots)
+    for t in range(3 * WINDOW + 2):
+        current = t % 2
+        with torch.cuda.device(current):
+            outputs = [
+                head.step(*on(tokens, t, i, torch), slots=torch.tensor(slots, device=f"cuda:{i}"))
+                for i, head in enumerate((first, second))
+            ]
+            assert cupy.cuda.Device().id == torch.cuda.current_device() == current
+        assert [x.get_device() for x in outputs] == [0, 1]
+        np.testing.assert_array_equal(wide(outputs[0]), wide(outputs[1]))
+        assert (
+            error(wide(outputs[0]), twin.step(*(None if x is None else x[:, t] for x in tokens), slots=slots)) < STORED
+        )
+    for each in (first, second, twin):
+        each.flush()
+    np.testing.assert_array_equal(first.state.get(), second.state.get())
+    assert error(first.state.get(), twin.state) < EXACT
+
+
+def test_graphs(heads, torch, rng):
+    """A step captured on each device; the replays run side by side."""
+    both, twin = heads
+    tokens = make_tokens(LAYER, 4, WINDOW, "bfloat16", rng)
+    graphs, inputs, outputs = [], [], []
+    for i, head in enumerate(both):
+        with torch.cuda.device(i):
+            inputs.append(on(tokens, 0, i, torch))
+            outputs.append(torch.empty_like(inputs[i].v))
+            slots, graph = torch.arange(4, device=f"cuda:{i}"), torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                head.step(*inputs[i], slots=slots, out=outputs[i])
+            graphs.append(graph)
+            inputs[i] = (inputs[i], slots)  # the graph reads their memory
+    for t in range(2 * WINDOW):
+        for i, graph in enumerate(graphs):
+            with torch.cuda.device(i):
+                for x, new in zip(inputs[i][0], on(tokens, t % WINDOW, i, torch), strict=True):
+                    x.copy_(new)
+                graph.replay()
+        want = twin.step(*(x[:, t % WINDOW] for x in tokens))
+        np.testing.assert_array_equal(wide(outputs[0]), wide(outputs[1]))
+        assert error(wide(outputs[0]), want) < STORED
+
+
+def test_threads(heads, torch, rng):
+    """A thread per device, each with its device current."""
+    both, twin = heads
+    tokens = make_tokens(LAYER, 4, 40, "bfloat16", rng)
+    results = [None, None]
+
+    def decode(i):
+        with torch.cuda.device(i):
+            results[i] = [wide(both[i].step(*on(tokens, t, i, torch))) for t in range(40)]
+
+    threads = [threading.Thread(target=decode, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    got = np.stack(results, axis=2)  # (tokens, batch, device, heads, V)
+    np.testing.assert_array_equal(got[:, :, 0], got[:, :, 1])
+    assert error(got[:, :, 0].swapaxes(0, 1), twin.step(*tokens)) < STORED
+
+
+def test_arrays_on_the_other_device(heads, torch, rng):
+    """They are refused, by name, before anything is written."""
+    (first, second), _ = heads
+    tokens = make_tokens(LAYER, 4, 1, "bfloat16", rng)
+    token = on(tokens, 0, 0, torch)
+    expected = r"^q: expected an array on CUDA device 1, as the head is, got one on 0"
+    with pytest.raises(ValueError, match=expected):
+        second.step(*token)
+    with pytest.raises(ValueError, match=r"^slots: expected an array on CUDA device 1"):
+        second.step(*on(tokens, 0, 1, torch), slots=torch.arange(4, device="cuda:0"))
+    with pytest.raises(ValueError, match=r"^state: expected an array on CUDA device 0"):
+        first.load_state(torch.zeros(4, *LAYER.state_shape, device="cuda:1"))
+    with pytest.raises(ValueError, match=r"^out: expected an array on CUDA device 1"):
+        second.step(*on(tokens, 0, 1, torch), out=torch.empty_like(token.v))
+    assert not first.position.get().any()
+    assert not second.position.get().any()
