@@ -5,9 +5,10 @@ timed, and the mean over positions is the result. The floor is the bytes that th
 bandwidth measured in the same run. Each time stands beside the error of the outputs of the same run.
 
 `measure_host` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
-`time_cases` runs a list of cases with the three.
+`time_cases` runs a list of cases with the three. `time_arrivals` times steps while requests arrive and leave.
 """
 
+from sketchssm.bench.arrivals import ArrivalsReport, ArrivalsResult, time_arrivals
 from sketchssm.bench.cases import Case, Report, time_cases
 from sketchssm.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.bench.host import available_cores, copy_bandwidth, measure_host
@@ -27,6 +28,8 @@ __all__ = [
     "MEAN_RANKS",
     "PEERS",
     "SHAPES",
+    "ArrivalsReport",
+    "ArrivalsResult",
     "BenchResult",
     "Case",
     "Peer",
@@ -47,5 +50,6 @@ __all__ = [
     "spread_ranks",
     "step_bytes",
     "systems",
+    "time_arrivals",
     "time_cases",
 ]

@@ -15,6 +15,7 @@ import click
 
 import sketchssm
 from sketchssm.cli import options
+from sketchssm.cli.arrivals import time_and_show
 from sketchssm.cli.options import Numbers
 from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
+ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
+"""Batches of ``--arrivals``."""
 
 
 @click.command("bench")
@@ -67,6 +70,24 @@ BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
 )
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
+@click.option("--arrivals", is_flag=True, help="Let requests arrive and leave at random, instead of whole windows.")
+@click.option(
+    "--layers", type=click.IntRange(min=1), default=32, show_default=True, help="Layers of the model, for --arrivals."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Timed steps, for --arrivals; rounded up to whole windows.",
+)
+@click.option(
+    "--tokens",
+    type=click.FloatRange(min=1),
+    default=256,
+    show_default=True,
+    help="Mean length of a request, for --arrivals.",
+)
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -87,6 +108,10 @@ def command(
     duty: float,
     raw_gate: bool,
     peers: bool,
+    arrivals: bool,
+    layers: int,
+    steps: int,
+    tokens: float,
     plot: Path | None,
     backend: str,
     seed: int,
@@ -105,6 +130,10 @@ def command(
     unknown = [name for name in shapes if name not in bench.SHAPES]
     if unknown:
         raise click.BadParameter(f"expected some of {', '.join(bench.SHAPES)}, got {unknown[0]}", param_hint="--shape")
+    if arrivals:
+        options.refuse("with --arrivals", ("seconds", "peers", "plot"))
+    else:
+        options.refuse("without --arrivals", ("layers", "steps", "tokens"))
     if backend == "auto":
         backend = "cpu" if cuda.missing() else "cuda"
     if peers and backend != "cuda":
@@ -119,7 +148,7 @@ def command(
         options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots"))
     if plot is not None:
         check(plot)
-    batches = batches or BATCHES["cuda" if backend == "cuda" else "cpu"]
+    batches = batches or (ARRIVING if arrivals else BATCHES)["cuda" if backend == "cuda" else "cpu"]
     if plan_files:
         cases = _plan_cases(plan_files)
     else:
@@ -131,6 +160,15 @@ def command(
         cases = [_raw(case, seed) for case in cases]
     cases = [dataclasses.replace(case, batch=n) for case in cases for n in batches]
     output = Output(json_file)
+    made = {
+        "version": sketchssm.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["sketchssm", *sys.argv[1:]]),
+    }
+    if arrivals:
+        settings = {"layers": layers, "steps": steps, "mean_tokens": tokens, "duty": duty, "seed": seed}
+        output.finish(made | vars(time_and_show(cases, backend, output, **settings)))
+        return
     with output.progress("timing", len(cases) + (backend == "cuda")) as step:
         report = bench.time_cases(cases, backend, seconds=seconds, duty=duty, peers=peers, seed=seed, progress=step)
     _show(output, report.results, report.copy_bandwidth)
@@ -142,9 +180,7 @@ def command(
         output.say(message)
     if plot is not None:
         output.say(f"Drew {step_times(report.results, plot)}.")
-    made = {"version": sketchssm.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    run = {"command": shlex.join(["sketchssm", *sys.argv[1:]])}
-    output.finish(made | run | {field.name: getattr(report, field.name) for field in dataclasses.fields(report)})
+    output.finish(made | vars(report))
 
 
 def _shape_case(

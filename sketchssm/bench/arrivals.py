@@ -1,0 +1,375 @@
+"""Times of steps while requests arrive and leave at random, beside those of rows in lockstep.
+
+The layers of a model decode one batch: a step runs all of them, with the same slots and inputs. Their sketches
+and rings together exceed the caches, as those of a model do.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.baselines import StandardHead
+from sketchssm.bench.cases import Case
+from sketchssm.bench.device import compile_all, device_name
+from sketchssm.bench.requests import Requests
+from sketchssm.bench.workloads import random_tokens, token_at
+from sketchssm.evaluate.measure import relative_error
+from sketchssm.exact import SketchHead
+from sketchssm.head import DecodeHead
+from sketchssm.recurrence import Tokens
+
+__all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
+
+MODES = ("lockstep", "clock", "no clock")
+"""How the rows of a sketch stand: all at one position; at random, with a clock; at random, without."""
+
+JUDGED_HEADS = 8
+"""At least so many heads are compared with float64, if the layer has as many."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ArrivalsResult:
+    """Step times of one system while requests arrive and leave.
+
+    Attributes
+    ----------
+    shape, system, backend : str
+        The layer's shape, the system, and where it ran.
+    mode : str
+        One of `MODES`; "arrivals" for standard decoding, which has no windows.
+    batch, window, layers : int
+        Rows of a step; tokens from one flush to the next; layers of the model.
+    requests : int
+        Requests that began in the timed steps.
+    microseconds : float
+        A step of one layer, mean over layers and timed steps.
+    over_lockstep : float
+        `microseconds` over those of the same sketch in lockstep; NaN for standard decoding.
+    slowest : float
+        The slowest step of all layers, over the mean step of all layers.
+    error, state_error : float
+        Relative errors of the outputs and of the last state of one row, over all steps, against the same system in
+        float64 with the same requests.
+    steps : list of float
+        Microseconds of each timed step, mean over the layers.
+    """
+
+    shape: str
+    system: str
+    backend: str
+    mode: str
+    batch: int
+    window: int
+    layers: int
+    requests: int
+    microseconds: float
+    over_lockstep: float
+    slowest: float
+    error: float
+    state_error: float
+    steps: list[float]
+
+
+@dataclass
+class ArrivalsReport:
+    """Results of several cases.
+
+    Attributes
+    ----------
+    layers : int
+        Layers of the model.
+    mean_tokens : float
+        Mean length of a request.
+    results : list of ArrivalsResult
+        Results.
+    not_timed : list of str
+        What could not be timed, with the reason.
+    device : str
+        Name of the GPU; empty on a CPU.
+    duty : float
+        Share of the time that the GPU worked.
+    """
+
+    layers: int
+    mean_tokens: float
+    results: list[ArrivalsResult] = field(default_factory=list)
+    not_timed: list[str] = field(default_factory=list)
+    device: str = ""
+    duty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a window of steps, which repeat, and the state that every request begins with.
+
+    Attributes
+    ----------
+    steps : list of Tokens
+        Inputs ``(batch, ...)`` of each step of a window.
+    start : ndarray of float32, (heads, V, K)
+        The state.
+    first_row : Tokens
+        Inputs of the first row, ``(window, ...)`` float32 as the heads see them.
+    """
+
+    steps: Sequence[Tokens]
+    start: Array
+    first_row: Tokens
+
+    @classmethod
+    def on_host(cls, case: Case, seed: int = 0) -> Inputs:
+        """Draw the inputs of a case.
+
+        Parameters
+        ----------
+        case : Case
+            Shape, batch, window and gate.
+        seed : int, default 0
+            Seed of the draw.
+
+        Returns
+        -------
+        Inputs
+            Float32 arrays on the host.
+        """
+        tokens = random_tokens(case.layer, case.batch, case.window, seed, case.gate is not None)
+        first = Tokens(*(None if x is None else x[0] for x in tokens))
+        start = np.random.default_rng(seed).standard_normal(case.layer.state_shape).astype(np.float32)
+        return cls([token_at(tokens, t) for t in range(case.window)], start, first)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run returns.
+
+    Attributes
+    ----------
+    times : ndarray of float64, (steps,)
+        Microseconds of a step of all layers.
+    outputs : ndarray, (steps, heads, V)
+        The last layer's outputs for the first row.
+    state : ndarray, (heads, V, K)
+        The last layer's state of the first row after the last step.
+    """
+
+    times: Array
+    outputs: Array
+    state: Array
+
+
+@dataclass(frozen=True)
+class Model:
+    """A system in a mode: makes heads for the layers of a model.
+
+    Attributes
+    ----------
+    case : Case
+        Shape, window and gate.
+    plan : SketchPlan or None
+        The plan of every layer; None for standard decoding.
+    clock : bool
+        Whether the layers have clocks; layer i has the phase ``i % window``.
+    """
+
+    case: Case
+    plan: Any
+    clock: bool
+
+    def head(self, index: int, num_slots: int, backend: str) -> DecodeHead:
+        """Make the head of a layer."""
+        gate = self.case.gate
+        if self.plan is None:
+            return StandardHead(self.case.layer, num_slots, backend, gate=gate)
+        phase = index % self.case.window if self.clock else None
+        return SketchHead(self.plan, num_slots, backend, gate=gate, phase=phase)
+
+    def judge(self, index: int, inputs: Inputs, requests: Requests, run: Run) -> tuple[float, float]:
+        """Compute the errors of some heads of a layer against the same layer in float64, for the first row.
+
+        Parameters
+        ----------
+        index : int
+            The layer.
+        inputs, requests
+            As of the run.
+        run : Run
+            Outputs and state of that layer.
+
+        Returns
+        -------
+        tuple of float
+            Relative error of the outputs of all steps, and of the state.
+        """
+        layer = self.case.layer
+        world = math.gcd(layer.key_heads, max(layer.heads // JUDGED_HEADS, 1))
+        heads, keys = layer.shard_heads(0, world)
+        axes = Tokens(keys, keys, heads, heads, heads)
+        row = Tokens(*(None if x is None else x[:, own] for x, own in zip(inputs.first_row, axes, strict=True)))
+        gate = None if self.case.gate is None else self.case.gate.shard(0, world)
+        plan = None if self.plan is None else self.plan.shard(0, world)
+        twin = Model(Case("", layer.shard(0, world), 1, self.case.window, [], gate), plan, self.clock).head(
+            index, 1, "reference"
+        )
+        outputs = np.empty((len(run.outputs), *twin.layer.state_shape[:2]))
+        for t, joins in enumerate(requests.joins[:, 0]):
+            slots = np.minimum(requests.slots[t, :1], 0)  # the row's slot is the only one here
+            if joins:
+                twin.load_state(inputs.start[None, heads], slots=slots)
+            token = (None if x is None else x[None, t % len(inputs.steps)] for x in row)
+            outputs[t] = twin.step(*token, slots=slots)[0]
+        return relative_error(run.outputs[:, heads], outputs), relative_error(run.state[heads], twin.state[0])
+
+
+def run_on_host(heads: Sequence[DecodeHead], inputs: Inputs, requests: Requests) -> Run:
+    """Run the steps on this machine's CPU.
+
+    Parameters
+    ----------
+    heads : sequence of DecodeHead
+        The layers of the model.
+    inputs : Inputs
+        Inputs of the steps.
+    requests : Requests
+        Slots of the rows, and the requests that begin.
+
+    Returns
+    -------
+    Run
+        Times, and results of the last layer.
+    """
+    times, outputs = [], []
+    for t, (slots, joins) in enumerate(zip(requests.slots, requests.joins, strict=True)):
+        if joins.any():
+            states = np.broadcast_to(inputs.start, (int(joins.sum()), *inputs.start.shape))
+            for head in heads:
+                head.load_state(states, slots=slots[joins])
+        token = inputs.steps[t % len(inputs.steps)]
+        begun = time.perf_counter()
+        for head in heads:
+            output = head.step(*token, slots=slots)
+        times.append(1e6 * (time.perf_counter() - begun))
+        outputs.append(np.array(output[0]))
+    return Run(np.array(times), np.stack(outputs), heads[-1].state[requests.slots[-1, 0]].copy())
+
+
+def measure_arrivals(
+    case: Case,
+    backend: str,
+    *,
+    layers: int,
+    steps: int,
+    mean_tokens: float,
+    duty: float,
+    seed: int,
+    failed: Callable[[str, str, Exception], None],
+) -> Iterator[ArrivalsResult]:
+    """Time standard decoding, and every sketch of a case in every mode; see `time_arrivals`."""
+    inputs, run = Inputs.on_host(case, seed), run_on_host
+    if backend == "cuda":
+        from sketchssm.bench.arrivals_device import inputs_on_device, run_on_device
+
+        inputs, run = inputs_on_device(case, seed), partial(run_on_device, duty=duty)
+    window = case.window
+    length = window * (1 + -(-steps // window))
+    together = Requests.together(case.batch, length)
+    arriving = Requests.arriving(case.batch, length, window, mean_tokens, seed)
+    for plan in (None, *case.plans):
+        system = "standard" if plan is None else f"sketch G={plan.mean_rank:g} {plan.map.name}"
+        lockstep = math.nan
+        for mode in ("arrivals",) if plan is None else MODES:
+            requests = together if mode == "lockstep" else arriving
+            model = Model(case, plan, mode == "clock")
+            gc.collect()  # frees the memory of the heads before
+            try:
+                heads = [model.head(i, requests.num_slots, backend) for i in range(layers)]
+                found = run(heads, inputs, requests)
+            except MemoryError as lack:
+                failed(system, mode, lack)
+                continue
+            finally:
+                heads = []
+            timed = found.times[window:] / layers
+            mean = float(timed.mean())
+            lockstep = mean if mode == "lockstep" else lockstep
+            error, state_error = model.judge(layers - 1, inputs, requests, found)
+            yield ArrivalsResult(
+                shape=case.shape,
+                system=system,
+                backend=backend,
+                mode=mode,
+                batch=case.batch,
+                window=window,
+                layers=layers,
+                requests=int(requests.joins[window:].sum()),
+                microseconds=mean,
+                over_lockstep=mean / lockstep,
+                slowest=float(timed.max()) / mean,
+                error=error,
+                state_error=state_error,
+                steps=np.round(timed, 3).tolist(),
+            )
+
+
+def time_arrivals(
+    cases: Sequence[Case],
+    backend: str = "cpu",
+    *,
+    layers: int = 32,
+    steps: int = 128,
+    mean_tokens: float = 256,
+    duty: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda label: None,
+) -> ArrivalsReport:
+    """Time standard decoding, and every sketch of some cases in every mode.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The cases.
+    backend : {"cpu", "reference", "cuda"}, default "cpu"
+        Where to run.
+    layers : int, default 32
+        Layers of the model.
+    steps : int, default 128
+        Timed steps, rounded up to whole windows. One window goes ahead, in which the first requests begin.
+    mean_tokens : float, default 256
+        Mean length of a request.
+    duty : float, default 1.0
+        For "cuda": share of the time that the device works, see `sketchssm.bench.measure_device`.
+    seed : int, default 0
+        Seed of inputs and requests.
+    progress : callable, optional
+        Called with a label before each case.
+
+    Returns
+    -------
+    ArrivalsReport
+        For each case standard decoding, then the modes of each plan in the order of `MODES`.
+    """
+    report = ArrivalsReport(layers, mean_tokens, duty=duty)
+    if backend == "cuda":
+        report.device = device_name()
+        compile_all([system for case in cases for system in case.systems()])
+    for case in cases:
+        progress(str(case))
+
+        def failed(system: str, mode: str, error: Exception, case: Case = case) -> None:
+            reason = " ".join(str(error).split())
+            report.not_timed.append(f"{case.shape}, batch {case.batch}: {system}, {mode}, was not timed: {reason}")
+
+        report.results += measure_arrivals(
+            case, backend, layers=layers, steps=steps, mean_tokens=mean_tokens, duty=duty, seed=seed, failed=failed
+        )
+    return report

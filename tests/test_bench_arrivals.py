@@ -1,0 +1,106 @@
+"""Benchmarks of requests that arrive and leave: the schedule, and both kinds of runs against float64."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_traces import SHAPES
+
+from sketchssm import bench
+from sketchssm.bench.requests import SPARE, Requests
+from sketchssm.cli import main
+from sketchssm.coefficients import CoefficientMap
+
+WINDOW = 4
+MODES = ["arrivals", "lockstep", "clock", "no clock"]
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+class TestRequests:
+    def test_slots(self):
+        """No two rows share a slot, and a slot changes hands only when a request begins."""
+        requests = Requests.arriving(20, 400, 16, 30, seed=3)
+        assert requests.num_slots == 20 + SPARE
+        assert requests.slots.max() < requests.num_slots
+        for before, slots, joins in zip(requests.slots, requests.slots[1:], requests.joins[1:], strict=False):
+            live = slots[slots >= 0]
+            assert np.unique(live).size == live.size
+            np.testing.assert_array_equal(slots[~joins], before[~joins])
+            assert (slots[joins] != before[joins]).all()
+        np.testing.assert_array_equal(requests.slots[0] >= 0, requests.joins[0])
+
+    def test_the_batch_is_full_after_a_window(self):
+        requests = Requests.arriving(256, 100, 16, 30, seed=1)
+        assert (requests.slots[16:] >= 0).all()
+        first = (requests.slots >= 0).argmax(axis=0)
+        assert np.unique(first).size == 16
+
+    def test_lengths_have_their_mean(self):
+        """2000 rows of 300 steps with requests of 30 tokens: 20000 ends, so 4 standard deviations are 3%."""
+        requests = Requests.arriving(2000, 316, 16, 30, seed=2)
+        assert requests.joins[16:].sum() == pytest.approx(2000 * 300 / 30, rel=0.03)
+        assert Requests.arriving(3, 20, 4, 1).joins[4:].all()
+
+    def test_is_seeded(self):
+        first, again, other = (Requests.arriving(4, 50, 4, 10, seed) for seed in (1, 1, 2))
+        np.testing.assert_array_equal(first.slots, again.slots)
+        assert not np.array_equal(first.slots, other.slots)
+
+    def test_together(self):
+        requests = Requests.together(3, 5)
+        assert requests.joins.sum() == requests.joins[0].sum() == requests.num_slots == 3
+        np.testing.assert_array_equal(requests.slots, np.tile([0, 1, 2], (5, 1)))
+
+
+def check(results, layers, steps=2 * WINDOW, batch=3):
+    """What results of one case with one plan have in common."""
+    assert [r.mode for r in results] == MODES
+    standard, lockstep, *others = results
+    assert np.isnan(standard.over_lockstep)
+    assert lockstep.over_lockstep == 1
+    assert lockstep.requests == 0
+    assert others[0].requests == others[1].requests == standard.requests > 0
+    for r in results:
+        assert (r.batch, r.window, r.layers, len(r.steps)) == (batch, WINDOW, layers, steps)
+        assert r.microseconds == pytest.approx(np.mean(r.steps), rel=1e-3)
+        assert r.slowest == pytest.approx(max(r.steps) / r.microseconds, rel=1e-3)
+        assert r.over_lockstep == pytest.approx(r.microseconds / lockstep.microseconds) or r is standard
+
+
+def case_of(kind, raw=False):
+    layer = SHAPES[kind]
+    plan = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2))
+    return bench.Case("tiny", layer, 3, WINDOW, [plan], bench.random_gate(layer) if raw else None)
+
+
+class TestHost:
+    @pytest.mark.parametrize(("kind", "raw"), [("mamba2", False), ("gdn", False), ("kda", False), ("kda", True)])
+    def test_reference(self, kind, raw):
+        """The judge is the same system, so it agrees to the last bit: it has seen the same requests and clocks."""
+        report = bench.time_arrivals([case_of(kind, raw)], "reference", layers=6, steps=5, mean_tokens=5)
+        check(report.results, 6)
+        assert all(r.error == r.state_error == 0 for r in report.results)
+
+    def test_too_little_memory(self, monkeypatch):
+        """A mode that does not fit is named; the others are timed."""
+        run = bench.arrivals.run_on_host
+
+        def limited(heads, inputs, requests):
+            if requests.joins[0].all():
+                raise MemoryError("no room")
+            return run(heads, inputs, requests)
+
+        monkeypatch.setattr(bench.arrivals, "run_on_host", limited)
+        report = bench.time_arrivals([case_of("gdn")], "reference", layers=1, steps=4, mean_tokens=3)
+        assert [r.mode for r in report.results] == ["arrivals", "clock", "no clock"]
+        assert report.not_timed == ["tiny, batch 3: sketch G=3 lowrank, lockstep, was not timed: no room"]
+
+    def test_options(self):
+        for option in (("--seconds", 1), ("--peers",), ("--plot", "a.png")):
+            assert f"{option[0]}: has no effect with --arrivals" in invoke("--arrivals", *option, code=2).output
+        for option in ("--layers", "--steps", "--tokens"):
+            assert f"{option}: has no effect without --arrivals" in invoke(option, 2, code=2).output
