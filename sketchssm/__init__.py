@@ -29,6 +29,9 @@ _HOME = {
     "DecodeHead": "head",
     "ExactHead": "exact",
     "SketchHead": "exact",
+    "Snapshot": "snapshot",
+    "SnapshotFileError": "snapshot",
+    "SlotPart": "slots",
     "StandardHead": "baselines",
     "ReplayHead": "baselines",
     "QuantisedHead": "baselines",
@@ -64,6 +67,9 @@ __all__ = [
     "SketchBasis",
     "SketchHead",
     "SketchPlan",
+    "SlotPart",
+    "Snapshot",
+    "SnapshotFileError",
     "StandardHead",
     "Tokens",
     "Traces",
@@ -99,6 +105,8 @@ if TYPE_CHECKING:
     from sketchssm.head import DecodeHead
     from sketchssm.plan import PlanFileError, SketchPlan
     from sketchssm.recurrence import DENSE, Layer, Tokens
+    from sketchssm.slots import SlotPart
+    from sketchssm.snapshot import Snapshot, SnapshotFileError
     from sketchssm.traces import Traces
 
 

@@ -14,6 +14,9 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Tokens
 from sketchssm.slots import SlotPart
@@ -94,6 +97,15 @@ class Call(Protocol):
 
     def states(self, state: Any, slots: Any) -> Any:
         """Check and convert states to be loaded."""
+
+    def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
+        """Check slots like `slots`, and return them on the host; -1 is padding."""
+
+    def fetch(self, array: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Copy some slots of the engine's memory to the host; bfloat16 as uint16 bits."""
+
+    def store(self, array: Any, slots: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
+        """Write rows of `fetch` to some slots of the engine's memory."""
 
     def result(self, written: Any, v: Any, out: Any) -> Any:
         """Return the written outputs as `out`, or as v's kind of array, shape and dtype."""
@@ -299,7 +311,8 @@ def load_engine(
         if value is not None:
             raise ValueError(f"{name}: expected None on backend {backend!r}, as only 'cuda' has it ({why})")
     engine = _engine(system, backend, options)(*args, **settings, **options)
-    engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why, pad_slot)
+    own = tuple(getattr(engine, "memory", {"state": engine.state}).values())
+    engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why, pad_slot, own)
     if device_lacks_kernels:
         warnings.warn(f"backend: 'auto' takes 'cpu': {why}", RuntimeWarning, stacklevel=3)
     return backend, engine

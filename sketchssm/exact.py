@@ -10,7 +10,8 @@ import numpy as np
 from sketchssm.backends import ACTIVATIONS, load_engine, load_parts
 from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import PAD_SLOT, Layer
-from sketchssm.slots import MAX_DRAFTS, SlotPart
+from sketchssm.slots import MAX_DRAFTS, POSITION, SlotPart
+from sketchssm.snapshot import Snapshot, owner_of
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
@@ -55,6 +56,8 @@ class ExactHead(DecodeHead):
     ----------
     pad_slot : int
         Slot number that means padding.
+    state_dtype : str
+        Type of the states.
     """
 
     def __init__(
@@ -97,7 +100,8 @@ class ExactHead(DecodeHead):
             **settings,
         )
         super().__init__(layer, capacity, name, engine)
-        self.pad_slot = int(pad_slot)
+        self.pad_slot, self.state_dtype = int(pad_slot), state_dtype
+        self._source, self._gate = source, gate
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
 
     @property
@@ -165,6 +169,66 @@ class ExactHead(DecodeHead):
             copy = self._operation("copy")
             sources = call.slots(src, count, self.num_slots, "src", True)
             copy(sources, call.slots(dst, count, self.num_slots, "dst"))
+
+    def snapshot(self, slots: Any = None) -> Snapshot:
+        """Copy slots to the host, with all that they hold except for drafts; waits for the device.
+
+        Parameters
+        ----------
+        slots : array of int, (count,), optional
+            Which slots, none of them padding. Default: all.
+
+        Returns
+        -------
+        Snapshot
+            The slots in this order, and what they belong to.
+        """
+        with self._lock, self._arrays.call(slots) as call:
+            memory, owner = self._operation("memory"), self._owner()
+            index = call.host_slots(slots, None, self.num_slots)
+            if (index < 0).any():
+                raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, got {self.pad_slot} (padding)")
+            arrays = {name: call.fetch(memory[name], index) for name, *_ in owner["parts"]}
+        if "cursor" in arrays:
+            arrays["cursor"] &= POSITION
+        return Snapshot(arrays, owner)
+
+    def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
+        """Put the slots of a snapshot into slots of this head; what those held is dropped.
+
+        The head needs the backend, layer, plan, gate, memory types and window of the snapshot's. Decoding goes on
+        within the window, as in the slots that were copied.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            From `snapshot`, of this head or another one.
+        slots : array of int, (count,), optional
+            Slot of each row of the snapshot; padding skips a row. Default: row i goes to slot i.
+
+        Raises
+        ------
+        TypeError
+            If `snapshot` is no `Snapshot`.
+        ValueError
+            If the snapshot belongs to anything else, or a slot is out of range or named twice.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot: expected a Snapshot, got {type(snapshot).__name__}")
+        with self._lock, self._arrays.call(slots) as call:
+            memory, rejoin = self._operation("memory"), self._operation("rejoin")
+            snapshot.check(self._owner())
+            index = call.host_slots(slots, len(snapshot), self.num_slots)
+            live = index >= 0
+            for name, rows in snapshot.arrays.items():
+                call.store(memory[name], index[live], rows[live])
+            rejoin(call.slots(slots, len(snapshot), self.num_slots))
+
+    def _owner(self) -> dict[str, Any]:
+        """Describe what this head's slots belong to."""
+        plan = None if isinstance(self._source, Layer) else self._source
+        name, parts = type(self).__name__, self._operation("parts")
+        return owner_of(name, self.backend, self.layer, self.window, plan, self._gate, self.state_dtype, parts)
 
     def left_out(self) -> int:
         """Return how many rows were left out since the last look, and wait for the device to know.

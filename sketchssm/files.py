@@ -23,6 +23,7 @@ __all__ = [
     "FileFormat",
     "FileFormatError",
     "check_array",
+    "fingerprint",
     "load_file",
     "save_file",
     "source_digest",
@@ -44,14 +45,16 @@ class FileFormatError(ValueError):
 class FileFormat(NamedTuple):
     """Name and contents of one kind of file.
 
-    `name` and `version` go into the metadata. `tensors` names the arrays of a file, no more and no fewer. `error` is
-    the exception of `load_file`, a subclass of `ValueError`.
+    `name` and `version` go into the metadata. `tensors` names the arrays of a file, no more and no fewer; none
+    allows any. `error` is the exception of `load_file`, a subclass of `ValueError`. `remedy` says what to do about a
+    file of another version.
     """
 
     name: str
     version: int
     tensors: tuple[str, ...]
     error: type[ValueError] = FileFormatError
+    remedy: str = "calibrate again"
 
 
 def save_file(
@@ -75,10 +78,23 @@ def save_file(
     """
     from safetensors.numpy import save
 
-    arrays = {name: np.ascontiguousarray(tensors[name]) for name in form.tensors}
-    document = {"format": form.name, "version": form.version, **fields}
+    document, arrays = _contents(form, tensors, fields)
     document["sha256"] = _checksum(document, arrays)
     write_whole(path, save(arrays, metadata={KEY: json.dumps(document)}))
+
+
+def fingerprint(form: FileFormat, tensors: Mapping[str, npt.NDArray[Any]], fields: Mapping[str, Any]) -> str:
+    """Checksum of a file with these contents, without writing the file; the arguments are those of `save_file`."""
+    return _checksum(*_contents(form, tensors, fields))
+
+
+def _contents(
+    form: FileFormat, tensors: Mapping[str, npt.NDArray[Any]], fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Document and tensors of a file."""
+    names = form.tensors or sorted(tensors)
+    arrays = {name: np.ascontiguousarray(tensors[name]) for name in names}
+    return {"format": form.name, "version": form.version, **fields}, arrays
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
@@ -162,9 +178,10 @@ def load_file(
         with safe_open(path, "np") as file:
             document = _document(form, file.metadata() or {})
             names = sorted(file.keys())
-            if names != sorted(form.tensors):
-                raise ValueError(f"expected the tensors {', '.join(form.tensors)}, got {', '.join(names)}")
-            tensors = {name: file.get_tensor(name) for name in form.tensors}
+            expected = form.tensors or names
+            if names != sorted(expected):
+                raise ValueError(f"expected the tensors {', '.join(expected)}, got {', '.join(names)}")
+            tensors = {name: file.get_tensor(name) for name in expected}
         if document.pop("sha256", None) != _checksum(document, tensors):
             raise ValueError("the contents do not match their checksum: the file is damaged")
         del document["format"], document["version"]
@@ -191,7 +208,7 @@ def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError(f"expected format {form.name!r}, got {name!r}")
     version = document.get("version")
     if version != form.version:
-        raise ValueError(f"expected version {form.version} of {form.name}, got {version!r}: calibrate again")
+        raise ValueError(f"expected version {form.version} of {form.name}, got {version!r}: {form.remedy}")
     return document
 
 

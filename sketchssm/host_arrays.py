@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ class HostArrays:
         Why the head computes on the host, for the warning about arrays on a device.
     pad_slot : int, default -1
         The caller's number of padding; engines see -1.
+    own : sequence of ndarray, optional
+        The engine's memory. Arguments that share it are copied before the engine reads them.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class HostArrays:
         log_decays: Callable[[Any], npt.NDArray[Any]] | None = None,
         why: str = "",
         pad_slot: int = PAD_SLOT,
+        own: Sequence[npt.NDArray[Any]] = (),
     ) -> None:
         self.dtype = np.dtype(dtype)
         self._log_decays = log_decays
         self._why, self._warned = why, False
-        self._pad_slot = pad_slot
+        self._pad_slot, self._own = pad_slot, own
 
     def call(self, *arrays: Any) -> HostArrays:
         """See `sketchssm.backends.Arrays`."""
@@ -106,6 +109,8 @@ class HostArrays:
         live: Any = index >= 0 if (index < 0).any() else slice(None)
         if lengths is not None:  # tokens past a row's length may hold anything, like padding
             live = np.arange(given.v.shape[1]) < lengths[:, None] if several else lengths > 0
+        if out is not None and not is_on_device(out) and self._owns(to_host(out, "out")):
+            raise ValueError("out: expected memory apart from the head's, got an array that overlaps it")
         host = (None if x is None else self._take(x, name, live) for name, x in given._asdict().items())
         tokens = Tokens(*(x if x is None or several else x[:, None] for x in host))
         for name in ("beta",) if self._log_decays is not None else ("g", "beta"):
@@ -121,6 +126,19 @@ class HostArrays:
         host = self._take(state, "state", live)
         self.check("state", host[live])
         return host
+
+    def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
+        """See `sketchssm.backends.Call`."""
+        return self.slots(slots, batch, capacity)
+
+    def fetch(self, array: npt.NDArray[Any], slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """See `sketchssm.backends.Call`."""
+        rows = array[slots]
+        return rows.view(np.uint16) if rows.dtype.name == "bfloat16" else rows
+
+    def store(self, array: npt.NDArray[Any], slots: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
+        """See `sketchssm.backends.Call`."""
+        array[slots] = rows.view(array.dtype)
 
     def result(self, written: npt.NDArray[Any], v: Any, out: Any) -> Any:
         """See `sketchssm.backends.Call`."""
@@ -182,7 +200,12 @@ class HostArrays:
         if name == "g" and self._log_decays is not None:
             with np.errstate(all="ignore"):  # of padding rows, and of numbers beyond the type's range
                 return self._log_decays(host).astype(self.dtype)
-        return to_type(host, self.dtype, name, live)
+        taken = to_type(host, self.dtype, name, live)
+        return taken.copy() if self._owns(taken) else taken
+
+    def _owns(self, array: npt.NDArray[Any]) -> bool:
+        """Tell whether an array may share memory with the engine."""
+        return any(np.may_share_memory(array, own) for own in self._own)
 
 
 def _counts(name: str, counts: Any, batch: int) -> npt.NDArray[np.int64]:

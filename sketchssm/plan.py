@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.files import FileFormat, FileFormatError, load_file, save_file
+from sketchssm.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 from sketchssm.recurrence import DENSE, Layer, check_window
 
 if TYPE_CHECKING:
@@ -110,6 +110,16 @@ class SketchPlan:
         shape = layer.kind, layer.key_dim, layer.value_dim
         return traffic.reduction(*shape, self.ranks, self.window, self.map)
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that the plan holds, in hexadecimal; the checksum of its file."""
+        return fingerprint(FORMAT, *self._contents())
+
+    def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+        """Tensors and fields of the file."""
+        tensors = {name: getattr(self, name) for name in ("omega", "projection", "ranks")}
+        return tensors, {"layer": asdict(self.layer), "window": self.window, "map": asdict(self.map)}
+
     def shard(self, rank: int, world: int) -> SketchPlan:
         """Plan of the heads of one process of a tensor-parallel group, as vLLM and Megatron split a layer.
 
@@ -168,9 +178,7 @@ class SketchPlan:
         path : str or PathLike
             Where to; the new file replaces an existing one when it is complete.
         """
-        tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        fields = {"layer": asdict(self.layer), "window": self.window, "map": asdict(self.map)}
-        save_file(path, FORMAT, tensors, fields)
+        save_file(path, FORMAT, *self._contents())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SketchPlan:

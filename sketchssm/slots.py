@@ -48,7 +48,7 @@ class SlotPart:
     All of a slot's memory is in its parts, and the parts hold no addresses: a copy of their bytes to another slot of
     the same head is a copy of the slot.
 
-    Attributes
+    Parameters
     ----------
     name : {"state", "keys", "values", "gates", "betas", "sketch", "cursor"}
         What the part holds. Keys, values, gates and betas are the raw inputs of the buffered tokens.

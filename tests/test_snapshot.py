@@ -1,0 +1,263 @@
+"""Snapshots of slots, as arrays and as files."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file as write_tensors
+from samples import at, gate_of, parts_of, plan_of, raw_of, same, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.files import save_file
+from sketchssm.recurrence import DENSE
+from sketchssm.snapshot import FORMAT
+
+WINDOW = 4
+RANKS = np.array([DENSE, 2, 3, 1])
+SYSTEMS = ("standard", "drafts", "replay", "sketch")
+BACKENDS = ("reference",)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=SYSTEMS)
+def make(request, backend, layer):
+    """A function that makes equal heads of five slots."""
+    plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+    return {
+        "standard": lambda **o: ss.StandardHead(layer, 5, backend, **o),
+        "drafts": lambda **o: ss.StandardHead(layer, 5, backend, drafts=3, **o),
+        "replay": lambda **o: ss.ReplayHead(layer, 5, backend, window=WINDOW, **o),
+        "sketch": lambda **o: ss.SketchHead(plan, 5, backend, **o),
+    }[request.param]
+
+
+def busy(head, layer, rng):
+    """Load states, and decode so that slot i is at window position i."""
+    head.load_state(states_of(rng, layer, 5))
+    for slot in range(1, WINDOW):
+        head.step(*tokens_of(rng, layer, 1, slot), slots=[slot])
+    return head
+
+
+@pytest.mark.parametrize("through_file", [False, True])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
+def test_a_half_full_window_survives(make, layer, state_dtype, through_file, tmp_path, rng):
+    """The restored slots, in another head and in another order, decode bitwise as the slots they were taken from."""
+    head, other = busy(make(state_dtype=state_dtype), layer, rng), make(state_dtype=state_dtype)
+    other.step(*tokens_of(rng, layer, 5, 3))
+    snapshot = head.snapshot([3, 1, 0])
+    if through_file:
+        snapshot.save(tmp_path / "slots.safetensors")
+        snapshot = ss.Snapshot.load(tmp_path / "slots.safetensors")
+    assert len(snapshot) == 3
+    assert list(snapshot.arrays) == [part.name for part in head.parts]
+    other.restore(snapshot, [0, -1, 4])
+    np.testing.assert_array_equal(other.position[[0, 4]], head.position[[3, 0]])
+    tokens = tokens_of(rng, layer, 2, 2 * WINDOW + 1)
+    np.testing.assert_array_equal(other.step(*tokens, slots=[0, 4]), head.step(*tokens, slots=[3, 0]))
+    np.testing.assert_array_equal(other.state[[0, 4]], head.state[[3, 0]])
+
+
+def test_all_slots(make, layer, rng):
+    head, other = busy(make(), layer, rng), make()
+    other.restore(head.snapshot())
+    same(head, other)
+
+
+def test_a_snapshot_is_a_copy(make, layer, rng):
+    head = busy(make(), layer, rng)
+    snapshot = head.snapshot()
+    kept = {name: array.copy() for name, array in snapshot.arrays.items()}
+    head.step(*tokens_of(rng, layer, 5, WINDOW))
+    head.reset()
+    for name, array in kept.items():
+        np.testing.assert_array_equal(snapshot.arrays[name], array)
+
+
+def test_other_slots_stay(make, layer, rng):
+    head, twin = (busy(make(), layer, np.random.default_rng(3)) for _ in range(2))
+    head.restore(make().snapshot([2, 4]), [1, -1])
+    rest = [0, 2, 3, 4]
+    tokens = tokens_of(rng, layer, 4, WINDOW)
+    np.testing.assert_array_equal(head.step(*tokens, slots=rest), twin.step(*tokens, slots=rest))
+
+
+@pytest.mark.parametrize("make", ["drafts", "replay", "sketch"], indirect=True)
+def test_drafts_are_left_out(make, layer, rng):
+    """Neither a snapshot nor the slot that a restore overwrites keeps drafts."""
+    head, other = busy(make(), layer, rng), make()
+    tokens = tokens_of(rng, layer, 1, WINDOW + 1)
+    head.step(*at(tokens_of(rng, layer, 1, 2), np.s_[:, :2]), slots=[1], draft=True)
+    other.step(*tokens_of(rng, layer, 1, 3), slots=[0], draft=True)
+    other.restore(head.snapshot([1]), [0])
+    with pytest.raises(ValueError, match=r"^accepted: expected 0 to 0, the drafted tokens of slot 0, got 1"):
+        other.commit([1], [0])
+    head.commit([0], [1])
+    np.testing.assert_array_equal(other.step(*tokens, slots=[0]), head.step(*tokens, slots=[1]))
+
+
+@pytest.mark.parametrize("make", ["replay", "sketch"], indirect=True)
+def test_a_restored_slot_follows_the_clock(make, layer, rng):
+    """It flushes with the head's other rows, whatever the clock of the head that it comes from."""
+    head, other = make(phase=WINDOW - 3), make()
+    other.step(*tokens_of(rng, layer, 1, 1), slots=[0])
+    head.step(*tokens_of(rng, layer, 1, 2), slots=[0])  # the clock stands at W - 1: the next token flushes
+    head.restore(other.snapshot([0]), [1])
+    assert head.position[1] == 1
+    head.step(*tokens_of(rng, layer, 2, 1), slots=[0, 1])
+    np.testing.assert_array_equal(head.position[:2], 0)
+
+
+class TestRefusals:
+    @pytest.fixture
+    def snapshot(self, layer, rng):
+        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+        return busy(ss.SketchHead(plan, 5, "reference"), layer, rng).snapshot([1, 2])
+
+    def test_another_owner(self, layer, snapshot):
+        """The message names what differs first, and the head is as it was."""
+        rng = np.random.default_rng(7)
+        plan = plan_of(rng, layer, RANKS, window=WINDOW)
+        changed = ss.SketchPlan.__new__(ss.SketchPlan)
+        tensors = {"omega": plan.omega * 2, "projection": plan.projection, "ranks": plan.ranks}
+        changed._fill(layer, tensors, WINDOW, plan.map)
+        for head, message in (
+            (ss.ReplayHead(layer, 5, "reference", window=WINDOW), 'system "ReplayHead", got "SketchHead"'),
+            (ss.SketchHead(plan_of(rng, layer, RANKS, window=8), 5, "reference"), "window 8, got 4"),
+            (ss.SketchHead(changed, 5, "reference"), f'plan "{changed.fingerprint}", got "{plan.fingerprint}"'),
+            (ss.SketchHead(plan, 5, "reference", state_dtype="float16"), 'state_dtype "float16", got "float32"'),
+        ):
+            before = head.snapshot()
+            with pytest.raises(ValueError, match=re.escape(f"snapshot: expected {message}")):
+                head.restore(snapshot, [0, 1])
+            for name, array in head.snapshot().arrays.items():
+                np.testing.assert_array_equal(array, before.arrays[name])
+
+    def test_another_layer(self, layer, snapshot, rng):
+        wide = ss.Layer(layer.kind, layer.heads, layer.key_dim, layer.value_dim + 1, layer.key_heads)
+        head = ss.SketchHead(plan_of(rng, wide, RANKS, window=WINDOW), 5, "reference")
+        with pytest.raises(ValueError, match=r"^snapshot: expected layer \{.*\"value_dim\": 6, .*got .*: 5,"):
+            head.restore(snapshot)
+
+    @pytest.mark.parametrize("layer", ["kda"], indirect=True)
+    def test_another_gate(self, layer, rng):
+        gates = [gate_of(np.random.default_rng(seed), layer) for seed in (1, 1, 2)]
+        first, second, third = (ss.StandardHead(layer, 2, "reference", gate=gate) for gate in gates)
+        tokens = tokens_of(rng, layer, 2, 3)._replace(g=raw_of(rng, layer, 2, 3))
+        first.step(*tokens)
+        second.restore(first.snapshot())
+        same(first, second)
+        with pytest.raises(ValueError, match=r"^snapshot: expected gate"):
+            third.restore(first.snapshot())
+
+    def test_arguments(self, layer, snapshot):
+        head = ss.SketchHead(plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW), 5, "reference")
+        with pytest.raises(TypeError, match=r"^snapshot: expected a Snapshot, got dict"):
+            head.restore({})
+        for slots, message in (([0], "expected shape (2,), got (1,)"), ([1, 1], "expected each slot at most once")):
+            with pytest.raises(ValueError, match=re.escape(f"slots: {message}")):
+                head.restore(snapshot, slots)
+        with pytest.raises(ValueError, match=r"^slots: expected 0 to 4, got -1 \(padding\)"):
+            head.snapshot([0, -1])
+        snapshot.arrays["cursor"][0] = WINDOW
+        with pytest.raises(ValueError, match=r"^cursor: expected positions from 0 to 3, got 4"):
+            head.restore(snapshot)
+
+
+class TestFiles:
+    @pytest.fixture
+    def path(self, layer, tmp_path, rng):
+        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+        path = tmp_path / "slots.safetensors"
+        busy(ss.SketchHead(plan, 5, "reference"), layer, rng).snapshot([1, 2]).save(path)
+        return path
+
+    def test_the_same_slots_give_the_same_bytes(self, path, tmp_path):
+        ss.Snapshot.load(path).save(tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"^no sketchssm-snapshot file at"):
+            ss.Snapshot.load(tmp_path / "no")
+
+    def test_damage(self, path):
+        """A flip of any bit of the tensors and a cut anywhere are found."""
+        whole = path.read_bytes()
+        rng = np.random.default_rng(1)
+        for place in rng.integers(8, len(whole), 60):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << rng.integers(8)
+            path.write_bytes(changed)
+            with pytest.raises(ss.SnapshotFileError):
+                ss.Snapshot.load(path)
+        for size in (0, 7, 100, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            with pytest.raises(ss.SnapshotFileError, match=r"not a whole safetensors file"):
+                ss.Snapshot.load(path)
+
+    def test_foreign_files(self, layer, tmp_path):
+        plan, path = plan_of(np.random.default_rng(7), layer, RANKS), tmp_path / "file"
+        plan.save(path)
+        with pytest.raises(ss.SnapshotFileError, match="expected format 'sketchssm-snapshot', got 'sketchssm-plan'"):
+            ss.Snapshot.load(path)
+        write_tensors({"state": np.zeros(3)}, path)
+        with pytest.raises(ss.SnapshotFileError, match="expected format 'sketchssm-snapshot', got None"):
+            ss.Snapshot.load(path)
+
+    def test_contradictions(self, path):
+        """Files with a right checksum whose contents do not fit each other."""
+        fields, tensors = parts_of(path)
+        owner = fields["owner"]
+        for change, other, message in (
+            ({"state": tensors["state"][:1]}, {}, "keys: expected float64 of shape (1, 2, 4, 6)"),
+            ({"state": tensors["state"].astype(np.float32)}, {}, "state: expected float64 of shape"),
+            ({"cursor": tensors["cursor"] + WINDOW}, {}, "cursor: expected positions from 0 to 3"),
+            ({"more": np.zeros(2)}, {}, "expected the tensors state, keys"),
+            ({}, {"parts": owner["parts"][1:]}, "expected the tensors keys"),
+            ({}, {"parts": 5}, "not iterable"),
+        ):
+            save_file(path, FORMAT, tensors | change, {"owner": owner | other})
+            with pytest.raises(ss.SnapshotFileError, match=re.escape(message)):
+                ss.Snapshot.load(path)
+
+    def test_another_version(self, path):
+        fields, tensors = parts_of(path)
+        save_file(path, FORMAT._replace(version=2), tensors, fields)
+        with pytest.raises(ss.SnapshotFileError, match=r"expected version 1 of .*, got 2: take the snapshot again"):
+            ss.Snapshot.load(path)
+
+    def test_any_program_can_read_the_arrays(self, path):
+        with safe_open(path, "np") as file:
+            owner = json.loads(file.metadata()["sketchssm"])["owner"]
+            assert owner["system"] == "SketchHead"
+            for name, shape, dtype in owner["parts"]:
+                tensor = file.get_tensor(name)
+                assert (tensor.shape, tensor.dtype) == ((2, *shape), dtype)
+
+
+def test_repr(make, layer, backend):
+    head = make()
+    size = sum(part.bytes for part in head.parts)
+    assert repr(head.snapshot([1, 2])) == f"Snapshot(2 slots of {type(head).__name__} on {backend}, {2 * size} bytes)"
+
+
+def test_a_plan_s_fingerprint(layer, tmp_path):
+    """It is the file's checksum, and changes with anything in the plan."""
+    plan = plan_of(np.random.default_rng(7), layer, RANKS)
+    plan.save(tmp_path / "plan")
+    with safe_open(tmp_path / "plan", "np") as file:
+        assert json.loads(file.metadata()["sketchssm"])["sha256"] == plan.fingerprint
+    others = [
+        plan_of(np.random.default_rng(8), layer, RANKS),
+        plan_of(np.random.default_rng(7), layer, [1, 2, 3, 1]),
+        plan_of(np.random.default_rng(7), layer, RANKS, window=8),
+        plan_of(np.random.default_rng(7), layer, RANKS, map="lowrank"),
+    ]
+    assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 5
+    assert plan_of(np.random.default_rng(7), layer, RANKS).fingerprint == plan.fingerprint
