@@ -1,7 +1,7 @@
 // Constants of a variant, element types, and reductions over a warp.
 //
-// -D constants of every kernel: KIND (0 mamba2, 1 gdn, 2 kda), HEADS, KEY_HEADS, K, V, ACT and OUT (types of
-// activations and outputs: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own file.
+// -D constants of every kernel: KIND (0 mamba2, 1 gdn, 2 kda), HEADS, KEY_HEADS, K, V; ACT, OUT and STATE (types of
+// activations, outputs and states: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own file.
 #pragma once
 #include "ptx.cuh"
 
@@ -18,6 +18,7 @@ template <int TYPE> struct Element { typedef u16 type; };
 template <> struct Element<FP32> { typedef float type; };
 typedef Element<ACT>::type act_t;
 typedef Element<OUT>::type out_t;
+typedef Element<STATE>::type state_t;
 
 template <int TYPE> __device__ __forceinline__ float widen(typename Element<TYPE>::type x) {
     if constexpr (TYPE == FP32) return x;
@@ -62,12 +63,31 @@ template <int TYPE, int N> struct Packed {
             *reinterpret_cast<u32*>(to) = word[0];
         }
     }
+    // The same past the caches.
+    __device__ __forceinline__ void store_streaming(typename Element<TYPE>::type* to) const {
+        static_assert(WORDS == 4 || WORDS == 2);
+        const Packed& x = *this;
+        if constexpr (TYPE == FP32) __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+        else __stcs(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
+    }
     // Rounds N floats.
     __device__ __forceinline__ void set(const float (&x)[N]) {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             if constexpr (TYPE == FP32) word[i] = __float_as_uint(x[i]);
             else word[i] = narrow<TYPE>(x[2 * i]) | static_cast<u32>(narrow<TYPE>(x[2 * i + 1])) << 16;
+        }
+    }
+    // Rounds N numbers of a state. In fp16 a number beyond the range becomes the largest one: an infinity would spoil
+    // its row at the next erasure.
+    __device__ __forceinline__ void set_state(const float (&x)[N]) {
+        if constexpr (TYPE == FP32) {
+            set(x);
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++)
+                word[i] = TYPE == FP16 ? floats_to_bounded_halves(x[2 * i], x[2 * i + 1])
+                                       : floats_to_bf16(x[2 * i], x[2 * i + 1]);
         }
     }
     __device__ __forceinline__ void clear() {

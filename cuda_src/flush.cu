@@ -13,7 +13,7 @@
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
-    flush_step(float* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
+    flush_step(state_t* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
                float* ring_beta, const float* gate_input, sketch_t* sketch, i64 sketch_stride,
                const sketch_t* projection, const uint2* basis, const int4* heads, const act_t* q, const act_t* k,
                const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,

@@ -168,7 +168,7 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
     };
     auto fetch = [&](const FlushTile& tile, int n) {
         if (!tile.exists()) return;
-        const float* from = f.home(tile, 0);
+        const state_t* from = f.home(tile, 0);
 #pragma unroll 1
         for (int block = 0; block < ROW_BLOCKS; block++, from += 16 * K) {
             if (SKETCHED_HEADS && n >= STATE_STAGES)
@@ -185,7 +185,7 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
         const int n = tiles.n, stage = n % STATE_STAGES;
         const bool follows = tiles.ahead(1).exists();
         if (PREPARED_STAGES > 1 && follows) follow(n + 1);
-        float* to = f.home(tiles.now, 0);
+        state_t* to = f.home(tiles.now, 0);
 #pragma unroll 1
         for (int block = 0; block < ROW_BLOCKS; block++, to += 16 * K) {
             f.m.state_folded[stage][block].wait(n / STATE_STAGES);

@@ -95,16 +95,16 @@ __device__ __noinline__ float scaled_norm(StateBlock& rows) {
 
 // A row block: 16 value rows of the state. One warp loads or stores it.
 struct StateStage {
-    static constexpr int BYTES = StateBlock::HALF * sizeof(float), STRIDE = StateBlock::SHIFT * sizeof(float);
+    static constexpr int BYTES = StateBlock::PART * sizeof(state_t), STRIDE = StateBlock::SHIFT * sizeof(state_t);
     StateBlock state;
     CopyBarrier full;
     float norm;
 
-    __device__ __forceinline__ void fetch(const float* from) {
-        full.copy_contiguous<2>(state.data, STRIDE, from, BYTES);
+    __device__ __forceinline__ void fetch(const state_t* from) {
+        full.copy_contiguous<PARTS>(state.data, STRIDE, from, BYTES);
         full.commit();
     }
-    __device__ __forceinline__ void store(float* to) const { bulk_store<2>(to, state.data, STRIDE, BYTES); }
+    __device__ __forceinline__ void store(state_t* to) const { bulk_store<PARTS>(to, state.data, STRIDE, BYTES); }
     // By the fold warp of the rows. `squares`: the lane's share of the sum of squares.
     __device__ __forceinline__ void set_norm(float squares) {
         squares = warp_sum(squares);

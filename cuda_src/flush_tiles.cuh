@@ -101,9 +101,11 @@ template <int STATE_STAGES> struct BlockMemoryOf {
 };
 template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
 template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
-// Two state stages if a block has the multiprocessor for itself; two blocks on one multiprocessor overlap anyway. 128
-// bytes remain for static shared memory (STATIC_SHARED on the host).
-typedef Select<MIN_BLOCKS == 1 && sizeof(BlockMemoryOf<2>) + 128 <= MOST_SHARED>::type BlockMemory;
+// Two state stages if a block has the multiprocessor for itself and room; two blocks on one multiprocessor overlap
+// anyway, but states of 16 bits leave room for two stages of each. 128 bytes of a block remain for static shared memory
+// (STATIC_SHARED on the host), and 1024 for the system.
+constexpr int BLOCK_SHARED = (MOST_SHARED + 1024) / MIN_BLOCKS - 1024 - 128;
+typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= BLOCK_SHARED>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
 // Lists the rows to flush, in order; returns their number. Every block computes, and writes, the same list.
@@ -132,7 +134,7 @@ __device__ __forceinline__ int list_rows(int2* rows, const int* cursor, const i6
 // The launch's arguments, and what they mean for a tile.
 struct Flush {
     BlockMemory& m;
-    float* state;
+    state_t* state;
     i64 slot_stride;
     const int* cursor;
     act_t *ring_k, *ring_v;
@@ -165,7 +167,7 @@ struct Flush {
     __device__ __forceinline__ Ring ring(const FlushTile& tile) const {
         return Ring(ring_k, ring_v, ring_g, ring_beta, tile.slot, tile.head());
     }
-    __device__ __forceinline__ float* home(const FlushTile& tile, int block) const {
+    __device__ __forceinline__ state_t* home(const FlushTile& tile, int block) const {
         return state + tile.slot * slot_stride + (static_cast<i64>(tile.head()) * V + 16 * block) * K;
     }
     __device__ __forceinline__ sketch_t* packed(const FlushTile& tile, const int4& info) const {

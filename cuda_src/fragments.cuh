@@ -12,8 +12,9 @@
 //   channels of group 0          4c, 4c + 1
 //   channels of group 1          4c + 2, 4c + 3
 //
-// So a thread's four channels of 16 are neighbours: one 16-byte load or store per row, updates are added as they are,
-// and the same registers are right operands of m16n8k8 in tf32.
+// So a thread's four channels of 16 are neighbours: one load or store per row (16 bytes in float32, 8 in 16 bits), updates
+// are added as they are, and the same registers are right operands of m16n8k8 in tf32. A state of 16 bits is exact in
+// tf32.
 #pragma once
 #include "common.cuh"
 
@@ -89,22 +90,27 @@ struct LeftOperand {
     }
 };
 
-// The value row that a thread has as row r (half 0) or r + 8 (half 1) of an operand: rows 0 to 7 for even r, 8 to 15
-// for odd r. The two halves are 64 bytes off a multiple of 128 apart, so that loading a fragment has no bank conflicts.
+// A row block is in PARTS parts of PART_ROWS value rows. Neighbouring rows r of an operand are rows of different parts,
+// which shared memory keeps 128 / PARTS bytes off a multiple of 128 apart: loading a fragment has no bank conflicts.
+constexpr int PARTS = STATE == FP32 ? 2 : 4, PART_ROWS = 16 / PARTS;
+
+// The value row that a thread has as row r (half 0) or r + 8 (half 1) of an operand.
 __device__ __forceinline__ int value_row(int half) {
     const int r = threadIdx.x % 32 / 4;
-    return 8 * (r % 2) + r / 2 + 4 * half;
+    return PART_ROWS * (r % PARTS) + r / PARTS + PART_ROWS / 2 * half;
+}
+// The value row of column 2c + e of an accumulator whose right operand was the state, rows `half` of it.
+__device__ __forceinline__ int value_at(int half, int e) {
+    const int c = threadIdx.x % 4;
+    return (PARTS == 2 ? c : 8 * (c % 2) + c / 2) + PART_ROWS * e + PART_ROWS / 2 * half;
 }
 
-// The value row of column 2c + e of an accumulator whose right operand was the state, rows `half` of it.
-__device__ __forceinline__ int value_at(int half, int e) { return 8 * e + threadIdx.x % 4 + 4 * half; }
-
-// A row block in shared memory: two halves of 8 value rows.
+// A row block in shared memory.
 struct StateBlock {
-    static constexpr int HALF = 8 * K, SHIFT = HALF + 16;
-    alignas(16) float data[SHIFT + HALF];
-    __device__ __forceinline__ float* at(int row, int channel) {
-        return &data[row / 8 * SHIFT + row % 8 * K + channel];
+    static constexpr int PART = PART_ROWS * K, SHIFT = PART + 128 / PARTS / static_cast<int>(sizeof(state_t));
+    alignas(16) state_t data[(PARTS - 1) * SHIFT + PART];
+    __device__ __forceinline__ state_t* at(int row, int channel) {
+        return &data[row / PART_ROWS * SHIFT + row % PART_ROWS * K + channel];
     }
 };
 
@@ -112,18 +118,35 @@ struct StateBlock {
 struct StateFragment {
     float s[2][4];
 
+    static __device__ __forceinline__ state_t* place(StateBlock& rows, int half, int step) {
+        return rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4));
+    }
     __device__ __forceinline__ void load(StateBlock& rows, int step) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float4 x =
-                *reinterpret_cast<const float4*>(rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4)));
-            s[half][0] = x.x, s[half][1] = x.y, s[half][2] = x.z, s[half][3] = x.w;
+            if constexpr (STATE == FP32) {
+                const float4 x = *reinterpret_cast<const float4*>(place(rows, half, step));
+                s[half][0] = x.x, s[half][1] = x.y, s[half][2] = x.z, s[half][3] = x.w;
+            } else {
+                Packed<STATE, 4> x;
+                x.load(place(rows, half, step));
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[half][e] = x[e];
+            }
         }
     }
+    // Rounds a state of 16 bits; the fragment stays as it is.
     __device__ __forceinline__ void store(StateBlock& rows, int step) const {
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            *reinterpret_cast<float4*>(rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4))) =
-                make_float4(s[half][0], s[half][1], s[half][2], s[half][3]);
+        for (int half = 0; half < 2; half++) {
+            if constexpr (STATE == FP32) {
+                *reinterpret_cast<float4*>(place(rows, half, step)) =
+                    make_float4(s[half][0], s[half][1], s[half][2], s[half][3]);
+            } else {
+                Packed<STATE, 4> x;
+                x.set_state(s[half]);
+                x.store(place(rows, half, step));
+            }
+        }
     }
 };

@@ -23,7 +23,7 @@ constexpr int BLOCK_BYTES = sizeof(BlockMemory);
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
-    read_step(const float* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
+    read_step(const state_t* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
               float* ring_beta, const float* gate_input, const sketch_t* sketch, i64 sketch_stride,
               const sketch_t* projection, const int4* heads, const int* order, const act_t* q, const act_t* k,
               const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,

@@ -150,8 +150,8 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
     constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
     const Token token = arg.token(at, head);
     const Ring ring = arg.ring(slot, head);
-    const float* const home = arg.state + slot * arg.slot_stride + static_cast<i64>(head) * V * K + lane * LK;
-    Packed<FP32, LK> rows[DENSE_ROWS];
+    const state_t* const home = arg.state + slot * arg.slot_stride + static_cast<i64>(head) * V * K + lane * LK;
+    Packed<STATE, LK> rows[DENSE_ROWS];
 #pragma unroll
     for (int i = 0; i < DENSE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
     LaneValues newest;

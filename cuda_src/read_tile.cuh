@@ -27,7 +27,7 @@ template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int in
 }
 
 struct Arguments {
-    const float* state;
+    const state_t* state;
     i64 slot_stride;
     act_t *ring_k, *ring_v;
     gate_t* ring_g;

@@ -147,7 +147,7 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int j = 0; j < 2; j++)
-                    basis.multiply<BASIS_SLICES == 1, BASIS_SLICES == 1>(
+                    basis.multiply<BASIS_SLICES == 1, BASIS_SLICES == 1 || STATE != FP32>(
                         j, sum[i][half], rest[i][half], fragment.s[half][2 * j], fragment.s[half][2 * j + 1]);
         }
     }
@@ -200,8 +200,7 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
                                                     int member, int first, int count, Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of the operand are the first slices of 8 columns of U, rows 8 to 15 the second slices: one product
-    // for both. The operand's columns 2c, 2c + 1 are value rows c and 8 + c; columns 8 further are value rows 4
-    // further.
+    // for both. The operand's columns 2c + e are value rows value_at(0, e); columns 8 further are value_at(1, e).
     float sum[OWN_STEPS][TILES][2][4] = {};
 #pragma unroll 2
     for (int i = group * GROUP_BLOCKS; i < (group + 1) * GROUP_BLOCKS; i++) {
@@ -211,9 +210,9 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
             u32(&x)[4] = a[tile];
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
-                const float* const u = &columns.of[first + 8 * tile + r][16 * i + c];
-                slices<2>(u[0], u[8], &x[0], 1);
-                slices<2>(u[4], u[12], &x[2], 1);
+                const float* const u = &columns.of[first + 8 * tile + r][16 * i + value_at(0, 0)];
+                slices<2>(u[0], u[PART_ROWS], &x[0], 1);
+                slices<2>(u[PART_ROWS / 2], u[PART_ROWS + PART_ROWS / 2], &x[2], 1);
             }
         }
 #pragma unroll

@@ -75,24 +75,36 @@ struct Output {
 // The lane's share of the warp's rows, in registers.
 struct StateRegisters {
     Packed<FP32, 4> s[ROW_SETS][CHUNKS];
+    Packed<STATE, 4> rounded[ROW_SETS][CHUNKS];  // as in memory, if that is in 16 bits
 
-    __device__ __forceinline__ void load(const float* home) {
-#pragma unroll
-        for (int i = 0; i < ROW_SETS; i++)
-#pragma unroll
-            for (int j = 0; j < CHUNKS; j++) s[i][j].load(home + i * SIDE * K + channel(j));
-    }
-    // `streaming`: past the caches (measured on H200, with other work between two steps).
-    __device__ __forceinline__ void store(float* home, bool streaming) const {
+    // Calls `f` with the lane's registers (float32, as in memory) and their offset in memory.
+    template <class F> __device__ __forceinline__ void for_each(F f) {
 #pragma unroll
         for (int i = 0; i < ROW_SETS; i++)
 #pragma unroll
             for (int j = 0; j < CHUNKS; j++) {
-                float* const to = home + i * SIDE * K + channel(j);
-                const Packed<FP32, 4>& x = s[i][j];
-                if (streaming) __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
-                else x.store(to);
+                const int at = i * SIDE * K + channel(j);
+                if constexpr (STATE == FP32) f(s[i][j], s[i][j], at);
+                else f(s[i][j], rounded[i][j], at);
             }
+    }
+    __device__ __forceinline__ void load(const state_t* home) {
+        for_each([&](auto&, auto& stored, int at) { stored.load(home + at); });
+    }
+    __device__ __forceinline__ void widen() {
+        if constexpr (STATE != FP32)
+            for_each([](auto& x, auto& stored, int) { x.set({stored[0], stored[1], stored[2], stored[3]}); });
+    }
+    __device__ __forceinline__ void round() {
+        if constexpr (STATE != FP32)
+            for_each([](auto& x, auto& stored, int) { stored.set_state({x[0], x[1], x[2], x[3]}); });
+    }
+    // `streaming`: past the caches (measured on H200, with other work between two steps).
+    __device__ __forceinline__ void store(state_t* home, bool streaming) {
+        for_each([&](auto&, auto& stored, int at) {
+            if (streaming) stored.store_streaming(home + at);
+            else stored.store(home + at);
+        });
     }
     // Applies one token; returns the output of the row of set number `lane`.
     __device__ __forceinline__ float take(const TokenInputs& token, const GateInputs& gates) {
@@ -133,7 +145,7 @@ struct StateRegisters {
 
 // The launch's arguments.
 struct Standard {
-    float* state;
+    state_t* state;
     i64 slot_stride;
     const float* gate_input;
     const act_t *q, *k, *v;
@@ -156,7 +168,7 @@ struct Standard {
     }
     // Decodes all tokens of the call.
     __device__ __forceinline__ void decode(const WarpRows& part, i64 slot) const {
-        float* const home = state + slot * slot_stride + (static_cast<i64>(part.head) * V + part.first_row()) * K;
+        state_t* const home = state + slot * slot_stride + (static_cast<i64>(part.head) * V + part.first_row()) * K;
         StateRegisters rows;
         rows.load(home);
         allow_next_kernel();
@@ -166,10 +178,12 @@ struct Standard {
         const Output output(out, part, tokens);
         for (int t = 0; t < tokens; t++) {
             if (t > 0) inputs.load(token(part, t), part.first_row());
+            rows.widen();
             output.put(t, rows.take(inputs, gates));
+            rows.round();  // at every token: the result does not depend on the tokens of a call
         }
         // With few rows, written states would displace useful lines from the caches.
-        rows.store(home, ERASES && static_cast<i64>(batch) * HEADS * V * K < (1 << 26));
+        rows.store(home, ERASES && static_cast<i64>(batch) * HEADS * V * K < (1 << 28) / static_cast<int>(sizeof(state_t)));
     }
 };
 
@@ -178,7 +192,7 @@ struct Standard {
 constexpr int MIN_BLOCKS = KIND == GDN ? 1 : 0;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) standard_step(
-    float* state, i64 slot_stride, const float* gate_input, const act_t* q, const act_t* k, const act_t* v,
+    state_t* state, i64 slot_stride, const float* gate_input, const act_t* q, const act_t* k, const act_t* v,
     const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens) {
     wait_for_previous_kernel();
     const Standard step{state, slot_stride, gate_input, q, k, v, g, beta, out, slots, batch, tokens};

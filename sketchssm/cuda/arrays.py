@@ -43,6 +43,8 @@ class DeviceArrays:
         Type in which kernels write outputs; the activations' by default.
     raw_gate : bool, default False
         Whether the argument g is an activation too.
+    state_dtype : str, default "float32"
+        Type of states in memory.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class DeviceArrays:
         activation_dtype: str | None = None,
         output_dtype: str | None = None,
         raw_gate: bool = False,
+        state_dtype: str = "float32",
     ) -> None:
         import cupy
 
@@ -62,6 +65,7 @@ class DeviceArrays:
         self._converts = activation_dtype is not None  # else a wider array than expected is an error
         self._output_dtype = output_dtype
         self._activation_dtype = activation_dtype
+        self._state_dtype, self._state_bytes = state_dtype, host_type(state_dtype).itemsize
         self._v_shape: Any = None  # of the last call, and names, shapes, row bytes and types of its inputs
         self._layout: list[tuple[str, tuple[int, ...], int, str]] = []
         self._out_layout: tuple[tuple[int, ...], int, str] = (), 0, ""
@@ -183,11 +187,11 @@ class DeviceArrays:
 
     def states(self, state: Any, slots: Any) -> Pointer:
         """See `sketchssm.backends.Call`."""
-        address = self._framework.address(state, "float32")
+        address = self._framework.address(state, self._state_dtype)
         if address is None or address % ALIGNMENT:
-            address = self._converted(state, "state", "float32")
+            address = self._converted(state, "state", self._state_dtype)
         shape = tuple(state.shape)
-        return Pointer(address, shape, 4 * prod(shape[1:]))
+        return Pointer(address, shape, self._state_bytes * prod(shape[1:]))
 
     def result(self, written: Any, v: Any, out: Any) -> Any:
         """See `sketchssm.backends.Call`."""
@@ -282,7 +286,7 @@ class DeviceArrays:
     def _check_type(self, came: str, array: Any, name: str, want: str) -> None:
         if came not in REAL:
             raise TypeError(f"{name}: expected a real floating-point array, got dtype {array.dtype}")
-        if came != want != "float32" and not self._converts:
+        if name in self._activations and came != want != "float32" and not self._converts:
             raise TypeError(
                 f"{name}: expected {want}, which the head's first call or warmup() settled on, got {came}; "
                 f"make the head with activation_dtype={want!r} to have it rounded, or with "

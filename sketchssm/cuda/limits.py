@@ -53,15 +53,17 @@ def check_plan(plan: SketchPlan) -> None:
         _refuse("pivots", plan.map.pivots)
 
 
-def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
+def check_pool(pool: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """View memory for states as a CuPy array; it must be aligned and contiguous within a slot.
 
     Parameters
     ----------
     pool : array
-        float32 on the current device, of CuPy or any framework with DLPack.
+        Of that type, on the current device, of CuPy or any framework with DLPack.
     shape : tuple of int
         ``(slots, heads, V, K)``.
+    dtype : numpy.dtype
+        Type of the states.
 
     Returns
     -------
@@ -71,7 +73,7 @@ def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
     Raises
     ------
     TypeError
-        If `pool` is no writable float32 array of the device.
+        If `pool` is no writable array of the type on the device.
     ValueError
         If shape, strides, alignment or device do not fit.
     """
@@ -82,12 +84,13 @@ def check_pool(pool: Any, shape: tuple[int, ...]) -> Any:
         if where is None or type(pool).__module__.startswith("jax") or where()[0] == 1:
             raise TypeError(f"state: expected a writable array on the CUDA device, got {type(pool).__name__}")
         pool = cupy.from_dlpack(pool.detach() if hasattr(pool, "detach") else pool)
-    if pool.dtype != np.float32:
-        raise TypeError(f"state: expected float32, got {pool.dtype}")
+    if pool.dtype != dtype:
+        raise TypeError(f"state: expected {dtype}, got {pool.dtype}")
     if pool.shape != shape:
         raise ValueError(f"state: expected shape {shape}, got {pool.shape}")
     _, heads, rows, keys = shape
-    inner, size = (4 * rows * keys, 4 * keys, 4), 4 * heads * rows * keys
+    element = dtype.itemsize
+    inner, size = (element * rows * keys, element * keys, element), element * heads * rows * keys
     if pool.strides[1:] != inner or (shape[0] > 1 and pool.strides[0] < size):
         raise ValueError(f"state: expected slots of {size} contiguous bytes, got strides {pool.strides}")
     if pool.data.ptr % ALIGNMENT or pool.strides[0] % ALIGNMENT:

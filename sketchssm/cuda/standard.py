@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.frameworks import host_type
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
@@ -62,6 +63,8 @@ class StandardEngine:
         Type of outputs; the activations' by default.
     gate : GateInput, optional
         Converts raw gate inputs, which have the activations' type.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory: what is rounded whenever a state is written.
     """
 
     window = 1
@@ -75,14 +78,16 @@ class StandardEngine:
         activation_dtype: str | None = "bfloat16",
         output_dtype: str | None = None,
         gate: GateInput | None = None,
+        state_dtype: str = "float32",
     ) -> None:
         import cupy
 
         check_layer(layer)
         self.layer = layer
+        self.state_dtype = state_dtype
         self.num_slots = num_slots
         self.value_rows = 4 if layer.erases else 8  # measured on H200
-        self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None)
+        self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None, state_dtype)
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
         shape = (num_slots, *layer.state_shape)
@@ -90,8 +95,9 @@ class StandardEngine:
         state = given.pop("state", None)
         if given:
             raise UnsupportedError(f"memory: backend 'cuda' takes no memory for {next(iter(given))!r}")
-        self.state = cupy.zeros(shape, dtype=np.float32) if state is None else check_pool(state, shape)
-        self._slot_stride = np.int64(self.state.strides[0] // 4)
+        kind = host_type(state_dtype)
+        self.state = cupy.zeros(shape, dtype=kind) if state is None else check_pool(state, shape, kind)
+        self._slot_stride = np.int64(self.state.strides[0] // kind.itemsize)
         self.position = cupy.zeros(num_slots, dtype=np.int32)
         self._set_state = SlotWriter(self.state, self.position)
         self._ready = False  # to launch: kernels loaded, and all memory allocated
@@ -119,6 +125,7 @@ class StandardEngine:
             "V": layer.value_dim,
             "ACT": self._types[0],
             "OUT": self._types[1],
+            "STATE": TYPES[self.state_dtype],
             "RAW_GATE": self._raw_gate,
         }
 
@@ -155,7 +162,7 @@ class StandardEngine:
         """Blocks that have a warp for every few value rows, and a block's threads."""
         layer, rows = self.layer, self.value_rows
         tasks = batch * layer.heads * (layer.value_dim // rows)
-        fit = BLOCK_BYTES // (4 * layer.key_dim * rows) if tasks >= MANY_WARPS else STANDARD_WARPS
+        fit = BLOCK_BYTES // (self.state.itemsize * layer.key_dim * rows) if tasks >= MANY_WARPS else STANDARD_WARPS
         warps = max(1, min(fit, STANDARD_WARPS))
         return -(-tasks // warps), 32 * warps
 
