@@ -63,7 +63,7 @@ def check_pool(pool: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     shape : tuple of int
         ``(slots, heads, V, K)``.
     dtype : numpy.dtype
-        Type of the states.
+        Type of the states; uint16 may hold the bits of bfloat16.
 
     Returns
     -------
@@ -84,6 +84,8 @@ def check_pool(pool: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         if where is None or type(pool).__module__.startswith("jax") or where()[0] == 1:
             raise TypeError(f"state: expected a writable array on the CUDA device, got {type(pool).__name__}")
         pool = cupy.from_dlpack(pool.detach() if hasattr(pool, "detach") else pool)
+    if dtype.name == "bfloat16" and pool.dtype == np.uint16:
+        pool = pool.view(dtype)
     if pool.dtype != dtype:
         raise TypeError(f"state: expected {dtype}, got {pool.dtype}")
     if pool.shape != shape:

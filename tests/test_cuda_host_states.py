@@ -1,0 +1,195 @@
+"""16-bit states in the CUDA kernels, run on the host by g++, against the reference, which rounds alike."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu.cuda_support import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    error,
+    make_plan,
+    make_tokens,
+    named_gate,
+    run_mixed,
+    run_pair,
+    slot_table,
+    tokens_to_device,
+    with_blocks,
+)
+from host import compiler, kernels
+from host.kernels import LAYERS, RANKS, RIDGE, STORED, poisoned
+
+from sketchssm.cuda import modules
+from sketchssm.recurrence import DENSE, Layer
+from sketchssm.reference import engines as reference
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# engines without a warmup() compile at their first step
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+# Both sides round the same states but for float32's errors (1e-7), which now and then tip an element to the other
+# neighbour: 1 element in 10^4, by 2^-8 (bf16), which is 4e-5 of the norm. A missing or a second rounding is an error
+# of 1e-3 (bf16) or 1.4e-4 (fp16), and a rounding toward zero twice as much.
+TIPPED = {"bfloat16": 1.5e-4, "float16": 5e-5}
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    return kernels.install(monkeypatch)
+
+
+def wide(state):
+    return state.get().astype(np.float64)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("stored", TYPES)
+def test_standard(name, stored, rng, cupy):
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    device = StandardEngine(layer, 5, output_dtype="float32", gate=gate, state_dtype=stored)
+    oracle = reference.StandardEngine(layer, 5, state_dtype=stored)
+    assert device.state.dtype == TYPES[stored]
+    tokens = make_tokens(layer, 3, 12, "bfloat16", rng, gate=gate)
+    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), "bfloat16", gate)
+    assert error(got, want) < TIPPED[stored]
+    assert error(wide(device.state), oracle.state) < TIPPED[stored]
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_standard_rounds_at_every_token(stored, rng, cupy):
+    """Tokens of one call give the same as tokens of several, bit for bit."""
+    layer = LAYERS["gdn"]
+    tokens = make_tokens(layer, 3, 5, "bfloat16", rng)
+    outs, states = [], []
+    for parts in (range(1, 6), [5]):
+        engine = StandardEngine(layer, 3, output_dtype="float32", state_dtype=stored)
+        out, first = cupy.full(tokens.v.shape, np.nan, np.float32), 0
+        for last in parts:
+            some = tokens._replace(**{name: x[:, first:last] for name, x in tokens._asdict().items()})
+            piece = cupy.full(some.v.shape, np.nan, np.float32)
+            engine.step(tokens_to_device(some, "bfloat16"), cupy.arange(3), piece)
+            out[:, first:last], first = piece, last
+        outs.append(out.get())
+        states.append(engine.state.get())
+    assert np.array_equal(outs[0], outs[1])
+    assert np.array_equal(states[0], states[1])
+
+
+@pytest.mark.parametrize("stored", TYPES)
+@pytest.mark.parametrize(
+    ("name", "window", "activation"),
+    [
+        *((name, 16, "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw")),
+        *(
+            ("mamba2-80", 4, "float32"),
+            ("gdn-96", 8, "float16"),
+            ("kda-64", 32, "float32"),
+            ("mamba2-128", 32, "bfloat16"),
+        ),
+    ],
+)
+def test_replay(name, window, activation, stored, rng, cupy):
+    layer, length = LAYERS[name], 2 * window + 5
+    gate = named_gate(name, layer, rng)
+    settings = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
+    device = poisoned(ReplayEngine(layer, 5, window, **settings))
+    oracle = reference.ReplayEngine(layer, 5, window, state_dtype=stored)
+    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
+    flushes = where == window - 1
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < TIPPED[stored]
+    assert error(got[~flushes], want[~flushes]) < TIPPED[stored]
+    device.flush(cupy.arange(5))
+    oracle.flush(np.arange(5))
+    assert error(wide(device.state), oracle.state) < TIPPED[stored]
+
+
+def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, blocks=None):
+    layer, length = plan.layer, 2 * plan.window + 4
+    settings = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
+    device = SketchEngine(plan, 5, sketches, **settings)
+    oracle = reference.SketchEngine(plan, 5, state_dtype=stored)
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    if blocks:
+        with_blocks(device, blocks)
+    device.reset(cupy.arange(5))
+    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(5))
+    oracle.load_state(start.astype(np.float64), np.arange(5))
+    assert np.array_equal(wide(device.state), oracle.state)
+    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
+    flushes, dense = where == plan.window - 1, plan.ranks == DENSE
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < TIPPED[stored]
+    assert error(wide(device.state), oracle.state) < TIPPED[stored]
+    if dense.any():
+        assert error(got[~flushes][:, dense], want[~flushes][:, dense]) < TIPPED[stored]
+    assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < max(STORED[sketches], TIPPED[stored])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sketches", "stored"),
+    [
+        *((name, kind, "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda") for kind in ("lowrank", "ridge")),
+        *((name, "lowrank", "bfloat16", "float16") for name in ("mamba2", "gdn", "kda-raw")),
+        ("mamba2-80", "exact", "float32", "bfloat16"),
+        ("gdn-96", "prior", "float32", "float16"),
+        ("kda-64", "offline", "float32", "bfloat16"),
+        ("mamba2-128", "prior", "bfloat16", "bfloat16"),
+    ],
+)
+def test_sketch(name, kind, sketches, stored, rng, cupy):
+    """Mixed ranks, dense heads, padding, staggered windows; sketches are made of the rounded states."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    check_sketch(plan, sketches, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "window", "activation", "stored"),
+    [
+        (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16", "bfloat16"),
+        (Layer("gdn", 4, 64, 80, 2), "ridge", 8, "float16", "float16"),
+        (Layer("gdn", 2, 128, 128, 2), "lowrank", 32, "bfloat16", "float16"),
+        (Layer("mamba2", 4, 128, 96, 2), "lowrank", 32, "float32", "bfloat16"),
+        (Layer("mamba2", 6, 128, 64, 2), "ridge", 4, "bfloat16", "bfloat16"),
+    ],
+    ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
+)
+@pytest.mark.parametrize("blocks", [None, 1])
+def test_sketch_of_other_shapes(layer, kind, window, activation, stored, blocks, rng, cupy):
+    """Shapes with other roles, groups and buffers in the flush; one block that computes all tiles in turn."""
+    plan = make_plan(layer, np.resize([9, DENSE, 33, 1], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    check_sketch(plan, "bfloat16", stored, activation, rng, cupy, blocks=blocks)
+
+
+@pytest.mark.parametrize(("name", "stored"), [("gdn", "bfloat16"), ("kda-64", "float16")])
+def test_steps_of_mixed_sizes(name, stored, rng, cupy):
+    """Steps of any number of rows and tokens, windows that end inside a step, and flushes ahead of time."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, window=8)
+    device = SketchEngine(plan, 5, output_dtype="float32", state_dtype=stored)
+    oracle = reference.SketchEngine(plan, 5, state_dtype=stored)
+    poisoned(device).reset(cupy.arange(5))
+    got, want, exact = run_mixed(device, oracle, layer, 40, "bfloat16", rng)
+    assert error(got[exact], want[exact]) < TIPPED[stored]
+    device.flush(cupy.arange(5))
+    oracle.flush(np.arange(5))
+    assert error(wide(device.state), oracle.state) < TIPPED[stored]
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_in_little_shared_memory(stored, rng, cupy, monkeypatch):
+    """As on sm_80."""
+    monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
+    monkeypatch.setattr(modules, "_modules", {})
+    plan = make_plan(LAYERS["kda"], np.array([9, DENSE, 3]), rng)
+    check_sketch(plan, "bfloat16", stored, "bfloat16", rng, cupy)
