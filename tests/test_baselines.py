@@ -56,6 +56,10 @@ class TestQuantiser:
         assert ((np.abs(state) / rows).max(axis=-2, keepdims=True) >= columns / (1 + 2**-7)).all()
 
     @pytest.mark.parametrize("zero", [True, False])
+    def test_no_bits_keep_nothing(self, zero):
+        assert Grid.of(0, zero) == (0, 0)
+
+    @pytest.mark.parametrize("zero", [True, False])
     @pytest.mark.parametrize("bits", [2, 4, 8])
     def test_codes_of_codes_are_themselves(self, bits, zero, rng):
         """With given scales quantised values do not change again; the grid has all levels of its bits."""
@@ -267,7 +271,9 @@ class TestStrongQR:
         assert (kept >= whole[:count] / bound * (1 - 1e-6)).all()
 
     def test_swaps_where_pivoting_misjudges(self):
-        assert strong_rrqr(kahan(32).T @ kahan(32), 31).swaps > 0
+        picked = strong_rrqr(kahan(32).T @ kahan(32), 31)
+        assert picked.swaps > 0
+        assert sorted([*picked.kept, *picked.dropped]) == list(range(32))
 
     def test_a_rank_below_the_count(self, rng):
         m = rng.standard_normal((40, 3)) @ rng.standard_normal((3, 8))

@@ -70,6 +70,10 @@ def test_refuses(arguments, message):
         CoefficientMap(*arguments)
 
 
+def test_one_pivot_is_enough():
+    assert CoefficientMap("prior", 1).rows([1, 5]).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("parameter", ["pivots", "ridge"])
 def test_a_parameter_that_the_map_ignores_is_an_error(name, parameter):

@@ -59,6 +59,14 @@ class TestFormulas:
         with pytest.raises(ValueError, match=r"^world: expected a divisor of heads=4, got 3"):
             gate.shard(0, 3)
 
+    def test_ends_of_the_ranges(self):
+        """A rate of 40, a bias and a bound at float32's largest number, one head, one channel."""
+        largest = np.finfo(np.float32).max
+        gate = ss.GateInput(np.float64(-40), [[-largest]], np.float32(-largest))
+        assert (gate.A_log.tolist(), gate.dt_bias.tolist()) == ([-40], [[-largest]])
+        assert type(gate.lower_bound) is float
+        assert gate.lower_bound == -largest
+
     def test_nobody_changes_them(self, rng):
         rate_log = np.zeros(4)
         gate = ss.GateInput(rate_log, np.zeros((4, 6)))
@@ -81,6 +89,7 @@ class TestRefusals:
             ({"A_log": np.zeros(4, int)}, TypeError, "A_log: expected a real floating-point array, got dtype int64"),
             ({"A_log": "0000"}, TypeError, "A_log: expected an array, got str"),
             ({"dt_bias": np.zeros((3, 6))}, ValueError, "dt_bias: expected shape (4, K), got (3, 6)"),
+            ({"dt_bias": np.zeros((4, 0))}, ValueError, "dt_bias: expected shape (4, K), got (4, 0)"),
             ({"dt_bias": np.zeros(6)}, ValueError, "dt_bias: expected shape (4, K), got (6,)"),
             ({"dt_bias": np.full((4, 6), np.inf)}, ValueError, "dt_bias: expected finite float32 numbers"),
             ({"dt_bias": np.full((4, 6), 1e39)}, ValueError, "dt_bias: expected finite float32 numbers"),

@@ -86,6 +86,34 @@ class TestMaps:
 
         check()
 
+    @pytest.mark.parametrize("exponent", [-58, -52, -30, 40, 54, 58])
+    def test_columns_far_smaller_or_larger_than_the_state(self, exponent, rng):
+        """The squares of a sketch column leave float32's range before those of the state do.
+
+        The second direction of the state has 2^-14 of the norm of the first, on value channels of its own, which are
+        compared apart. The basis of `prior` is long where calibration saw little energy: here by 2^12.
+        """
+        layer = Layer("mamba2", 4, 32, 48, 1)
+        for name, weak, long in (("lowrank", 2.0**-14, 1.0), ("prior", 0.5, 2.0**12)):
+            plan = plan_of(rng, layer, 2, window=8, map=name, pivots=2, ridge=0.0)
+            values, keys = np.zeros((2, 3, 4, 48)), plan.omega.astype(np.float64)
+            values[0, ..., :24], values[1, ..., 24:] = (
+                rng.standard_normal((2, 3, 4, 24)) * np.array([1, weak])[:, None, None, None]
+            )
+            start = np.einsum("gbhv,hkg->bhvk", values, keys).astype(np.float32)
+            plan.omega[...] *= long
+            plan.projection[...] /= long
+            head = ss.SketchHead(plan, 3, "cpu", sketch_dtype="float32")
+            tokens = tokens_of(rng, layer, 3, 7, np.float64)
+            tokens.v[...] = 0
+            head.load_state(start)
+            want = head.step(*tokens)
+            head.load_state(np.ldexp(start, exponent))
+            got = np.ldexp(head.step(*tokens), -exponent)
+            # a power of two changes no digit, but norms may round differently
+            assert relative(got[..., :24], want[..., :24]) < 1e-5
+            assert relative(got[..., 24:], want[..., 24:]) < 1e-5
+
     @pytest.mark.parametrize("name", ["exact", "ridge", "lowrank"])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize("rank", [1, 2])

@@ -313,6 +313,15 @@ def test_maps_do_not_depend_on_the_state_scale(scale, rng):
         assert relative(make(scale * state), make(state)) < SOLVED
 
 
+def test_a_state_with_nan_leaves_others_alone(rng):
+    """One NaN anywhere in a state makes its exact map NaN, without an error, and no other state's."""
+    states, omega = np.stack([state_of(rng, 8, 5)] * 3), rotation(rng, 8, 3)
+    states[1, 2, 4] = np.nan
+    got = maps.exact_map(states, omega)
+    assert np.isnan(got[1]).any()
+    np.testing.assert_array_equal(got[[0, 2]], maps.exact_map(states[[0, 2]], omega))
+
+
 def test_leading_axes_are_batches(rng):
     """Every function takes stacked states, each treated as if alone."""
     states, omega = np.stack([state_of(rng, 8, 5, r) for r in (1, 3, 5)]), rotation(rng, 8, 3)
