@@ -5,8 +5,8 @@
 // the (row, head) tiles one by one (TileScheduler), so that all blocks work on neighbouring memory at any time. Warps
 // are specialised and meet at mbarriers in shared memory: flush_roles.cuh has the diagram.
 //
-// mode STEP: the rows that the read kernel has listed, whose windows end with this token. mode FOLD: all rows that have
-// buffered tokens; no output. mode LOAD: newly loaded states; nothing to fold.
+// mode STEP: the rows that the read kernel has listed, whose windows end with this token; `ticks`: the clock moves on.
+// mode FOLD: all rows that have buffered tokens; no output. mode LOAD: newly loaded states; nothing to fold.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
 #include "flush_roles.cuh"
@@ -17,13 +17,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                float* ring_beta, const float* gate_input, sketch_t* sketch, i64 sketch_stride,
                const sketch_t* projection, const uint2* basis, const int4* heads, const act_t* q, const act_t* k,
                const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
-               int t, Schedule* schedule, int mode, float ridge) {
+               int t, int ticks, Schedule* schedule, int* clock_word, int mode, float ridge) {
     allow_next_kernel();
-    auto move_cursors = [&] {  // atomics, because nothing waits for their result
+    const Clock clock{clock_word};
+    auto set_cursors = [&](auto next) {  // by all threads of a block
         for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
             const i64 slot = slots[row];
-            if (slot >= 0) atomicInc(reinterpret_cast<u32*>(&cursor[slot]), W - 1);
+            if (slot >= 0) cursor[slot] = next(cursor[slot]);
         }
+    };
+    auto move_cursors = [&] {
+        if (clock.word && ticks && threadIdx.x == 0) clock.tick(W);
+        if (clock.word) __syncthreads();
+        const int stroke = clock.stroke();
+        set_cursors([&](int word) { return after_token(word, W) | stroke; });
     };
     // In most steps nothing is due. Without dense heads this is known before the read kernel has ended: all blocks
     // leave at once, except block 0, which stays to wait for the read kernel.
@@ -38,14 +45,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const int warp = threadIdx.x / 32;
     int count = 0;
     const int own = blockIdx.x + threadIdx.x * gridDim.x;  // of the first AHEAD threads: the block's first tiles
-    int2 entry = make_int2(0, 0);
+    DueRow entry{};
     auto find = [&] {
         if (threadIdx.x < TileScheduler::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
     };
     if (mode == STEP) {
         find();  // loaded together with their number; entries past `due` are stale and not used
         count = schedule->due;
-        // Nobody else looks at cursors now: due rows are known to be at the last position.
+        // Nobody else looks at cursors now: the list has the due rows' positions.
         if (blockIdx.x == 0) move_cursors();
         if (count == 0) return;
     } else {
@@ -59,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(W);
     __syncthreads();
 
-    const Flush flush{m,      state,         slot_stride, cursor, ring_k,   ring_v, ring_g, ring_beta, gate_input,
+    const Flush flush{m,      state,         slot_stride, ring_k,   ring_v, ring_g, ring_beta, gate_input,
                       sketch, sketch_stride, projection,  basis,  heads,    q,      k,      v,         g,
                       beta,   out,           tokens,      t,      schedule, mode,   ridge,  count};
     if (warp < ROW_BLOCKS) run_fold_warp(flush);
@@ -80,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     }
     __syncthreads();
     if (!last || mode == STEP) return;
-    for (int i = threadIdx.x; i < count; i += 32 * WARPS) cursor[schedule->rows[i].x] = 0;
+    const int stroke = clock.stroke();
+    set_cursors([&](int) { return stroke; });
 }
 #endif
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
     rows.full.wait(n / STATE_STAGES);
-    if (RAW_KEYS && f.mode != STEP) wait_solve();  // the solver has written zeros in place of missing keys
+    if (RAW_KEYS && folded < W) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
     if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solve);
     else wait_solve(), m.values.full.wait(n);
@@ -152,8 +152,8 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
 __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
     if (!tile.exists()) return;
     KeyStage& stage = f.m.keys[n % KEY_STAGES];
-    if (RAW_KEYS && f.mode != STEP) stage.clear(f.buffered(tile));
-    stage.fetch(f.token(tile), f.ring(tile), f.buffered(tile), f.mode == STEP);
+    if (RAW_KEYS && f.folded(tile) < W) stage.clear(f.folded(tile));
+    stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.mode == STEP);
 }
 
 // Producer warp (not RAW_KEYS): loads states, stores them when they are folded, and loads keys (except a block's first
@@ -246,7 +246,7 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
 __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
     BlockMemory& m = f.m;
     auto fetch_values = [&](const FlushTile& tile) {
-        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), f.buffered(tile), f.mode == STEP);
+        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), tile.buffered, f.mode == STEP);
     };
     auto solve = [&](const FlushTile& tile, int n) {
         if (!tile.exists()) return;

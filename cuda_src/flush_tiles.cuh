@@ -1,5 +1,6 @@
 // Shared memory of a block of the flush, its tile scheduler, and the launch's arguments.
 #pragma once
+#include "cursor.cuh"
 #include "schedule.cuh"
 #include "warp_mbarrier.cuh"
 #include "sketch_layout.cuh"
@@ -18,9 +19,10 @@ constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
 constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
 constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // of the key operands that fold warps read
 
-// Work tile: a slot, and index = row * HEADS + head. slot < 0: past the last tile.
+// Work tile: a slot, index = row * HEADS + head, and the number of tokens in the ring. slot < 0: past the last tile.
 struct alignas(8) FlushTile {
-    int slot, index;
+    int slot;
+    u32 index : 26, buffered : 6;
     __device__ __forceinline__ bool exists() const { return slot >= 0; }
     __device__ __forceinline__ int row() const { return index / HEADS; }
     __device__ __forceinline__ int head() const { return index % HEADS; }
@@ -109,14 +111,15 @@ typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <=
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
 // Lists the rows to flush, in order; returns their number. Every block computes, and writes, the same list.
-__device__ __forceinline__ int list_rows(int2* rows, const int* cursor, const i64* slots, int batch, int mode) {
+__device__ __forceinline__ int list_rows(DueRow* rows, const int* cursor, const i64* slots, int batch, int mode) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
     for (int first = 0; first < batch; first += 32 * WARPS) {
         const int row = first + threadIdx.x;
         const i64 slot = row < batch ? slots[row] : -1;
-        const bool due = slot >= 0 && (mode == LOAD || cursor[slot] > 0);
+        const int position = slot >= 0 && mode == FOLD ? position_of(cursor[slot]) : 0;
+        const bool due = slot >= 0 && (mode == LOAD || position > 0);
         const u32 ballot = __ballot_sync(ALL, due);
         if (lane == 0) counts[warp] = __popc(ballot);
         __syncthreads();
@@ -125,7 +128,9 @@ __device__ __forceinline__ int list_rows(int2* rows, const int* cursor, const i6
             if (i < warp) before += counts[i];
             total += counts[i];
         }
-        if (due) rows[before + __popc(ballot & ((1u << lane) - 1))] = make_int2(static_cast<int>(slot), row);
+        if (due)
+            rows[before + __popc(ballot & ((1u << lane) - 1))] =
+                DueRow{static_cast<int>(slot), static_cast<u32>(row), static_cast<u32>(position)};
         __syncthreads();
     }
     return total;
@@ -136,7 +141,6 @@ struct Flush {
     BlockMemory& m;
     state_t* state;
     i64 slot_stride;
-    const int* cursor;
     act_t *ring_k, *ring_v;
     gate_t* ring_g;
     float* ring_beta;
@@ -156,10 +160,7 @@ struct Flush {
     float ridge;
     int count;  // rows to flush
 
-    __device__ __forceinline__ int buffered(const FlushTile& tile) const {
-        return mode == STEP ? W - 1 : mode == LOAD ? 0 : cursor[tile.slot];
-    }
-    __device__ __forceinline__ int folded(const FlushTile& tile) const { return mode == STEP ? W : buffered(tile); }
+    __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + (mode == STEP); }
     __device__ __forceinline__ i64 at(const FlushTile& tile) const { return static_cast<i64>(tile.row()) * tokens + t; }
     __device__ __forceinline__ Token token(const FlushTile& tile) const {
         return Token(q, k, v, g, beta, at(tile), tile.head());
@@ -180,7 +181,7 @@ struct Flush {
     // Lane s: token s's scalar from the ring, or from the step's own token.
     template <class T>
     __device__ __forceinline__ float scalar(const FlushTile& tile, const T* kept, const T* own) const {
-        const int lane = threadIdx.x % 32, last = buffered(tile);
+        const int lane = threadIdx.x % 32, last = tile.buffered;
         return lane < last ? kept[lane] : mode == STEP && lane == last ? *own : 0.f;
     }
     __device__ __forceinline__ float beta_of(const FlushTile& tile) const {
@@ -191,10 +192,10 @@ struct Flush {
     }
 };
 
-// Tile i of all: tiles of a row follow one another; `entry` is the row's {slot, row}.
-constexpr FlushTile NO_TILE{-1, 0};
-__device__ __forceinline__ FlushTile tile_at(int i, const int2& entry) {
-    return FlushTile{entry.x, entry.y * HEADS + i % HEADS};
+// Tile i of all: tiles of a row follow one another; `entry` is the row's.
+constexpr FlushTile NO_TILE{-1, 0, 0};
+__device__ __forceinline__ FlushTile tile_at(int i, const DueRow& entry) {
+    return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered};
 }
 
 // A warp's iteration over its block's tiles.
@@ -215,7 +216,7 @@ struct TileIterator {
 struct TileClaim {
     const Flush& flush;
     int number;
-    int2 entry;
+    DueRow entry;
 
     __device__ __forceinline__ void begin() {
         if (threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->next_tile, 1);

@@ -10,6 +10,7 @@
 //
 // -D constants besides common.cuh's: W, DENSE_HEADS, SKETCHED_HEADS, RANK_MAX, PIVOTS, MAP (0 factors, 1 dense,
 // 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32).
+#include "cursor.cuh"
 #include "schedule.cuh"
 #include "read_dense.cuh"
 #include "read_warp.cuh"
@@ -34,7 +35,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) place<HEADS * V>(out, row * tokens + t, first)[i] = narrow<OUT>(0.f);
     };
-    auto list = [&](int slot, int row) { schedule->rows[atomicAdd(&schedule->due, 1)] = make_int2(slot, row); };
+    auto list = [&](int slot, int row, int word) {
+        schedule->rows[atomicAdd(&schedule->due, 1)] =
+            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word))};
+    };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
@@ -76,10 +80,11 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
         const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
         const i64 slot = slots[row];
-        const int pos = slot < 0 ? 0 : cursor[slot];
-        if (BlockRows::continues(slot, pos)) read_dense(arg, head, row * tokens + t, slot, pos, part);
+        const int word = slot < 0 ? 0 : cursor[slot];
+        if (slot >= 0 && !flushes_now(word, W))
+            read_dense(arg, head, row * tokens + t, slot, position_of(word), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(static_cast<int>(slot), row);
+        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(static_cast<int>(slot), row, word);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
     }
 #endif
@@ -87,15 +92,16 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const u32 start = clock_now();
     bool due = false;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        int pos = DENSE_HEADS ? 0 : cursor[early_slot];
+        int word = DENSE_HEADS ? 0 : cursor[early_slot];
         const int row = first_row + i, slot = static_cast<int>(slots[row]);
-        if (DENSE_HEADS || slot != early_slot) pos = slot < 0 ? 0 : cursor[slot];
+        if (DENSE_HEADS || slot != early_slot) word = slot < 0 ? 0 : cursor[slot];
+        const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word);
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
             atomicMax(&block.max_tokens, pos);
         } else {
             due = true;
-            if (row * ROW_TILES >= begin) list(slot, row);  // by the block that has the row's first tile
+            if (row * ROW_TILES >= begin) list(slot, row, word);  // by the block that has the row's first tile
         }
     }
     due = __syncthreads_or(due);

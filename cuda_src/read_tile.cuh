@@ -49,7 +49,7 @@ struct Arguments {
 
 // The batch rows of a thread block's tiles, and where their new tokens are in the inputs.
 struct BlockRows {
-    const int2* rows;  // {slot, position} of each row
+    const int2* rows;  // {slot, position} of each row; position W - 1: due
     int first_row, tokens, t;
 
     __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }

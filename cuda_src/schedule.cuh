@@ -4,6 +4,12 @@
 
 constexpr int MAX_ROWS = 512;
 
+// A row to flush, and the number of tokens in its ring.
+struct alignas(8) DueRow {
+    int slot;
+    u32 row : 16, buffered : 16;
+};
+
 // One per engine. All zeros at first; all zeros but `rows` after every step.
 struct Schedule {
     int due;                         // number of rows to flush
@@ -11,7 +17,7 @@ struct Schedule {
     u32 finished_blocks;             // flush blocks that are done
     u32 idle_blocks;                 // read blocks without a due row
     int idle;                        // 1 once all read blocks are idle
-    alignas(8) int2 rows[MAX_ROWS];  // {slot, row} of the due rows, in any order
+    DueRow rows[MAX_ROWS];           // in any order
 
     // By one thread of a read block without a due row, once none of its threads needs a cursor any more.
     __device__ __forceinline__ void report_idle() {

@@ -285,7 +285,7 @@ def test_padding_and_fresh_slots(name, rng, cupy):
     plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
     fresh, used = (poisoned(SketchEngine(plan, 3, output_dtype="float32")) for _ in range(2))
     used.state[1] = np.nan
-    used.position[1] = 7
+    used.cursor[1] = 7
     used.sketch.view(np.uint8)[...] = 0xFF
     used.reset(cupy.asarray([1]))
     before = used.state.get()

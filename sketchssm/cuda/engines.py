@@ -15,6 +15,7 @@ from sketchssm.cuda.slots import SlotWriter
 from sketchssm.cuda.standard import STEP_INPUTS, StandardEngine, addresses
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.slots import DUE
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
@@ -57,23 +58,38 @@ class ReplayEngine(StandardEngine):
         Tokens from one flush to the next (W).
     packed : PackedPlan, optional
         Sketches and their map. Default: no head has a sketch.
+    phase : int, optional
+        Where the clock begins; None for no clock.
     **memory
         See `StandardEngine`.
     """
 
     def __init__(
-        self, layer: Layer, num_slots: int, window: int, *, packed: PackedPlan | None = None, **memory: Any
+        self,
+        layer: Layer,
+        num_slots: int,
+        window: int,
+        *,
+        packed: PackedPlan | None = None,
+        phase: int | None = None,
+        **memory: Any,
     ) -> None:
         import cupy
         import ml_dtypes
 
         super().__init__(layer, num_slots, **memory)
         check_window(window)
+        self._clock: Any = None  # cursor word of a row that takes part in every call
+        if phase is not None:
+            stroke = DUE if phase == window - 1 else 0
+            self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
+            self.cursor[...] = stroke
+            self._set_state = SlotWriter(self.state, self.cursor, self._clock)
         self.window = window
         self._packed = packed = pack_dense(layer) if packed is None else packed
         narrow = packed.constants["SKETCH"] == 0
         self.sketch = cupy.zeros((num_slots, packed.slot_elements), dtype=np.uint16 if narrow else np.float32)
-        self._set_sketch = SlotWriter(self.sketch, self.position)
+        self._set_sketch = SlotWriter(self.sketch, self.cursor, self._clock)
         rows = packed.projection.astype(ml_dtypes.bfloat16).view(np.uint16) if narrow else packed.projection
         self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
         self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
@@ -130,7 +146,7 @@ class ReplayEngine(StandardEngine):
         read, flush = modules
         processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
         memory = (
-            *(self.state, self._slot_stride, self.position, *self.ring, self._gate),
+            *(self.state, self._slot_stride, self.cursor, *self.ring, self._gate),
             *(self.sketch, np.int64(self.sketch.shape[1]), self._projection),
         )
         inputs = STEP_INPUTS + "i"  # and the token
@@ -152,12 +168,13 @@ class ReplayEngine(StandardEngine):
             kernel.kernel.ptr, self._flush_threads, shared
         )
         self.flush_blocks = processors * resident  # of one launch, at most
+        clock = np.uint64(0) if self._clock is None else self._clock
         self._flush = [
             Launcher(
                 kernel,
                 (*memory, self._basis, self._heads),
-                inputs,
-                (self._schedule, np.int32(mode), np.float32(self._packed.ridge)),
+                inputs + "i",  # and whether the clock moves on
+                (self._schedule, clock, np.int32(mode), np.float32(self._packed.ridge)),
                 shared=shared,
             )
             for mode in (STEP, FOLD, LOAD)
@@ -170,23 +187,28 @@ class ReplayEngine(StandardEngine):
         """See `sketchssm.backends.Engine`."""
         self._prepare()
         batch, length = out.shape[:2]
-        for first in range(0, batch if length else 0, MAX_ROWS):
-            parts = (tokens, slots, out)
-            if batch > MAX_ROWS:
-                rows = first, first + MAX_ROWS
+        if batch <= MAX_ROWS:
+            parts = [(batch, addresses(tokens, slots, out))] if batch else []
+        else:
+            parts = []
+            for first in range(0, batch, MAX_ROWS):
+                rows = first, min(first + MAX_ROWS, batch)
                 part = Tokens(*(x if x is None else x.rows(*rows) for x in tokens))
-                parts = part, slots.rows(*rows), out.rows(*rows)
-            self._window_step(addresses(*parts), min(batch - first, MAX_ROWS), length)
+                parts.append((rows[1] - first, addresses(part, slots.rows(*rows), out.rows(*rows))))
+        for t in range(length):
+            ticks = 1  # the clock moves on once for all parts of a batch
+            for rows, inputs in parts:
+                self._window_step(inputs, rows, length, t, ticks)
+                ticks = 0
 
-    def _window_step(self, inputs: tuple[int, ...], batch: int, length: int) -> None:
-        """Decode up to `MAX_ROWS` rows: reads, then flushes of the rows that are due, token by token."""
+    def _window_step(self, inputs: tuple[int, ...], batch: int, length: int, t: int, ticks: int) -> None:
+        """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due."""
         if batch not in self._grids:
             self._grids[batch] = *self._read_grid(batch), min(self.flush_blocks, batch * self.layer.heads)
         blocks, threads, flush_blocks = self._grids[batch]
         try:
-            for t in range(length):
-                self._read(blocks, threads, *inputs, batch, length, t)
-                self._flush[STEP](flush_blocks, self._flush_threads, *inputs, batch, length, t)
+            self._read(blocks, threads, *inputs, batch, length, t)
+            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, batch, length, t, ticks)
         except BaseException:  # the next flush must not take the rows that this read has listed
             self._schedule.fill(0)
             raise
@@ -206,7 +228,7 @@ class ReplayEngine(StandardEngine):
             part = slots.rows(first, first + MAX_ROWS)
             batch = part.shape[0]
             blocks = min(self.flush_blocks, batch * self.layer.heads)
-            self._flush[mode](blocks, self._flush_threads, 0, 0, 0, 0, 0, 0, part.address, batch, 1, 0)
+            self._flush[mode](blocks, self._flush_threads, 0, 0, 0, 0, 0, 0, part.address, batch, 1, 0, 0)
 
     def load_state(self, state: Pointer, slots: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -240,12 +262,22 @@ class SketchEngine(ReplayEngine):
         Number of state slots.
     sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
         Type of sketches and maps.
+    phase : int, optional
+        See `ReplayEngine`.
     **memory
         See `StandardEngine`.
     """
 
-    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16", **memory: Any) -> None:
+    def __init__(
+        self,
+        plan: SketchPlan,
+        num_slots: int,
+        sketch_dtype: str = "bfloat16",
+        *,
+        phase: int | None = None,
+        **memory: Any,
+    ) -> None:
         check_plan(plan)
         packed = pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2)
-        super().__init__(plan.layer, num_slots, plan.window, packed=packed, **memory)
+        super().__init__(plan.layer, num_slots, plan.window, packed=packed, phase=phase, **memory)
         self.plan = plan

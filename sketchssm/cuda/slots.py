@@ -26,12 +26,14 @@ class SlotWriter:
     ----------
     array : cupy.ndarray, (slots, ...)
         Contiguous within a slot; slots start and end at multiples of 16 bytes.
-    position : cupy.ndarray of int32, (slots,)
-        Cursors.
+    cursor : cupy.ndarray of int32, (slots,)
+        Cursor words.
+    clock : cupy.ndarray of int32, (1,), optional
+        The head's clock.
     """
 
-    def __init__(self, array: Any, position: Any) -> None:
-        self._array, self._position = array, position
+    def __init__(self, array: Any, cursor: Any, clock: Any = None) -> None:
+        self._array, self._cursor, self._clock = array, cursor, np.uint64(0) if clock is None else clock
         self._size = array[0].nbytes // UNIT
         self._parts = min(-(-self._size // THREADS), MAX_PARTS)
         self._launch: Launcher | None = None
@@ -52,7 +54,7 @@ class SlotWriter:
         if self._launch is None:
             kernel = load(SLOTS).get_function("set_slots")
             fixed = self._array, np.int64(self._array.strides[0] // UNIT)
-            self._launch = Launcher(kernel, fixed, "QqQQi", overlaps=False)  # the kernel does not wait
+            self._launch = Launcher(kernel, fixed, "QqQQi", (self._clock,), overlaps=False)  # the kernel does not wait
         source = 0 if rows is None else rows.address
-        position = self._position.data.ptr
-        self._launch(count * self._parts, THREADS, source, self._size, position, slots.address, self._parts)
+        cursor = self._cursor.data.ptr
+        self._launch(count * self._parts, THREADS, source, self._size, cursor, slots.address, self._parts)

@@ -17,6 +17,7 @@ from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.pointer import Pointer
 from sketchssm.cuda.slots import SLOTS, SlotWriter
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.slots import POSITION
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
@@ -98,10 +99,15 @@ class StandardEngine:
         kind = host_type(state_dtype)
         self.state = cupy.zeros(shape, dtype=kind) if state is None else check_pool(state, shape, kind)
         self._slot_stride = np.int64(self.state.strides[0] // kind.itemsize)
-        self.position = cupy.zeros(num_slots, dtype=np.int32)
-        self._set_state = SlotWriter(self.state, self.position)
+        self.cursor = cupy.zeros(num_slots, dtype=np.int32)
+        self._set_state = SlotWriter(self.state, self.cursor)
         self._ready = False  # to launch: kernels loaded, and all memory allocated
         self.arrays.device.synchronize()  # the first call may come on another stream
+
+    @property
+    def position(self) -> Any:
+        """See `sketchssm.backends.Engine`."""
+        return self.cursor & POSITION
 
     @property
     def _types(self) -> tuple[int, int]:

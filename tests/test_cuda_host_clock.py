@@ -1,0 +1,115 @@
+"""CUDA kernels on the host: the head's clock, and windows of any length."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import ReplayEngine, SketchEngine, error, make_plan, make_tokens, slot_table, tokens_to_device
+from host import compiler, kernels
+from host.kernels import EXACT, LAYERS, RANKS, STORED, poisoned
+
+from sketchssm.cuda import engines as cuda_engines
+from sketchssm.recurrence import DENSE
+from sketchssm.reference import engines as reference
+from sketchssm.slots import DUE
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# engines without a warmup() compile at their first step
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    return kernels.install(monkeypatch)
+
+
+def run_served(device, oracle, layer, steps, activation, rng, cupy):
+    """Feed both engines as a server would: rows come and go, states are loaded, slots flushed and reset in between.
+
+    Returns outputs of both, and how many tokens each flush of the oracle folded. Cursor words must always agree.
+    """
+    slots, gots, wants, folded = oracle.position.size, [], [], []
+    fold = oracle._fold
+    oracle._fold = lambda slot, count: (folded.append(count), fold(slot, count))[1]
+    for _ in range(steps):
+        some = rng.permutation(slots)[:1]
+        match rng.integers(12):
+            case 0:
+                start = rng.standard_normal((1, *layer.state_shape)).astype(np.float32)
+                device.load_state(cupy.asarray(start), cupy.asarray(some))
+                oracle.load_state(start.astype(np.float64), some)
+            case 1:
+                device.flush(cupy.asarray(some)), oracle.flush(some)
+            case 2:
+                device.reset(cupy.asarray(some)), oracle.reset(some)
+        rows, length = rng.integers(1, slots + 1), rng.choice([1, 1, 1, 3])
+        table = slot_table(rows, slots, 1, rng)[0]
+        tokens = make_tokens(layer, rows, length, activation, rng)
+        out = cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
+        want = np.empty(tokens.v.shape)
+        device.step(tokens_to_device(tokens, activation), cupy.asarray(table), out)
+        oracle.step(tokens, table, want)
+        assert np.array_equal(device.cursor.get(), oracle.memory["cursor"])
+        gots.append(out.get().reshape(-1, layer.heads, layer.value_dim))
+        wants.append(want.reshape(gots[-1].shape))
+    return np.concatenate(gots), np.concatenate(wants), folded
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "activation", "phase"),
+    [
+        *(("mamba2", 16, "bfloat16", 3), ("gdn", 16, "bfloat16", 15), ("kda", 16, "bfloat16", 0)),
+        *(("mamba2-80", 4, "float32", 1), ("gdn-96", 8, "float16", None), ("kda-64", 4, "bfloat16", 2)),
+    ],
+)
+def test_rows_flush_with_the_clock(name, window, activation, phase, rng, cupy):
+    """Windows of all lengths end with a token; without a clock only full ones do, and `flush` folds the others."""
+    layer = LAYERS[name]
+    device = poisoned(ReplayEngine(layer, 5, window, activation_dtype=activation, output_dtype="float32", phase=phase))
+    oracle = reference.ReplayEngine(layer, 5, window, phase=phase)
+    got, want, folded = run_served(device, oracle, layer, 5 * window, activation, rng, cupy)
+    if phase is not None:
+        assert len(set(folded)) > window // 2
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mamba2", "lowrank"), ("gdn", "ridge"), ("kda", "lowrank")])
+def test_sketches_of_short_windows(name, kind, rng, cupy):
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind)
+    device = poisoned(SketchEngine(plan, 4, output_dtype="float32", phase=5))
+    oracle = reference.SketchEngine(plan, 4, phase=5)
+    got, want, folded = run_served(device, oracle, layer, 50, "bfloat16", rng, cupy)
+    dense = plan.ranks == DENSE
+    assert len(set(folded)) > 5
+    assert error(got[:, ~dense], want[:, ~dense]) < STORED["bfloat16"]
+    assert error(got[:, dense], want[:, dense]) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
+    """A batch beyond the kernels' most rows comes in parts."""
+    monkeypatch.setattr(cuda_engines, "MAX_ROWS", 2)
+    layer = LAYERS["kda-64"]
+    device = poisoned(ReplayEngine(layer, 5, 4, output_dtype="float32", phase=1))
+    oracle = reference.ReplayEngine(layer, 5, 4, phase=1)
+    got, want, _ = run_served(device, oracle, layer, 12, "bfloat16", rng, cupy)
+    assert error(got, want) < EXACT
+
+
+def test_all_rows_flush_at_the_strokes_whenever_they_joined(rng, cupy):
+    layer = LAYERS["kda-64"]
+    device = poisoned(ReplayEngine(layer, 3, 8, output_dtype="float32", phase=5))
+    tokens = tokens_to_device(make_tokens(layer, 3, 1, "bfloat16", rng), "bfloat16")
+    seen = []
+    for step in range(20):
+        if step == 12:  # late by some steps: its first window is short
+            device.reset(cupy.asarray([1]))
+        device.step(tokens, cupy.asarray([0, -1 if step < 7 else 1, 2]), cupy.empty((3, 1, 2, 64), np.float32))
+        seen.append(device.cursor.get())
+    position = np.array(seen) & ~DUE
+    strokes = np.array([2, 10, 18])
+    assert np.array_equal(np.flatnonzero(position[:, 0] == 0), strokes)
+    assert not position[strokes[1:]].any()
