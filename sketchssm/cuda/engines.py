@@ -192,9 +192,9 @@ class ReplayEngine(StandardEngine):
         else:
             parts = []
             for first in range(0, batch, MAX_ROWS):
-                rows = first, min(first + MAX_ROWS, batch)
-                part = Tokens(*(x if x is None else x.rows(*rows) for x in tokens))
-                parts.append((rows[1] - first, addresses(part, slots.rows(*rows), out.rows(*rows))))
+                span = first, min(first + MAX_ROWS, batch)
+                part = Tokens(*(x if x is None else x.rows(*span) for x in tokens))
+                parts.append((span[1] - first, addresses(part, slots.rows(*span), out.rows(*span))))
         for t in range(length):
             ticks = 1  # the clock moves on once for all parts of a batch
             for rows, inputs in parts:
