@@ -25,7 +25,7 @@ def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) 
     """Transpose the buffered keys of a key head and compute their Gram matrix, for gdn; its value heads share both."""
     if m.kind != GDN:
         return
-    first = slot * m.window * m.key_row + key_head * m.keys
+    first = slot * m.k_stride + key_head * m.keys
     _across(m, at, buf, floats(m.k), first, m.key_row)
     for j in range(0, m.tokens, LANES):
         for s in range(0, m.tokens, LANES):
@@ -49,7 +49,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
         _prepare_channels(m, at, buf, slot, head, count)
         _scale_gram(m, at, buf, slot, head, count)
         return
-    gates = slot * m.window * m.heads + head
+    gates = slot * m.gate_stride + head
     forward, backward = np.float32(0.0), np.float32(0.0)
     for s in range(count):
         forward += floats(m.gate)[gates + s * m.heads]
@@ -81,7 +81,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
 def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """Replace the decayed Gram matrix A with ``-Diag(beta) A`` below the diagonal and beta on the diagonal."""
     for j in range(count):
-        beta, row = floats(m.beta)[(slot * m.window + j) * m.heads + head], at.gram + j * m.tokens
+        beta, row = floats(m.beta)[slot * m.beta_stride + j * m.heads + head], at.gram + j * m.tokens
         minus = splat(-beta)
         for i in range(row, row + j + 1, LANES):
             store(buf, i, minus * load(buf, i))
@@ -91,8 +91,8 @@ def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count
 @njit
 def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """`prepare_fold` for per-channel decay."""
-    keys = slot * m.window * m.key_row + head // m.group * m.keys
-    gates = slot * m.window * m.gate_row + head * m.keys
+    keys = slot * m.k_stride + head // m.group * m.keys
+    gates = slot * m.gate_stride + head * m.keys
     for c in range(0, m.keys, LANES):
         decay = splat(np.float32(1.0))
         for s in range(count):
@@ -118,17 +118,17 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
 
 
 @njit
-def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int) -> Any:
-    """Advance 16 rows of a state through the ring and return their squared norm."""
-    first = ((slot * m.heads + head) * m.values + block) * m.keys
-    state = floats(m.state)
+def fold_block(
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
+) -> Any:
+    """Advance 16 rows of a state, from element `first` on, through the ring; return their squared norm."""
     erases = m.kind != MAMBA2
     if erases:
         for s in range(0, count, LANES):
             columns_16(state, first, m.keys, buf, at.keys_across + s, m.tokens, m.keys,
                        buf, at.write + s * LANES, LANES)  # fmt: skip
     for s in range(count):
-        value = (slot * m.window + s) * m.value_row + head * m.values + block
+        value = slot * m.v_stride + s * m.value_row + head * m.values + block
         write = load(floats(m.v), value)
         prefetch(floats(m.v), value + m.values)
         if erases:
@@ -145,7 +145,7 @@ def fold_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block:
         for s in range(count):
             store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * load(buf, at.write + s * LANES))
     left, stride = floats(m.k), m.key_row
-    left_at = slot * m.window * stride + head // m.group * m.keys
+    left_at = slot * m.k_stride + head // m.group * m.keys
     if m.kind == KDA:
         left, left_at, stride = buf, at.left, m.keys
     squares = splat(np.float32(0.0))

@@ -17,7 +17,7 @@ from sketchssm.files import source_digest
 
 __all__ = ["Kernel", "entry", "njit", "pasted"]
 
-SOURCES = ("cpu/*.py", "recurrence.py", "coefficients.py", "plan.py", "reference/maps.py")
+SOURCES = ("cpu/*.py", "recurrence.py", "slots.py", "coefficients.py", "plan.py", "reference/maps.py")
 """Files that machine code depends on: modules with kernels, and modules whose constants kernels use."""
 
 OPTIONS = {"error_model": "numpy", "nogil": True}

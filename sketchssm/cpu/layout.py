@@ -1,12 +1,13 @@
-"""Memory layout: the states, the ring, scratch memory, and the record by which kernels find all of them.
+"""The record by which kernels find all memory, scratch memory, and the tasks of the kernels.
 
 Rows of K or V elements are padded with zeros to a multiple of `LANES`, so that no kernel needs a loop for a remainder.
 The usual sizes (64, 80, 128) need no padding. Padding holds zeros, unless a NaN reaches the padding from the row
-beside it. Loading and resetting a slot clear its padding. Every array starts on a cache line.
+beside it. Loading, adopting and resetting a slot clear its padding. Every array of an engine starts on a cache line.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,118 +15,98 @@ import numpy.typing as npt
 from numba import from_dtype
 
 from sketchssm.cpu.jit import njit
+from sketchssm.cpu.parts import CACHE_LINE, STATE_TYPES, Array, Parts, flat, offsets, own_part, slot_parts
 from sketchssm.cpu.simd import LANES, floats, padded, pointer_cast
+from sketchssm.host_arrays import slot_memory
 from sketchssm.recurrence import KINDS, Layer
+from sketchssm.slots import DUE
 
 __all__ = [
+    "BFLOAT16",
+    "COMMIT",
+    "DRAFT",
+    "FLOAT16",
+    "FLOAT32",
+    "FLUSH",
     "GDN",
     "HEADS_TOGETHER",
     "KDA",
     "MAMBA2",
-    "Array",
+    "REBUILD",
+    "STEP",
     "Memory",
     "Record",
     "areas_record",
     "blank",
     "call_record",
-    "flat",
     "scratch_areas",
 ]
 
 MAMBA2, GDN, KDA = (KINDS.index(kind) for kind in ("mamba2", "gdn", "kda"))
 
-Array = npt.NDArray[Any]
-
 Record = Any
 """In signatures of compiled functions: one record of `CONTEXT` (``m``) or `AREAS` (``at``)."""
-
-CACHE_LINE = 64
 
 HEADS_TOGETHER = 8
 """Heads that take each stage of a read together (see `sketchssm.cpu.read`)."""
 
+STEP, DRAFT, FLUSH, REBUILD, COMMIT = range(5)
+"""Tasks of the kernels."""
+
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+"""Types of stored states, in the order of `STATE_TYPES`."""
+
 SIZES = (
-    "kind", "slots", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values",
-    "tokens", "workers", "key_row", "value_row", "gate_row", "gram_row",
+    "kind", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values", "tokens",
+    "workers", "key_row", "value_row", "gate_row", "gram_row",
 )  # fmt: skip
 """Sizes of a layer. `keys`, `values` and `tokens` are K, V and W padded to whole vectors. `key_row`, `value_row`,
-`gate_row` and `gram_row` are the distances between two tokens in the arrays of the ring (see `Memory`)."""
+`gate_row` and `gram_row` are the distances between two tokens in the arrays of the ring."""
 
-POINTERS = (
-    "state", "served", "position", "scratch", "k", "v", "gate", "beta", "reach", "start", "gram", "packed", "master",
-    "factors", "pending", "omega", "pi", "table",
+RUNS = (
+    "state", "served", "cursor", "k", "v", "gate", "start", "reach", "beta", "gram", "packed", "factors", "pending",
+    "master",
 )  # fmt: skip
-"""Addresses; see `Memory` and `sketchssm.cpu.packed`."""
+"""Arrays of a slot (see `sketchssm.cpu.parts`): their addresses in slot 0, and their distances between two slots in
+elements."""
 
-CALL = ["task", "in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "batch", "length", "token"]
-"""One call: its task, the addresses of its inputs, of its output and of its rows' slots, its sizes, its current
-token."""
+SHARED = ("scratch", "omega", "pi", "table", "clock")
+"""Arrays of the engine."""
 
-SKETCH = [
-    "map",
-    "bfloat",
-    "columns",
-    "packed_stride",
-    "master_stride",
-    "factors_stride",
-    "pending_stride",
-    "pending_share",
-]
+CALL = ("task", "in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "counts", "batch", "length", "token")
+"""One call: its task, the addresses of its inputs, of its output, of its rows' slots and of their numbers of drafts,
+its sizes, its current token."""
 
-GRIDS = ["top", "shift", "residual_top", "residual_shift"]
+SETTINGS = ("clocked", "state_type", "tracked", "map", "bfloat", "columns", "pending_share")
+"""Settings: whether the head has a clock; the type of stored states; whether flushes advance a master copy of U; the
+coefficient map; whether sketches are bfloat16; the largest rank padded; a token's share of `pending`."""
+
+GRIDS = ("top", "shift", "residual_top", "residual_shift")
 """Largest codes and shifts of the grids that `sketchssm.cpu.quantised` rounds to."""
 
+STRIDES = tuple(f"{name}_stride" for name in RUNS)
+
 CONTEXT = np.dtype(
-    [(name, np.int64) for name in (*SIZES, *POINTERS, *CALL, *SKETCH)]
+    [(name, np.int64) for name in (*SIZES, *RUNS, *STRIDES, *SHARED, *CALL, *SETTINGS)]
     + [(name, np.float64) for name in ("ridge", *GRIDS)]
 )
 
 AREA_NAMES = (
-    "inputs", "x", "scores", "open", "weights", "coefficients",
+    "inputs", "x", "scores", "open", "weights", "coefficients", "draft_reach",
     "output", "now", "ones", "decay", "reach", "start", "walk", "keys_across", "key_gram", "gram", "left",
-    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "size",
+    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "state", "narrow", "size",
 )  # fmt: skip
 AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
 """Offsets of one worker's scratch areas, and their total size. ``inputs`` holds the query and the key of a key head
-side by side. ``x``, ``scores`` and ``coefficients`` hold what is computed from both in the same order."""
+side by side. ``x``, ``scores`` and ``coefficients`` hold what is computed from both in the same order. ``draft_reach``
+holds the decays of drafts, ``state`` one head's state where memory has the state in 16 bits or must not change."""
 
 call_record = pointer_cast(from_dtype(CONTEXT))
 areas_record = pointer_cast(from_dtype(AREAS))
 
 
-def flat(size: int, dtype: Any = np.float32) -> Array:
-    """Return zeros that start on a cache line. The system gives the memory when it is first written."""
-    item = np.dtype(dtype).itemsize
-    memory = np.zeros(size * item + CACHE_LINE, dtype=np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    return memory[start : start + size * item].view(dtype)
-
-
 class Memory:
     """The arrays of an engine, and the record of their addresses and of the layer's sizes.
-
-    All arrays hold float32:
-
-    ========  ===========================  ===========================================================================
-    array     shape                        contents
-    ========  ===========================  ===========================================================================
-    state     (slots, heads, V, K)         states as of the last flush
-    served    (slots, heads, V, K)         what reads between flushes use: the state, or an engine's own copy
-    k         (slots, W, key_heads, K)     ring: keys
-    v         (slots, W, heads, V)         ring: values
-    beta      (slots, W, heads)            ring: write gates
-    gate      (slots, W, heads)            ring: log-decays g; for kda ``exp g``, with K channels
-    reach     (slots, heads, W)            ``D_{s+1:t}`` up to the newest token t, for scalar gates
-    start     (slots, W, heads)            ``D_{1:s}``, for scalar gates
-    gram      (slots, W, heads, W)         ``<D_{s+1:j} k_s, k_j>``, the matrix A of `sketchssm.reference.window`
-    ========  ===========================  ===========================================================================
-
-    A flush uses the raw inputs only: k, v, beta and gate. Reads reuse reach, start and gram from token to token. The
-    gate of kda is kept as ``exp g`` because the recurrence uses no other form and exponentials are costly.
-
-    Tokens come before heads, so that a step reads and writes long contiguous runs. One core reads runs of less than
-    16 KiB at a third of the bandwidth of long runs. Where a head has several numbers per token, two tokens are an odd
-    number of heads apart. At a power of two, all tokens of a head would compete for one set of the first cache.
 
     Parameters
     ----------
@@ -135,35 +116,68 @@ class Memory:
         Number of state slots.
     window : int
         Tokens from one flush to the next; 0 for no ring.
+    parts : dict of str to tuple of Run
+        What a slot holds.
+    given : Mapping, optional
+        Memory of the caller's for some parts.
+    phase : int, optional
+        Window position at which the clock starts; None for no clock.
+
+    Attributes
+    ----------
+    parts : tuple of SlotPart
+        Parts of a slot.
+    arrays : dict of str to ndarray
+        Memory of each part, ``(num_slots, *shape)``.
+    cursor : ndarray of int32, (num_slots,)
+        Cursor words; zeros where there is no ring.
     """
 
-    def __init__(self, layer: Layer, num_slots: int, window: int = 0) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        num_slots: int,
+        window: int,
+        parts: Parts,
+        given: Mapping[str, Array] | None = None,
+        phase: int | None = None,
+    ) -> None:
         self.layer = layer
         self.context = np.zeros(1, dtype=CONTEXT)
-        self._arrays: dict[str, Array] = {}
-        sizes = (KINDS.index(layer.kind), num_slots, layer.heads, layer.key_heads, layer.group)
+        self._shared: dict[str, Array] = {}
         dims = (layer.key_dim, layer.value_dim, window)
-        self.set(**dict(zip(SIZES, (*sizes, *dims, *map(padded, dims)), strict=False)))
         keys, values, tokens = map(padded, dims)
-        rows = num_slots * layer.heads
+        sizes = (KINDS.index(layer.kind), layer.heads, layer.key_heads, layer.group, *dims, keys, values, tokens)
+        self.set(**dict(zip(SIZES, sizes, strict=False)))
+        apart = layer.heads | 1
+        self.set(key_row=(layer.key_heads | 1) * keys, value_row=apart * values)
+        self.set(gate_row=apart * keys, gram_row=apart * tokens)
         self.state_size = layer.heads * values * keys
-        state = self.own("state", rows * values * keys).reshape(num_slots, layer.heads, values, keys)
-        self.context["served"] = self.context["state"]
-        self.state, self.padded_state = state[:, :, : layer.value_dim, : layer.key_dim], state
-        self.position = self.own("position", num_slots, np.int32)
-        if window:
-            tokens_heads = num_slots * window * layer.heads
-            apart, tokens_apart = layer.heads | 1, num_slots * window * (layer.heads | 1)
-            key_row = (layer.key_heads | 1) * keys
-            self.set(key_row=key_row, value_row=apart * values, gate_row=apart * keys, gram_row=apart * tokens)
-            # kernels read 16 rows at once, even where the ring has fewer
-            self.own("k", (num_slots * window + LANES) * key_row)
-            self.own("v", tokens_apart * values)
-            self.own("gate", tokens_apart * keys if layer.kind == "kda" else tokens_heads)
-            self.own("beta", tokens_heads if layer.erases else 0)
-            self.own("reach", rows * tokens if layer.kind != "kda" else 0)
-            self.own("start", tokens_heads if layer.kind != "kda" else 0)
-            self.own("gram", tokens_apart * tokens if layer.erases else 0)
+        self.parts = slot_parts(parts)
+        own = {part.name: own_part(part, num_slots) for part in self.parts if part.name not in (given or {})}
+        self.arrays = slot_memory(self.parts, num_slots, own | dict(given or {}))
+        for name, runs in parts.items():
+            for run, offset in offsets(runs):
+                if run.name not in RUNS:
+                    continue
+                stride = self.arrays[name].strides[0] // np.dtype(run.dtype).itemsize
+                self.set(**{run.name: self.arrays[name].ctypes.data + offset, f"{run.name}_stride": stride})
+        self.set(state_type=list(STATE_TYPES.values()).index(parts["state"][0].dtype))
+        if not self.context["served"][0]:
+            self.set(served=self.context["state"][0], served_stride=self.context["state_stride"][0])
+        self.padded_state = self.arrays["state"]
+        self.state = self.padded_state[:, :, : layer.value_dim, : layer.key_dim]
+        self.clock = self.own("clock", CACHE_LINE // 4, np.int32)[:1]
+        if phase is not None:
+            self.set(clocked=1)
+            self.clock[0] = phase | (DUE if phase == window - 1 else 0)
+        self.cursor = self.arrays.get("cursor", np.zeros(num_slots, np.int32))
+        self.cursor[...] = self.stroke
+
+    @property
+    def stroke(self) -> int:
+        """The DUE bit with which a window begins."""
+        return int(self.clock[0]) & DUE
 
     def own(self, name: str, size: int, dtype: Any = np.float32) -> Array:
         """Allocate an array of zeros and record its address."""
@@ -171,32 +185,29 @@ class Memory:
 
     def share(self, name: str, array: Array) -> Array:
         """Keep an array alive and record its address."""
-        self._arrays[name] = array
+        self._shared[name] = array
         self.context[name] = array.ctypes.data
         return array
 
-    def clear_state(self, slots: npt.NDArray[np.int64]) -> None:
-        """Set the states of some slots and their padding to zero: a NaN in a state may have reached the padding."""
-        self.padded_state[slots] = 0.0
-        self.position[slots] = 0
-
-    def clear(self, slots: npt.NDArray[np.int64], *names: str) -> None:
-        """Overwrite the parts of some slots in packed arrays with zeros."""
-        count = int(self.context["slots"][0])
-        for name in names:
-            stride = int(self.context[f"{name}_stride"][0])
-            if stride:
-                self._arrays[name][: count * stride].reshape(count, stride)[slots] = 0
+    def begin(self, slots: npt.NDArray[np.int64]) -> None:
+        """Begin windows with empty rings; clear the padding of rings and states, as memory may have held anything."""
+        layer = self.layer
+        self.padded_state[slots, :, layer.value_dim :] = 0
+        self.padded_state[slots, :, :, layer.key_dim :] = 0
+        for name, width in (("keys", layer.key_dim), ("values", layer.value_dim)):
+            if name in self.arrays:
+                self.arrays[name][slots, ..., width:] = 0
+        self.cursor[slots] = self.stroke
 
     def set(self, **fields: float) -> None:
         """Set fields of the record."""
         for name, value in fields.items():
             self.context[name] = value
 
-    def scratch(self, workers: int, rank: int = 0) -> None:
+    def scratch(self, workers: int, rank: int = 0, drafts: int = 0) -> None:
         """Allocate the scratch memory of all workers and the record of its areas."""
-        areas = scratch_areas(self.context[0], rank)
         self.set(columns=padded(rank))
+        areas = scratch_areas(self.context[0], rank, drafts)
         size = int(areas["size"][0])
         memory = self.own("scratch", workers * size).reshape(workers, size)
         memory[:, areas["ones"][0] : areas["decay"][0]] = 1.0
@@ -208,15 +219,17 @@ class Memory:
         raise TypeError("a decode head on backend 'cpu' cannot be copied or pickled: it holds addresses of its memory")
 
 
-def scratch_areas(sizes: Any, rank: int) -> Array:
-    """Return the record of the scratch areas for a layer's sizes and the largest rank in use."""
+def scratch_areas(sizes: Any, rank: int, drafts: int = 0) -> Array:
+    """Return the record of the scratch areas for a layer's sizes, the largest rank, and drafts of standard decode."""
     keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
     heads, key_heads = int(sizes["heads"]), int(sizes["key_heads"])
     columns = padded(rank)
+    narrow = 0 if sizes["state_type"] == FLOAT32 else values * keys
     needs = {
         "inputs": 2 * key_heads * keys, "x": 2 * keys * (heads if sizes["kind"] == KDA else 1),
         "scores": 2 * key_heads * tokens, "open": heads * tokens, "weights": heads * tokens,
         "coefficients": HEADS_TOGETHER * 4 * columns,
+        "draft_reach": 0 if sizes["kind"] == KDA else heads * tokens,
         "output": heads * values, "now": padded(heads) + LANES,
         **dict.fromkeys(("ones", "decay"), max(keys, values)), **dict.fromkeys(("reach", "start", "walk"), tokens),
         "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,
@@ -224,6 +237,7 @@ def scratch_areas(sizes: Any, rank: int) -> Array:
         "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values,
         "rows": columns * keys, "low": columns * columns,
         "doubles": 2 * (columns**2 + 2 * columns),
+        "state": values * keys if narrow or drafts else 0, "narrow": narrow // 2 if drafts else 0,
     }  # fmt: skip
     ends = np.cumsum([0, *(needs[name] for name in AREA_NAMES[:-1])])
     areas = np.zeros(1, dtype=AREAS)

@@ -17,7 +17,7 @@ import numpy as np
 
 from sketchssm.cpu.columns import COLUMN_LANES, columns_8
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.layout import KDA, Record
+from sketchssm.cpu.layout import Record
 from sketchssm.cpu.packed import (
     EXACT,
     FACTORS,
@@ -50,13 +50,12 @@ MOST_UNIT = 2.0**100
 
 
 @njit
-def project_block(m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int) -> None:
-    """Sketch 16 rows of the state, ``U^T = Omega^T S``, into scratch."""
+def project_block(m: Record, at: Record, buf: Pointer, head: int, block: int, state: Pointer, first: int) -> None:
+    """Sketch 16 rows of a head's state, from element `first` on, ``U^T = Omega^T S``, into scratch."""
     rank = field(m, head, RANK)
-    first = ((slot * m.heads + head) * m.values + block) * m.keys
     width = lanes_up(rank, COLUMN_LANES)
     for g in range(0, rank, COLUMN_LANES):
-        columns_8(floats(m.state), first, m.keys, floats(m.omega), field(m, head, OMEGA) + g, width, m.keys,
+        columns_8(state, first, m.keys, floats(m.omega), field(m, head, OMEGA) + g, width, m.keys,
                   buf, at.sketch + g * m.values + block, m.values)  # fmt: skip
 
 
@@ -65,11 +64,11 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
     """Advance U through the ring beside the state, for scalar gates, into scratch.
 
     ``S_t = a S0 + sum_s l_s w_s^T`` gives ``U_t = a U0 + sum_s w_s (Omega^T l_s)^T``, which takes a G-th of the flops
-    of ``S_t^T Omega``. The update runs on a float32 copy of U, the master, and rounds as the state does. The state
-    does not depend on U.
+    of ``S_t^T Omega``. The update runs on a float32 copy of U, the master, and rounds as a float32 state does. The
+    state does not depend on U.
     """
     rank, width = field(m, head, RANK), lanes_up(field(m, head, RANK), COLUMN_LANES)
-    keys = slot * m.window * m.key_row + head // m.group * m.keys
+    keys = slot * m.k_stride + head // m.group * m.keys
     for s in range(0, count, LANES):
         for g in range(0, rank, COLUMN_LANES):
             columns_8(floats(m.k), keys + s * m.key_row, m.key_row, floats(m.omega), field(m, head, OMEGA) + g, width,
@@ -81,19 +80,22 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
 
 
 @njit
-def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float) -> None:
+def refresh(
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float, state: Pointer, first: int
+) -> None:
     """Store a head's sketch from scratch, and compute and store its map.
 
-    `norm` is the sum of the state's squares in float32, where it may have overflowed or underflowed.
+    The head's state begins at element `first` of `state`. `norm` is the sum of the state's squares in float32, where
+    it may have overflowed or underflowed.
     """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
     _pack_rows(m, buf, at.sketch, own, rank * m.values)
-    if m.kind != KDA:
+    if m.tracked:
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
         return
-    unit, mu = _normalise(m, slot, head, norm)
+    unit, mu = _normalise(m, norm, state, first)
     if unit != 1.0:
         _multiply(buf, at.sketch, rank * m.values, unit)
     if m.map == EXACT or m.map == RIDGE:
@@ -102,20 +104,18 @@ def refresh(m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: flo
         _pivots(m, at, buf, rows, mu, unit)
     for c in range(0, rows * m.keys, LANES):
         store(buf, at.rows + c, splat(np.float32(0.0)))
-    first = (slot * m.heads + head) * m.values * m.keys
     energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
-                        floats(m.state), first, m.keys, m.values)  # fmt: skip
+                        state, first, m.keys, m.values)  # fmt: skip
     if m.map == LOWRANK or m.map == PRIOR:
         _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
     _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows * m.keys)
 
 
 @njit
-def _normalise(m: Record, slot: int, head: int, norm: float) -> tuple[float, float]:
+def _normalise(m: Record, norm: float, state: Pointer, first: int) -> tuple[float, float]:
     """Return the unit of a state, and ``mu = |S|_F^2 / K`` of the state times its unit; 1 and 1 for a zero state."""
     if LEAST_SQUARES < norm < MOST_SQUARES:
         return 1.0, norm / m.key_dim
-    state, first = floats(m.state), (slot * m.heads + head) * m.values * m.keys
     largest = 0.0
     for c in range(first, first + m.values * m.keys):
         largest = max(largest, abs(np.float64(state[c])))

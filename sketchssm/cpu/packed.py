@@ -7,7 +7,7 @@ part        contents                                                type
 ==========  ======================================================  =============
 SKETCH      sketch U, G rows of V                                   sketch's type
 MAP         rows of the coefficient map, of K                       sketch's type
-MASTER      a master copy of U, for scalar gates                    float32
+MASTER      a master copy of U, for scalar gates and float32 states  float32
 FACTORS     w and F of the map                                      float32
 PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token  float32
 ==========  ======================================================  =============
@@ -23,15 +23,18 @@ z = Pi^T x,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from sketchssm.coefficients import MAPS
 from sketchssm.cpu.columns import COLUMN_LANES
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.layout import Array, Memory, Record, flat
+from sketchssm.cpu.layout import Memory, Record
+from sketchssm.cpu.parts import Array, Run, flat
 from sketchssm.cpu.simd import LANES, integers, padded
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import DENSE, Layer
 
 __all__ = [
     "EXACT",
@@ -47,6 +50,8 @@ __all__ = [
     "RIDGE",
     "ROWS",
     "SKETCH",
+    "Packing",
+    "dense",
     "field",
     "pack",
 ]
@@ -64,31 +69,64 @@ def field(c: Record, head: int, column: int) -> int:
     return integers(c.table)[head * COLUMNS + column]
 
 
-def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
-    """Allocate sketches of zeros for all slots and record where their parts are.
+@dataclass(frozen=True)
+class Packing:
+    """Where the parts of every head are, and what all slots share.
+
+    Attributes
+    ----------
+    table : ndarray of int64, (heads, 9)
+        A head's rank, the number of its map's rows, and where its parts begin.
+    omega, pi : ndarray of float32
+        Bases and projections of all heads.
+    runs : tuple of Run
+        Arrays of a slot.
+    settings : dict
+        Fields of the record.
+    rank : int
+        The largest rank in use.
+    """
+
+    table: Array
+    omega: Array
+    pi: Array
+    runs: tuple[Run, ...]
+    settings: dict[str, float]
+    rank: int
+
+    def attach(self, memory: Memory) -> None:
+        """Record the settings and the addresses of what all slots share."""
+        for name in ("table", "omega", "pi"):
+            memory.share(name, getattr(self, name))
+        memory.set(**self.settings)
+
+
+def dense(layer: Layer) -> Packing:
+    """Return the packing of a layer all of whose heads read their full states."""
+    table = flat(layer.heads * COLUMNS, np.int64).reshape(layer.heads, COLUMNS)
+    table[:, RANK] = DENSE
+    return Packing(table, flat(0), flat(0), (), {}, 0)
+
+
+def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
+    """Place the parts of every head.
 
     Parameters
     ----------
-    memory : Memory
-        Memory of the engine.
-    plan : SketchPlan or None
-        Ranks, bases and settings; None makes every head dense.
+    plan : SketchPlan
+        Ranks, bases and settings.
     dtype : {"bfloat16", "float32"}
         Type in which sketches and map rows are stored.
+    tracked : bool
+        Whether flushes advance a master copy of U.
 
     Returns
     -------
-    int
-        The largest rank in use.
+    Packing
+        Places, bases and sizes.
     """
-    sizes = memory.context[0]
-    slots, heads, window = (int(sizes[name]) for name in ("slots", "heads", "window"))
-    keys, values = int(sizes["keys"]), int(sizes["values"])
-    table = memory.own("table", heads * COLUMNS, np.int64).reshape(heads, COLUMNS)
-    table[:, RANK] = DENSE
-    if plan is None:
-        return 0
-    tracked = plan.layer.kind != "kda"
+    keys, values = padded(plan.layer.key_dim), padded(plan.layer.value_dim)
+    table = dense(plan.layer).table
     used = np.zeros(COLUMNS, dtype=np.int64)
     omega: list[Array] = []
     pi: list[Array] = []
@@ -112,24 +150,21 @@ def pack(memory: Memory, plan: SketchPlan | None, dtype: str) -> int:
             along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
             pi.append(along)
             used[PI] += along.size
-    memory.own("packed", slots * used[SKETCH], np.uint16 if dtype == "bfloat16" else np.float32)
-    memory.own("master", slots * used[MASTER])
+    sizes = {name: int(used[column]) for name, column in (("packed", SKETCH), ("master", MASTER))}
     # kernels load 16 numbers at once, even from a last row of fewer
-    memory.own("factors", slots * used[FACTORS] + LANES)
-    memory.own("pending", slots * window * used[PENDING] + LANES)
-    memory.share("omega", _joined(omega))
-    memory.share("pi", _joined(pi))
-    memory.set(
-        map=MAPS.index(plan.map.name),
-        bfloat=dtype == "bfloat16",
-        ridge=plan.map.effective_ridge,
-        packed_stride=used[SKETCH],
-        master_stride=used[MASTER],
-        factors_stride=used[FACTORS],
-        pending_stride=window * used[PENDING],
-        pending_share=used[PENDING],
-    )
-    return int(max(plan.ranks.max(), 0))
+    sizes |= {"factors": int(used[FACTORS]) + LANES, "pending": plan.window * int(used[PENDING]) + LANES}
+    types = {"packed": np.uint16 if dtype == "bfloat16" else np.float32}
+    # what reads use comes first
+    order = ("packed", "factors", "pending", "master")
+    runs = tuple(Run(name, (sizes[name],), types.get(name, np.float32)) for name in order)
+    settings = {
+        "map": MAPS.index(plan.map.name),
+        "bfloat": dtype == "bfloat16",
+        "tracked": tracked,
+        "ridge": plan.map.effective_ridge,
+        "pending_share": int(used[PENDING]),
+    }
+    return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, max(int(plan.ranks.max()), 0))
 
 
 def _joined(parts: list[Array]) -> Array:

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from numba import carray
 
 from sketchssm.cpu.jit import Kernel, njit, pasted
-from sketchssm.cpu.layout import Array, Memory, Record, call_record
+from sketchssm.cpu.layout import Memory, Record, call_record
+from sketchssm.cpu.packed import dense
+from sketchssm.cpu.parts import Array, standard_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.simd import floats, integers
 from sketchssm.cpu.standard import StandardEngine
@@ -49,9 +51,9 @@ class QuantisedEngine(StandardEngine):
             out[:, t] = _one_token(super().step, tokens, t, slots, out)
             self._requantise(slots)
 
-    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+    def adopt(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
-        super().load_state(state, slots)
+        super().adopt(slots)
         self._requantise(slots)
 
     def _requantise(self, slots: npt.NDArray[np.int64]) -> None:
@@ -75,9 +77,9 @@ class CopyEngine(ReplayEngine):
     """
 
     def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
-        super().__init__(layer, num_slots, window)
+        copies = (standard_parts(layer, "float32", 0)["state"][0]._replace(name="served"),)
+        self._open(Memory(layer, num_slots, window, window_parts(layer, window, sketch=copies)), dense(layer))
         self.bits = bits
-        self._memory.own("served", self._memory.padded_state.size)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -86,9 +88,9 @@ class CopyEngine(ReplayEngine):
             live = slots[slots >= 0]
             self._renew(live[self.position[live] == 0])
 
-    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+    def adopt(self, slots: npt.NDArray[np.int64]) -> None:
         """See `sketchssm.backends.Engine`."""
-        super().load_state(state, slots)
+        super().adopt(slots)
         self._renew(slots)
 
     def flush(self, slots: npt.NDArray[np.int64]) -> None:
@@ -135,8 +137,9 @@ def _share(m: Record, worker: int) -> None:
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot = integers(m.rows)[unit // m.heads]
         if slot >= 0:
-            offset = 4 * (slot * m.heads + unit % m.heads) * m.values * m.keys
-            state, stored = carray(floats(m.state + offset), shape), carray(floats(m.served + offset), shape)
+            head = unit % m.heads * m.values * m.keys
+            state = carray(floats(m.state + 4 * (slot * m.state_stride + head)), shape)
+            stored = carray(floats(m.served + 4 * (slot * m.served_stride + head)), shape)
             _round_trip_one(state, stored, top, shift, residual_top, residual_shift)
 
 

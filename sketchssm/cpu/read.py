@@ -9,14 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.layout import HEADS_TOGETHER, KDA, MAMBA2, Record
+from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, KDA, MAMBA2, Record, blank
 from sketchssm.cpu.packed import EXACT, FACTORS, LOWRANK, MAP, PENDING, PI, PRIOR, RANK, RIDGE, ROWS, SKETCH, field
-from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, floats, fma, load, prefetch, splat, store
+from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, exp, floats, fma, load, prefetch, splat, store
+from sketchssm.cpu.states import widen
 from sketchssm.cpu.tiles import combine, dots
-from sketchssm.cpu.window import buffer_token, dense_query, weigh
+from sketchssm.cpu.window import buffer_token, carry_decays, dense_query, weigh
 from sketchssm.recurrence import DENSE
 
-__all__ = ["read"]
+__all__ = ["keep_drafts", "read", "read_drafts"]
 
 BLOCKS_AHEAD = 1
 """Blocks of 16 rows by which reads of full states prefetch."""
@@ -26,10 +27,16 @@ LINES_AHEAD = 64
 
 
 @njit
-def read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int) -> None:
-    """Append one token of some key heads to the ring and compute its outputs."""
+def read(
+    m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int,
+    reaches: Pointer, reach: int,
+) -> None:  # fmt: skip
+    """Append one token of some key heads to the ring and compute its outputs.
+
+    The decays that reads carry from token to token begin at element `reach` of `reaches`.
+    """
     buffer_token(m, at, buf, slot, place, cursor, first, last)
-    weigh(m, at, buf, slot, cursor, first, last)
+    weigh(m, at, buf, slot, cursor, first, last, reaches, reach)
     last *= m.group
     for start in range(first * m.group, last, HEADS_TOGETHER):
         end = min(start + HEADS_TOGETHER, last)
@@ -49,13 +56,49 @@ def read(m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int
 
 
 @njit
+def read_drafts(
+    m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, count: int, first: int, last: int
+) -> None:
+    """Append drafts of some key heads to the ring and compute their outputs; `place` is that of the first draft.
+
+    A few heads at a time take all drafts, so that their sketches or states come from memory once. Decays that the
+    drafts would change in place are changed in a copy, so that rejected drafts leave no trace.
+    """
+    together = max(1, HEADS_TOGETHER // m.group)
+    for start in range(first, last, together):
+        end = min(start + together, last)
+        if m.kind != KDA:
+            heads = start * m.group * m.tokens
+            copy(buf, at.draft_reach + heads, floats(m.reach), slot * m.reach_stride + heads,
+                 (end - start) * m.group * m.tokens)  # fmt: skip
+        for t in range(count):
+            read(m, at, buf, slot, place + t, cursor + t, start, end, buf, at.draft_reach)
+    for t in range(count, m.length):
+        blank(m, (place + t) * m.heads + first * m.group, (last - first) * m.group)
+
+
+@njit
+def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, count: int) -> None:
+    """Carry the decays of a slot over its first `count` drafts, as `read` would have done."""
+    if m.kind == KDA:
+        return
+    reaches = floats(m.reach)
+    for t in range(cursor, cursor + count):
+        copy(buf, at.now, floats(m.gate), slot * m.gate_stride + t * m.heads, m.heads)
+        for head in range(0, m.heads, LANES):
+            store(buf, at.now + head, exp(load(buf, at.now + head)))
+        for head in range(m.heads):
+            carry_decays(m, reaches, slot * m.reach_stride + head * m.tokens, t, buf[at.now + head])
+
+
+@njit
 def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
     """Prefetch what will be read of the ring, and as much of the packed sketches as one takes, some way ahead of it.
 
     A head's numbers are too short a run of memory for the hardware to see them coming.
     """
-    for s in range(slot * m.window, slot * m.window + cursor):
-        first = s * m.value_row + head * m.values
+    for s in range(cursor):
+        first = slot * m.v_stride + s * m.value_row + head * m.values
         for line in range(first, first + m.values, LANES):
             prefetch(floats(m.v), line)
     # in float32 numbers, 16 to a line
@@ -101,7 +144,9 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
                     factor = load(floats(m.factors), factors + (1 + i) * rank + g)
                     value = fma(splat(buf[result + 2 * m.columns + i]), factor, value)
                 store(buf, result + g, value)
-    scale = splat(floats(m.start)[(slot * m.window + cursor) * m.heads + head] if m.kind != KDA else np.float32(1.0))
+    scale = splat(
+        floats(m.start)[slot * m.start_stride + cursor * m.heads + head] if m.kind != KDA else np.float32(1.0)
+    )
     weights, pending = at.weights + head * m.tokens, slot * m.pending_stride + field(m, head, PENDING)
     for g in range(0, rank, LANES):
         value = scale * load(buf, spot + g)
@@ -120,9 +165,13 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
 @njit
 def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
     """Multiply one head's full state by a vector in scratch memory."""
-    states, first, size = floats(m.served), (slot * m.heads + head) * m.values * m.keys, LANES * m.keys
+    states, first, size = floats(m.served), slot * m.served_stride + head * m.values * m.keys, LANES * m.keys
     for block in range(0, m.values, LANES):
         place = first + block * m.keys
+        if m.state_type != FLOAT32:
+            widen(m, m.served, place, buf, at.state, size)
+            dots(buf, at.state, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values + block, 0)
+            continue
         # prefetch the next rows of this state, then those of the next head
         for line in range(place + BLOCKS_AHEAD * size, place + (BLOCKS_AHEAD + 1) * size, LANES):
             prefetch(states, line)
@@ -134,7 +183,7 @@ def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int,
     """Add the weighted values to the read of a sketch or of a full state."""
     rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
     output, weights = at.output + head * m.values, at.weights + head * m.tokens
-    values = slot * m.window * m.value_row + head * m.values
+    values = slot * m.v_stride + head * m.values
     if rank == DENSE:
         combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Mapping
+from typing import Any
 
-from sketchssm.cpu.decode import FLUSH, STEP, window_kernel
-from sketchssm.cpu.layout import Array, Memory
-from sketchssm.cpu.packed import pack
-from sketchssm.cpu.standard import StandardEngine
+from sketchssm.cpu.decode import window_kernel
+from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Memory
+from sketchssm.cpu.packed import Packing, dense
+from sketchssm.cpu.parts import Array, slot_parts, window_parts
+from sketchssm.cpu.standard import Slots, StandardEngine
 from sketchssm.cpu.workers import run, worker_count
-from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.slots import MAX_DRAFTS, SlotPart
 
 __all__ = ["ReplayEngine"]
 
@@ -27,24 +28,55 @@ class ReplayEngine(StandardEngine):
         Number of state slots.
     window : int
         Tokens from one flush to the next (W).
+    state_dtype, memory
+        See `StandardEngine`. A 16-bit state is rounded at its flush, after the flush's outputs are read.
+    phase : int, optional
+        Where the clock begins; None for no clock.
     """
 
-    def __init__(self, layer: Layer, num_slots: int, window: int) -> None:
-        self._open(layer, num_slots, window, None, "float32")
+    def __init__(
+        self,
+        layer: Layer,
+        num_slots: int,
+        window: int,
+        *,
+        state_dtype: str = "float32",
+        memory: Mapping[str, Any] | None = None,
+        phase: int | None = None,
+    ) -> None:
+        parts = window_parts(layer, window, state_dtype)
+        self._open(Memory(layer, num_slots, window, parts, memory, phase), dense(layer))
 
-    def _open(self, layer: Layer, num_slots: int, window: int, plan: SketchPlan | None, sketch_dtype: str) -> None:
-        """Allocate the window's memory. Without a plan, every head reads its full state."""
-        self._own(Memory(layer, num_slots, window))
-        rank = pack(self._memory, plan, sketch_dtype)
-        self._memory.scratch(worker_count(), rank)
-        self.window = window
+    def _open(self, memory: Memory, packing: Packing) -> None:
+        """Take the memory, and allocate what all slots share."""
+        self.window = int(memory.context["window"][0])
+        self._own(memory, min(MAX_DRAFTS, self.window - 1))
+        packing.attach(memory)
+        memory.scratch(worker_count(), packing.rank)
 
-    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        layer: Layer, window: int, *, state_dtype: str = "float32"
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.Engine`."""
+        return slot_parts(window_parts(layer, window, state_dtype))
+
+    def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
         self._memory.set(task=STEP)
         run(window_kernel, self._memory, slots, tokens, out, rounds=out.shape[1])
 
-    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+    def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         self._memory.set(task=FLUSH)
+        run(window_kernel, self._memory, slots)
+
+    def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._memory.set(task=DRAFT, counts=lengths.ctypes.data)
+        run(window_kernel, self._memory, slots, tokens, out)
+
+    def commit(self, accepted: Slots, slots: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._memory.set(task=COMMIT, counts=accepted.ctypes.data)
         run(window_kernel, self._memory, slots)

@@ -16,8 +16,8 @@ standard decode of a token     1.03 times as long
 =============================  ============================================
 
 Kernels use plain pointers and element offsets. Arrays would be passed with descriptors and reference counts, which
-cost more than a small kernel does. A pointer to uint16 stands for bfloat16 numbers: `load` widens them and `store`
-rounds to nearest even.
+cost more than a small kernel does. A pointer to uint16 stands for bfloat16 numbers and a pointer to int16 for float16
+numbers: `load` widens them and `store` rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "exp",
     "floats",
     "fma",
+    "halves",
     "integers",
     "load",
     "padded",
@@ -54,7 +55,7 @@ __all__ = [
 LANES = 16
 
 Pointer = Any
-"""In signatures of compiled functions: a pointer to float32, or to uint16 for bfloat16."""
+"""In signatures of compiled functions: a pointer to float32, to uint16 for bfloat16, or to int16 for float16."""
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
@@ -100,18 +101,21 @@ def broadcast(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
 
 
 def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> Any:
-    """Load float32 lanes, or bfloat16 ones widened to float32."""
+    """Load float32 lanes, or bfloat16 or float16 ones widened to float32."""
     if dtype == types.uint16:
         half = ir.VectorType(ir.IntType(16), lanes)
         raw = builder.load(builder.bitcast(pointer, half.as_pointer()), align=2)
         wide = ir.VectorType(INT32, lanes)
         shifted = builder.shl(builder.zext(raw, wide), ir.Constant(wide, [INT32(16)] * lanes))
         return builder.bitcast(shifted, vector_type(lanes))
+    if dtype == types.int16:
+        half = ir.VectorType(ir.HalfType(), lanes)
+        return builder.fpext(builder.load(builder.bitcast(pointer, half.as_pointer()), align=2), vector_type(lanes))
     return builder.load(builder.bitcast(pointer, vector_type(lanes).as_pointer()), align=4)
 
 
 def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
-    """Store lanes as float32, or as bfloat16 rounded to nearest even."""
+    """Store lanes as float32, or as bfloat16 or float16 rounded to nearest even."""
     lanes = value.type.count
     if dtype == types.uint16:
         wide = ir.VectorType(INT32, lanes)
@@ -125,6 +129,10 @@ def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
         # rounding up would carry the digits of a NaN into its sign
         rounded = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0), rounded)
         value = builder.trunc(rounded, ir.VectorType(ir.IntType(16), lanes))
+        builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
+        return
+    if dtype == types.int16:
+        value = builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes))
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
         return
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
@@ -191,6 +199,7 @@ def pointer_cast(kind: Any) -> Any:
 
 floats = pointer_cast(types.CPointer(types.float32))
 bfloats = pointer_cast(types.CPointer(types.uint16))
+halves = pointer_cast(types.CPointer(types.int16))
 integers = pointer_cast(types.CPointer(types.int64))
 short_integers = pointer_cast(types.CPointer(types.int32))
 
@@ -236,7 +245,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return VECTOR(VECTOR, VECTOR, VECTOR), codegen
 
 
-def halves(builder: Any, vector: Any) -> tuple[Any, Any]:
+def parities(builder: Any, vector: Any) -> tuple[Any, Any]:
     """Split a vector into its even and its odd lanes."""
     half = vector.type.count // 2
     kind = ir.VectorType(INT32, half)
@@ -251,7 +260,7 @@ def total(typingctx: Any, vector: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = args[0]
         while value.type.count > 1:
-            value = builder.fadd(*halves(builder, value))
+            value = builder.fadd(*parities(builder, value))
         return builder.extract_element(value, INT32(0))
 
     return types.float32(VECTOR), codegen

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Mapping
+from typing import Any
 
-from sketchssm.cpu.decode import REBUILD, window_kernel
-from sketchssm.cpu.layout import Array
+from sketchssm.cpu.decode import window_kernel
+from sketchssm.cpu.layout import REBUILD, Memory
+from sketchssm.cpu.packed import Packing, pack
+from sketchssm.cpu.parts import Parts, slot_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
+from sketchssm.cpu.standard import Slots
 from sketchssm.cpu.workers import run
 from sketchssm.plan import SketchPlan
+from sketchssm.slots import SlotPart
 
 __all__ = ["SketchEngine"]
 
@@ -25,20 +29,47 @@ class SketchEngine(ReplayEngine):
         Number of state slots.
     sketch_dtype : {"bfloat16", "float32"}
         How sketches and coefficient maps are stored.
+    state_dtype, memory, phase
+        See `ReplayEngine`.
     """
 
-    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16") -> None:
-        self._open(plan.layer, num_slots, plan.window, plan, sketch_dtype)
+    def __init__(
+        self,
+        plan: SketchPlan,
+        num_slots: int,
+        sketch_dtype: str = "bfloat16",
+        *,
+        state_dtype: str = "float32",
+        memory: Mapping[str, Any] | None = None,
+        phase: int | None = None,
+    ) -> None:
+        packing, parts = _plan_parts(plan, sketch_dtype, state_dtype)
+        self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase), packing)
         self.plan = plan
 
-    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        plan: SketchPlan, sketch_dtype: str = "bfloat16", *, state_dtype: str = "float32"
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.Engine`."""
+        return slot_parts(_plan_parts(plan, sketch_dtype, state_dtype)[1])
+
+    def adopt(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
-        super().load_state(state, slots)
+        super().adopt(slots)
         self._memory.set(task=REBUILD)
         run(window_kernel, self._memory, slots)
 
-    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+    def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
-        # a zero sketch reads a zero state correctly through any finite map
-        self._memory.clear(slots[slots >= 0], "packed", "master", "factors")
+        if "sketch" in self.memory:
+            # a zero sketch reads a zero state correctly through any finite map
+            self.memory["sketch"][slots[slots >= 0]] = 0
+
+
+def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
+    """Place the sketches of a plan; return their places and the parts of a slot."""
+    # a master copy of U would keep digits that a 16-bit state has lost
+    packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and state_dtype == "float32")
+    return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)

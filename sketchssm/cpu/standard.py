@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.cpu.jit import Kernel, njit, pasted
-from sketchssm.cpu.layout import KDA, MAMBA2, Array, Memory, Record, areas_record, blank, call_record
+from sketchssm.cpu.layout import (
+    COMMIT,
+    DRAFT,
+    FLOAT32,
+    KDA,
+    MAMBA2,
+    STEP,
+    Memory,
+    Record,
+    areas_record,
+    blank,
+    call_record,
+)
+from sketchssm.cpu.parts import Array, slot_parts, standard_parts
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
+from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.workers import SERIAL, run, worker_count
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
+from sketchssm.slots import DRAFTED_SHIFT, DUE, POSITION, SlotPart
 
 __all__ = ["StandardEngine"]
+
+Slots = npt.NDArray[np.int64]
 
 
 class StandardEngine:
@@ -26,18 +45,42 @@ class StandardEngine:
         Kind and shape.
     num_slots : int
         Number of state slots.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of stored states.
+    memory : mapping of str to array, optional
+        The caller's memory for some of `parts`.
+    drafts : int, default 0
+        Most tokens of a draft.
     """
 
     arrays = HostArrays(np.float32)
     window = 1
 
-    def __init__(self, layer: Layer, num_slots: int) -> None:
-        self._own(Memory(layer, num_slots))
-        self._memory.scratch(worker_count())
+    def __init__(
+        self,
+        layer: Layer,
+        num_slots: int,
+        *,
+        state_dtype: str = "float32",
+        memory: Mapping[str, Any] | None = None,
+        drafts: int = 0,
+    ) -> None:
+        self._own(Memory(layer, num_slots, 0, standard_parts(layer, state_dtype, drafts), memory), drafts)
+        self._memory.scratch(worker_count(), drafts=drafts)
 
-    def _own(self, memory: Memory) -> None:
-        self._memory = memory
-        self.state, self.position = memory.state, memory.position
+    def _own(self, memory: Memory, drafts: int) -> None:
+        self._memory, self.drafts = memory, drafts
+        self.state, self.parts, self.memory = memory.state, memory.parts, memory.arrays
+
+    @staticmethod
+    def parts_of(layer: Layer, *, state_dtype: str = "float32", drafts: int = 0) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.Engine`."""
+        return slot_parts(standard_parts(layer, state_dtype, drafts))
+
+    @property
+    def position(self) -> npt.NDArray[np.int32]:
+        """See `sketchssm.backends.Engine`."""
+        return self._memory.cursor & POSITION
 
     def warmup(self, activation_dtype: str | None = None) -> None:
         """See `sketchssm.backends.Engine`: calls everything once, on a row of padding."""
@@ -49,27 +92,76 @@ class StandardEngine:
         self.flush(row)
         self.reset(row)
 
-    def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
+    def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
         """See `sketchssm.backends.Engine`."""
+        if self.drafts:
+            self.flush(slots)
+        self._memory.set(task=STEP)
         run(standard_kernel, self._memory, slots, tokens, out)
 
-    def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
+    def load_state(self, state: Array, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         live = slots >= 0
-        self._memory.clear_state(slots[live])
-        self.state[slots[live]] = state[live]
+        with np.errstate(over="ignore"):  # a number beyond the range of float16 becomes infinite
+            self.state[slots[live]] = state[live]  # the index copies: `state` may be this memory
+        self.adopt(slots)
 
-    def flush(self, slots: npt.NDArray[np.int64]) -> None:
+    def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
+        self._memory.cursor[slots[slots >= 0]] = 0
 
-    def reset(self, slots: npt.NDArray[np.int64]) -> None:
+    def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._memory.clear_state(slots[slots >= 0])
+        live = slots[slots >= 0]
+        self.memory["state"][live] = 0
+        self._memory.begin(live)
+
+    def adopt(self, slots: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._memory.begin(slots[slots >= 0])
+
+    def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = slots >= 0
+        index = slots[live]
+        for name, x in (("keys", tokens.k), ("values", tokens.v), ("gates", tokens.g), ("betas", tokens.beta)):
+            if x is not None:
+                self.memory[name][index, : x.shape[1]] = x[live]
+        self._memory.cursor[index] = lengths[live] << DRAFTED_SHIFT
+        self._memory.set(task=DRAFT, counts=lengths.ctypes.data)
+        run(standard_kernel, self._memory, slots, tokens, out)
+
+    def commit(self, accepted: Slots, slots: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = slots >= 0
+        index, counts = slots[live], accepted[live]
+        ring = {name: self.memory[name][index] for name in ("keys", "values", "gates", "betas") if name in self.memory}
+        tokens = Tokens(ring["keys"], ring["keys"], ring["values"], ring["gates"], ring.get("betas"))
+        self._memory.set(task=COMMIT, counts=counts.ctypes.data)
+        run(standard_kernel, self._memory, index, tokens, np.empty_like(tokens.v))
+        self._memory.cursor[index] = 0
+
+    def copy(self, src: Slots, dst: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live = (src >= 0) & (dst >= 0)
+        src, dst = src[live], dst[live]
+        for array in self.memory.values():
+            array[dst] = array[src]
+        self._memory.cursor[dst] &= POSITION | DUE
+
+    def rejoin(self, slots: Slots) -> None:
+        """See `sketchssm.backends.Engine`."""
+        live, cursor = slots[slots >= 0], self._memory.cursor
+        cursor[live] = (cursor[live] & POSITION) | self._memory.stroke
+
+    def left_out(self) -> int:
+        """See `sketchssm.backends.Engine`: `HostArrays` has refused wrong slots."""
+        return 0
 
 
 @Kernel
 def standard_kernel(context: int, areas: int, worker: int) -> None:
-    """Run one worker's share of a step: a contiguous range of rows and heads, with all of their tokens."""
+    """Run one worker's share of a task: a contiguous range of rows and heads, with all of their tokens."""
     if worker != SERIAL:
         _share(call_record(context), areas_record(areas), worker)
 
@@ -77,22 +169,40 @@ def standard_kernel(context: int, areas: int, worker: int) -> None:
 @pasted
 def _share(m: Record, at: Record, worker: int) -> None:
     buf = floats(m.scratch + 4 * worker * at.size)
-    units = m.batch * m.heads
+    units, size = m.batch * m.heads, m.values * m.keys
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         row, head = unit // m.heads, unit % m.heads
         slot = integers(m.rows)[row]
-        if slot < 0:
-            for t in range(m.length):
-                blank(m, (row * m.length + t) * m.heads + head, 1)
-            continue
-        first = (slot * m.heads + head) * m.values * m.keys
-        for t in range(m.length):
+        count = (m.length if m.task == STEP else integers(m.counts)[row]) if slot >= 0 else 0
+        stored = slot * m.state_stride + head * size
+        state, first = floats(m.state), stored
+        if count and (m.state_type != FLOAT32 or m.task == DRAFT):
+            _copy_state(m, buf, at.state, stored, size)
+            state, first = buf, at.state
+        for t in range(count):
             place = row * m.length + t
             _take(m, at, buf, place, head)
             if m.kind == MAMBA2:
-                _write(m, at, buf, place * m.heads + head, first)
+                _write(m, at, buf, place * m.heads + head, state, first)
             else:
-                _erase_write(m, at, buf, place * m.heads + head, first)
+                _erase_write(m, at, buf, place * m.heads + head, state, first)
+            if m.state_type != FLOAT32:
+                # drafts are rounded as well, but not stored
+                if m.task == DRAFT:
+                    narrow(m, buf, at.state, m.scratch + 4 * (worker * at.size + at.narrow), 0, size)
+                else:
+                    narrow(m, buf, at.state, m.state, stored, size)
+        for t in range(count, m.length):
+            blank(m, (row * m.length + t) * m.heads + head, 1)
+
+
+@njit
+def _copy_state(m: Record, buf: Pointer, target: int, stored: int, size: int) -> None:
+    """Copy one head's state to scratch memory as float32."""
+    if m.state_type != FLOAT32:
+        widen(m, m.state, stored, buf, target, size)
+    else:
+        copy(buf, target, floats(m.state), stored, size)
 
 
 @njit
@@ -115,9 +225,8 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
 
 
 @njit
-def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
+def _write(m: Record, at: Record, buf: Pointer, place: int, state: Pointer, first: int) -> None:
     """Decay, write and read row by row, for mamba2."""
-    state = floats(m.state)
     for v in range(m.value_dim):
         row = first + v * m.keys
         value = splat(floats(m.in_v)[place * m.value_dim + v])
@@ -131,10 +240,9 @@ def _write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
 
 
 @njit
-def _erase_write(m: Record, at: Record, buf: Pointer, place: int, first: int) -> None:
+def _erase_write(m: Record, at: Record, buf: Pointer, place: int, state: Pointer, first: int) -> None:
     """Decay, erase, write and read row by row, for gdn and kda. A row stays in the first cache meanwhile."""
     beta = floats(m.in_beta)[place]
-    state = floats(m.state)
     for v in range(m.value_dim):
         row = first + v * m.keys
         predicted = splat(np.float32(0.0))

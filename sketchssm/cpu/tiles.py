@@ -255,7 +255,7 @@ def _tile_dots(rows: int, vectors: int) -> Any:
             while len(values) > 1:
                 values = [_fold(builder, *values[n : n + 2]) for n in range(0, len(values), 2)]
             while values[0].type.count > rows * vectors:
-                values = [builder.fadd(*simd.halves(builder, values[0]))]
+                values = [builder.fadd(*simd.parities(builder, values[0]))]
             for n in range(vectors):
                 pick = ir.Constant(ir.VectorType(INT32, rows), [INT32(n * rows + row) for row in range(rows)])
                 part = builder.shuffle_vector(values[0], values[0], pick)

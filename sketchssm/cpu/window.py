@@ -14,7 +14,7 @@ from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, splat, store, total
 from sketchssm.cpu.tiles import DOT_ROWS, accumulate, dots
 
-__all__ = ["buffer_token", "dense_query", "weigh"]
+__all__ = ["buffer_token", "carry_decays", "dense_query", "weigh"]
 
 
 @njit
@@ -25,24 +25,24 @@ def buffer_token(
 
     `place` counts tokens over rows. The key heads are those from `first` to `last`, without `last`.
     """
-    row = slot * m.window + cursor
+    keys, values = slot * m.k_stride + cursor * m.key_row, slot * m.v_stride + cursor * m.value_row
     for key_head in range(first, last):
         source = (place * m.key_heads + key_head) * m.key_dim
         copy(buf, at.inputs + 2 * key_head * m.keys, floats(m.in_q), source, m.key_dim)
         copy(buf, at.inputs + (2 * key_head + 1) * m.keys, floats(m.in_k), source, m.key_dim)
-        copy(floats(m.k), row * m.key_row + key_head * m.keys, floats(m.in_k), source, m.key_dim)
+        copy(floats(m.k), keys + key_head * m.keys, floats(m.in_k), source, m.key_dim)
     first, last = first * m.group, last * m.group
     for head in range(first, last):
         source = place * m.heads + head
-        copy(floats(m.v), row * m.value_row + head * m.values, floats(m.in_v), source * m.value_dim, m.value_dim)
+        copy(floats(m.v), values + head * m.values, floats(m.in_v), source * m.value_dim, m.value_dim)
         if m.kind == KDA:
-            _buffer_gates(m, source * m.key_dim, row * m.gate_row + head * m.keys)
-    source, target, count = place * m.heads + first, row * m.heads + first, last - first
+            _buffer_gates(m, source * m.key_dim, slot * m.gate_stride + cursor * m.gate_row + head * m.keys)
+    source, target, count = place * m.heads + first, cursor * m.heads + first, last - first
     if m.kind != KDA:
-        copy(floats(m.gate), target, floats(m.in_g), source, count)
+        copy(floats(m.gate), slot * m.gate_stride + target, floats(m.in_g), source, count)
         copy(buf, at.now + first, floats(m.in_g), source, count)
     if m.kind != MAMBA2:
-        copy(floats(m.beta), target, floats(m.in_beta), source, count)
+        copy(floats(m.beta), slot * m.beta_stride + target, floats(m.in_beta), source, count)
 
 
 @njit
@@ -57,7 +57,9 @@ def _buffer_gates(m: Record, source: int, target: int) -> None:
 
 
 @njit
-def weigh(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
+def weigh(
+    m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int, reaches: Pointer, reach: int
+) -> None:
     """Compute the buffer weights of the newest queries of some key heads, in ``weights``.
 
     For kda, ``x`` then holds ``D_{1:t} q`` and ``D_{1:t} k_t`` of every head.
@@ -66,7 +68,7 @@ def weigh(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: in
         _channel_scores(m, at, buf, slot, cursor, first * m.group, last * m.group)
     else:
         _key_scores(m, at, buf, slot, cursor, first, last)
-        _scalar_scores(m, at, buf, slot, cursor, first * m.group, last * m.group)
+        _scalar_scores(m, at, buf, slot, cursor, first * m.group, last * m.group, reaches, reach)
     if m.kind != MAMBA2:
         _solve(m, at, buf, slot, cursor, first * m.group, last * m.group)
 
@@ -75,7 +77,7 @@ def weigh(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: in
 def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Compute ``<k_s, q>`` and ``<k_s, k_t>`` of the buffered keys, without decay."""
     for s in range(0, cursor + 1, DOT_ROWS):
-        row = (slot * m.window + s) * m.key_row
+        row = slot * m.k_stride + s * m.key_row
         for key_head in range(first, last):
             dots(floats(m.k), row + key_head * m.keys, m.key_row, min(DOT_ROWS, cursor + 1 - s),
                  buf, at.inputs + 2 * key_head * m.keys, m.keys, 1 if m.kind == MAMBA2 else 2, m.keys,
@@ -83,29 +85,36 @@ def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, fir
 
 
 @njit
-def _scalar_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
+def _scalar_scores(
+    m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int, reaches: Pointer, reach: int
+) -> None:
     """Decay the shared scores by scalar gates. Lanes after the newest token are undefined and unused."""
-    token = slot * m.window + cursor
-    row = token * m.heads
-    reaches, starts = floats(m.reach), floats(m.start)
+    row, products = slot * m.start_stride + cursor * m.heads, slot * m.gram_stride + cursor * m.gram_row
+    starts = floats(m.start)
     weights = at.weights if m.kind == MAMBA2 else at.open
     for head in range(first, last, LANES):
         store(buf, at.now + head, exp(load(buf, at.now + head)))
     for head in range(first, last):
         decay = buf[at.now + head]
         starts[row + head] = decay * starts[row + head - m.heads] if cursor else decay
-        every = splat(decay)
         scores = at.scores + 2 * (head // m.group) * m.tokens
-        own = (slot * m.heads + head) * m.tokens
+        own = reach + head * m.tokens
+        carry_decays(m, reaches, own, cursor, decay)
         for i in range(0, cursor + 1, LANES):
-            store(reaches, own + i, every * load(reaches, own + i))
-        reaches[own + cursor] = np.float32(1.0)
-        for i in range(0, cursor + 1, LANES):
-            reach = load(reaches, own + i)
-            store(buf, weights + head * m.tokens + i, reach * load(buf, scores + i))
+            carried = load(reaches, own + i)
+            store(buf, weights + head * m.tokens + i, carried * load(buf, scores + i))
             if m.kind == GDN:
-                product = reach * load(buf, scores + m.tokens + i)
-                store(floats(m.gram), token * m.gram_row + head * m.tokens + i, product)
+                product = carried * load(buf, scores + m.tokens + i)
+                store(floats(m.gram), products + head * m.tokens + i, product)
+
+
+@njit
+def carry_decays(m: Record, reaches: Pointer, own: int, cursor: int, decay: float) -> None:
+    """Carry one head's decays ``D_{s+1:t}`` on to the token at `cursor`."""
+    every = splat(decay)
+    for i in range(0, cursor + 1, LANES):
+        store(reaches, own + i, every * load(reaches, own + i))
+    reaches[own + cursor] = np.float32(1.0)
 
 
 @njit
@@ -114,11 +123,11 @@ def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int,
     size = 2 * m.keys
     for head in range(first, last):
         copy(buf, at.x + head * size, buf, at.inputs + head // m.group * size, size)
-    newest = (slot * m.window + cursor) * m.gram_row
+    newest = slot * m.gram_stride + cursor * m.gram_row
     for s in range(cursor, -1, -1):
-        row = slot * m.window + s
         for head in range(first, last):
-            keys, gates = row * m.key_row + head // m.group * m.keys, row * m.gate_row + head * m.keys
+            keys = slot * m.k_stride + s * m.key_row + head // m.group * m.keys
+            gates = slot * m.gate_stride + s * m.gate_row + head * m.keys
             x = at.x + head * size
             score, product = splat(np.float32(0.0)), splat(np.float32(0.0))
             for c in range(0, m.keys, LANES):
@@ -138,12 +147,12 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
     Lanes from j on of a Gram row are undefined, so the weights have an area of their own.
     """
     for j in range(cursor, -1, -1):
-        token = slot * m.window + j
+        betas, products = slot * m.beta_stride + j * m.heads, slot * m.gram_stride + j * m.gram_row
         for head in range(first, last):
             rest = at.open + head * m.tokens
-            weight = floats(m.beta)[token * m.heads + head] * buf[rest + j]
+            weight = floats(m.beta)[betas + head] * buf[rest + j]
             buf[at.weights + head * m.tokens + j] = weight
-            minus, gram = splat(-weight), token * m.gram_row + head * m.tokens
+            minus, gram = splat(-weight), products + head * m.tokens
             for i in range(0, j, LANES):
                 store(buf, rest + i, fma(minus, load(floats(m.gram), gram + i), load(buf, rest + i)))
 
@@ -151,10 +160,9 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
 @njit
 def dense_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
     """Compute the effective query of a head that reads its full state; return its offset in scratch memory."""
-    row = slot * m.window
-    keys = row * m.key_row + head // m.group * m.keys
+    keys = slot * m.k_stride + head // m.group * m.keys
     if m.kind == KDA:
-        gates, x = row * m.gate_row + head * m.keys, at.x + 2 * head * m.keys
+        gates, x = slot * m.gate_stride + head * m.keys, at.x + 2 * head * m.keys
         for c in range(0, m.keys, LANES):
             decay, query = splat(np.float32(1.0)), load(buf, x + c)
             for j in range(cursor + 1):
@@ -164,13 +172,14 @@ def dense_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, curso
             store(buf, x + c, query)
         return x
     query = at.inputs + 2 * (head // m.group) * m.keys
-    scale = splat(floats(m.start)[(row + cursor) * m.heads + head])
+    starts = slot * m.start_stride + head
+    scale = splat(floats(m.start)[starts + cursor * m.heads])
     for c in range(0, m.keys, LANES):
         store(buf, at.x + c, scale * load(buf, query + c))
     if m.kind == GDN:
         for j in range(cursor + 1):
             weight = buf[at.weights + head * m.tokens + j]
-            buf[at.walk + j] = -weight * floats(m.start)[(row + j) * m.heads + head]
+            buf[at.walk + j] = -weight * floats(m.start)[starts + j * m.heads]
         accumulate(buf, at.x, 0, 1, m.keys, buf, at.ones, buf, at.walk, 1, 0,
                    floats(m.k), keys, m.key_row, cursor + 1)  # fmt: skip
     return at.x

@@ -23,7 +23,8 @@ from numba import config, typeof, types
 from numba.extending import intrinsic
 
 from sketchssm.cpu.jit import Kernel, entry, njit
-from sketchssm.cpu.layout import Array, Memory, call_record
+from sketchssm.cpu.layout import Memory, call_record
+from sketchssm.cpu.parts import Array
 from sketchssm.recurrence import Tokens
 
 __all__ = ["SERIAL", "run", "worker_count"]

@@ -1,0 +1,30 @@
+"""States that are stored in 16 bits: widened to float32 in scratch memory, and rounded where they are stored."""
+
+from __future__ import annotations
+
+from sketchssm.cpu.jit import njit
+from sketchssm.cpu.layout import BFLOAT16, Record
+from sketchssm.cpu.simd import LANES, Pointer, bfloats, halves, load, store
+
+__all__ = ["narrow", "widen"]
+
+
+@njit
+def widen(m: Record, address: int, first: int, buf: Pointer, target: int, count: int) -> None:
+    """Load 16-bit elements into scratch memory."""
+    for c in range(0, count, LANES):
+        if m.state_type == BFLOAT16:
+            store(buf, target + c, load(bfloats(address), first + c))
+        else:
+            store(buf, target + c, load(halves(address), first + c))
+
+
+@njit
+def narrow(m: Record, buf: Pointer, source: int, address: int, first: int, count: int) -> None:
+    """Store numbers from scratch memory in 16 bits, and leave the rounded numbers in scratch memory."""
+    for c in range(0, count, LANES):
+        if m.state_type == BFLOAT16:
+            store(bfloats(address), first + c, load(buf, source + c))
+        else:
+            store(halves(address), first + c, load(buf, source + c))
+    widen(m, address, first, buf, source, count)

@@ -1,0 +1,249 @@
+"""The engines of the CPU backend against those of the reference, call by call, and in the caller's memory."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samples import at, plan_of, states_of, tokens_of
+
+import sketchssm.cpu.replay as cpu_replay
+import sketchssm.cpu.sketch as cpu_sketch
+import sketchssm.cpu.standard as cpu_standard
+import sketchssm.reference.engines as reference
+from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
+from sketchssm.slots import DUE, POSITION, drafted
+
+SLOTS = 4
+SYSTEMS = ("standard", "replay", "sketch")
+RANKS = [DENSE, 1, 4, 3, DENSE, 2]
+SHAPES = {
+    "odd": {"heads": 6, "key_dim": 33, "value_dim": 20, "key_heads": 2},
+    "aligned": {"heads": 6, "key_dim": 32, "value_dim": 16, "key_heads": 3},
+}
+# Float32 rounding: values of size one pass through at most some fifty operations of 2^-24 each.
+CLOSE = 2e-5
+# The same through a coefficient map (here a ridge of 1e-2), which amplifies the roundings by at most 1 / sqrt(ridge).
+SKETCHED = 10 * CLOSE
+
+
+def engines(system, layer, window, phase=None, **options):
+    """Return a CPU engine and its twin of the reference; each takes further options of its own."""
+    modules = (cpu_standard, cpu_replay, cpu_sketch), (reference,) * 3
+    memory = options.pop("memory", None)
+    for each, own in zip(modules, ({"memory": memory}, {}), strict=True):
+        if system == "standard":
+            yield each[0].StandardEngine(layer, SLOTS, drafts=5, **options, **own)
+        elif system == "replay":
+            yield each[1].ReplayEngine(layer, SLOTS, window, phase=phase, **options, **own)
+        else:
+            plan = plan_of(np.random.default_rng(7), layer, RANKS, window=window, ridge=1e-2)
+            yield each[2].SketchEngine(plan, SLOTS, "float32", phase=phase, **options, **own)
+
+
+def block(parts, rng):
+    """Memory of all slots in one array of random bytes, some bytes apart, part after part."""
+    starts = np.cumsum([0, *(-(-part.bytes // part.alignment) * part.alignment for part in parts)])
+    stride = int(starts[-1]) + 36
+    whole = rng.integers(0, 256, SLOTS * stride, dtype=np.uint8)
+    memory = {}
+    for part, start in zip(parts, starts.tolist(), strict=False):
+        dtype = np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
+        strides = stride, *np.empty(part.shape, dtype).strides
+        memory[part.name] = np.ndarray((SLOTS, *part.shape), dtype, whole, start, strides)
+    return memory
+
+
+class Pair:
+    """A CPU engine and its twin, which get the same calls."""
+
+    def __init__(self, system, layer, window, **options):
+        self.layer = layer
+        self.mine, self.twin = engines(system, layer, window, **options)
+        self.tolerance = SKETCHED if system == "sketch" else CLOSE
+
+    def call(self, name, *arguments):
+        for engine in (self.mine, self.twin):
+            getattr(engine, name)(*arguments)
+        self.check()
+
+    def decode(self, name, tokens, *arguments):
+        """Step or draft; compare outputs."""
+        got = np.full(tokens.v.shape, np.nan, np.float32)
+        want = np.full(tokens.v.shape, np.nan)
+        wide = Tokens(*(None if x is None else x.astype(np.float64) for x in tokens))
+        getattr(self.mine, name)(tokens, *arguments, got)
+        getattr(self.twin, name)(wide, *arguments, want)
+        self.close(got, want)
+        self.check()
+
+    def close(self, got, want):
+        got = got.astype(np.float64)
+        np.testing.assert_allclose(got, want, rtol=0, atol=self.tolerance * max(1.0, np.abs(want).max(initial=0)))
+
+    def check(self):
+        np.testing.assert_array_equal(self.mine.position, self.twin.position)
+        np.testing.assert_array_equal(self.mine.memory["cursor"], self.twin.memory["cursor"])
+        self.close(self.mine.state, self.twin.state)
+
+
+some_slots = st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True)
+ACTIONS = ("step", "step", "load_state", "adopt", "reset", "flush", "copy", "rejoin", "draft", "draft", "commit")
+
+
+def sequence(data, pair, rng):
+    """Draw some calls and make them."""
+    layer, most = pair.layer, pair.mine.drafts
+    for action in data.draw(st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=16), "calls"):
+        slots = np.array(data.draw(some_slots, "slots"))
+        if action == "step":
+            pair.decode("step", tokens_of(rng, layer, len(slots), data.draw(st.integers(1, 5), "tokens")), slots)
+        elif action == "draft":
+            count = data.draw(st.integers(1, most), "drafts")
+            lengths = np.array([data.draw(st.integers(0, count), "length") if s >= 0 else 0 for s in slots])
+            tokens = tokens_of(rng, layer, len(slots), count)
+            tokens.v[np.arange(count) >= lengths[:, None]] = np.nan  # which nothing may read
+            pair.decode("draft", tokens, lengths, slots)
+            if data.draw(st.booleans(), "commit"):
+                pair.call("commit", np.array([data.draw(st.integers(0, n), "accepted") for n in lengths]), slots)
+        elif action == "commit":
+            counts = np.where(slots >= 0, drafted(pair.twin.memory["cursor"][slots]), 0).astype(np.int64)
+            pair.call("commit", counts, slots)
+        elif action == "load_state":
+            pair.call("load_state", states_of(rng, layer, len(slots)), slots)
+        elif action == "copy":
+            pair.call("copy", slots, np.array(data.draw(st.permutations(range(SLOTS)), "dst"))[: len(slots)])
+        else:
+            pair.call(action, slots)
+    pair.call("flush", np.arange(SLOTS))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_sequence_of_calls(system, kind, shape):
+    """In memory of the engine's own, and in one block of the caller's that held random bytes."""
+    layer = Layer(kind, **SHAPES[shape])
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def run(data):
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
+        window = data.draw(st.sampled_from([2, 3, 5, 12, 16, 20]), "window")
+        phase = None if system == "standard" else data.draw(st.none() | st.integers(0, window - 1), "phase")
+        if data.draw(st.booleans(), "own memory"):
+            pair = Pair(system, layer, window, phase=phase)
+        else:
+            mine, _ = engines(system, layer, window, phase=phase)
+            pair = Pair(system, layer, window, phase=phase, memory=block(mine.parts, rng))
+            pair.call("reset", np.arange(SLOTS))
+        sequence(data, pair, rng)
+
+    run()
+
+
+@pytest.fixture(params=SYSTEMS)
+def system(request):
+    return request.param
+
+
+@pytest.fixture(params=SHAPES)
+def layer(request, kind):
+    return Layer(kind, **SHAPES[request.param])
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def outputs(engine, method, tokens, *arguments):
+    out = np.full(tokens.v.shape, np.nan, np.float32)
+    getattr(engine, method)(tokens, *arguments, out)
+    return out
+
+
+@pytest.mark.parametrize("accepted", [0, 2, 5])
+@pytest.mark.parametrize("before", [0, 3, 7, 9])
+def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, rng):
+    """Draft outputs are those of steps, and rejected drafts leave no trace, whether or not the row flushes first."""
+    window, slots, n = 12, np.array([2, 0]), 5
+    (engine, _), (twin, _) = (engines(system, layer, window) for _ in range(2))
+    first, drafts, last = (tokens_of(rng, layer, 2, count) for count in (before, n, window))
+    for each in (engine, twin):
+        each.load_state(states_of(np.random.default_rng(1), layer, 2), slots)
+        outputs(each, "step", first, slots)
+    got = outputs(engine, "draft", drafts, np.array([n, n]), slots)
+    engine.commit(np.array([accepted, accepted]), slots)
+    if before + n > window - 1:
+        twin.flush(slots)
+    if accepted:
+        want = outputs(twin, "step", at(drafts, np.s_[:, :accepted]), slots)
+        np.testing.assert_array_equal(got[:, :accepted], want)
+    np.testing.assert_array_equal(outputs(engine, "step", last, slots), outputs(twin, "step", last, slots))
+    np.testing.assert_array_equal(engine.state, twin.state)
+
+
+def test_the_bytes_of_its_parts_are_a_slot(system, layer, rng):
+    """A slot whose bytes are copied to another slot, of another engine and elsewhere in memory, goes on from there."""
+    window = 12
+    engine, _ = engines(system, layer, window)
+    twin, _ = engines(system, layer, window, memory=block(engine.parts, rng))
+    slots = np.array([1])
+    engine.load_state(states_of(rng, layer, 1), slots)
+    outputs(engine, "step", tokens_of(rng, layer, 1, window + 4), slots)
+    for name, array in engine.memory.items():
+        twin.memory[name][3] = array[1]
+    drafts, last = tokens_of(rng, layer, 1, 3), tokens_of(rng, layer, 1, window)
+    for each, slot in ((engine, 1), (twin, 3)):
+        outputs(each, "draft", drafts, np.array([3]), np.array([slot]))
+        each.commit(np.array([2]), np.array([slot]))
+    got = outputs(twin, "step", last, np.array([3]))
+    np.testing.assert_array_equal(got, outputs(engine, "step", last, slots))
+    np.testing.assert_array_equal(twin.state[3], engine.state[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_states_of_16_bits(system, layer, dtype, rng):
+    """Each stored state is the rounded fold of what was stored before, and outputs come from before the rounding.
+
+    Rounding hides float32's errors except where a number lies between two of the type's: then the two engines store
+    neighbours, 2^-8 (bfloat16) or 2^-11 (float16) of the number apart. Each of a window's flushes and each of its
+    tokens may add a pair of neighbours; of standard decode all 24 tokens round.
+    """
+    pair = Pair(system, layer, 6, state_dtype=dtype)
+    pair.tolerance = {"bfloat16": 2**-8, "float16": 2**-11}[dtype] * 4
+    slots = np.array([3, 1])
+    pair.call("load_state", states_of(rng, layer, 2), slots)
+    assert pair.mine.state.dtype.name == dtype
+    for _ in range(4):
+        pair.decode("step", tokens_of(rng, layer, 2, 4), slots)
+        pair.decode("draft", tokens_of(rng, layer, 2, 3), np.array([3, 2]), slots)
+        pair.call("commit", np.array([2, 1]), slots)
+    pair.call("flush", slots)
+    pair.call("copy", slots, np.array([0, 2]))
+
+
+def test_parts_without_an_engine(system, layer):
+    """`parts_of` describes what an engine allocates."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        engine, _ = engines(system, layer, 12, state_dtype=dtype)
+        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=12)
+        arguments = {"standard": (layer,), "replay": (layer, 12), "sketch": (plan, "float32")}[system]
+        options = {"drafts": 5} if system == "standard" else {}
+        parts = type(engine).parts_of(*arguments, state_dtype=dtype, **options)
+        assert parts == engine.parts
+        for part in parts:
+            assert engine.memory[part.name].shape == (SLOTS, *part.shape)
+            assert engine.memory[part.name].nbytes == SLOTS * part.bytes
+
+
+def test_a_stroke_makes_all_rows_of_the_call_due(rng):
+    """Rows that joined late flush with the others; a row that is absent at the stroke flushes a step late."""
+    layer = Layer("gdn", 2, 16, 16)
+    engine = cpu_replay.ReplayEngine(layer, 3, 4, phase=1)
+    positions = []
+    for slots in ([0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2]):
+        outputs(engine, "step", tokens_of(rng, layer, len(slots), 1), np.array(slots))
+        positions.append(engine.memory["cursor"].tolist())
+    due = DUE | POSITION & 1
+    assert positions == [[1, 0, 0], [DUE + 2, due, 0], [0, 0, 0], [1, 1, 1], [2, 2, 2]]
