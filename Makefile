@@ -4,7 +4,7 @@ PYTEST_FLAGS ?= -n auto --dist loadfile
 ARGS ?=
 
 BIN := .venv/bin
-BUILD := setup.py pyproject.toml
+BUILD := setup.py pyproject.toml sketchssm/cuda/_direct.cpp
 
 .PHONY: demo test lint format typecheck docs bench clean
 

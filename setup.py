@@ -5,7 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_py import build_py
 
 
@@ -29,8 +29,19 @@ if Path("cuda_src").is_dir():
     package_dir["sketchssm.cuda_src"] = "cuda_src"
     package_data["sketchssm.cuda_src"] = ["*.cu", "*.cuh"]
 
+# Launches of steps with less work on the host. Needs neither CUDA nor PyTorch to build, and heads work without it. One
+# build serves all versions of Python.
+direct = Extension(
+    "sketchssm.cuda._direct",
+    ["sketchssm/cuda/_direct.cpp"],
+    language="c++",
+    extra_compile_args=["-std=c++17", "-fvisibility=hidden"] if os.name == "posix" else ["/std:c++17"],
+    py_limited_api=True,
+    optional=True,
+)
+
 # Built only for the tests: runs the CUDA kernels on the host (see tests/host/README.md).
-ext_modules, setup_requires = [], []
+ext_modules, setup_requires = [direct], []
 if os.environ.get("SKETCHSSM_BUILD_HOST_KERNELS") == "1":
     setup_requires.append("pybind11")
     with suppress(ImportError):  # pybind11 is missing while the installer asks for the build's requirements
@@ -45,6 +56,8 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data=package_data,
+    exclude_package_data={"": ["*.cpp"]},
     ext_modules=ext_modules,
     setup_requires=setup_requires,
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -8,6 +8,7 @@ is the median over many rounds of the thread's own CPU time.
 """
 
 import argparse
+import ctypes
 import statistics
 import sys
 import time
@@ -30,12 +31,16 @@ def without_device(patch):
     """Take the place of CuPy, the driver, and PyTorch's queries about a device."""
     from host import standin
 
-    from sketchssm import cuda
-    from sketchssm.cuda import frameworks, launch
+    from sketchssm import cuda, interop
+    from sketchssm.cuda import direct, frameworks, launch
 
     standin.install(patch)
     patch.setattr(cuda, "missing", lambda: "")
     patch.setattr(launch, "_driver", lambda: lambda config, function, pointers, extra: 0)
+    nothing = ctypes.cast(ctypes.pythonapi.PyErr_CheckSignals, ctypes.c_void_p).value  # returns 0, as for success
+    patch.setattr(direct, "driver_addresses", lambda: (nothing,) * 4)
+    patch.setattr(interop, "CUDA_DEVICES", (1,))  # DLPack's number for the host
+    patch.setattr(frameworks.TorchArrays, "stream_address", lambda self: 0)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
     patch.setattr(frameworks.TorchArrays, "stream", lambda self: None)

@@ -124,6 +124,10 @@ class Context(Protocol):
 class Arrays(Protocol):
     """Converts a caller's arrays for an engine, and the engine's results for the caller."""
 
+    direct: Any
+    """The short way of a step of one token, if there is one: takes q, k, v, g, beta, out and slots, and returns the
+    outputs, or None for a call that it has left alone."""
+
     def call(self, *arrays: Any) -> Context:
         """Begin a call, on the stream of the first array that is where the engine computes."""
 

@@ -183,8 +183,13 @@ class DecodeHead:
         TypeError
             If an argument is not a real floating-point array, or of a wider type than the head was told to expect.
         """
-        given = Tokens(q, k, v, g, beta)
         with self._lock:
+            direct = self._arrays.direct
+            if direct is not None and not draft and lengths is None:
+                done = direct(q, k, v, g, beta, out, slots)
+                if done is not None:
+                    return done
+            given = Tokens(q, k, v, g, beta)
             try:
                 shapes = q.shape, k.shape, v.shape, g.shape, None if beta is None else beta.shape
             except AttributeError:

@@ -33,6 +33,8 @@ class HostArrays:
         The engine's memory. Arguments that share it are copied before the engine reads them.
     """
 
+    direct = None
+
     def __init__(
         self,
         dtype: Any,

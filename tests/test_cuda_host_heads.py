@@ -230,6 +230,7 @@ class TestTorchOnDevice:
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0, raising=False)
         monkeypatch.setattr(frameworks.TorchArrays, "stream", lambda self: self.__dict__.update(_device="cpu"))
+        monkeypatch.setattr(frameworks.TorchArrays, "stream_address", lambda self: 0)
         return torch
 
     def test_memory_is_used_as_it_is(self, torch, rng):

@@ -35,13 +35,17 @@ def test_wheel(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     plain = {name: value for name, value in os.environ.items() if name != "SKETCHSSM_BUILD_HOST_KERNELS"}
     subprocess.run([*build, str(tmp_path), str(tree)], env=plain, check=True, timeout=300)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+    path = next(tmp_path.glob("*.whl"))
+    assert "-cp311-abi3-" in path.name  # one for all versions of Python
+    with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         wheel.extractall(site)
     assert {Path(name).name for name in names if "cuda_src/" in name} == {
         x.name for x in (ROOT / "cuda_src").iterdir()
     }
     assert "sketchssm/cli/report.html" in names
+    assert ("sketchssm/cuda/_direct.abi3.so" in names) == (shutil.which("g++") is not None)
+    assert not any(name.endswith((".cpp", ".c")) for name in names)
     assert {name for name in names if name.endswith(".py")} == {
         str(path.relative_to(tree)) for path in (tree / "sketchssm").rglob("*.py")
     }

@@ -73,6 +73,7 @@ class DeviceArrays:
         self._torch_arrays: TorchArrays | None = None
         self._framework: Framework = self._cupy_arrays  # of the last call
         self._stream: Any = None
+        self.direct: Any = None  # see `sketchssm.backends.Arrays`
         self._kept: list[Any] = []  # converted arrays: freed memory may be another array's before the kernels run
         self._foreign: dict[int, tuple[Any, Any]] = {}  # other frameworks' arrays by id, and CuPy's views of them
         self._pending: deque[tuple[Any, Any]] = deque()
@@ -91,6 +92,19 @@ class DeviceArrays:
     def output_dtype(self) -> str | None:
         """Type in which kernels write outputs, once it is settled."""
         return self._output_dtype or self._activation_dtype
+
+    @property
+    def torch(self) -> TorchArrays | None:
+        """PyTorch, if the arrays of the present call are its tensors."""
+        return self._torch_arrays if self._framework is self._torch_arrays else None
+
+    def type_of(self, name: str) -> str:
+        """Type that an argument of a step has in the kernels, once types are settled."""
+        return str(
+            (self.output_dtype if name == "out" else self.activation_dtype)
+            if name in (*self._activations, "out")
+            else "float32"
+        )
 
     def warmup(self, activation_dtype: str, capacity: int) -> None:
         """Settle the activations' type, and allocate what slots of any kind need."""
@@ -118,7 +132,8 @@ class DeviceArrays:
         for array in arrays:
             framework = None if array is None else self._framework_of(array)
             if framework is not None:
-                self._framework = framework
+                if framework is not self._framework:
+                    self._framework, self.direct = framework, None
                 break
         return self
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
 from sketchssm.cuda.modules import Variant, size_of
 from sketchssm.cuda.pointer import Pointer
 from sketchssm.cuda.slots import SlotWriter
-from sketchssm.cuda.standard import STEP_INPUTS, StandardEngine, addresses
+from sketchssm.cuda.standard import STEP_INPUTS, STEP_VALUES, StandardEngine, addresses
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.slots import DUE
@@ -179,6 +180,10 @@ class ReplayEngine(StandardEngine):
             )
             for mode in (STEP, FOLD, LOAD)
         ]
+        values = (*STEP_VALUES, "zero")
+        launches = [(self._read, values), (self._flush[STEP], values)]
+        schedule = self._schedule
+        self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots, clean=lambda: schedule.fill(0))
         if self._unsketched:
             self._unsketched = False
             self._rebuild(self.arrays.all_slots(self.num_slots, self.num_slots), LOAD)
@@ -212,6 +217,7 @@ class ReplayEngine(StandardEngine):
         except BaseException:  # the next flush must not take the rows that this read has listed
             self._schedule.fill(0)
             raise
+        self._direct.learn(batch, [(blocks, threads), (flush_blocks, self._flush_threads)])
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
         """Blocks of a read, and a block's threads."""

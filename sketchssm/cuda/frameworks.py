@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from sketchssm import interop
+
 __all__ = ["CupyArrays", "Framework", "TorchArrays", "export", "host_type"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "int64")
@@ -109,19 +111,21 @@ class TorchArrays:
         import cupy
         import torch
 
-        self._cupy, self._torch, self._kind, self._id = cupy, torch, torch.Tensor, device
+        self._cupy, self._torch, self.kind, self._id = cupy, torch, torch.Tensor, device
+        self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # from PyTorch 2.10 on
+        self.dlpack_device = interop.CUDA_DEVICES[0], device
         self._device = torch.device("cuda", device)
         self._dtypes = {name: getattr(torch, name) for name in DTYPES}
         self._streams: dict[int, Any] = {}
 
     def owns(self, array: Any) -> bool:
         """See `Framework`."""
-        return isinstance(array, self._kind)
+        return isinstance(array, self.kind)
 
     def address(self, array: Any, dtype: str) -> int | None:
         """See `Framework`."""
         if (
-            isinstance(array, self._kind)
+            isinstance(array, self.kind)
             and array.dtype is self._dtypes[dtype]
             and array.get_device() == self._id
             and array.layout is self._torch.strided
@@ -136,11 +140,15 @@ class TorchArrays:
 
     def stream(self) -> Any:
         """See `Framework`."""
-        address = self._torch.cuda.current_stream(self._device).cuda_stream
+        address = self.stream_address()
         stream = self._streams.get(address)
         if stream is None:
             stream = self._streams[address] = _stream(self._cupy, address, self._id)
         return stream
+
+    def stream_address(self) -> int:
+        """Address of PyTorch's current stream."""
+        return int(self._torch.cuda.current_stream(self._device).cuda_stream)
 
     def converted(self, array: Any, dtype: str) -> Any:
         """See `Framework`."""

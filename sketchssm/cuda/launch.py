@@ -26,6 +26,9 @@ INVALID_CONTEXT = 201
 SLOT = 8
 """Bytes of a launcher's buffer for each argument."""
 
+SIZES = {"Q": 8, "q": 8, "i": 4}
+"""Bytes of an argument that varies."""
+
 CODES = {np.uint64: "Q", np.int64: "q", np.int32: "i4x", np.float32: "f4x"}
 """How an argument of a type is packed; an array is packed as its address."""
 
@@ -85,6 +88,7 @@ class Launcher:
         import cupy
 
         self._kernel, self._fixed, self._launch = kernel, (before, after), _driver()  # kernel and arrays must stay
+        self._varying = varying
         self._function, self._stream = kernel.kernel.ptr, cupy.cuda.get_current_stream
         self._attribute = Attribute(OVERLAP_ATTRIBUTE, 1)
         early = overlaps and _can_overlap()
@@ -124,6 +128,26 @@ class Launcher:
         if status:
             self._fail(status)
 
+    def places(self, names: tuple[str, ...]) -> tuple[int, int, int, list[tuple[int, int, str]]]:
+        """Tell where a launch is described, for others that launch the kernel.
+
+        Parameters
+        ----------
+        names : tuple of str
+            Names for the arguments that vary.
+
+        Returns
+        -------
+        config, function, arguments : int
+            What the driver's launch function takes: addresses of CUlaunchConfig and of the arguments' addresses.
+        varying : list of (int, int, str)
+            Address, bytes and name of each argument that varies.
+        """
+        first = ctypes.addressof(self._values) + self._offset
+        varying = zip(names, self._varying, strict=True)
+        places = [(first + SLOT * i, SIZES[code], name) for i, (name, code) in enumerate(varying)]
+        return self._where, self._function, ctypes.addressof(self._pointers), places
+
     def _fail(self, status: int) -> None:
         import cupy
 
@@ -131,18 +155,53 @@ class Launcher:
             cupy.cuda.runtime.memGetInfo()
             status = self._launch(self._where, self._function, self._pointers, None)
         if status:
-            error = cupy.cuda.driver.CUDADriverError(status)
-            grid, block, shared = self._grid[0], self._block[0], self._config.shared
-            error.add_note(f"{self._kernel.name}: {grid} blocks, {block} threads, {shared} bytes of shared memory")
-            raise error
+            raise self.error(status)
+
+    def error(self, status: int) -> Exception:
+        """Describe a launch that the driver refused.
+
+        Parameters
+        ----------
+        status : int
+            What the driver returned.
+
+        Returns
+        -------
+        cupy.cuda.driver.CUDADriverError
+            The error, with the launch's sizes.
+        """
+        import cupy
+
+        error: Exception = cupy.cuda.driver.CUDADriverError(status)
+        grid, block, shared = self._grid[0], self._block[0], self._config.shared
+        error.add_note(f"{self._kernel.name}: {grid} blocks, {block} threads, {shared} bytes of shared memory")
+        return error
+
+
+@cache
+def _library() -> Any:
+    """The driver, which CuPy has loaded already."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 @cache
 def _driver() -> Any:
-    """Launch function of the driver, which CuPy has loaded already."""
-    launch = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
+    """Launch function of the driver."""
+    launch = _library().cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
     return launch
+
+
+def driver_addresses() -> tuple[int, ...]:
+    """Addresses of the driver's functions that a direct step calls.
+
+    Returns
+    -------
+    tuple of int
+        In the order of `Driver` in ``_direct.cpp``.
+    """
+    functions = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing")
+    return tuple(ctypes.cast(_library()[name], ctypes.c_void_p).value or 0 for name in functions)
 
 
 def _can_overlap() -> bool:

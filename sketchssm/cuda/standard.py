@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.frameworks import host_type
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer, check_pool
@@ -39,6 +40,9 @@ warps)."""
 
 STEP_INPUTS = "QQQQQQQii"
 """Arguments of a step's kernels: addresses of q, k, v, g, beta, outputs and slots; rows and tokens."""
+
+STEP_VALUES = ("q", "k", "v", "g", "beta", "out", "slots", "rows", "one")
+"""The same for one token, by name."""
 
 
 def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
@@ -156,13 +160,18 @@ class StandardEngine:
         """Take the kernels from the modules of `variants`."""
         kernel = modules[0].get_function("standard_step")
         self._step = Launcher(kernel, (self.state, self._slot_stride, self._gate), STEP_INPUTS)
+        self._direct = DirectStep(
+            self.arrays, self.layer, [(self._step, STEP_VALUES)], self.num_slots, clean=lambda: None
+        )
 
     def step(self, tokens: Tokens, slots: Pointer, out: Pointer) -> None:
         """See `sketchssm.backends.Engine`; arrays come as `Pointer`."""
         self._prepare()
         batch, length = out.shape[:2]
         if batch and length:
-            self._step(*self._standard_grid(batch), *addresses(tokens, slots, out), batch, length)
+            grid = self._standard_grid(batch)
+            self._step(*grid, *addresses(tokens, slots, out), batch, length)
+            self._direct.learn(batch, [grid])
 
     def _standard_grid(self, batch: int) -> tuple[int, int]:
         """Blocks that have a warp for every few value rows, and a block's threads."""

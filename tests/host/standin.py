@@ -90,7 +90,7 @@ class RawKernel:
     launches = 0
 
     def __init__(self, name, kernel, parameters):
-        self.name, self._kernel, self._parameters = name, kernel, parameters
+        self.name, self._kernel, self.parameters = name, kernel, parameters
         self.max_dynamic_shared_size_bytes = 48 << 10
         _kernels.append(self)
         self.kernel = SimpleNamespace(ptr=len(_kernels))
@@ -108,10 +108,10 @@ class RawKernel:
 
     def arguments(self, addresses):
         """Arguments from where the driver would take them: arrays and numbers, whose types the kernel checks."""
-        if len(addresses) != len(self._parameters):
-            raise TypeError(f"{self.name}: expected {len(self._parameters)} arguments, got {len(addresses)}")
+        if len(addresses) != len(self.parameters):
+            raise TypeError(f"{self.name}: expected {len(self.parameters)} arguments, got {len(addresses)}")
         args = []
-        for i, (address, text) in enumerate(zip(addresses, self._parameters, strict=True)):
+        for i, (address, text) in enumerate(zip(addresses, self.parameters, strict=True)):
             raw = ctypes.string_at(address, 8)
             qualifier, _, plain = text.rpartition(" ")
             size = int(plain[1:])
@@ -145,6 +145,8 @@ def launch_kernel(config, function, pointers, extra):
     """Take ``cuLaunchKernelEx``'s place."""
     fields = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
     kernel = _kernels[function - 1]
+    if isinstance(pointers, int):  # from C++
+        pointers = (ctypes.c_void_p * len(kernel.parameters)).from_address(pointers)
     kernel(fields[:3], fields[3:6], kernel.arguments(pointers), shared_mem=fields[6])
     return 0
 
@@ -155,6 +157,7 @@ def install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
     monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
+    monkeypatch.setitem(sys.modules, "sketchssm.cuda._direct", None)  # not built; see driver.py
 
 
 class RawModule:

@@ -1,0 +1,110 @@
+"""Steps of PyTorch tensors in one call of C++, from the arguments to the launches.
+
+Python needs most of a step's host time to look at tensors. ``_direct.cpp`` does the same in less than a microsecond,
+for arguments that the kernels take as they are. All other calls, and the first with so many rows or on a stream, go
+through Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.frameworks import TorchArrays
+from sketchssm.cuda.launch import Launcher, driver_addresses
+from sketchssm.recurrence import Layer
+
+__all__ = ["DirectStep"]
+
+CODES = {"bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32)}
+"""DLPack's codes of types, and their bits."""
+
+
+class DirectStep:
+    """The short way of one engine's steps of one token.
+
+    Parameters
+    ----------
+    arrays : DeviceArrays
+        The engine's, whose types are settled.
+    layer : Layer
+        Kind and shape.
+    launches : sequence of (Launcher, tuple of str)
+        What a step launches, in order, and the names of the values that the launchers' varying arguments take: those
+        of ``NAMES`` in ``_direct.cpp``.
+    capacity : int
+        Number of state slots.
+    clean : callable
+        Called before an error is raised, as some of the kernels may have been launched.
+    """
+
+    def __init__(
+        self,
+        arrays: DeviceArrays,
+        layer: Layer,
+        launches: Sequence[tuple[Launcher, tuple[str, ...]]],
+        capacity: int,
+        clean: Callable[[], None],
+    ) -> None:
+        self._arrays, self._layer, self._launches, self._capacity = arrays, layer, launches, capacity
+        self._clean = clean
+        self._step: Any = None
+        self._made = False
+
+    def learn(self, rows: int, grids: list[tuple[int, int]]) -> None:
+        """Let later calls like the present one take the short way, if its arrays are PyTorch's.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the call.
+        grids : list of (int, int)
+            Blocks of each launch, and a block's threads.
+        """
+        torch = self._arrays.torch
+        if torch is None:
+            return
+        if not self._made:
+            self._made, self._step = True, self._make(torch)
+        if self._step is not None:
+            self._step.set_grids(rows, grids)
+            self._step.set_workspace(torch.stream_address(), 0)
+            self._arrays.direct = self._step.step
+
+    def _make(self, torch: TorchArrays) -> Any:
+        """Make the extension's object; None if it is not built, or PyTorch has no C interface for tensors."""
+        try:
+            from sketchssm.cuda._direct import Step
+        except ImportError:
+            return None
+        if torch.exchange is None:
+            return None
+        slots = self._arrays.all_slots(self._capacity, self._capacity).address, self._capacity
+        return Step(
+            exchange=torch.exchange,
+            tensor_type=torch.kind,
+            device=torch.dlpack_device,
+            driver=driver_addresses(),
+            arrays=[self._described(name) for name in ("q", "k", "v", "g", "beta", "out")],
+            kernels=[launcher.places(names) for launcher, names in self._launches],
+            slots=slots,
+            strided=False,
+            narrow_slots=False,
+            failed=_thrower([launcher for launcher, _ in self._launches], self._clean),
+        )
+
+    def _described(self, name: str) -> tuple[int, int, tuple[int, ...]] | None:
+        """Type code, bits and shape of an argument's rows; None if the layer has no such argument."""
+        shape = self._layer.token_shapes().get("v" if name == "out" else name)
+        return None if shape is None else (*CODES[self._arrays.type_of(name)], tuple(shape))
+
+
+def _thrower(launchers: list[Launcher], clean: Callable[[], None]) -> Callable[[int, int], None]:
+    """A function that raises the error of a launch; it does not refer to the `DirectStep`, which would be a circle."""
+
+    def throw(index: int, status: int) -> None:
+        clean()
+        raise launchers[index].error(status)
+
+    return throw

@@ -1,0 +1,302 @@
+"""Steps of PyTorch tensors in one call of C++: results, and which calls are left to Python.
+
+The kernels run on the host; tensors of the host claim to be on the device.
+"""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from host import driver as drivers
+from host import heads, standin
+from host.compiler import missing
+from host.heads import LAYER, narrow, sketch, tokens_of
+
+import sketchssm as ss
+from sketchssm.cuda import arrays
+from sketchssm.recurrence import Layer
+
+extension = pytest.importorskip("sketchssm.cuda._direct", reason="the extension is not built: pip install -e .")
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+BATCH, SLOTS = 3, 5
+ROWS = [3, 1, 0]
+
+
+class DriverError(RuntimeError):
+    """Stand-in for CuPy's."""
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    installed = heads.install(monkeypatch)
+    next(installed)
+    monkeypatch.setattr(standin.cuda.driver, "CUDADriverError", DriverError, raising=False)
+    made = drivers.install(monkeypatch, torch, extension)
+    yield made
+    assert not made.raised
+    next(installed, None)
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch):
+    """The list has one entry for each step that went through Python."""
+    seen = []
+    python = arrays.DeviceArrays.inputs
+
+    def counted(*given):
+        seen.append(given[1].v.shape)
+        return python(*given)
+
+    monkeypatch.setattr(arrays.DeviceArrays, "inputs", counted)
+    return seen
+
+
+def make(system="sketch"):
+    """A warm head."""
+    if system == "sketch":
+        return sketch(slots=SLOTS)
+    head = ss.StandardHead(LAYER, SLOTS, "cuda")
+    head.warmup()
+    return head
+
+
+def tensors_of(tokens, t):
+    """One token of each row, q, k and v in bf16."""
+    return [
+        None if x is None else torch.from_numpy(x[:, t].copy()).to(torch.bfloat16 if i < 3 else torch.float32)
+        for i, x in enumerate(tokens)
+    ]
+
+
+@pytest.mark.parametrize("system", ["sketch", "standard"])
+@pytest.mark.parametrize("given", ["slots, out", "slots", "out", ""])
+def test_the_same_as_through_python(system, given, slow, rng):
+    """Over windows and with other slots, with the same bits; only the first step goes through Python."""
+    head, twin = make(system), make(system)
+    tokens = tokens_of(rng, BATCH, 9)
+    outputs = []
+    for t in range(9):
+        token = tensors_of(tokens, t)
+        options = {"slots": torch.tensor(ROWS[::-1] if t > 5 else ROWS)} if "slots" in given else {}
+        out = torch.full(token[2].shape, torch.nan, dtype=torch.bfloat16) if "out" in given else None
+        got = head.step(*token, **options, out=out)
+        assert out is None or got is out
+        assert got.dtype == torch.bfloat16
+        outputs.append(got)
+    assert len(slow) == 1
+    for t in range(9):
+        options = {"slots": torch.tensor(ROWS[::-1] if t > 5 else ROWS)} if "slots" in given else {}
+        twin._arrays.direct = None
+        assert torch.equal(twin.step(*tensors_of(tokens, t), **options), outputs[t])
+    assert len(slow) == 10
+    np.testing.assert_array_equal(head.position, twin.position)
+    np.testing.assert_array_equal(head.state, twin.state)
+
+
+@pytest.fixture
+def learned(rng):
+    """A head whose next step of `BATCH` rows is direct, the step's arguments, and a function that calls it."""
+    head = make()
+    given = dict(zip("qkvgb", tensors_of(tokens_of(rng, BATCH, 1), 0), strict=True))
+    given |= {"out": torch.empty(given["v"].shape, dtype=torch.bfloat16), "slots": torch.tensor(ROWS)}
+
+    def call(**others):
+        q, k, v, g, beta, out, slots = (given | others).values()
+        return head.step(q, k, v, g, beta, out=out, slots=slots)
+
+    call()
+    call.head, call.given = head, given
+    call.direct = lambda **others: head._arrays.direct(*(given | others).values())
+    return call
+
+
+def test_calls_left_to_python(learned, driver):
+    """Such a call has no effect before Python takes it: nothing is launched, nothing is written."""
+    x = learned.given
+    wide = torch.zeros(BATCH, 2 * x["v"].shape[1], x["v"].shape[2], dtype=torch.bfloat16)
+    flat = torch.zeros(x["v"].numel() + 1, dtype=torch.bfloat16)
+    both = torch.zeros(2 * BATCH, *x["v"].shape[1:], dtype=torch.bfloat16)
+    others = [
+        *({name: x[name].double()} for name in "qkvgb"),
+        *({name: x[name][:2]} for name in "qkvgb"),
+        *({name: x[name][:, None]} for name in "qkvgb"),
+        *({name: torch.nn.Parameter(x[name], requires_grad=False)} for name in "qkvgb"),
+        *({name: x[name].numpy()} for name in "gb"),
+        {"b": None},
+        {"q": x["q"].to_sparse()},
+        {"k": x["k"].half()},
+        {"v": wide[:, ::2]},  # rows whose heads are not next to each other
+        {"v": flat[1:].view(x["v"].shape)},  # not aligned
+        {"q": torch.zeros(*x["q"].shape[::-1], dtype=torch.bfloat16).permute(2, 1, 0)},
+        {"slots": ROWS},
+        {"slots": torch.tensor([ROWS])},
+        {"slots": torch.tensor(ROWS).float()},
+        {"slots": torch.tensor(ROWS).to(torch.int16)},
+        {"slots": torch.tensor(ROWS[:2])},
+        {"slots": torch.tensor(ROWS).repeat_interleave(2)[::2]},
+        {"out": x["v"]},  # kernels read v after they have written
+        {"out": both[1:4], "v": both[3:]},  # the last row of one is the first of the other
+        {"out": torch.zeros(x["v"].shape)},
+        {"out": flat[1:].view(x["v"].shape)},
+        {"out": wide[:, ::2]},
+        {"out": np.zeros(x["v"].shape, np.float32)},
+    ]
+    before = driver.launches
+    for other in others:
+        assert learned.direct(**other) is None, other
+    more = {name: torch.cat([y, y]) for name, y in x.items()}
+    assert learned.direct(**more) is None  # as many rows for the first time
+    assert learned.direct(**{name: y[:0] for name, y in x.items()}) is None
+    driver.capturing = 1
+    assert learned.direct() is None
+    driver.capturing = 0
+    for function in ("get_context", "capture_status"):
+        driver.answers[function] = [1]
+        assert learned.direct() is None
+    assert driver.launches == before
+    assert learned.direct() is x["out"]
+    assert driver.launches == before + 2
+
+
+def test_results_of_calls_left_to_python(learned, slow):
+    """Python computes what the short way would have computed."""
+    x = learned.given
+    want = learned().clone()
+    assert len(slow) == 1
+    learned.head.reset()
+    first = learned(q=x["q"].double().to(torch.bfloat16))
+    learned.head.reset()
+    others = {"slots": ROWS, "out": None}
+    got = learned(**others)
+    assert len(slow) == 2
+    assert torch.equal(got, first)
+    assert not torch.equal(want, first)
+
+
+def test_new_outputs(learned):
+    """Each call without ``out=`` makes a tensor, which goes when the caller is done."""
+    one, two = (learned(out=None) for _ in range(2))
+    assert one.data_ptr() != two.data_ptr()
+    assert one.is_contiguous()
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None
+
+
+def test_another_type_of_outputs(rng, slow):
+    """Outputs of the kernels' type may be given; without, Python converts them to v's type."""
+    head = sketch(slots=SLOTS, output_dtype="float32")
+    given = tensors_of(tokens_of(rng, BATCH, 1), 0)
+    out = torch.empty(given[2].shape)
+    for _ in range(3):
+        assert head.step(*given).dtype == torch.bfloat16
+        assert head.step(*given, out=out) is out
+    assert len(slow) == 3
+
+
+def test_mamba2(rng, slow):
+    """A layer without write gates."""
+    layer = Layer("mamba2", 2, 64, 64, 1)
+    head, twin = ss.StandardHead(layer, SLOTS, "cuda"), ss.StandardHead(layer, SLOTS, "reference")
+    head.warmup("float32")
+    for _ in range(3):
+        q, k, v = (torch.from_numpy(rng.standard_normal((BATCH, n, 64), np.float32)) for n in (1, 1, 2))
+        g = -torch.rand(BATCH, 2)
+        got = head.step(q, k, v, g, slots=torch.tensor(ROWS))
+        want = twin.step(q.numpy(), k.numpy(), v.numpy(), g.numpy(), slots=ROWS)
+        # float32 sums over 64 channels
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    assert len(slow) == 1
+
+
+def test_the_head_s_context_is_current_during_launches(learned, driver):
+    driver.context = 7
+    learned()
+    assert driver.contexts == [1, 7]
+    assert driver.context == 7
+    driver.contexts.clear()
+    driver.answers["set_context"] = [201]
+    assert learned.direct() is None
+    assert driver.contexts == []
+
+
+@pytest.mark.parametrize("launch", [0, 1])
+def test_refused_launches(learned, driver, launch):
+    """The error names the kernel; the next flush does not take the rows that this read has listed."""
+    learned()
+    learned()
+    driver.answers["launch"] = [None] * launch + [701]  # at a step that flushes
+    with pytest.raises(DriverError, match="701") as caught:
+        learned()
+    assert caught.value.__notes__[0].startswith(["read_step: ", "flush_step: "][launch])
+    assert not learned.head._engine._schedule.any()
+    np.testing.assert_array_equal(learned.head.position, [3, 3, 0, 3, 0])
+
+
+def test_another_framework_in_between(learned, slow, rng):
+    """Calls without arrays run on the stream of the framework of the call before."""
+    tokens = narrow(tokens_of(rng, BATCH, 1), standin.asarray)
+    arrays = learned.head._arrays
+    learned.head.step(*tokens)
+    assert arrays.direct is None
+    assert arrays.torch is None
+    learned()
+    assert arrays.direct is not None
+    assert arrays.torch is not None
+    assert len(slow) == 3
+
+
+def test_drafts_go_through_python(learned, driver, monkeypatch):
+    monkeypatch.setattr(learned.head, "_draft", lambda *given: "a draft")
+    q, k, v, g, beta, out, slots = learned.given.values()
+    before = driver.launches
+    assert learned.head.step(q, k, v, g, beta, slots=slots, out=out, draft=True) == "a draft"
+    with pytest.raises(ValueError, match="lengths: expected None"):
+        learned.head.step(q, k, v, g, beta, slots=slots, out=out, lengths=slots)
+    assert driver.launches == before
+
+
+def test_memory_is_freed(rng):
+    head = make()
+    for _ in range(2):
+        head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))
+    gone = weakref.ref(head._engine.state)
+    del head
+    gc.collect()
+    assert gone() is None
+
+
+def test_wrong_descriptions():
+    """The extension checks what it is given when an object is made."""
+    good = {
+        "exchange": torch.Tensor.__dlpack_c_exchange_api__,
+        "tensor_type": torch.Tensor,
+        "device": (1, 0),
+        "driver": drivers.Driver().addresses(),
+        "arrays": [None] * 6,
+        "kernels": [],
+        "slots": (0, 0),
+        "strided": False,
+        "narrow_slots": False,
+        "failed": print,
+    }
+    extension.Step(**good)
+    for wrong, kind in (
+        ({"exchange": object()}, ValueError),
+        ({"arrays": [None] * 5}, ValueError),
+        ({"arrays": [(4, 16)] + [None] * 5}, TypeError),
+        ({"kernels": [(0, 0, 0, [(0, 4, "nothing")])]}, ValueError),
+        ({"kernels": [(0, 0, 0, [(0, 2, "q")])]}, ValueError),
+        ({"driver": (0, 0)}, TypeError),
+    ):
+        with pytest.raises(kind):
+            extension.Step(**(good | wrong))
+    step = extension.Step(**good)
+    for rows, grids in ((0, []), (1, [(1, 1)]), (1 << 20, [])):
+        with pytest.raises(ValueError, match="expected at least one row"):
+            step.set_grids(rows, grids)
+    with pytest.raises(TypeError, match="expected q, k, v"):
+        step.step(1, 2)
