@@ -5,8 +5,8 @@ instead, a tensor of one byte that stands for the memory. The schema says that t
 compiler keeps the operators of one head in order and removes none of them. Where the compiler copies what an operator
 writes, it copies one byte, not the states of all slots.
 
-The operators are ``torch.ops.sketchssm.step``, ``step_out``, ``load_state``, ``flush`` and ``reset``. `DecodeLayer`
-calls them.
+The operators are ``torch.ops.sketchssm.step``, ``step_out``, ``load_state``, ``adopt``, ``commit``, ``copy``,
+``flush`` and ``reset``. `DecodeLayer` calls them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _numbers = count()
 _library = torch.library.Library("sketchssm", "DEF")
 
 TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta=None, Tensor? slots=None"
+DRAFT = "Tensor? lengths=None, bool draft=False"
 
 
 class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
@@ -74,9 +75,19 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         _heads[name] = head
 
     def forward(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None, *, out: Any = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any = None,
+        slots: Any = None,
+        *,
+        out: Any = None,
+        draft: bool = False,
+        lengths: Any = None,
     ) -> torch.Tensor:
-        """Decode one token, or several in order, for each row of a batch; see `DecodeHead.step`.
+        """Decode one token, several in order, or a draft, for each row of a batch; see `DecodeHead.step`.
 
         Parameters
         ----------
@@ -92,6 +103,10 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
             State slot of each row. Default: row i uses slot i.
         out : torch.Tensor, optional
             Where to write the outputs; shares no memory with another argument.
+        draft : bool, default False
+            Whether the tokens are drafts, of which `commit` keeps some.
+        lengths : torch.Tensor of int, (batch,), optional
+            Number of each row's drafts. Default: all.
 
         Returns
         -------
@@ -99,8 +114,12 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
             Outputs: a new contiguous tensor of v's type, or `out`.
         """
         if out is None:
-            return torch.ops.sketchssm.step(self.order, self.name, q, k, v, g, beta, slots)
-        torch.ops.sketchssm.step_out(self.order, self.name, q, k, v, g, beta, slots, out=out)
+            return torch.ops.sketchssm.step(
+                self.order, self.name, q, k, v, g, beta, slots, lengths=lengths, draft=draft
+            )
+        torch.ops.sketchssm.step_out(
+            self.order, self.name, q, k, v, g, beta, slots, out=out, lengths=lengths, draft=draft
+        )
         return out
 
     def load_state(self, state: Any, slots: Any = None) -> None:
@@ -114,6 +133,40 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
             Slot of each row. Default: row i goes to slot i.
         """
         torch.ops.sketchssm.load_state(self.order, self.name, state, slots)
+
+    def adopt(self, slots: Any = None) -> None:
+        """Begin windows on states that already stand in the head's memory; see `SketchHead.adopt`.
+
+        The compiler does not know that the operator reads that memory: write it outside of the graph.
+
+        Parameters
+        ----------
+        slots : torch.Tensor of int, optional
+            Which slots. Default: all.
+        """
+        torch.ops.sketchssm.adopt(self.order, self.name, slots)
+
+    def commit(self, accepted: Any, slots: Any = None) -> None:
+        """Keep the first tokens of each row's draft, and drop the rest; see `SketchHead.commit`.
+
+        Parameters
+        ----------
+        accepted : torch.Tensor of int, (batch,)
+            How many tokens to keep.
+        slots : torch.Tensor of int, (batch,), optional
+            Slot of each row. Default: row i uses slot i.
+        """
+        torch.ops.sketchssm.commit(self.order, self.name, accepted, slots)
+
+    def copy(self, src: Any, dst: Any) -> None:
+        """Copy slots with all that they hold, except for drafts; see `SketchHead.copy`.
+
+        Parameters
+        ----------
+        src, dst : torch.Tensor of int, (count,)
+            Slots to read, and slots to write.
+        """
+        torch.ops.sketchssm.copy(self.order, self.name, src, dst)
 
     def flush(self, slots: Any = None) -> None:
         """Fold the buffered tokens of some slots into their states; see `DecodeHead.flush`.
@@ -146,7 +199,7 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         return f"{self.name!r}, {self.head!r}"
 
 
-def _head(name: str) -> DecodeHead:
+def _head(name: str) -> Any:
     head = _heads.get(name)
     if head is None:
         raise RuntimeError(f"name: expected the name of a DecodeLayer whose head is in use, got {name!r}")
@@ -166,28 +219,30 @@ def _nothing(*given: Any, **named: Any) -> None:
     """Stand in for an operator without outputs while a graph is traced."""
 
 
-def _step(name: str, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None) -> torch.Tensor:
-    return _head(name).step(q, k, v, g, beta, slots=slots)
+def _step(
+    name: str, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None, **others: Any
+) -> torch.Tensor:
+    return _head(name).step(q, k, v, g, beta, slots=slots, **others)
 
 
-def _step_fake(name: str, q: Any, k: Any, v: Any, *others: Any) -> torch.Tensor:
+def _step_fake(name: str, q: Any, k: Any, v: Any, *others: Any, **named: Any) -> torch.Tensor:
     return v.new_empty(v.shape)
 
 
-def _step_out(
-    name: str, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None, *, out: torch.Tensor
-) -> None:
-    _head(name).step(q, k, v, g, beta, slots=slots, out=out)
+def _step_out(*given: Any, **named: Any) -> None:
+    _step(*given, **named)
 
 
-_operator("step", TOKENS, "Tensor", _step, _step_fake)
-_operator("step_out", f"{TOKENS}, *, Tensor(b!) out", "()", _step_out, _nothing)
-_operator(
-    "load_state",
-    "Tensor state, Tensor? slots=None",
-    "()",
-    lambda name, state, slots=None: _head(name).load_state(state, slots),
-    _nothing,
-)
-_operator("flush", "Tensor? slots=None", "()", lambda name, slots=None: _head(name).flush(slots), _nothing)
-_operator("reset", "Tensor? slots=None", "()", lambda name, slots=None: _head(name).reset(slots), _nothing)
+def _define(method: str, arguments: str) -> None:
+    """Define an operator without outputs that calls a head's method with the same arguments."""
+    _operator(method, arguments, "()", lambda name, *given: getattr(_head(name), method)(*given), _nothing)
+
+
+_operator("step", f"{TOKENS}, *, {DRAFT}", "Tensor", _step, _step_fake)
+_operator("step_out", f"{TOKENS}, *, Tensor(b!) out, {DRAFT}", "()", _step_out, _nothing)
+_define("load_state", "Tensor state, Tensor? slots=None")
+_define("adopt", "Tensor? slots=None")
+_define("commit", "Tensor accepted, Tensor? slots=None")
+_define("copy", "Tensor src, Tensor dst")
+_define("flush", "Tensor? slots=None")
+_define("reset", "Tensor? slots=None")

@@ -104,6 +104,47 @@ def test_compiled_calls_stay_in_order(make, layer, backend, rng):
     same(layered.head, twin)
 
 
+def test_drafts_in_a_graph(make, layer, rng):
+    """A draft with lengths, a commit of what a comparison in the graph accepts, and copies of slots."""
+    layered, twin = DecodeLayer(make(layer)), make(layer)
+    rows, length = torch.from_numpy(ROWS), 2
+
+    def verify(draft, lengths, chosen, rows, src, dst):
+        o = layered(*draft, rows, draft=True, lengths=lengths)
+        accepted = torch.minimum((o.sum((2, 3)) > chosen).int().cumprod(1).sum(1), lengths)
+        layered.commit(accepted, rows)
+        layered.copy(src, dst)
+        return o, accepted
+
+    run, made = compiled(verify)
+    src, dst = torch.tensor([4, 2]), torch.tensor([1, -1])
+    kept = set()
+    for _ in range(COUNT):
+        draft, chosen = tokens_of(rng, layer, BATCH, length), torch.zeros(BATCH, length)
+        lengths = torch.from_numpy(rng.integers(0, length + 1, BATCH))
+        o, accepted = run(tensors_of(draft), lengths, chosen, rows, src, dst)
+        np.testing.assert_array_equal(o, twin.step(*draft, slots=ROWS, draft=True, lengths=lengths))
+        twin.commit(accepted, ROWS)
+        twin.copy([4], [1])
+        kept |= set(accepted.tolist())
+        token = at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0])
+        np.testing.assert_array_equal(layered(*tensors_of(token), rows), twin.step(*token, slots=ROWS))
+    assert kept == {0, 1, 2}
+    assert len(made) == 1
+    same(layered.head, twin)
+
+
+def test_adopted_states(make, layer, rng):
+    layered, twin = DecodeLayer(make(layer)), make(layer)
+    for each in (layered.head, twin):
+        each._engine.memory["state"][...] = states_of(np.random.default_rng(0), layer, SLOTS)
+    run, _ = compiled(layered.adopt)
+    run(torch.tensor([4, 1]))
+    twin.adopt([4, 1])
+    tokens = tokens_of(rng, layer, SLOTS, COUNT)
+    np.testing.assert_array_equal(layered(*tensors_of(tokens)), twin.step(*tokens))
+
+
 def test_several_layers_in_one_graph(make, rng):
     """Each has a name and a head of its own; slots may be computed in the graph."""
     layers = [LAYERS["gdn"], LAYERS["kda"]]
@@ -171,10 +212,14 @@ def repeatable(layered, layer, rng):
     """Arguments of each operator with which it can be called again and again with the same outcome."""
     head = layered.order, layered.name
     token = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
-    padding, rows = torch.full((BATCH,), -1), torch.from_numpy(ROWS)
+    rows, none, draft = torch.from_numpy(ROWS), torch.zeros(BATCH, dtype=torch.int64), {"draft": True}
+    token = [None if x is None else x[:, None] for x in token]
     return {
-        "step": ((*head, *token, padding), {}),
-        "step_out": ((*head, *token, padding), {"out": torch.zeros(token[2].shape)}),
+        "step": ((*head, *token, rows), draft),
+        "step_out": ((*head, *token, rows), {"out": torch.zeros(token[2].shape), **draft}),
+        "adopt": ((*head, rows), {}),
+        "commit": ((*head, none, rows), {}),
+        "copy": ((*head, rows, rows[[0, 2, 1]]), {}),
         "load_state": ((*head, torch.from_numpy(states_of(rng, layer, BATCH)), rows), {}),
         "flush": ((*head, rows), {}),
         "reset": ((*head, rows), {}),
