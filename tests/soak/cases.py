@@ -11,7 +11,7 @@ from soak.places import Host
 from soak.server import Server
 
 WINDOW = 8
-MISSING = {"reference": (), "cpu": ("memory", "draft", "adopt", "copy", "snapshot", "phase")}
+MISSING = {"reference": (), "cpu": ()}
 """Operations that a backend does not have yet."""
 
 # Errors relative to the norms of what an output is made of, for exact heads and for sketched ones. Float64: a hundred
