@@ -16,6 +16,9 @@ from torch import distributed
 import sketchssm as ss
 
 TOKENS = 64
+# On a CPU the arithmetic of a head does not depend on the other heads. On a GPU the order of some sums of a `ridge`
+# map depends on the largest rank of the heads, and the maps are rounded to bfloat16: a few roundings of 2^-9.
+TOLERANCE = {"cpu": 0.0, "cuda": 2.0**-7}
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
@@ -70,8 +73,12 @@ for t in range(TOKENS):
     output = head.step(q, k, v, g, beta, slots=slots)
     gathered = [torch.empty_like(output) for _ in range(world)]
     distributed.all_gather(gathered, output)
-    # The arithmetic of a head does not depend on the other heads, so the outputs are equal to the last bit.
-    assert torch.equal(torch.cat(gathered, dim=1), whole.step(*token(t), slots=slots))
+    expected = whole.step(*token(t), slots=slots)
+    difference = torch.cat(gathered, dim=1).float() - expected.float()
+    assert difference.norm() <= TOLERANCE[device] * expected.float().norm()
+
+# 64 tokens are whole windows, so all states are up to date. They are equal to the last bit on every backend.
+assert (head.state == whole.state[:, heads]).all()
 
 shares = [None] * world
 distributed.all_gather_object(shares, head.layer.heads)

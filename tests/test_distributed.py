@@ -83,6 +83,6 @@ def test_moments(torch, rng, tmp_path):
 
 @pytest.mark.slow
 def test_tensor_parallel_example(torch, tmp_path):
-    """The script itself compares the outputs, bit for bit."""
+    """The script itself compares outputs and states, on a CPU bit for bit."""
     printed = torchrun(ROOT / "examples" / "tensor_parallel.py", tmp_path)
     assert "2 processes with [2, 2] heads have the outputs of one with 4 heads" in printed
