@@ -1,17 +1,29 @@
 """Benchmarks of requests that arrive and leave: the schedule, and both kinds of runs against float64."""
 
+import json
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from host import compiler, standin
 from test_traces import SHAPES
 
-from sketchssm import bench
+from sketchssm import bench, cuda
+from sketchssm.bench import arrivals_device
 from sketchssm.bench.requests import SPARE, Requests
 from sketchssm.cli import main
 from sketchssm.coefficients import CoefficientMap
+from sketchssm.cuda import modules
+from sketchssm.recurrence import Layer
 
 WINDOW = 4
+LAYER = Layer("gdn", 2, 64, 80, 1)
 MODES = ["arrivals", "lockstep", "clock", "no clock"]
+
+# bf16 outputs and sketches: a few roundings of 2^-9 in a row; float32 states
+ROUNDED, EXACT = 1.2e-2, 2e-6
+
+_modules = {}  # compiled once for all tests of this file
 
 
 def invoke(*arguments, code=0):
@@ -85,6 +97,13 @@ class TestHost:
         check(report.results, 6)
         assert all(r.error == r.state_error == 0 for r in report.results)
 
+    def test_cpu(self):
+        report = bench.time_arrivals([case_of("gdn")], "cpu", layers=2, steps=8, mean_tokens=3, seed=4)
+        check(report.results, 2)
+        for r in report.results:
+            assert r.error < ROUNDED
+            assert r.state_error < EXACT
+
     def test_too_little_memory(self, monkeypatch):
         """A mode that does not fit is named; the others are timed."""
         run = bench.arrivals.run_on_host
@@ -104,3 +123,34 @@ class TestHost:
             assert f"{option[0]}: has no effect with --arrivals" in invoke("--arrivals", *option, code=2).output
         for option in ("--layers", "--steps", "--tokens"):
             assert f"{option}: has no effect without --arrivals" in invoke(option, 2, code=2).output
+
+
+class TestDevice:
+    @pytest.fixture
+    def cupy(self, monkeypatch):
+        """CuPy replaced by the stand-in."""
+        if missing := compiler.missing():
+            pytest.skip(missing)
+        standin.install(monkeypatch)
+        monkeypatch.setattr(modules, "_modules", _modules)
+        monkeypatch.setattr(cuda, "missing", lambda: "")
+        return standin
+
+    def test_command(self, cupy, monkeypatch, tmp_path):
+        """Graphs whose slots change between replays, loads of those that begin, and rests between windows."""
+        monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
+        monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
+        rests = []
+        monkeypatch.setattr(arrivals_device.time, "sleep", rests.append)
+        file = tmp_path / "out.json"
+        chosen = ["--batch", 3, "--window", WINDOW, "--layers", 2, "--steps", 8, "--tokens", 3, "--duty", 0.5]
+        printed = invoke("--arrivals", *chosen, "--map", "lowrank", "--json", file).output
+        assert "2 layers, on cuda" in printed
+        report = json.loads(file.read_text())
+        assert (report["device"], report["layers"], report["duty"]) == ("host", 2, 0.5)
+        assert len(rests) == 3 * len(report["results"])  # one for each window
+        assert [r["mode"] for r in report["results"]] == MODES
+        for found in report["results"]:
+            assert found["backend"] == "cuda"
+            assert found["error"] < ROUNDED
+            assert found["state_error"] < EXACT

@@ -74,3 +74,19 @@ def test_evaluation():
         assert found.backend == "cuda"
         assert found.state_error < EXACT
         assert found.output_error == pytest.approx(judge.output_error, rel=0.05, abs=EXACT)
+
+
+@pytest.mark.parametrize("map", ["lowrank", "ridge"])
+def test_arrivals(map):
+    """Graphs whose slots change between replays, in every mode; the clocks of two layers differ."""
+    layer = LAYERS["gdn"]
+    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 5, layer.key_dim), 4, map)
+    case = bench.Case("tiny", layer, 6, 4, [plan])
+    report = bench.time_arrivals([case], "cuda", layers=2, steps=40, mean_tokens=9, duty=0.5)
+    assert [r.mode for r in report.results] == ["arrivals", "lockstep", "clock", "no clock"]
+    for result in report.results:
+        assert result.backend == "cuda"
+        assert result.error < ROUNDED
+        assert result.state_error < EXACT
+        assert 0 < result.microseconds < 1e4
+        assert len(result.steps) == 40
