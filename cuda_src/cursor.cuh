@@ -3,9 +3,10 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int POSITION_BITS = 63, DUE = 64;
+constexpr int POSITION_BITS = 63, DUE = 64, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 
 __device__ __forceinline__ int position_of(int word) { return word & POSITION_BITS; }
+__device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
 // Whether a plain token completes the row's window.
 __device__ __forceinline__ bool flushes_now(int word, int window) {
@@ -15,6 +16,31 @@ __device__ __forceinline__ bool flushes_now(int word, int window) {
 __device__ __forceinline__ int after_token(int word, int window) {
     return flushes_now(word, window) ? 0 : position_of(word) + 1;
 }
+// Whether a row folds what it has committed before it drafts `length` tokens, and its word after that.
+__device__ __forceinline__ bool folds_before(int word, int length, int window) {
+    return word & DUE || position_of(word) + length > window - 1;
+}
+__device__ __forceinline__ int after_draft(int word, int length, int window) {
+    return (folds_before(word, length, window) ? 0 : position_of(word)) | length << DRAFTED_SHIFT;
+}
+// The word after a commit.
+__device__ __forceinline__ int after_commit(int word, i64 accepted) {
+    const int drafted = drafted_of(word);
+    const int kept = accepted < 0 ? 0 : accepted < drafted ? static_cast<int>(accepted) : drafted;
+    return (word & (POSITION_BITS | DUE)) + kept;
+}
+
+// Lengths of a draft call's rows, at most `tokens` each; null: all of them.
+struct Lengths {
+    const i64* rows;
+    int tokens;
+
+    __device__ __forceinline__ int of(int row) const {
+        if (rows == nullptr) return tokens;
+        const i64 length = rows[row];
+        return length < 0 ? 0 : length < tokens ? static_cast<int>(length) : tokens;
+    }
+};
 
 // The head's clock: the cursor word of a virtual row that takes part in every call. Null: no clock.
 struct Clock {
@@ -26,5 +52,17 @@ struct Clock {
     __device__ __forceinline__ void tick(int window) const {
         const int next = after_token(*word, window);
         *word = next | (next == window - 1 ? DUE : 0);
+    }
+    // Drafts a row of full length. By one thread.
+    __device__ __forceinline__ void draft(int length, int window) const { *word = after_draft(*word, length, window); }
+    // Keeps all of the draft. Without room for as many again, the clock and the call's rows become due; returns that
+    // bit. By all threads of a block.
+    __device__ __forceinline__ int commit(int window) const {
+        if (word == nullptr) return 0;
+        const int drafted = drafted_of(*word), next = after_commit(*word, drafted);
+        const int stroke = position_of(next) + drafted > window - 1 ? DUE : 0;
+        __syncthreads();
+        if (threadIdx.x == 0) *word = next | stroke;
+        return stroke;
     }
 };

@@ -7,6 +7,7 @@
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token; `ticks`: the clock moves on.
 // mode FOLD: all rows that have buffered tokens; no output. mode LOAD: newly loaded states; nothing to fold.
+// mode DRAFT: rows that must fold before they draft; no output. The cursors then tell the draft read how many.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
 #include "flush_roles.cuh"
@@ -17,20 +18,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                float* ring_beta, const float* gate_input, sketch_t* sketch, i64 sketch_stride,
                const sketch_t* projection, const uint2* basis, const int4* heads, const act_t* q, const act_t* k,
                const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
-               int t, int ticks, Schedule* schedule, int* clock_word, int mode, float ridge) {
+               int t, int ticks, const i64* lengths, Schedule* schedule, int* clock_word, int mode, float ridge) {
     allow_next_kernel();
     const Clock clock{clock_word};
     auto set_cursors = [&](auto next) {  // by all threads of a block
         for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
             const i64 slot = slots[row];
-            if (slot >= 0) cursor[slot] = next(cursor[slot]);
+            if (slot >= 0) cursor[slot] = next(cursor[slot], row);
         }
     };
     auto move_cursors = [&] {
         if (clock.word && ticks && threadIdx.x == 0) clock.tick(W);
         if (clock.word) __syncthreads();
         const int stroke = clock.stroke();
-        set_cursors([&](int word) { return after_token(word, W) | stroke; });
+        set_cursors([&](int word, int) { return after_token(word, W) | stroke; });
+    };
+    const Lengths drafts{lengths, tokens};
+    auto begin_drafts = [&] {
+        if (clock.word && ticks && threadIdx.x == 0) clock.draft(tokens, W);
+        set_cursors([&](int word, int row) { return after_draft(word, drafts.of(row), W); });
     };
     // In most steps nothing is due. Without dense heads this is known before the read kernel has ended: all blocks
     // leave at once, except block 0, which stays to wait for the read kernel.
@@ -56,7 +62,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         if (blockIdx.x == 0) move_cursors();
         if (count == 0) return;
     } else {
-        count = list_rows(schedule->rows, cursor, slots, batch, mode);
+        count = list_rows(schedule->rows, cursor, slots, drafts, batch, mode);
+        if (mode == DRAFT && count == 0) {  // other blocks may still list rows: for them this changes nothing
+            if (blockIdx.x == 0) begin_drafts();
+            return;
+        }
         find();
     }
     if (threadIdx.x == 0) m.init();
@@ -87,8 +97,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     }
     __syncthreads();
     if (!last || mode == STEP) return;
-    const int stroke = clock.stroke();
-    set_cursors([&](int) { return stroke; });
+    if (mode == DRAFT) {
+        begin_drafts();
+    } else {
+        const int stroke = clock.stroke();
+        set_cursors([&](int, int) { return stroke; });
+    }
 }
 #endif
 

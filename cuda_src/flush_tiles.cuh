@@ -7,7 +7,7 @@
 #include "fold.cuh"
 #include "maps.cuh"
 
-enum { STEP = 0, FOLD = 1, LOAD = 2 };
+enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
 // Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue where one more warp would leave all
 // of them too few registers: 20 warps on a multiprocessor have 96 registers each.
@@ -111,15 +111,17 @@ typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <=
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
 // Lists the rows to flush, in order; returns their number. Every block computes, and writes, the same list.
-__device__ __forceinline__ int list_rows(DueRow* rows, const int* cursor, const i64* slots, int batch, int mode) {
+__device__ __forceinline__ int list_rows(DueRow* rows, const int* cursor, const i64* slots, const Lengths& lengths,
+                                         int batch, int mode) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
     for (int first = 0; first < batch; first += 32 * WARPS) {
         const int row = first + threadIdx.x;
         const i64 slot = row < batch ? slots[row] : -1;
-        const int position = slot >= 0 && mode == FOLD ? position_of(cursor[slot]) : 0;
-        const bool due = slot >= 0 && (mode == LOAD || position > 0);
+        const int word = slot >= 0 && mode != LOAD ? cursor[slot] : 0, position = position_of(word);
+        const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), W));
+        const bool due = slot >= 0 && (mode == LOAD || folds);
         const u32 ballot = __ballot_sync(ALL, due);
         if (lane == 0) counts[warp] = __popc(ballot);
         __syncthreads();

@@ -36,7 +36,8 @@ template <int N> struct LaneRows {
 };
 
 // Rows of a head's map: the shared projection, or the map of this state.
-__device__ __forceinline__ const sketch_t* map_of(const Arguments& arg, const TileBuffer& buffer,
+template <class Buffer>
+__device__ __forceinline__ const sketch_t* map_of(const Arguments& arg, const Buffer& buffer,
                                                   const TileHeads& heads) {
     return MAP == OWN ? buffer.sketches() + heads.rank[0] * V : arg.projection + heads.projection[0];
 }

@@ -14,7 +14,7 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
     int from, to;
 
     __device__ __forceinline__ int pieces() const { return ((to - from) * CHUNKS + 32 * LOADS - 1) / (32 * LOADS); }
-    __device__ __forceinline__ void append(const BlockRows& own_rows, int piece) const {
+    template <class Rows> __device__ __forceinline__ void append(const Rows& own_rows, int piece) const {
         Chunk x[LOADS];
         Chunk* into[LOADS];
 #pragma unroll
@@ -51,7 +51,7 @@ struct NewTokens {
     __device__ __forceinline__ int pieces() const {
         return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces();
     }
-    __device__ __forceinline__ void append(const BlockRows& own_rows, int piece) const {
+    template <class Rows> __device__ __forceinline__ void append(const Rows& own_rows, int piece) const {
         auto take = [&](const auto& newest) {
             const bool own = piece >= 0 && piece < newest.pieces();
             if (own) newest.append(own_rows, piece);

@@ -152,7 +152,8 @@ __device__ __forceinline__ void solve(const float* with_query, const TokenScalar
 }
 
 // Eight rows of a head's map. A dense head has no map and loads arbitrary valid rows.
-__device__ __forceinline__ RowFragment load_map(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+template <class Buffer>
+__device__ __forceinline__ RowFragment load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
                                                 int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
     RowFragment rows;
@@ -172,7 +173,8 @@ struct MapFragments {
 };
 // Operand tiles of pivot rows: the pivots of all heads of a work tile, one after the other.
 constexpr int PIVOT_TILES = MAP == FACTORS ? (TILE_HEADS * PIVOT_SLOTS + 7) / 8 : 0;
-__device__ __forceinline__ const void* pivot_row(const TileBuffer& buffer, const TileHeads& heads, int tile) {
+template <class Buffer>
+__device__ __forceinline__ const void* pivot_row(const Buffer& buffer, const TileHeads& heads, int tile) {
     // Places without a pivot load another row; their products are not used.
     const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TILE_HEADS - 1);
     const int rank = heads.rank[h];

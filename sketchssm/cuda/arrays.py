@@ -18,6 +18,7 @@ from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, export
 from sketchssm.cuda.pointer import Pointer
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.slots import MAX_DRAFTS
 
 __all__ = ["DeviceArrays"]
 
@@ -179,8 +180,41 @@ class DeviceArrays:
             address = self._copy(framework, array, "slots", "int64")
         return Pointer(address, shape, 8)
 
+    def lengths(self, lengths: Any, slots: Pointer, tokens: int) -> Pointer | None:
+        """See `sketchssm.backends.Call`; None stands for all tokens."""
+        return None if lengths is None else self._counts("lengths", lengths, slots.shape[0], tokens)
+
+    def accepted(self, accepted: Any, slots: Pointer, cursor: Any) -> Pointer:
+        """See `sketchssm.backends.Call`; the kernel compares with the cursors."""
+        return self._counts("accepted", accepted, slots.shape[0], MAX_DRAFTS)
+
+    def _counts(self, name: str, counts: Any, batch: int, most: int) -> Pointer:
+        """Counts of tokens as int64 on the device. Counts on the host are checked."""
+        address = self._framework.address(counts, "int64")
+        found = None if address is not None else self._on_device(counts, name)
+        shape = tuple(np.shape(counts)) if found is None and address is None else tuple(counts.shape)
+        if shape != (batch,):
+            raise ValueError(f"{name}: expected shape ({batch},), got {shape}")
+        if address is None and found is not None:
+            framework, array, dtype = found
+            if not dtype.startswith("int"):
+                raise ValueError(f"{name}: expected signed integers, got dtype {dtype}")
+            address = framework.address(array, "int64")
+            if address is None:
+                address = self._copy(framework, array, name, "int64")
+        elif address is None:
+            host = np.asarray(counts)
+            if host.dtype.kind not in "iu":
+                raise ValueError(f"{name}: expected integers, got dtype {host.dtype}")
+            live = host if self._live is None else host[self._live]
+            if live.size and not 0 <= live.min() <= live.max() <= most:
+                raise ValueError(f"{name}: expected 0 to {most}, got {live.min()} to {live.max()}")
+            self._kept.append(self._cupy.asarray(host.astype(np.int64)))
+            address = int(self._kept[-1].data.ptr)
+        return Pointer(address, (batch,), 8)
+
     def inputs(
-        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int
+        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int, lengths: Pointer | None = None
     ) -> tuple[Tokens, Pointer, Pointer]:
         """See `sketchssm.backends.Call`."""
         shape = given.v.shape

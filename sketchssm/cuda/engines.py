@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sketchssm.cuda.direct import DirectStep
+from sketchssm.cuda.drafts import Committer, DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
@@ -27,8 +28,8 @@ LEAST_READ_WARPS = 4
 """Smallest number of warps of a read kernel's block. It needs two: warps without tiles compute the products of keys
 that others wait for, and put tokens into the ring."""
 
-STEP, FOLD, LOAD = 0, 1, 2
-"""Modes of the flush kernel: a step's rows that are due; fold only; sketch only."""
+STEP, FOLD, LOAD, DRAFT = 0, 1, 2, 3
+"""Modes of the flush kernel: a step's due rows; fold only; sketch only; rows that must fold before a draft."""
 
 FLUSH_BLOCKS = {
     ("mamba2", 64): 4,
@@ -98,6 +99,8 @@ class ReplayEngine(StandardEngine):
         self._schedule = cupy.zeros(SCHEDULE_WORDS, dtype=np.int32)  # from the read kernel to the flush kernel
         self._unsketched = False  # whether states were loaded before the flush kernel could be
         self._grids: dict[int, tuple[int, int, int]] = {}
+        self._draft_read: DraftReader | None = None
+        self._commit: Committer | None = None
         self.ring: tuple[Any, ...] = ()
         if self.arrays.activation_dtype is not None:
             self._make_ring()
@@ -159,8 +162,9 @@ class ReplayEngine(StandardEngine):
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
             self._read_limits = (processors, *(size_of(read, name) for name in names))
+        self._read_memory = (*memory, self._heads, self._order)
         last = (self._schedule, np.int32(self.num_slots), np.int32(shared))
-        self._read = Launcher(kernel, (*memory, self._heads, self._order), inputs, last, shared=shared)
+        self._read = Launcher(kernel, self._read_memory, inputs, last, shared=shared)
 
         kernel = flush.get_function("flush_step")
         shared = kernel.max_dynamic_shared_size_bytes = size_of(flush, "flush_shared_bytes")
@@ -174,14 +178,14 @@ class ReplayEngine(StandardEngine):
             Launcher(
                 kernel,
                 (*memory, self._basis, self._heads),
-                inputs + "i",  # and whether the clock moves on
+                inputs + "iQ",  # whether the clock moves on, and lengths of drafts
                 (self._schedule, clock, np.int32(mode), np.float32(self._packed.ridge)),
                 shared=shared,
             )
-            for mode in (STEP, FOLD, LOAD)
+            for mode in (STEP, FOLD, LOAD, DRAFT)
         ]
         values = (*STEP_VALUES, "zero")
-        launches = [(self._read, values), (self._flush[STEP], values)]
+        launches = [(self._read, values), (self._flush[STEP], (*values, "one", "zero"))]  # the clock; no lengths
         schedule = self._schedule
         self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots, clean=lambda: schedule.fill(0))
         if self._unsketched:
@@ -213,11 +217,35 @@ class ReplayEngine(StandardEngine):
         blocks, threads, flush_blocks = self._grids[batch]
         try:
             self._read(blocks, threads, *inputs, batch, length, t)
-            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, batch, length, t, ticks)
+            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, batch, length, t, ticks, 0)
         except BaseException:  # the next flush must not take the rows that this read has listed
             self._schedule.fill(0)
             raise
         self._direct.learn(batch, [(blocks, threads), (flush_blocks, self._flush_threads)])
+
+    def draft(self, tokens: Tokens, lengths: Pointer | None, slots: Pointer, out: Pointer) -> None:
+        """See `sketchssm.backends.Engine`."""
+        self._prepare()
+        if self._draft_read is None:
+            variant = draft_variant(self.variants()[0])
+            self._draft_read = DraftReader(variant, self._read_memory, self._packed.dense < self.layer.heads)
+        batch, length = out.shape[:2]
+        for first in range(0, batch if length else 0, MAX_ROWS):
+            rows = first, min(first + MAX_ROWS, batch)
+            part = Tokens(*(x if x is None else x.rows(*rows) for x in tokens))
+            inputs = addresses(part, slots.rows(*rows), out.rows(*rows))
+            count = rows[1] - first
+            of_rows = 0 if lengths is None else lengths.rows(*rows).address
+            blocks, threads = self._read_grid(count)
+            flush_blocks = min(self.flush_blocks, count * self.layer.heads)
+            self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, count, length, 0, int(first == 0), of_rows)
+            self._draft_read(blocks, threads, *inputs, count, length)
+
+    def commit(self, accepted: Pointer, slots: Pointer) -> None:
+        """See `sketchssm.backends.Engine`."""
+        if self._commit is None:
+            self._commit = Committer(self.cursor, self._clock, self.window)
+        self._commit(accepted, slots)
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
         """Blocks of a read, and a block's threads."""
@@ -234,7 +262,7 @@ class ReplayEngine(StandardEngine):
             part = slots.rows(first, first + MAX_ROWS)
             batch = part.shape[0]
             blocks = min(self.flush_blocks, batch * self.layer.heads)
-            self._flush[mode](blocks, self._flush_threads, 0, 0, 0, 0, 0, 0, part.address, batch, 1, 0, 0)
+            self._flush[mode](blocks, self._flush_threads, 0, 0, 0, 0, 0, 0, part.address, batch, 1, 0, 0, 0)
 
     def load_state(self, state: Pointer, slots: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""

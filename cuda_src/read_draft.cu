@@ -1,0 +1,101 @@
+// Draft read: outputs of one to MAX_DRAFTS new tokens of each row, without moving the row's position.
+//
+// The flush kernel goes first (mode DRAFT, flush.cu): it folds the rows that have no room, and puts each row's number
+// of drafts into its cursor word. A draft's output is that of a read step at its position. A row's tile is loaded once
+// for all of its drafts, whose raw inputs are appended to the ring past the position: a commit needs only to move it,
+// and drafts that are not committed are overwritten.
+//
+// Blocks and warps share out tiles as in read.cu. -D constants: read.cu's.
+#include "draft_warp.cuh"
+#include "draft_dense.cuh"
+
+#ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
+constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : 3;
+
+extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
+    read_draft(const state_t* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
+               float* ring_beta, const float* gate_input, const sketch_t* sketch, i64 sketch_stride,
+               const sketch_t* projection, const int4* heads, const int* order, const act_t* q, const act_t* k,
+               const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
+               int shared_bytes) {
+    const int warp = threadIdx.x / 32;
+    const Arguments arg{state,         slot_stride, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, projection,
+                        sketch_stride, heads,       q,      k,      v,      g,         beta,       out};
+#if SKETCHED_HEADS  // before the wait: only data that no kernel changes
+    extern __shared__ uint4 shared[];
+    BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
+    const int tiles = ROW_TILES * batch;
+    const int begin = static_cast<u32>(tiles) * blockIdx.x / gridDim.x;
+    const int end = static_cast<u32>(tiles) * (blockIdx.x + 1) / gridDim.x;
+    const int count = end - begin, first_row = begin / ROW_TILES, rows = (end - 1) / ROW_TILES - first_row + 1;
+    const int first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
+    DraftScores* const scores = reinterpret_cast<DraftScores*>(block.rows + rows);
+    const NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
+    const int pieces = new_tokens.pieces();
+    if (threadIdx.x == 0)
+        block.max_tokens = block.max_elements = 0, block.next_tile = block.next_piece = 0,
+        block.pieces = pieces * tokens;
+    for (int i = threadIdx.x; i < keys; i += blockDim.x) scores[i].full.init(1);
+    if (threadIdx.x % 32 < 2) block.full[warp][threadIdx.x % 32].init();
+    __syncthreads();
+    for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + ROW_TILES); i += blockDim.x) {
+        const int index = i % ROW_TILES;
+        block.heads[index].load(heads, index);
+        atomicMax(&block.max_elements, block.heads[index].elements);
+    }
+#endif
+    wait_for_previous_kernel();
+    allow_next_kernel();
+#if DENSE_HEADS
+    const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
+    for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
+        const int row = i % batch;
+        const i64 slot = slots[row];
+        const int word = slot < 0 ? 0 : cursor[slot];
+        read_dense_drafts(arg, order[i / batch], static_cast<i64>(row) * tokens, slot, position_of(word),
+                          drafted_of(word), tokens, warp % QUARTERS);
+    }
+#endif
+#if SKETCHED_HEADS
+    const u32 start = clock_now();
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+        const int slot = static_cast<int>(slots[first_row + i]), word = slot < 0 ? 0 : cursor[slot];
+        block.rows[i] = make_int2(slot, word);
+        const int length = drafted_of(word);  // `max_tokens` has bytes here
+        if (length > 0) atomicMax(&block.max_tokens, DraftBuffer::bytes(position_of(word) + length, length, 0));
+    }
+    __syncthreads();
+
+    // As many active warps as have room for the largest tile; at least one: the host asks for read_draft_shared_bytes.
+    const int pool_at = round_up_128(sizeof(BlockMemory) + rows * static_cast<int>(sizeof(int2)) +
+                                     keys * static_cast<int>(sizeof(DraftScores)));
+    const int largest = block.max_tokens + block.max_elements * static_cast<int>(sizeof(sketch_t)),
+              room = DRAFTS_OFFSET + round_up_128(largest);
+    const int fit = __popc(__ballot_sync(ALL, (threadIdx.x % 32 + 1) * room <= shared_bytes - pool_at));
+    const int active_warps = min(min(static_cast<int>(blockDim.x) / 32, count), fit),
+              part_bytes = 128 * quotient((shared_bytes - pool_at) / 128, active_warps);
+    const int scoring = (active_warps + 1) / 2;
+    if (SHARED_SCORES && warp >= scoring)
+        compute_draft_scores(arg, DraftRows{block.rows, first_row, tokens, 0}, first_key, keys, warp - scoring,
+                             static_cast<int>(blockDim.x) / 32 - scoring, scores);
+    if (warp < active_warps) {
+        char* const lower = reinterpret_cast<char*>(shared) + pool_at + warp * part_bytes + DRAFTS_OFFSET;
+        DraftMemory& memory = *reinterpret_cast<DraftMemory*>(lower - DRAFTS_OFFSET);
+        read_drafts(DraftReader{arg, block, DraftRows{block.rows, first_row, tokens, 0}, scores, first_key, begin,
+                                count, active_warps, start},
+                    memory, lower, lower - DRAFTS_OFFSET + part_bytes);
+    }
+    // Warps without tiles append the drafts to the ring, piece by piece.
+    for (int piece; (piece = claim_next(block.next_piece)) < block.pieces;)
+        new_tokens.append(DraftRows{block.rows, first_row, tokens, piece / pieces}, piece % pieces);
+#endif
+}
+#endif
+
+// Value for the host: least shared memory of a block.
+extern "C" __device__ int read_draft_shared_bytes =
+    SKETCHED_HEADS
+        ? round_up_128(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2) +
+                       (SHARED_SCORES ? MAX_SCORES * sizeof(DraftScores) : 0)) +
+              DRAFTS_OFFSET + round_up_128(LARGEST_DRAFT)
+        : 0;

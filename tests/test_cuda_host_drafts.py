@@ -1,0 +1,191 @@
+"""Drafts on the CUDA kernels, run on the host, against the float64 reference."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import error, make_plan, make_tokens, named_gate, tokens_to_device
+from host import compiler, standin
+
+from sketchssm.cuda import engines, modules
+from sketchssm.cuda.pointer import Pointer
+from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.reference import engines as reference
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+# as in test_cuda_host.py, and for the same reasons
+EXACT = 2e-6
+STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
+
+LAYERS = {
+    "mamba2": Layer("mamba2", 16, 128, 64, 2),
+    "mamba2-80": Layer("mamba2", 4, 64, 80, 1),
+    "gdn": Layer("gdn", 4, 128, 128, 2),
+    "gdn-96": Layer("gdn", 2, 64, 96, 2),
+    "kda": Layer("kda", 3, 128, 128, 3),
+    "kda-64": Layer("kda", 2, 64, 64, 1),
+    "kda-raw": Layer("kda", 3, 128, 128, 3),
+    "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
+}
+RANKS = {"mamba2": [5, 1, 17, DENSE, 40, 8], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
+SLOTS = 5
+
+_modules = {}
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    standin.install(monkeypatch)
+    monkeypatch.setattr(modules, "_modules", _modules)
+    monkeypatch.setattr(standin, "order", 0x5EED)
+    return standin
+
+
+def pointer(x):
+    """An array as the engines take it; it must live until the kernels have run."""
+    return Pointer(x.data.ptr, x.shape, x.strides[0])
+
+
+class Pair:
+    """An engine on the device and its oracle."""
+
+    def __init__(self, cupy, device, oracle, activation, rng, gate=None):
+        self.cupy, self.device, self.oracle, self.rng = cupy, device, oracle, rng
+        self.activation, self.gate = activation, gate
+        self.gots, self.wants = [], []
+
+    def make(self, rows, length):
+        return make_tokens(self.device.layer, rows, length, self.activation, self.rng, gate=self.gate)
+
+    def _decode(self, tokens, slots, *lengths):
+        """Step, or draft with lengths; returns outputs of both."""
+        device, oracle = (self.device.draft, self.oracle.draft) if lengths else (self.device.step, self.oracle.step)
+        there = tokens_to_device(tokens, self.activation, self.gate)
+        here = tokens if self.gate is None else tokens._replace(g=self.gate.log_decays(tokens.g))
+        out = self.cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
+        index, *counts = [None if x is None else self.cupy.asarray(x) for x in (slots, *lengths)]
+        pointers = Tokens(*(x if x is None else pointer(x) for x in there))
+        device(pointers, *(x if x is None else pointer(x) for x in counts), pointer(index), pointer(out))
+        want = np.empty(tokens.v.shape)
+        full = np.full(len(slots), tokens.v.shape[1])
+        oracle(here, *(full if x is None else x for x in lengths), slots, want)
+        self.check_cursors()
+        return out.get(), want
+
+    def step(self, tokens, slots):
+        """A plain step; other files compare its outputs."""
+        got, _ = self._decode(tokens, slots)
+        assert np.isfinite(got).all()
+
+    def draft(self, tokens, slots, lengths):
+        """Drafts of ragged lengths; None: all."""
+        got, want = self._decode(tokens, slots, lengths)
+        for row, slot in enumerate(slots):
+            length = 0 if slot < 0 else got.shape[1] if lengths is None else lengths[row]
+            assert not got[row, length:].any()
+            self.gots.append(got[row, :length])
+            self.wants.append(want[row, :length])
+
+    def commit(self, accepted, slots):
+        index, counts = self.cupy.asarray(slots), self.cupy.asarray(accepted)
+        self.device.commit(pointer(counts), pointer(index))
+        self.oracle.commit(np.maximum(accepted, 0), slots)
+        self.check_cursors()
+
+    def flush(self, slots):
+        index = self.cupy.asarray(slots)
+        self.device.flush(pointer(index))
+        self.oracle.flush(slots)
+        self.check_cursors()
+
+    def check_cursors(self):
+        assert np.array_equal(self.device.cursor.get(), self.oracle.memory["cursor"])
+
+    def compare(self, dense, tolerance):
+        got, want = np.concatenate(self.gots), np.concatenate(self.wants)
+        if dense.any():
+            assert error(got[:, dense], want[:, dense]) < EXACT
+        if not dense.all():
+            assert error(got[:, ~dense], want[:, ~dense]) < tolerance
+
+
+def poisoned(engine):
+    engine.warmup()
+    for ring in engine.ring:
+        ring.view(np.uint8)[...] = 0xFF
+    return engine
+
+
+def decode(pair, calls, most):
+    """Drafts of 1 to `most` tokens with all kinds of lengths and commits, plain steps and flushes in between."""
+    rng, everything = pair.rng, np.arange(SLOTS)
+    for call in range(calls):
+        rows, length = rng.integers(1, 5), rng.integers(1, most + 1)
+        slots = rng.permutation(SLOTS)[:rows].astype(np.int64)
+        slots[rng.uniform(size=rows) < 0.15] = -1
+        lengths = None if call % 3 == 0 else rng.integers(0, length + 1, rows)
+        pair.draft(pair.make(rows, length), slots, lengths)
+        if call % 5 != 4:  # else all drafts are discarded
+            pair.commit(rng.integers(-1, length + 2, rows), slots)
+        if call % 4 == 1:
+            pair.step(pair.make(2, 1), everything[:2])
+        if call % 7 == 3:
+            pair.flush(everything[2:4])
+    pair.flush(everything)
+    assert error(pair.device.state.get(), pair.oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "activation"),
+    [
+        *((name, 16, "bfloat16") for name in ("mamba2", "gdn", "kda")),
+        *(("mamba2-80", 4, "float32"), ("gdn-96", 8, "float16"), ("kda-64", 32, "float32")),
+        *(("kda-raw", 8, "float16"), ("kda-64-bounded", 4, "bfloat16")),
+    ],
+)
+def test_replay(name, window, activation, rng, cupy):
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    device = poisoned(
+        engines.ReplayEngine(layer, SLOTS, window, activation_dtype=activation, output_dtype="float32", gate=gate)
+    )
+    pair = Pair(cupy, device, reference.ReplayEngine(layer, SLOTS, window), activation, rng, gate)
+    decode(pair, 14, min(window - 1, 8))
+    pair.compare(np.ones(layer.heads, bool), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "kind", "stored", "activation"),
+    [
+        *((name, 16, "lowrank", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw")),
+        *((name, 16, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda")),
+        ("mamba2-80", 8, "prior", "float32", "bfloat16"),
+        ("gdn-96", 32, "exact", "float32", "bfloat16"),
+        ("kda-64", 4, "offline", "float32", "bfloat16"),
+        ("mamba2-80", 4, "offline", "bfloat16", "bfloat16"),
+        ("gdn-96", 8, "prior", "bfloat16", "float16"),
+        ("gdn", 32, "lowrank", "bfloat16", "bfloat16"),
+        ("mamba2", 32, "ridge", "bfloat16", "float32"),
+        ("kda-64-bounded", 32, "lowrank", "float32", "float32"),
+    ],
+)
+def test_sketch(name, window, kind, stored, activation, rng, cupy):
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    device = engines.SketchEngine(plan, SLOTS, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
+    oracle = reference.SketchEngine(plan, SLOTS)
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    everything = cupy.arange(SLOTS)
+    device.reset(pointer(everything))
+    start = rng.standard_normal((SLOTS, *layer.state_shape)).astype(np.float32)
+    there = cupy.asarray(start)
+    device.load_state(pointer(there), pointer(everything))
+    oracle.load_state(start.astype(np.float64), np.arange(SLOTS))
+    pair = Pair(cupy, device, oracle, activation, rng, gate)
+    decode(pair, 14, min(window - 1, 8))
+    pair.compare(plan.ranks == DENSE, STORED[stored])
