@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from gpu import draft_graphs
 from gpu.cuda_support import error, make_plan, make_tokens, named_gate, tokens_to_device
 from host import compiler, standin
 
+import sketchssm as ss
+from sketchssm import cuda
 from sketchssm.cuda import engines, modules
 from sketchssm.cuda.pointer import Pointer
 from sketchssm.recurrence import DENSE, Layer, Tokens
@@ -189,3 +192,17 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     pair = Pair(cupy, device, oracle, activation, rng, gate)
     decode(pair, 14, min(window - 1, 8))
     pair.compare(plan.ranks == DENSE, STORED[stored])
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("mamba2", 2), ("gdn", None), ("kda", 5)])
+def test_graph(kind, phase, rng, cupy, monkeypatch):
+    """As on a device, in windows of 8, with a clock and without."""
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
+    layer = Layer(kind, 2, 64, 64, 1)
+    plan = make_plan(layer, [5, DENSE], rng, window=8)
+    cuda.missing.cache_clear()
+    head = ss.SketchHead(plan, draft_graphs.SLOTS, "cuda", output_dtype="float32", phase=phase)
+    cuda.missing.cache_clear()
+    head.warmup()
+    twin = ss.SketchHead(plan, draft_graphs.SLOTS, "reference", phase=phase)
+    draft_graphs.check_graph(cupy, head, twin, rng, 60)

@@ -109,6 +109,11 @@ class StandardEngine:
         self.arrays.device.synchronize()  # the first call may come on another stream
 
     @property
+    def memory(self) -> dict[str, Any]:
+        """See `sketchssm.backends.ExactEngine`."""
+        return {"state": self.state, "cursor": self.cursor}
+
+    @property
     def position(self) -> Any:
         """See `sketchssm.backends.Engine`."""
         return self.cursor & POSITION
