@@ -118,6 +118,20 @@ class TestHost:
         assert [r.mode for r in report.results] == ["arrivals", "clock", "no clock"]
         assert report.not_timed == ["tiny, batch 3: sketch G=3 lowrank, lockstep, was not timed: no room"]
 
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"layers": 0}, "layers: expected at least 1, got 0"),
+            ({"steps": 0}, "steps: expected at least 1, got 0"),
+            ({"mean_tokens": 0.5}, "mean_tokens: expected at least 1, got 0.5"),
+            ({"mean_tokens": np.nan}, "mean_tokens: expected at least 1, got nan"),
+            ({"duty": 0}, r"duty: expected a share in \(0, 1\], got 0"),
+        ],
+    )
+    def test_refusals(self, change, message):
+        with pytest.raises(ValueError, match="^" + message):
+            bench.time_arrivals([], "reference", **change)
+
     def test_options(self):
         for option in (("--seconds", 1), ("--peers",), ("--plot", "a.png")):
             assert f"{option[0]}: has no effect with --arrivals" in invoke("--arrivals", *option, code=2).output

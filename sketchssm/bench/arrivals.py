@@ -275,11 +275,13 @@ def measure_arrivals(
     failed: Callable[[str, str, Exception], None],
 ) -> Iterator[ArrivalsResult]:
     """Time standard decoding, and every sketch of a case in every mode; see `time_arrivals`."""
-    inputs, run = Inputs.on_host(case, seed), run_on_host
+    run: Callable[[Sequence[DecodeHead], Inputs, Requests], Run] = run_on_host
     if backend == "cuda":
         from sketchssm.bench.arrivals_device import inputs_on_device, run_on_device
 
         inputs, run = inputs_on_device(case, seed), partial(run_on_device, duty=duty)
+    else:
+        inputs = Inputs.on_host(case, seed)
     window = case.window
     length = window * (1 + -(-steps // window))
     together = Requests.together(case.batch, length)
@@ -357,11 +359,23 @@ def time_arrivals(
     -------
     ArrivalsReport
         For each case standard decoding, then the modes of each plan in the order of `MODES`.
+
+    Raises
+    ------
+    ValueError
+        If `layers`, `steps`, `mean_tokens` or `duty` is out of range.
     """
+    for name, value in (("layers", layers), ("steps", steps), ("mean_tokens", mean_tokens)):
+        if not 1 <= value < math.inf:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if not 0 < duty <= 1:
+        raise ValueError(f"duty: expected a share in (0, 1], got {duty}")
     report = ArrivalsReport(layers, mean_tokens, duty=duty)
     if backend == "cuda":
         report.device = device_name()
-        compile_all([system for case in cases for system in case.systems()])
+        listed = {(case.shape, case.window): case.systems() for case in cases}  # batches share kernels
+        progress("compiling")
+        compile_all([system for own in listed.values() for system in own if system.name != "replay"])
     for case in cases:
         progress(str(case))
 

@@ -17,7 +17,7 @@ def time_and_show(cases: Sequence[Case], backend: str, output: Output, **setting
     """Time cases by `sketchssm.bench.time_arrivals` and print tables."""
     from sketchssm import bench
 
-    with output.progress("timing", len(cases)) as step:
+    with output.progress("timing", len(cases) + (backend == "cuda")) as step:
         report = bench.time_arrivals(cases, backend, progress=step, **settings)
     headings = ["system", "rows", "batch", "step", "of lockstep", "slowest", "speed", "error", "of states"]
     for (shape, window), group in groupby(report.results, lambda r: (r.shape, r.window)):
