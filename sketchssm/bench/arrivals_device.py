@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm.bench.arrivals import Inputs, Run
 from sketchssm.bench.cases import Case
 from sketchssm.bench.device import ACTIVATION, Workload
 from sketchssm.bench.graphs import Ahead, captured
 from sketchssm.bench.requests import Requests
+from sketchssm.bench.runs import Inputs, Run
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
 from sketchssm.recurrence import Tokens
