@@ -18,6 +18,21 @@ __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], 
     float rest[UNROLLED][TOKEN_BLOCKS][2][4] = {};  // independent accumulator chains
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
+        if constexpr (RAW_KEYS && STATE == BF16) {
+            const int lane = threadIdx.x % 32;
+            const uint2 state[2] = {StateFragment::words(rows, 0, step), StateFragment::words(rows, 1, step)};
+#pragma unroll
+            for (int b = 0; b < TOKEN_BLOCKS; b++) {
+                StoredOperand key;
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    key.set(i, *reinterpret_cast<const uint2*>(
+                                   &stage.k[16 * b + 8 * i + lane / 4][16 * step + 4 * (lane % 4)]));
+#pragma unroll
+                for (int t = 0; t < 2; t++) key.multiply(step % 2 ? rest[0][b][t] : predicted[b][t], state[t]);
+            }
+            continue;
+        }
         StateFragment fragment;
         fragment.load(rows, step);
 #pragma unroll

@@ -90,6 +90,16 @@ struct LeftOperand {
     }
 };
 
+// The same 16 rows as a left operand of mma_bf16, as stored. The product with a bf16 state is exact.
+struct StoredOperand {
+    u32 a[4];
+
+    __device__ __forceinline__ void set(int half, const uint2& bf16) { a[half] = bf16.x, a[half + 2] = bf16.y; }
+    __device__ __forceinline__ void multiply(float (&sum)[4], const uint2& state) const {
+        mma_bf16(sum, a, state.x, state.y);
+    }
+};
+
 // A row block is in PARTS parts of PART_ROWS value rows. Neighbouring rows r of an operand are rows of different parts,
 // which shared memory keeps 128 / PARTS bytes off a multiple of 128 apart: loading a fragment has no bank conflicts.
 constexpr int PARTS = STATE == FP32 ? 2 : 4, PART_ROWS = 16 / PARTS;
@@ -134,6 +144,10 @@ struct StateFragment {
                 for (int e = 0; e < 4; e++) s[half][e] = x[e];
             }
         }
+    }
+    // Channels 4c to 4c + 3 of value_row(half) of a state in 16 bits, as stored.
+    static __device__ __forceinline__ uint2 words(StateBlock& rows, int half, int step) {
+        return *reinterpret_cast<const uint2*>(place(rows, half, step));
     }
     // Rounds a state of 16 bits; the fragment stays as it is.
     __device__ __forceinline__ void store(StateBlock& rows, int step) const {

@@ -126,6 +126,19 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
     float sum[OWN_BLOCKS][2][4] = {}, rest[OWN_BLOCKS][2][4] = {};
 #pragma unroll(2 / OWN_BLOCKS)
     for (int step = 0; step < STEPS; step++) {
+        if constexpr (STATE == BF16 && BASIS_SLICES == 1) {
+            StoredOperand basis;
+#pragma unroll
+            for (int tile = 0; tile < 2; tile++)
+                basis.set(tile, tile < TILES ? from.columns[first / 8 + tile % TILES][step][0][lane] : make_uint2(0, 0));
+#pragma unroll
+            for (int i = 0; i < OWN_BLOCKS; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    basis.multiply(sum[i][half], StateFragment::words(
+                                                     rows[exists(i) ? block(i) : block(0)].state, half, step));
+            continue;
+        }
         LeftOperand basis;
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
@@ -219,6 +232,17 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
         for (int own = 0; own < OWN_STEPS; own++) {
             const int step = member + own * GROUP_WARPS;
             if (STEPS % GROUP_WARPS && step >= STEPS) break;
+            if constexpr (STATE == BF16) {  // exact
+                const uint2 upper = StateFragment::words(rows[i].state, 0, step),
+                            lower = StateFragment::words(rows[i].state, 1, step);
+#pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    const u32 x = transpose_8x8(t ? upper.y : upper.x), y = transpose_8x8(t ? lower.y : lower.x);
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) mma_bf16(sum[own][tile][t], a[tile], x, y);
+                }
+                continue;
+            }
             StateFragment fragment;
             fragment.load(rows[i].state, step);
 #pragma unroll

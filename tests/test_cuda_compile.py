@@ -70,6 +70,20 @@ def variants():
         ranks = np.resize([7, 1, 16, 3], LAYERS[of].heads)
         plan = make_plan(LAYERS[of], ranks, rng, window=window, pivots=pivots)
         engines[name] = SketchEngine(plan, 1, activation_dtype=activation)
+    for name in ("nemotron-3-super", "qwen3-next", "kimi-linear"):
+        layer, stored = LAYERS[name], {"state_dtype": "bfloat16"}
+        plan = make_plan(layer, np.resize([7, 1, 16, 3, DENSE], layer.heads), rng)
+        engines |= {
+            f"{name}-bf16-states": StandardEngine(layer, 1, **stored),
+            f"{name}-bf16-states-lowrank": SketchEngine(plan, 1, **stored),
+        }
+    layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
+    plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")
+    engines |= {
+        "qwen3-next-fp16-states": StandardEngine(layer, 1, **stored),
+        "qwen3-next-fp16-states-replay": ReplayEngine(layer, 1, 16, **stored),
+        "qwen3-next-fp16-states-ridge": SketchEngine(plan, 1, **stored),
+    }
     chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
     return chosen | {"any-slots": SLOTS}
 
