@@ -39,15 +39,16 @@ def flat(name, result):
     return row | {f"{name}_output_error": result.error, f"{name}_state_error": result.state_error}
 
 
-def measure(shape, batch, bandwidth, args):
+def measure(shape, batch, state_dtype, bandwidth, args):
     layer = bench.SHAPES[shape]
     ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
     plan = bench.random_plan(layer, ranks, args.window, args.map)
     gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
     work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
     pace = {"seconds": args.seconds, "duty": args.duty}
-    row = {"shape": shape, "batch": batch, "map": args.map} | ({} if gate is None else {"raw_gate": True})
-    listed = bench.systems(layer, args.window, [plan], gate)
+    row = {"shape": shape, "batch": batch, "map": args.map, "state_dtype": state_dtype}
+    row |= {} if gate is None else {"raw_gate": True}
+    listed = bench.systems(layer, args.window, [plan], gate, state_dtype)
     for name, system in zip(("standard", "replay", "sketch"), listed, strict=True):
         if name in args.systems:
             row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
@@ -74,6 +75,7 @@ def main():
     parser.add_argument("--systems", default="standard,replay,sketch")
     parser.add_argument("--map", choices=MAPS, default="lowrank")
     parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--state-dtypes", default="float32", help="types of states in memory, with commas")
     parser.add_argument("--raw-gate", action="store_true", help="for kda")
     parser.add_argument("--seconds", type=float, default=0.05, help="for each system")
     parser.add_argument("--duty", type=float, default=1.0, help="share of the time that the device works")
@@ -86,9 +88,10 @@ def main():
     results = []
     for shape in args.shapes.split(","):
         for batch in map(int, args.batches.split(",")):
-            results.append(measure(shape, batch, bandwidth, args))
-            shown = (f"{k}={v:.2e}" if k.endswith("error") else f"{k}={v}" for k, v in results[-1].items())
-            print(" ".join(shown), flush=True)
+            for state_dtype in args.state_dtypes.split(","):
+                results.append(measure(shape, batch, state_dtype, bandwidth, args))
+                shown = (f"{k}={v:.2e}" if k.endswith("error") else f"{k}={v}" for k, v in results[-1].items())
+                print(" ".join(shown), flush=True)
     if args.json:
         report = {
             "device": bench.device_name(),

@@ -1,8 +1,9 @@
 """The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
 
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
-averaged over a window. A full float32 state is ``D = 4 K V`` bytes. As in the paper, three things are not counted:
-ring buffers, writes of sketches and maps, and the bases and projections that all sequences share.
+averaged over a window. A full state is ``D = 4 K V`` bytes in float32, and half of that in 16 bits. As in the paper,
+three things are not counted: ring buffers, writes of sketches and maps, and the bases and projections that all
+sequences share.
 """
 
 from __future__ import annotations
@@ -21,28 +22,64 @@ __all__ = [
     "sketch",
     "sketch_read",
     "standard",
+    "state_bytes",
 ]
 
 Bytes = npt.NDArray[np.float64]
 
+STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a state's element, by type."""
 
-def standard(key_dim: int, value_dim: int) -> float:
+
+def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> float:
+    """Bytes of a state.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+
+    Returns
+    -------
+    float
+        ``D``.
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown.
+    """
+    if state_dtype not in STATE_BYTES:
+        raise ValueError(f"state_dtype: expected one of {', '.join(STATE_BYTES)}, got {state_dtype!r}")
+    return float(STATE_BYTES[state_dtype] * key_dim * value_dim)
+
+
+def standard(key_dim: int, value_dim: int, state_dtype: str = "float32") -> float:
     """Bytes per token of standard decoding, which reads and writes the state at every token.
 
     Parameters
     ----------
     key_dim, value_dim : int
         K and V.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
     float
-        ``2 D = 8 K V``.
+        ``2 D``.
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown.
     """
-    return 8.0 * key_dim * value_dim
+    return 2 * state_bytes(key_dim, value_dim, state_dtype)
 
 
-def replay(key_dim: int, value_dim: int, window: int = 16) -> float:
+def replay(key_dim: int, value_dim: int, window: int = 16, state_dtype: str = "float32") -> float:
     """Bytes per token of buffered replay, which reads the state at every token and writes it once a window.
 
     Parameters
@@ -51,6 +88,8 @@ def replay(key_dim: int, value_dim: int, window: int = 16) -> float:
         K and V.
     window : int, default 16
         W.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
@@ -60,9 +99,9 @@ def replay(key_dim: int, value_dim: int, window: int = 16) -> float:
     Raises
     ------
     ValueError
-        If the window is shorter than a token.
+        If the window is shorter than a token, or the type is unknown.
     """
-    state = 4.0 * key_dim * value_dim
+    state = state_bytes(key_dim, value_dim, state_dtype)
     return state + state / _checked(window)
 
 
@@ -131,6 +170,7 @@ def sketch_read(
     rank: npt.ArrayLike,
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
+    state_dtype: str = "float32",
 ) -> Bytes:
     """Bytes that one read between two flushes moves.
 
@@ -148,6 +188,8 @@ def sketch_read(
         Coefficient map. A read moves the sketch (G V elements) and what a state stores of its map
         (`CoefficientMap.elements`), in bfloat16. A dense map also counts the paper's projected erase vectors for
         gdn and kda: ``2 G (V + K + W)`` bytes, and ``2 G (V + K)`` for mamba2.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
@@ -157,7 +199,7 @@ def sketch_read(
     Raises
     ------
     ValueError
-        If the kind, the map or a rank is invalid.
+        If the kind, the map, a rank or the type is invalid.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -167,7 +209,7 @@ def sketch_read(
         raise ValueError(f"rank: expected DENSE or numbers of at least 0, got {rank!r}")
     erase = window if map.storage == "dense" and kind != "mamba2" else 0
     size = 2 * (g * (value_dim + erase) + map.elements(g, key_dim))
-    return np.where(g == DENSE, 4.0 * key_dim * value_dim, size)
+    return np.where(g == DENSE, state_bytes(key_dim, value_dim, state_dtype), size)
 
 
 def sketch(
@@ -177,6 +219,7 @@ def sketch(
     rank: npt.ArrayLike,
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
+    state_dtype: str = "float32",
 ) -> Bytes:
     """Bytes per token of sketched decoding, flushes included.
 
@@ -192,6 +235,8 @@ def sketch(
         W.
     map : CoefficientMap or str, default "ridge"
         Coefficient map, see `sketch_read`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
@@ -201,10 +246,10 @@ def sketch(
     Raises
     ------
     ValueError
-        If the kind, the map, the window or a rank is invalid.
+        If the kind, the map, the window, a rank or the type is invalid.
     """
-    read = sketch_read(kind, key_dim, value_dim, rank, window, map)
-    return ((window - 1) * read + standard(key_dim, value_dim)) / _checked(window)
+    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype)
+    return ((window - 1) * read + standard(key_dim, value_dim, state_dtype)) / _checked(window)
 
 
 def reduction(
@@ -214,8 +259,9 @@ def reduction(
     rank: npt.ArrayLike,
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
+    state_dtype: str = "float32",
 ) -> float:
-    """Traffic reduction of sketched decoding relative to standard decoding.
+    """Traffic reduction of sketched decoding relative to standard decoding with float32 states.
 
     Parameters
     ----------
@@ -230,6 +276,8 @@ def reduction(
         W.
     map : CoefficientMap or str, default "ridge"
         Coefficient map, see `sketch_read`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
@@ -239,7 +287,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the map, the window or a rank is invalid.
+        If the kind, the map, the window, a rank or the type is invalid.
 
     Examples
     --------
@@ -249,7 +297,7 @@ def reduction(
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
     8.93
     """
-    used = sketch(kind, key_dim, value_dim, rank, window, map)
+    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype)
     return float(standard(key_dim, value_dim) / used.mean())
 
 

@@ -34,6 +34,8 @@ class Case:
         Plans of the sketches, beside standard decoding and replay.
     gate : GateInput or None
         Gate of heads that take raw gate inputs.
+    state_dtype : str
+        Type of states in memory.
     """
 
     shape: str
@@ -42,10 +44,11 @@ class Case:
     window: int
     plans: list[SketchPlan]
     gate: GateInput | None = None
+    state_dtype: str = "float32"
 
     def systems(self) -> list[System]:
         """Return standard decoding, replay, and the sketches in the order of the plans."""
-        return systems(self.layer, self.window, self.plans, self.gate)
+        return systems(self.layer, self.window, self.plans, self.gate, self.state_dtype)
 
     def __str__(self) -> str:
         """Shape, batch and window."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm import traffic
 from sketchssm.bench.graphs import Ahead, captured, upload
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
@@ -307,7 +308,8 @@ def measure_device(
 
     layer, batch, window = work.layer, work.batch, work.window
     needed = step_bytes(system, layer, batch, window, on_device=True)
-    sets = slot_sets(batch, needed.read, 4 * int(np.prod(layer.state_shape)))
+    state_bytes = layer.heads * traffic.state_bytes(layer.key_dim, layer.value_dim, system.state_dtype)
+    sets = slot_sets(batch, needed.read, int(state_bytes))
     begun = time.perf_counter()
     head = system.build(sets * batch, "cuda")
     head.warmup(ACTIVATION)

@@ -176,13 +176,13 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     narrow = "qkv" if system.gate is None else "qkvg"
     taken = sum((activation if name in narrow else 4) * size for name, size in sizes.items())
     moved = taken + activation * layer.heads * layer.value_dim
-    whole = layer.heads * traffic.standard(layer.key_dim, layer.value_dim)
+    whole = layer.heads * traffic.standard(layer.key_dim, layer.value_dim, system.state_dtype)
     if system.name == "standard":
         return StepBytes(batch * (whole + moved), batch * (whole + moved))
     buffered = taken - activation * sizes["q"]  # queries are not kept
     read, written = whole / 2, 0.0
     if system.plan is not None:
-        sketches = _sketch_bytes(system.plan, on_device)
+        sketches = _sketch_bytes(system.plan, on_device, system.state_dtype)
         read, written = float(sketches.sum()), float(sketches[system.plan.ranks != DENSE].sum())
     earlier = max(window - 2, 0) / 2  # tokens in the ring, mean over the positions before the flush
     return StepBytes(
@@ -191,10 +191,10 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     )
 
 
-def _sketch_bytes(plan: SketchPlan, on_device: bool) -> npt.NDArray[np.float64]:
+def _sketch_bytes(plan: SketchPlan, on_device: bool, state_dtype: str) -> npt.NDArray[np.float64]:
     """Bytes ``(heads,)`` of each head's sketch and map in a read; padding between heads does not count."""
     layer = plan.layer
-    settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map)
+    settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype)
     modelled = traffic.sketch_read(*settings)
     if not on_device:
         return modelled

@@ -173,7 +173,13 @@ def random_plan(
     return SketchPlan(basis, ranks, window, map)
 
 
-def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateInput | None = None) -> list[System]:
+def systems(
+    layer: Layer,
+    window: int,
+    plans: Sequence[SketchPlan],
+    gate: GateInput | None = None,
+    state_dtype: str = "float32",
+) -> list[System]:
     """List the systems of a benchmark: standard, replay, and one sketch per plan.
 
     Parameters
@@ -186,12 +192,14 @@ def systems(layer: Layer, window: int, plans: Sequence[SketchPlan], gate: GateIn
         Plans of the sketches.
     gate : GateInput, optional
         Gate of heads that take raw gate inputs.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
     list of System
         For `measure_host` and `measure_device`.
     """
-    return exact_systems(layer, window, gate) + [
-        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}", gate) for plan in plans
+    return exact_systems(layer, window, gate, state_dtype) + [
+        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}", gate, state_dtype) for plan in plans
     ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 import sketchssm
+from sketchssm.backends import ACTIVATIONS
 from sketchssm.cli import options
 from sketchssm.cli.arrivals import time_and_show
 from sketchssm.cli.options import Numbers
@@ -68,6 +69,13 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     show_default=True,
     help="Share of the time that a GPU works; below 1 the GPU rests between windows and stays below its power limit.",
 )
+@click.option(
+    "--state-dtype",
+    type=click.Choice(ACTIVATIONS),
+    default="float32",
+    show_default=True,
+    help="Type of states in memory; rounded once a window, in standard decode at every token.",
+)
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
 @click.option("--arrivals", is_flag=True, help="Let requests arrive and leave at random, instead of whole windows.")
@@ -106,6 +114,7 @@ def command(
     plan_files: tuple[Path, ...],
     seconds: float | None,
     duty: float,
+    state_dtype: str,
     raw_gate: bool,
     peers: bool,
     arrivals: bool,
@@ -158,12 +167,13 @@ def command(
         ]
     if raw_gate:
         cases = [_raw(case, seed) for case in cases]
-    cases = [dataclasses.replace(case, batch=n) for case in cases for n in batches]
+    cases = [dataclasses.replace(case, batch=n, state_dtype=state_dtype) for case in cases for n in batches]
     output = Output(json_file)
     made = {
         "version": sketchssm.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["sketchssm", *sys.argv[1:]]),
+        "state_dtype": state_dtype,
     }
     if arrivals:
         settings = {"layers": layers, "steps": steps, "mean_tokens": tokens, "duty": duty, "seed": seed}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead, StandardHead
@@ -34,11 +34,13 @@ class System:
     build : callable
         ``build(num_slots, backend)`` makes its head.
     reduction : float
-        Traffic reduction relative to standard decoding.
+        Traffic reduction relative to standard decoding with float32 states.
     plan : SketchPlan or None
         The plan of a sketch.
     gate : GateInput or None
         Gate of a head that takes raw gate inputs.
+    state_dtype : str
+        Type of states in memory.
     """
 
     name: str
@@ -46,10 +48,13 @@ class System:
     reduction: float
     plan: SketchPlan | None = None
     gate: GateInput | None = None
+    state_dtype: str = "float32"
 
 
-def exact_systems(layer: Layer, window: int = 16, gate: GateInput | None = None) -> list[System]:
-    """List the exact systems: standard decoding and buffered replay.
+def exact_systems(
+    layer: Layer, window: int = 16, gate: GateInput | None = None, state_dtype: str = "float32"
+) -> list[System]:
+    """List the systems that read the whole state: standard decoding and buffered replay.
 
     Parameters
     ----------
@@ -59,21 +64,25 @@ def exact_systems(layer: Layer, window: int = 16, gate: GateInput | None = None)
         Tokens from one flush to the next.
     gate : GateInput, optional
         Gate of heads that take raw gate inputs.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
     list of System
-        "standard" and "replay".
+        "standard" and "replay", exact with float32 states.
     """
     whole = traffic.standard(layer.key_dim, layer.value_dim)
-    replayed = traffic.replay(layer.key_dim, layer.value_dim, window)
+    every = traffic.standard(layer.key_dim, layer.value_dim, state_dtype)
+    replayed = traffic.replay(layer.key_dim, layer.value_dim, window, state_dtype)
+    same: Any = {"gate": gate, "state_dtype": state_dtype}
     return [
-        System("standard", partial(StandardHead, layer, gate=gate), 1.0, gate=gate),
-        System("replay", partial(ReplayHead, layer, window=window, gate=gate), whole / replayed, gate=gate),
+        System("standard", partial(StandardHead, layer, **same), whole / every, **same),
+        System("replay", partial(ReplayHead, layer, window=window, **same), whole / replayed, **same),
     ]
 
 
-def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None) -> System:
+def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, state_dtype: str = "float32") -> System:
     """Make the system of a sketch.
 
     Parameters
@@ -84,10 +93,17 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None) ->
         Name in tables.
     gate : GateInput, optional
         Gate of a head that takes raw gate inputs.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
 
     Returns
     -------
     System
         The system.
     """
-    return System(name, partial(SketchHead, plan, gate=gate), plan.reduction, plan, gate)
+    layer = plan.layer
+    same: Any = {"gate": gate, "state_dtype": state_dtype}
+    reduction = traffic.reduction(
+        layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype
+    )
+    return System(name, partial(SketchHead, plan, **same), reduction, plan, **same)
