@@ -1,0 +1,441 @@
+"""Random sequences of all that a server does with heads, against a model of slots that runs the plain recurrence.
+
+The model keeps each slot's state and the tokens since its last flush. It decides on flushes by rules of its own: those
+of docs/serving.md, one row at a time.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from samples import LAYERS, at, plan_of, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.recurrence import DENSE, KINDS, Tokens
+from sketchssm.reference.maps import coefficient_map
+from sketchssm.reference.recurrence import per_head, run
+from sketchssm.reference.window import Ring, effective_query
+
+SLOTS = 3
+WINDOW = 5
+DRAFTS = 3
+RANKS = np.array([2, DENSE, 3, 1])
+BACKENDS = ("reference",)
+# Absolute errors of results of size one. Float64 and float32 round some dozen operations on a path of tokens.
+EXACT = {"reference": 1e-11, "cpu": 2e-5}
+# A ridge of 1e-3 makes the map of a nearly singular sketch amplify rounding by up to 1e3.
+SKETCHED = {"reference": 1e-8, "cpu": 2e-2}
+
+seeds = st.integers(0, 2**32 - 1)
+PAD = -1  # of the lists that Hypothesis draws; heads see their own number
+some_slots = st.lists(st.integers(PAD, SLOTS - 1), min_size=1, max_size=SLOTS + 1).filter(
+    lambda slots: len({s for s in slots if s >= 0}) == len([s for s in slots if s >= 0])
+)
+
+
+class Row:
+    """When a row flushes: the rules of windows, drafts and clocks. The clock is a row, too."""
+
+    def __init__(self, window, position=0):
+        self.window, self.position, self.drafted = window, position, 0
+        self.due = position == window - 1
+
+    def step(self):
+        """Take a token; return whether it flushes."""
+        flushes = self.due or self.position == self.window - 1
+        self.position = 0 if flushes else self.position + 1
+        self.due, self.drafted = False, 0
+        return flushes
+
+    def draft(self, count):
+        """Take drafts; return whether the tokens before them are folded first."""
+        folds = self.due or self.position + count > self.window - 1
+        if folds:
+            self.position, self.due = 0, False
+        self.drafted = count
+        return folds
+
+    def commit(self, accepted):
+        self.position += min(accepted, self.drafted)
+        self.drafted = 0
+
+    def begin(self, clock):
+        """Begin a window."""
+        self.position, self.drafted, self.due = 0, 0, clock is not None and clock.due
+
+
+class Slot:
+    """A slot of a head with windows: the state of its last flush, and the tokens since then."""
+
+    def __init__(self, model):
+        self.model = model
+        self.row = Row(model.window)
+        self.row.begin(model.clock)
+        self.load(np.zeros((1, *model.layer.state_shape)))
+
+    def load(self, state):
+        self.written = self.model.rounded(state)
+        self.pending, self.trial = [], []
+
+    def current(self):
+        return self.run(self.pending)[1] if self.pending else self.written
+
+    def run(self, tokens):
+        return run(self.model.layer, *joined(tokens), state=self.written)
+
+    def step(self, token):
+        """Decode a token ``(1, 1, ...)``; return its output, what a sketch makes of that, and whether it flushed."""
+        self.trial = []
+        self.pending.append(token)
+        flushed = self.row.step()
+        output = self.read(self.pending)
+        if flushed:
+            self.load(self.current())
+            return output[0], output[0], True
+        return *output, False
+
+    def draft(self, tokens):
+        """Return outputs of drafts, as `step` does."""
+        if self.row.draft(len(tokens)):
+            self.load(self.current())
+        self.trial = tokens
+        return [(*self.read(self.pending + tokens[: t + 1]), False) for t in range(len(tokens))]
+
+    def commit(self, accepted):
+        self.pending = self.pending + self.trial[:accepted]
+        self.row.commit(accepted)
+        self.trial = []
+
+    def read(self, tokens):
+        """Output of the last token, exactly and with its state read through the sketch."""
+        exact = self.run(tokens)[0][0, -1]
+        q, k, v, g, beta = per_head(self.model.layer, joined(tokens))
+        sketched = exact.copy()
+        for head in np.flatnonzero(RANKS != DENSE):
+            state = self.written[0, head].T
+            ring = Ring(k[0, :, head], v[0, :, head], g[0, :, head], None if beta is None else beta[0, :, head])
+            x = effective_query(q[0, -1, head], ring)
+            omega = self.model.plan.omega[head, :, : RANKS[head]].astype(np.float64)
+            read = state.T @ omega @ coefficient_map(self.model.plan.map, state, omega, omega)
+            sketched[head] += read @ x - state.T @ x
+        return exact, sketched
+
+    def contents(self):
+        """What a copy of the slot keeps."""
+        return self.written, list(self.pending), self.row.position
+
+    def put(self, contents):
+        self.written, self.pending, self.row.position = contents[0], list(contents[1]), contents[2]
+        self.trial, self.row.drafted = [], 0
+
+
+class StandardSlot(Slot):
+    """A slot of standard decode: every token is written."""
+
+    def step(self, token):
+        self.trial, self.row.drafted = [], 0
+        output, state = run(self.model.layer, *token, state=self.written)
+        self.load(state)
+        return output[0, -1], output[0, -1], True
+
+    def draft(self, tokens):
+        kept, results = self.written, [self.step(token) for token in tokens]
+        self.load(kept)
+        self.trial, self.row.drafted = tokens, len(tokens)
+        return results
+
+    def commit(self, accepted):
+        for token in self.trial[:accepted]:
+            self.step(token)
+        self.row.drafted = 0
+
+
+class Model:
+    """Slots of a head and its clock."""
+
+    def __init__(self, plan, kind, window, phase, state_dtype):
+        self.plan, self.layer, self.window, self.state_dtype = plan, plan.layer, window, state_dtype
+        self.clock = None if phase is None else Row(window, phase)
+        self.slots = [kind(self) for _ in range(SLOTS)]
+
+    def rounded(self, state):
+        if self.state_dtype == "float32":
+            return state
+        if self.state_dtype == "float16":
+            return state.astype(np.float16).astype(np.float64)
+        import ml_dtypes
+
+        return state.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    def tick(self, slots):
+        """Move the clock on after a token of these slots."""
+        if self.clock is not None:
+            self.clock.step()
+            if self.clock.position == self.window - 1:
+                for each in (self.clock, *(self.slots[s].row for s in slots)):
+                    each.due = True
+
+    def committed(self, slots):
+        """Move the clock on after a commit."""
+        if self.clock is not None:
+            count = self.clock.drafted
+            self.clock.commit(count)
+            if self.clock.position + count > self.window - 1:
+                for each in (self.clock, *(self.slots[s].row for s in slots)):
+                    each.due = True
+
+    def begin(self, slot, state=None):
+        if state is not None:
+            self.slots[slot].load(state)
+        self.slots[slot].row.begin(self.clock)
+
+
+def joined(tokens):
+    parts = zip(*tokens, strict=True)
+    return Tokens(*(None if part[0] is None else np.concatenate(part, axis=1) for part in parts))
+
+
+def one_block(parts, num_slots):
+    """Memory of all parts in one block a slot, with gaps."""
+    offsets, end = [], 0
+    for part in parts:
+        start = -(-end // 64) * 64
+        offsets.append(start)
+        end = start + part.bytes
+    block = np.zeros((num_slots, -(-end // 64) * 64 + 64), np.uint8)
+    memory = {}
+    for part, start in zip(parts, offsets, strict=True):
+        rows = block[:, start : start + part.bytes].view("uint16" if part.dtype == "bfloat16" else part.dtype)
+        memory[part.name] = np.lib.stride_tricks.as_strided(
+            rows, (num_slots, *part.shape), (block.strides[0], *np.empty(part.shape, rows.dtype).strides)
+        )
+    return block, memory
+
+
+def machine(kind, backend, state_dtype):
+    layer = LAYERS[kind]
+    plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW, map="ridge", ridge=1e-3)
+
+    class Heads(RuleBasedStateMachine):
+        @initialize(
+            phase=st.none() | st.integers(0, WINDOW - 1), pad=st.sampled_from([-1, 0, 77]), pooled=st.booleans()
+        )
+        def start(self, phase, pad, pooled):
+            self.pad, self.first = pad, int(pad == 0)  # slot 0 is padding, so the first slot is 1
+            self.taken = []  # snapshots with the models' contents
+            count = SLOTS + self.first
+            shared = {"pad_slot": pad, "state_dtype": state_dtype}
+            kinds = {
+                "standard": (ss.StandardHead, layer, {"drafts": DRAFTS}),
+                "replay": (ss.ReplayHead, layer, {"window": WINDOW}),
+                "sketch": (ss.SketchHead, plan, {"sketch_dtype": "float32"}),
+            }
+            self.heads, self.models, self.pools = {}, {}, {}
+            for name, (make, source, options) in kinds.items():
+                memory = None
+                if pooled:
+                    parts = make.parts_of(source, backend, state_dtype=state_dtype, **options)
+                    _, memory = one_block(parts, count)
+                else:
+                    (part,) = (
+                        p
+                        for p in make.parts_of(source, backend, state_dtype=state_dtype, **options)
+                        if p.name == "state"
+                    )
+                    memory = {"state": np.zeros((count, *part.shape), part.dtype)}
+                self.pools[name] = memory["state"]
+                clock = {} if name == "standard" else {"phase": phase}
+                self.heads[name] = make(source, count, backend, memory=memory, **options, **shared, **clock)
+                slot, window = (StandardSlot, 1) if name == "standard" else (Slot, WINDOW)
+                self.models[name] = Model(plan, slot, window, clock.get("phase"), state_dtype)
+
+        def at_head(self, slots):
+            """Slots as the heads number them."""
+            return [self.pad if s < 0 else s + self.first for s in slots]
+
+        def check(self, name, output, want, sketched, flushed):
+            exact = slice(None) if flushed or name != "sketch" else RANKS == DENSE
+            close(output[exact], want[exact], EXACT[backend])
+            if name == "sketch":
+                close(output, sketched, SKETCHED[backend])
+
+        @rule(seed=seeds, slots=some_slots, length=st.integers(1, 2 * WINDOW + 1), harsh=st.booleans())
+        def step(self, seed, slots, length, harsh):
+            tokens = tokens_of(np.random.default_rng(seed), layer, len(slots), length, np.float64, harsh)
+            for name, head in self.heads.items():
+                output, model = head.step(*tokens, slots=self.at_head(slots)), self.models[name]
+                for t in range(length):
+                    for row, slot in enumerate(slots):
+                        if slot < 0:
+                            np.testing.assert_array_equal(output[row], 0)
+                        else:
+                            token = at(tokens, np.s_[row : row + 1, t : t + 1])
+                            self.check(name, output[row, t], *model.slots[slot].step(token))
+                    model.tick([s for s in slots if s >= 0])
+
+        @rule(seed=seeds, slots=some_slots, count=st.integers(1, DRAFTS), data=st.data())
+        def draft(self, seed, slots, count, data):
+            tokens = tokens_of(np.random.default_rng(seed), layer, len(slots), count, np.float64)
+            lengths = data.draw(st.lists(st.integers(0, count), min_size=len(slots), max_size=len(slots)))
+            lengths = [9 if s < 0 else n for s, n in zip(slots, lengths, strict=True)]  # padding holds anything
+            for row, length in enumerate(lengths):
+                for x in tokens:
+                    if x is not None:
+                        x[row, length:] = np.nan
+            for name, head in self.heads.items():
+                model = self.models[name]
+                output = head.step(*tokens, slots=self.at_head(slots), draft=True, lengths=lengths)
+                for row, slot in enumerate(slots):
+                    given = (
+                        [] if slot < 0 else [at(tokens, np.s_[row : row + 1, t : t + 1]) for t in range(lengths[row])]
+                    )
+                    np.testing.assert_array_equal(output[row, len(given) :], 0)
+                    if slot >= 0:
+                        for t, want in enumerate(model.slots[slot].draft(given)):
+                            self.check(name, output[row, t], *want)
+                if model.clock is not None:
+                    model.clock.draft(count)
+
+        @rule(slots=some_slots, share=st.floats(0, 1))
+        def commit(self, slots, share):
+            """Accept a share of each row's drafts, of which a slot without a draft has none."""
+            rows = self.models["replay"].slots
+            accepted = [5 if s < 0 else round(share * rows[s].row.drafted) for s in slots]
+            for name, head in self.heads.items():
+                head.commit(accepted, self.at_head(slots))
+                live = [(s, a) for s, a in zip(slots, accepted, strict=True) if s >= 0]
+                for slot, count in live:
+                    self.models[name].slots[slot].commit(count)
+                self.models[name].committed([s for s, _ in live])
+
+        @rule(seed=seeds, share=st.floats(0, 1), count=st.integers(1, DRAFTS), slots=some_slots, data=st.data())
+        def draft_and_commit(self, seed, share, count, slots, data):
+            self.draft(seed, slots, count, data)
+            self.commit(slots, share)
+
+        @rule(slots=some_slots)
+        def flush(self, slots):
+            for name, head in self.heads.items():
+                head.flush(self.at_head(slots))
+                for slot in (s for s in slots if s >= 0):
+                    each = self.models[name].slots[slot]
+                    self.models[name].begin(slot, each.current() if each.pending else None)
+
+        @rule(slots=some_slots)
+        def reset(self, slots):
+            for name, head in self.heads.items():
+                head.reset(self.at_head(slots))
+                for slot in (s for s in slots if s >= 0):
+                    self.models[name].begin(slot, np.zeros((1, *layer.state_shape)))
+
+        @rule(seed=seeds, slots=some_slots)
+        def load_state(self, seed, slots):
+            state = states_of(np.random.default_rng(seed), layer, len(slots))
+            for name, head in self.heads.items():
+                head.load_state(state, self.at_head(slots))
+                for row, slot in enumerate(slots):
+                    if slot >= 0:
+                        self.models[name].begin(slot, state[row : row + 1].astype(np.float64))
+
+        @rule(order=st.permutations(range(SLOTS)))
+        def load_own_states(self, order):
+            """The argument is the memory that the call overwrites."""
+            for name, head in self.heads.items():
+                head.load_state(head.state[self.first :], self.at_head(order))
+                kept = [slot.written for slot in self.models[name].slots]
+                for row, slot in enumerate(order):
+                    self.models[name].begin(slot, kept[row])
+
+        @rule(seed=seeds, slots=some_slots)
+        def adopt(self, seed, slots):
+            """Write states into the pools and begin windows on them."""
+            state = states_of(np.random.default_rng(seed), layer, len(slots)).astype(np.float64)
+            for name, head in self.heads.items():
+                for row, slot in enumerate(slots):
+                    if slot >= 0:
+                        rounded = self.models[name].rounded(state[row : row + 1])
+                        self.pools[name][slot + self.first] = rounded[0]
+                        self.models[name].begin(slot, rounded)
+                head.adopt(self.at_head(slots))
+
+        @rule(src=st.lists(st.integers(PAD, SLOTS - 1), min_size=SLOTS, max_size=SLOTS), dst=some_slots)
+        def copy(self, src, dst):
+            src, dst = src[: len(dst)], dst[: len(src)]
+            for name, head in self.heads.items():
+                head.copy(self.at_head(src), self.at_head(dst))
+                slots = self.models[name].slots
+                taken = [None if s < 0 else (slots[s].contents(), slots[s].row.due) for s in src]
+                for slot, given in zip(dst, taken, strict=True):
+                    if slot >= 0 and given is not None:
+                        slots[slot].put(given[0])
+                        slots[slot].row.due = given[1]
+
+        @rule(slots=some_slots.map(lambda slots: [s for s in slots if s >= 0]).filter(len))
+        def snapshot(self, slots):
+            taken = {}
+            for name, head in self.heads.items():
+                kept = [self.models[name].slots[s].contents() for s in slots]
+                taken[name] = head.snapshot(self.at_head(slots)), kept
+            self.taken.append((len(slots), taken))
+
+        @precondition(lambda self: self.taken)
+        @rule(slots=some_slots, which=st.integers(0, 10))
+        def restore(self, slots, which):
+            count, taken = self.taken[which % len(self.taken)]
+            slots = (slots + [PAD] * count)[:count]
+            for name, head in self.heads.items():
+                snapshot, kept = taken[name]
+                head.restore(snapshot, self.at_head(slots))
+                model = self.models[name]
+                for slot, contents in zip(slots, kept, strict=True):
+                    if slot >= 0:
+                        model.slots[slot].put(contents)
+                        model.slots[slot].row.due = model.clock is not None and model.clock.due
+
+        @rule(slot=st.integers(0, SLOTS - 1))
+        def refused(self, slot):
+            """More accepted tokens than drafts, and slots named twice, are refused and change nothing."""
+            for name, head in self.heads.items():
+                drafted = self.models[name].slots[slot].row.drafted
+                for count in (-1, drafted + 1):
+                    with pytest.raises(ValueError, match=rf"^accepted: expected 0 to {drafted}, .* got {count}"):
+                        head.commit([count], self.at_head([slot]))
+                with pytest.raises(ValueError, match=r"^dst: expected each slot at most once"):
+                    head.copy(self.at_head([slot, slot]), self.at_head([slot, slot]))
+
+        @invariant()
+        def states_and_positions(self):
+            for name, head in self.heads.items():
+                for slot, each in enumerate(self.models[name].slots):
+                    close(head.state[slot + self.first], each.written[0], EXACT[backend])
+                    assert head.position[slot + self.first] == each.row.position
+                    if self.first:
+                        assert not head.state[0].any()
+
+    def close(got, want, tolerance):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max(initial=0)))
+
+    return Heads
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("kind", "state_dtype"), [*((kind, "float32") for kind in KINDS), ("gdn", "bfloat16"), ("kda", "float16")]
+)
+def test_any_sequence_of_calls(kind, state_dtype, backend):
+    if backend != "reference" and state_dtype != "float32":
+        pytest.skip("a float32 result may round to another 16-bit number than the model's float64 result")
+    run_state_machine_as_test(
+        machine(kind, backend, state_dtype),
+        settings=settings(
+            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
