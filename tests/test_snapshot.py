@@ -17,7 +17,7 @@ from sketchssm.snapshot import FORMAT
 WINDOW = 4
 RANKS = np.array([DENSE, 2, 3, 1])
 SYSTEMS = ("standard", "drafts", "replay", "sketch")
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu")
 
 
 @pytest.fixture(params=BACKENDS)
