@@ -1,7 +1,7 @@
 // The cursor word of a slot, and how calls change it. sketchssm/slots.py describes its bits; reference/engines.py is the
 // twin of these functions.
 #pragma once
-#include "ptx.cuh"
+#include "call_slots.cuh"
 
 constexpr int POSITION_BITS = 63, DUE = 64, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 
@@ -32,12 +32,12 @@ __device__ __forceinline__ int after_commit(int word, i64 accepted) {
 
 // Lengths of a draft call's rows, at most `tokens` each; null: all of them.
 struct Lengths {
-    const i64* rows;
+    Numbers rows;
     int tokens;
 
     __device__ __forceinline__ int of(int row) const {
-        if (rows == nullptr) return tokens;
-        const i64 length = rows[row];
+        if (rows.first == nullptr) return tokens;
+        const i64 length = rows.of(row);
         return length < 0 ? 0 : length < tokens ? static_cast<int>(length) : tokens;
     }
 };

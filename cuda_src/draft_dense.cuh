@@ -3,28 +3,28 @@
 #include "draft_backward.cuh"
 #include "read_dense.cuh"
 
-// A quarter of the value rows of one (row, head). `at`: the row's first draft in the inputs; `tokens`: how many drafts
+// A quarter of the value rows of one (row, head). `tokens`: how many drafts
 // have a place in the outputs, which are zeros past the row's `length`.
-__device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head, i64 at, i64 slot, int pos, int length,
+__device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head, int row, int slot, int pos, int length,
                                                   int tokens, int part) {
     const int lane = threadIdx.x % 32, count = pos + length;
     constexpr int SHARE = V / QUARTERS;
-    out_t* const output = arg.out + (at * HEADS + head) * V + part * SHARE;
+    out_t* const output = arg.out.of(row) + head * V + part * SHARE;
     for (int i = lane; i < (tokens - length) * SHARE; i += 32)
         place<HEADS * V>(output, length + i / SHARE, i % SHARE)[0] = narrow<OUT>(0.f);
     if (length == 0) return;
-    const Ring ring = arg.ring(slot, head);
-    const state_t* const home = arg.state + slot * arg.slot_stride + static_cast<i64>(head) * V * K + lane * LK;
+    const Ring ring(arg.memory, slot, head);
+    const state_t* const home = arg.memory.state.of(slot) + head * V * K + lane * LK;
     if (part == 0 && !SKETCHED_HEADS)  // else NewTokens does it
         for (int t = 0; t < length; t++) {
-            const Token token = arg.token(at + t, head);
+            const Token token = arg.token(row, t, head);
             LaneValues values;
 #pragma unroll
             for (int i = 0; i < AllLanes::COUNT; i++)
                 if (AllLanes::at(i) < V) values[i].load(token.v + AllLanes::at(i));
             append_token(token, ring, values, pos + t, head);
         }
-    auto token_of = [&](int s) { return arg.token(at + max(s - pos, 0), head); };
+    auto token_of = [&](int s) { return arg.token(row, max(s - pos, 0), head); };
     float gate = 0, beta = 0;  // of token number `lane`
     if constexpr (KIND != KDA)
         if (lane < count) gate = lane < pos ? ring.g[lane] : *token_of(lane).g;
@@ -56,12 +56,12 @@ __device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head
             for (int i = 0; i < DENSE_ROWS; i++)
                 if (from + i < SHARE) rows[i].load(home + (part * SHARE + from + i) * K);
                 else rows[i].clear();
-            const int row = from + lane / 4, value = part * SHARE + row;
+            const int own_row = from + lane / 4, value = part * SHARE + own_row;
             float kept[W / 4];  // the lane's quarter of the tokens' values
 #pragma unroll
             for (int n = 0; n < W / 4; n++) {
                 const int s = 4 * n + lane % 4;
-                kept[n] = s >= count || row >= SHARE ? 0.f
+                kept[n] = s >= count || own_row >= SHARE ? 0.f
                           : s < pos                   ? widen<ACT>(ring.v[s * V + (value ^ swizzle(s))])
                                                       : widen<ACT>(token_of(s).v[value]);
             }
@@ -82,8 +82,8 @@ __device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head
                 }
                 buffer += __shfl_xor_sync(ALL, buffer, 1);
                 buffer += __shfl_xor_sync(ALL, buffer, 2);
-                if (lane % 4 == 0 && row < SHARE && last + t <= newest)
-                    *place<HEADS * V>(output, first + t, row) = narrow<OUT>(o + buffer);
+                if (lane % 4 == 0 && own_row < SHARE && last + t <= newest)
+                    *place<HEADS * V>(output, first + t, own_row) = narrow<OUT>(o + buffer);
             }
         }
     }

@@ -3,6 +3,11 @@
 #include "cursor.cuh"
 #include "read_sketch.cuh"
 
+// base + index * STEP + more
+template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int index, int more) {
+    return base + static_cast<i64>(index) * STEP + more;
+}
+
 constexpr int GROUP = 4;  // drafts of a row whose outputs are computed together
 
 // The rows of a block's tiles, {slot, cursor word} each, seen at draft t: as BlockRows.
@@ -16,7 +21,6 @@ struct DraftRows {
         const int2 x = entry(row);
         return t < drafted_of(x.y) ? make_int2(x.x, position_of(x.y) + t) : make_int2(-1, 0);
     }
-    __device__ __forceinline__ int at(int row) const { return row * tokens + t; }
 };
 
 // bytes: its size in shared memory; 0 if nothing is read. row -1: past the last tile.
@@ -31,12 +35,12 @@ struct DraftScalars {
     static_assert(TURNS == 1, "one head for each SPAN lanes");
     float g, beta;
 
-    __device__ __forceinline__ void load(const Arguments& arg, const DraftTile& tile, i64 at) {
+    __device__ __forceinline__ void load(const Arguments& arg, const DraftTile& tile) {
         const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.head() + lane / SPAN;
         g = beta = 0;
         if (s >= tile.pos + tile.length) return;
-        const Ring ring = arg.ring(tile.slot, head);
-        const Token token = arg.token(at + max(s - tile.pos, 0), head);
+        const Ring ring(arg.memory, tile.slot, head);
+        const Token token = arg.token(tile.row, max(s - tile.pos, 0), head);
         if constexpr (KIND != KDA) g = s < tile.pos ? ring.g[s] : *token.g;
         if (ERASES) beta = s < tile.pos ? ring.beta[s] : *token.beta;
     }
@@ -85,23 +89,23 @@ struct DraftBuffer {
 
 // Starts the copies of a tile.
 __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
-                                      const DraftTile& tile, i64 at, WarpCopyBarrier& full) {
+                                      const DraftTile& tile, WarpCopyBarrier& full) {
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     const int head = tile.head(), pos = tile.pos, count = pos + tile.length;
     char* const queries = buffer.data + DraftBuffer::queries_at(count);
     char* const gates = buffer.data + DraftBuffer::gates_at(count, tile.length);
     bulk_copy(
         [&](auto&& copy) {
-            const Ring ring = arg.ring(tile.slot, head);
+            const Ring ring(arg.memory, tile.slot, head);
             if (!SHARED_SCORES) copy(buffer.data, ring.k, pos * KEY);
             if (GATE) copy(gates, ring.g, pos * GATE);
 #pragma unroll
             for (int h = 0; h < TILE_HEADS; h++)
-                copy(buffer.data + buffer.value_at(h, 0), arg.ring(tile.slot, head + h).v, pos * VALUE);
-            copy(buffer.data + buffer.sketches_at(), arg.sketch + tile.slot * arg.sketch_stride + heads.from,
+                copy(buffer.data + buffer.value_at(h, 0), Ring(arg.memory, tile.slot, head + h).v, pos * VALUE);
+            copy(buffer.data + buffer.sketches_at(), arg.memory.sketch.of(tile.slot) + heads.from,
                  heads.elements * static_cast<int>(sizeof(sketch_t)));
             for (int t = 0; t < tile.length; t++) {
-                const Token token = arg.token(at + t, head);
+                const Token token = arg.token(tile.row, t, head);
                 if (!SHARED_SCORES) copy(buffer.data + (pos + t) * KEY, token.k, KEY);
                 copy(queries + t * KEY, token.q, KEY);
                 if (GATE) copy(gates + (pos + t) * GATE, token.g, GATE);

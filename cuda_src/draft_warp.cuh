@@ -33,8 +33,8 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
         const int2 entry = own_rows.entry(row);
         const int pos = position_of(entry.y), length = drafted_of(entry.y);
         if (length > 0) {
-            const act_t* const ring = arg.ring(entry.x, head).k;
-            auto token = [&](int t) { return arg.token(own_rows.at(row) + min(t, length - 1), head); };
+            const act_t* const ring = Ring(arg.memory, entry.x, head).k;
+            auto token = [&](int t) { return arg.token(row, min(t, length - 1), head); };
             RowFragment tokens[2];
 #pragma unroll
             for (int n = 0; n < 2; n++) {
@@ -70,9 +70,8 @@ struct DraftReader {
     __device__ __forceinline__ const TileHeads& heads_of(const DraftTile& tile) const {
         return block.heads[tile.index];
     }
-    __device__ __forceinline__ int at(const DraftTile& tile) const { return own_rows.at(tile.row); }
     __device__ __forceinline__ out_t* output(const DraftTile& tile, int h, int t) const {
-        return place<HEADS * V>(arg.out, at(tile) + t, (tile.head() + h) * V);
+        return place<HEADS * V>(arg.out.of(tile.row), t, (tile.head() + h) * V);
     }
     __device__ __forceinline__ DraftTile find(int i) const {
         const u32 number = begin + i;
@@ -150,8 +149,8 @@ __device__ __forceinline__ void read_drafts(const DraftReader& of, DraftMemory& 
         return DraftBuffer{number % 2 ? upper - tile.bytes : lower, tile.pos, tile.length};
     };
     auto issue = [&](DraftScalars& scalars, const DraftTile& tile) {
-        fetch(of.arg, buffer_of(issued, tile), of.heads_of(tile), tile, of.at(tile), full[issued % 2]);
-        scalars.load(of.arg, tile, of.at(tile));
+        fetch(of.arg, buffer_of(issued, tile), of.heads_of(tile), tile, full[issued % 2]);
+        scalars.load(of.arg, tile);
         issued++;
     };
     DraftScalars next_scalars, scalars;

@@ -14,17 +14,20 @@
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
-    flush_step(state_t* state, i64 slot_stride, int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
-               float* ring_beta, const float* gate_input, sketch_t* sketch, i64 sketch_stride,
-               const sketch_t* projection, const uint2* basis, const int4* heads, const act_t* q, const act_t* k,
-               const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
-               int t, int ticks, const i64* lengths, Schedule* schedule, int* clock_word, int mode, float ridge) {
+    flush_step(MEMORY_PARAMETERS, const float* gate_input, const sketch_t* projection, const uint2* basis,
+               const int4* heads, INPUT_PARAMETERS, SLOT_PARAMETERS, int batch, int ticks, int draft_tokens,
+               const void* lengths, int length_flags, Schedule* schedule, SLOT_LIMITS, int* clock_word, int mode,
+               float ridge) {
     allow_next_kernel();
+    const Memory memory = MEMORY;
+    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
     const Clock clock{clock_word};
     auto set_cursors = [&](auto next) {  // by all threads of a block
         for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
-            const i64 slot = slots[row];
-            if (slot >= 0) cursor[slot] = next(cursor[slot], row);
+            const int slot = slots.of(row);
+            if (slot < 0) continue;
+            int* const word = memory.cursor.of(slot);
+            *word = next(*word, row);
         }
     };
     auto move_cursors = [&] {
@@ -33,9 +36,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         const int stroke = clock.stroke();
         set_cursors([&](int word, int) { return after_token(word, W) | stroke; });
     };
-    const Lengths drafts{lengths, tokens};
+    const Lengths drafts{{lengths, length_flags}, draft_tokens};
     auto begin_drafts = [&] {
-        if (clock.word && ticks && threadIdx.x == 0) clock.draft(tokens, W);
+        if (clock.word && ticks && threadIdx.x == 0) clock.draft(draft_tokens, W);
         set_cursors([&](int word, int row) { return after_draft(word, drafts.of(row), W); });
     };
     // In most steps nothing is due. Without dense heads this is known before the read kernel has ended: all blocks
@@ -62,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         if (blockIdx.x == 0) move_cursors();
         if (count == 0) return;
     } else {
-        count = list_rows(schedule->rows, cursor, slots, drafts, batch, mode);
+        count = list_rows(schedule->rows, memory, slots, drafts, batch, mode);
         if (mode == DRAFT && count == 0) {  // other blocks may still list rows: for them this changes nothing
             if (blockIdx.x == 0) begin_drafts();
             return;
@@ -76,9 +79,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(W);
     __syncthreads();
 
-    const Flush flush{m,      state,         slot_stride, ring_k,   ring_v, ring_g, ring_beta, gate_input,
-                      sketch, sketch_stride, projection,  basis,  heads,    q,      k,      v,         g,
-                      beta,   out,           tokens,      t,      schedule, mode,   ridge,  count};
+    const Flush flush{m,      memory,            gate_input, projection, basis, heads,
+                      INPUTS, {out, out_stride}, schedule,   mode,       ridge, count};
     if (warp < ROW_BLOCKS) run_fold_warp(flush);
     else if (warp < EPILOGUE + EPILOGUE_WARPS) run_solver_or_epilogue_warp(flush, warp == SOLVER, warp - EPILOGUE);
     else if constexpr (!RAW_KEYS) {

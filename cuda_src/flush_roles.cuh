@@ -104,7 +104,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
         read[half] += __shfl_xor_sync(ALL, read[half], 2);
         if (c == 0)
-            f.out[(f.at(tile) * HEADS + tile.head()) * V + 16 * block + value_row(half)] = narrow<OUT>(read[half]);
+            f.output(tile)[16 * block + value_row(half)] = narrow<OUT>(read[half]);
     }
 }
 

@@ -1,5 +1,6 @@
 // Shared memory of a block of the flush, its tile scheduler, and the launch's arguments.
 #pragma once
+#include "call_slots.cuh"
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "warp_mbarrier.cuh"
@@ -111,15 +112,15 @@ typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <=
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
 // Lists the rows to flush, in order; returns their number. Every block computes, and writes, the same list.
-__device__ __forceinline__ int list_rows(DueRow* rows, const int* cursor, const i64* slots, const Lengths& lengths,
-                                         int batch, int mode) {
+__device__ __forceinline__ int list_rows(DueRow* rows, const Memory& memory, const CallSlots& slots,
+                                         const Lengths& lengths, int batch, int mode) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
     for (int first = 0; first < batch; first += 32 * WARPS) {
         const int row = first + threadIdx.x;
-        const i64 slot = row < batch ? slots[row] : -1;
-        const int word = slot >= 0 && mode != LOAD ? cursor[slot] : 0, position = position_of(word);
+        const int slot = row < batch ? slots.of(row) : PADDING;
+        const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word);
         const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), W));
         const bool due = slot >= 0 && (mode == LOAD || folds);
         const u32 ballot = __ballot_sync(ALL, due);
@@ -132,7 +133,7 @@ __device__ __forceinline__ int list_rows(DueRow* rows, const int* cursor, const 
         }
         if (due)
             rows[before + __popc(ballot & ((1u << lane) - 1))] =
-                DueRow{static_cast<int>(slot), static_cast<u32>(row), static_cast<u32>(position)};
+                DueRow{slot, static_cast<u32>(row), static_cast<u32>(position)};
         __syncthreads();
     }
     return total;
@@ -141,40 +142,31 @@ __device__ __forceinline__ int list_rows(DueRow* rows, const int* cursor, const 
 // The launch's arguments, and what they mean for a tile.
 struct Flush {
     BlockMemory& m;
-    state_t* state;
-    i64 slot_stride;
-    act_t *ring_k, *ring_v;
-    gate_t* ring_g;
-    float* ring_beta;
+    Memory memory;
     const float* gate_input;
-    sketch_t* sketch;
-    i64 sketch_stride;
     const sketch_t* projection;
     const uint2* basis;
     const int4* heads;
-    const act_t *q, *k, *v;
-    const gate_t* g;
-    const float* beta;
-    out_t* out;
-    int tokens, t;
+    Inputs inputs;
+    Strided<out_t> out;
     Schedule* schedule;
     int mode;
     float ridge;
     int count;  // rows to flush
 
     __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + (mode == STEP); }
-    __device__ __forceinline__ i64 at(const FlushTile& tile) const { return static_cast<i64>(tile.row()) * tokens + t; }
     __device__ __forceinline__ Token token(const FlushTile& tile) const {
-        return Token(q, k, v, g, beta, at(tile), tile.head());
+        return Token(inputs, tile.row(), tile.head());
     }
-    __device__ __forceinline__ Ring ring(const FlushTile& tile) const {
-        return Ring(ring_k, ring_v, ring_g, ring_beta, tile.slot, tile.head());
-    }
+    __device__ __forceinline__ Ring ring(const FlushTile& tile) const { return Ring(memory, tile.slot, tile.head()); }
     __device__ __forceinline__ state_t* home(const FlushTile& tile, int block) const {
-        return state + tile.slot * slot_stride + (static_cast<i64>(tile.head()) * V + 16 * block) * K;
+        return memory.state.of(tile.slot) + (tile.head() * V + 16 * block) * K;
     }
     __device__ __forceinline__ sketch_t* packed(const FlushTile& tile, const int4& info) const {
-        return sketch + static_cast<i64>(tile.slot) * sketch_stride + info.y;
+        return memory.sketch.of(tile.slot) + info.y;
+    }
+    __device__ __forceinline__ out_t* output(const FlushTile& tile) const {
+        return out.of(tile.row()) + tile.head() * V;
     }
     // {rank, offsets} of the tile's head in the plan; zeros where no head has a sketch.
     __device__ __forceinline__ int4 head(const FlushTile& tile) const {

@@ -12,6 +12,7 @@
 // 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32).
 #include "cursor.cuh"
 #include "schedule.cuh"
+#include "call_slots.cuh"
 #include "read_dense.cuh"
 #include "read_warp.cuh"
 
@@ -24,16 +25,14 @@ constexpr int BLOCK_BYTES = sizeof(BlockMemory);
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
-    read_step(const state_t* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
-              float* ring_beta, const float* gate_input, const sketch_t* sketch, i64 sketch_stride,
-              const sketch_t* projection, const int4* heads, const int* order, const act_t* q, const act_t* k,
-              const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
-              int t, Schedule* schedule, int slot_count, int shared_bytes) {
+    read_step(MEMORY_PARAMETERS, const float* gate_input, const sketch_t* projection, const int4* heads,
+              const int* order, INPUT_PARAMETERS, SLOT_PARAMETERS, int batch, Schedule* schedule, SLOT_LIMITS,
+              int shared_bytes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Arguments arg{state,         slot_stride, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, projection,
-                        sketch_stride, heads,       q,      k,      v,      g,         beta,       out};
+    const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, {}, {out, out_stride}};
+    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
-        for (int i = lane; i < count; i += 32) place<HEADS * V>(out, row * tokens + t, first)[i] = narrow<OUT>(0.f);
+        for (int i = lane; i < count; i += 32) arg.out.of(row)[first + i] = narrow<OUT>(0.f);
     };
     auto list = [&](int slot, int row, int word) {
         schedule->rows[atomicAdd(&schedule->due, 1)] =
@@ -49,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int count = end - begin, first_row = begin / ROW_TILES, rows = (end - 1) / ROW_TILES - first_row + 1;
     const int first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
     KeyScores* const scores = reinterpret_cast<KeyScores*>(block.rows + rows);
-    const BlockRows own_rows{block.rows, first_row, tokens, t};
+    const BlockRows own_rows{block.rows, first_row};
     const NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
     if (threadIdx.x == 0)
         block.max_tokens = -1, block.max_elements = 0, block.next_tile = block.next_piece = 0,
@@ -66,11 +65,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     // early.
     int early_slot = 0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        const i64 slot = const_cast<const volatile i64*>(slots)[first_row + i];
-        if (slot < 0 || slot >= slot_count) continue;
-        prefetch(&cursor[slot]);
-        if (DENSE_HEADS == 0 && i == threadIdx.x)
-            early_slot = static_cast<int>(slot);  // not with dense heads: registers
+        const int slot = slots.early(first_row + i);
+        if (slot < 0) continue;
+        prefetch(arg.memory.cursor.of(slot));
+        if (DENSE_HEADS == 0 && i == threadIdx.x) early_slot = slot;  // not with dense heads: registers
     }
 #endif
     wait_for_previous_kernel();
@@ -79,12 +77,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
         const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
-        const i64 slot = slots[row];
-        const int word = slot < 0 ? 0 : cursor[slot];
-        if (slot >= 0 && !flushes_now(word, W))
-            read_dense(arg, head, row * tokens + t, slot, position_of(word), part);
+        const int slot = slots.of(row), word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        if (slot >= 0 && !flushes_now(word, W)) read_dense(arg, head, row, slot, position_of(word), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(static_cast<int>(slot), row, word);
+        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
     }
 #endif
@@ -92,9 +88,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const u32 start = clock_now();
     bool due = false;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        int word = DENSE_HEADS ? 0 : cursor[early_slot];
-        const int row = first_row + i, slot = static_cast<int>(slots[row]);
-        if (DENSE_HEADS || slot != early_slot) word = slot < 0 ? 0 : cursor[slot];
+        int word = DENSE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
+        const int row = first_row + i, slot = slots.of(row);
+        if (DENSE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word);
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {

@@ -9,9 +9,9 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
         T x[LENGTH == 1 ? 1 : 16 / sizeof(T)];
     };
     static constexpr int CHUNKS = LENGTH * sizeof(T) / sizeof(Chunk), LOADS = 4;
-    T* ring;
-    const T* input;
-    int from, to;
+    Strided<T> ring;
+    Strided<const T> input;
+    int step, from, to;  // step: bytes from a row's token to its next one
 
     __device__ __forceinline__ int pieces() const { return ((to - from) * CHUNKS + 32 * LOADS - 1) / (32 * LOADS); }
     template <class Rows> __device__ __forceinline__ void append(const Rows& own_rows, int piece) const {
@@ -24,11 +24,10 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
             const int2 entry = i < to * CHUNKS ? own_rows.of(row) : make_int2(-1, 0);
             into[n] = nullptr;
             if (!BlockRows::continues(entry.x, entry.y)) continue;
-            x[n] = *place<ROW_HEADS * CHUNKS>(reinterpret_cast<const Chunk*>(input), own_rows.at(row), own);
+            x[n] = reinterpret_cast<const Chunk*>(Strided<const T>{input.of(row), step}.of(own_rows.t))[own];
             constexpr int EACH = sizeof(Chunk) / sizeof(T);
             const int at = own % CHUNKS ^ (VALUES ? swizzle(entry.y) / EACH : 0);
-            into[n] = place<ROW_HEADS * W * CHUNKS>(reinterpret_cast<Chunk*>(ring), entry.x,
-                                                    (own / CHUNKS * W + entry.y) * CHUNKS + at);
+            into[n] = reinterpret_cast<Chunk*>(ring.of(entry.x)) + (own / CHUNKS * W + entry.y) * CHUNKS + at;
         }
 #pragma unroll
         for (int n = 0; n < LOADS; n++)
@@ -44,10 +43,11 @@ struct NewTokens {
     NewTokenArray<HEADS, 1, float> betas;
 
     __device__ __forceinline__ NewTokens(const Arguments& arg, int from, int to)
-        : values{arg.ring_v, arg.v, from, to},
-          keys{arg.ring_k, arg.k, (from + HEADS_PER_KEY - 1) / HEADS_PER_KEY, (to + HEADS_PER_KEY - 1) / HEADS_PER_KEY},
-          gates{arg.ring_g, arg.g, from, to},
-          betas{arg.ring_beta, arg.beta, from, ERASES ? to : from} {}
+        : values{arg.memory.values, arg.inputs.v, arg.steps.v, from, to},
+          keys{arg.memory.keys, arg.inputs.k, arg.steps.k, (from + HEADS_PER_KEY - 1) / HEADS_PER_KEY,
+               (to + HEADS_PER_KEY - 1) / HEADS_PER_KEY},
+          gates{arg.memory.gates, arg.inputs.g, arg.steps.g, from, to},
+          betas{arg.memory.betas, arg.inputs.beta, arg.steps.beta, from, ERASES ? to : from} {}
     __device__ __forceinline__ int pieces() const {
         return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces();
     }
@@ -70,11 +70,11 @@ __device__ __forceinline__ void compute_scores(const Arguments& arg, const Block
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS;
         const int2 entry = own_rows.of(row);
         if (BlockRows::continues(entry.x, entry.y)) {
-            const act_t* const ring = place<KEY_HEADS * W * K>(arg.ring_k, entry.x, head * W * K);
-            const act_t* const newest = place<KEY_HEADS * K>(arg.k, own_rows.at(row), head * K);
+            const act_t* const ring = arg.memory.keys.of(entry.x) + head * W * K;
+            const act_t* const newest = arg.inputs.k.of(row) + head * K;
             QueryFragment query;
             RowFragment tokens[2];
-            query.load(place<KEY_HEADS * K>(arg.q, own_rows.at(row), head * K));
+            query.load(arg.inputs.q.of(row) + head * K);
 #pragma unroll
             for (int n = 0; n < 2; n++) tokens[n].load(r + 8 * n < entry.y ? ring + (r + 8 * n) * K : newest);
             float d[2][4] = {};

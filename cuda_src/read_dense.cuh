@@ -145,12 +145,12 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 }
 
 // A quarter of the value rows of one (row, head).
-__device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 at, i64 slot, int pos, int part) {
+__device__ __forceinline__ void read_dense(const Arguments& arg, int head, int row, int slot, int pos, int part) {
     const int lane = threadIdx.x % 32;
     constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
-    const Token token = arg.token(at, head);
-    const Ring ring = arg.ring(slot, head);
-    const state_t* const home = arg.state + slot * arg.slot_stride + static_cast<i64>(head) * V * K + lane * LK;
+    const Token token(arg.inputs, row, head);
+    const Ring ring(arg.memory, slot, head);
+    const state_t* const home = arg.memory.state.of(slot) + head * V * K + lane * LK;
     Packed<STATE, LK> rows[DENSE_ROWS];
 #pragma unroll
     for (int i = 0; i < DENSE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
@@ -164,6 +164,9 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
     input.load(arg.gate_input, head, lane * LK);
     const WindowRead window = read_ring(token, ring, input, pos);
     if (part == 0 && !SKETCHED_HEADS) append_token(token, ring, newest, pos, head);  // else NewTokens does it
+    // Addresses anew, as they would take registers all the time.
+    row = opaque(row), slot = opaque(slot);
+    const act_t *const kept = Ring(arg.memory, slot, head).v, *const own_value = Token(arg.inputs, row, head).v;
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {
         float sums[DENSE_ROWS];
 #pragma unroll
@@ -177,16 +180,16 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, i64 a
             if (first + DENSE_ROWS + i < SHARE) rows[i].load(home + (part * SHARE + first + DENSE_ROWS + i) * K);
         // Four lanes share a value row; each adds a quarter of the buffered tokens.
         float o = warp_sums(sums), buffer = 0;
-        const int row = first + lane / 4, value = part * SHARE + row;
+        const int own = first + lane / 4, value = part * SHARE + own;
 #pragma unroll
         for (int s = 0; s < W; s += 4) {
             const int mine = s + lane % 4;
             const float weight = __shfl_sync(ALL, window.weight, mine);
-            if (mine <= pos && row < SHARE)
-                buffer += weight * widen<ACT>(mine < pos ? ring.v[mine * V + (value ^ swizzle(mine))] : token.v[value]);
+            if (mine <= pos && own < SHARE)
+                buffer += weight * widen<ACT>(mine < pos ? kept[mine * V + (value ^ swizzle(mine))] : own_value[value]);
         }
         buffer += __shfl_xor_sync(ALL, buffer, 1);
         buffer += __shfl_xor_sync(ALL, buffer, 2);
-        if (lane % 4 == 0 && row < SHARE) arg.out[(at * HEADS + head) * V + value] = narrow<OUT>(o + buffer);
+        if (lane % 4 == 0 && own < SHARE) arg.out.of(row)[head * V + value] = narrow<OUT>(o + buffer);
     }
 }

@@ -13,14 +13,12 @@
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : 3;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
-    read_draft(const state_t* state, i64 slot_stride, const int* cursor, act_t* ring_k, act_t* ring_v, gate_t* ring_g,
-               float* ring_beta, const float* gate_input, const sketch_t* sketch, i64 sketch_stride,
-               const sketch_t* projection, const int4* heads, const int* order, const act_t* q, const act_t* k,
-               const act_t* v, const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens,
-               int shared_bytes) {
+    read_draft(MEMORY_PARAMETERS, const float* gate_input, const sketch_t* projection, const int4* heads,
+               const int* order, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS, SLOT_PARAMETERS, int batch, int tokens,
+               SLOT_LIMITS, int shared_bytes) {
     const int warp = threadIdx.x / 32;
-    const Arguments arg{state,         slot_stride, ring_k, ring_v, ring_g, ring_beta, gate_input, sketch, projection,
-                        sketch_stride, heads,       q,      k,      v,      g,         beta,       out};
+    const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, TOKEN_STEPS, {out, out_stride}};
+    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
@@ -50,16 +48,15 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
         const int row = i % batch;
-        const i64 slot = slots[row];
-        const int word = slot < 0 ? 0 : cursor[slot];
-        read_dense_drafts(arg, order[i / batch], static_cast<i64>(row) * tokens, slot, position_of(word),
-                          drafted_of(word), tokens, warp % QUARTERS);
+        const int slot = slots.of(row), word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        read_dense_drafts(arg, order[i / batch], row, slot, position_of(word), drafted_of(word), tokens,
+                          warp % QUARTERS);
     }
 #endif
 #if SKETCHED_HEADS
     const u32 start = clock_now();
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        const int slot = static_cast<int>(slots[first_row + i]), word = slot < 0 ? 0 : cursor[slot];
+        const int slot = slots.of(first_row + i), word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         block.rows[i] = make_int2(slot, word);
         const int length = drafted_of(word);  // `max_tokens` has bytes here
         if (length > 0) atomicMax(&block.max_tokens, DraftBuffer::bytes(position_of(word) + length, length, 0));

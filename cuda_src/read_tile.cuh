@@ -21,39 +21,30 @@ constexpr int SPAN = MATRIX && TILE_HEADS > 1 ? 16 : 32;
 constexpr int HEADS_AT_ONCE = 32 / SPAN;
 constexpr int TURNS = (TILE_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
-// base + index * STEP + more, with one widening multiplication.
-template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int index, int more) {
-    return base + static_cast<i64>(index) * STEP + more;
-}
-
 struct Arguments {
-    const state_t* state;
-    i64 slot_stride;
-    act_t *ring_k, *ring_v;
-    gate_t* ring_g;
-    float* ring_beta;
+    Memory memory;
     const float* gate_input;
-    const sketch_t *sketch, *projection;
-    i64 sketch_stride;
+    const sketch_t* projection;
     const int4* heads;
-    const act_t *q, *k, *v;
-    const gate_t* g;
-    const float* beta;
-    out_t* out;
+    Inputs inputs;
+    TokenSteps steps;  // of drafts
+    Strided<out_t> out;
 
-    __device__ __forceinline__ Ring ring(i64 slot, int head) const {
-        return Ring(ring_k, ring_v, ring_g, ring_beta, slot, head);
+    // A row's draft number t.
+    __device__ __forceinline__ Token token(int row, int t, int head) const {
+        Token token(inputs, row, head);
+        token.move(steps, t);
+        return token;
     }
-    __device__ __forceinline__ Token token(i64 at, int head) const { return Token(q, k, v, g, beta, at, head); }
 };
 
-// The batch rows of a thread block's tiles, and where their new tokens are in the inputs.
+// The batch rows of a thread block's tiles.
 struct BlockRows {
     const int2* rows;  // {slot, position} of each row; position W - 1: due
-    int first_row, tokens, t;
+    int first_row;
+    static constexpr int t = 0;  // the rows' token
 
     __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }
-    __device__ __forceinline__ int at(int row) const { return row * tokens + t; }
     static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
 };
 
@@ -87,30 +78,29 @@ struct ReadTile {
 struct TokenScalars {
     float g[TURNS], beta[TURNS];
 
-    __device__ __forceinline__ void load(const Arguments& arg, const ReadTile& tile, int at) {
+    __device__ __forceinline__ void load(const Arguments& arg, const ReadTile& tile) {
         const int lane = threadIdx.x % 32, s = lane % SPAN;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             const int h = lane / SPAN + i * HEADS_AT_ONCE, head = tile.index * TILE_HEADS + h;
             g[i] = beta[i] = 0;
             if (s > tile.pos || h >= TILE_HEADS) continue;
-            auto get = [&](auto* ring, auto* input) -> float {
-                auto* const kept = place<HEADS * W>(ring, tile.slot, head * W + s);
-                return *(s < tile.pos ? kept : place<HEADS>(input, at, head));
+            auto get = [&](const auto& ring, const auto& input) -> float {
+                return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
             };
-            if (KIND != KDA) g[i] = get(arg.ring_g, arg.g);
-            if (ERASES && !TWO_HALVES) beta[i] = get(arg.ring_beta, arg.beta);
+            if (KIND != KDA) g[i] = get(arg.memory.gates, arg.inputs.g);
+            if (ERASES && !TWO_HALVES) beta[i] = get(arg.memory.betas, arg.inputs.beta);
         }
     }
 };
 
 // Starts the copies of a tile's betas to shared memory, one token a lane (TWO_HALVES). Copies rather than loads: an
 // instruction that waits for one load also waits for the other loads on the same scoreboard, and these come from DRAM.
-__device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, int at, float* to) {
+__device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
     const int s = threadIdx.x % 32;
     if (ERASES && s <= tile.pos)
-        copy_async_4(to + s, s < tile.pos ? place<HEADS * W>(arg.ring_beta, tile.slot, tile.index * W + s)
-                                          : place<HEADS>(arg.beta, at, tile.index));
+        copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * W + s
+                                          : arg.inputs.beta.of(tile.row) + tile.index);
     copy_async_commit();
 }
 

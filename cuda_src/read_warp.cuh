@@ -52,9 +52,8 @@ struct TileReader {
     u32 start;  // clock when the block began
 
     __device__ __forceinline__ const TileHeads& heads_of(const ReadTile& tile) const { return block.heads[tile.index]; }
-    __device__ __forceinline__ int at(const ReadTile& tile) const { return own_rows.at(tile.row); }
     __device__ __forceinline__ out_t* output(const ReadTile& tile) const {
-        return place<HEADS * V>(arg.out, at(tile), tile.index * TILE_HEADS * V);
+        return arg.out.of(tile.row) + tile.index * TILE_HEADS * V;
     }
     __device__ __forceinline__ ReadTile find(int i) const {
         const u32 buffer = begin + i;
@@ -97,8 +96,8 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
         return TileBuffer{at, at + TileBuffer::bytes(KEY_HALF, tile.pos, 0), tile.pos};
     };
     auto issue = [&](TokenScalars& gates, const ReadTile& tile) {
-        fetch<BOTH_HALVES>(arg, buffer_of(issued, tile), of.heads_of(tile), tile, of.at(tile), full[issued % 2]);
-        gates.load(arg, tile, of.at(tile));
+        fetch<BOTH_HALVES>(arg, buffer_of(issued, tile), of.heads_of(tile), tile, full[issued % 2]);
+        gates.load(arg, tile);
         issued++;
     };
     TokenScalars next_scalars, gates;
@@ -155,9 +154,9 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         return TileBuffer{lower, upper - TileBuffer::bytes(VALUE_HALF, tile.pos, of.heads_of(tile).elements), tile.pos};
     };
     auto fetch_keys = [&](TokenScalars& gates, const ReadTile& tile) {
-        copy_betas(arg, tile, of.at(tile), memory.scratch.beta);
-        fetch<KEY_HALF>(arg, buffer_of(tile), of.heads_of(tile), tile, of.at(tile), full[0]);
-        gates.load(arg, tile, of.at(tile));
+        copy_betas(arg, tile, memory.scratch.beta);
+        fetch<KEY_HALF>(arg, buffer_of(tile), of.heads_of(tile), tile, full[0]);
+        gates.load(arg, tile);
     };
     TokenScalars gates;
     ReadTile tile = of.first();
@@ -171,7 +170,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         }
         const TileHeads& own = of.heads_of(tile);
         const TileBuffer buffer = buffer_of(tile);
-        fetch<VALUE_HALF>(arg, buffer, own, tile, of.at(tile), full[1]);
+        fetch<VALUE_HALF>(arg, buffer, own, tile, full[1]);
         GateInput<LK> input;
         input.load(arg.gate_input, tile.index, threadIdx.x % 32 * LK);
         full[0].wait(phase);

@@ -1,6 +1,6 @@
 // The ring of buffered tokens in global memory, and the swizzle of its values; for kernels with read.cu's -D constants.
 #pragma once
-#include "token.cuh"
+#include "slot_memory.cuh"
 
 // With bf16 values and sketches, reads multiply rows of values and of U on the tensor cores: ldmatrix takes 16 bytes of
 // each of eight rows. Rows come to shared memory by bulk copies, as stored, so those 16-byte pieces would all be in the
@@ -14,13 +14,13 @@ __device__ __forceinline__ constexpr int swizzle(u32 row) {
     return SWIZZLED ? row / (64 / SWIZZLE_SPAN) % (SWIZZLE_SPAN / 8) * 8 : 0;
 }
 
-// Ring of raw inputs, one entry per slot: k (key_heads, W, K), v (heads, W, V), g (heads, W, 1 or K), beta (heads, W).
+// A slot's ring of raw inputs, at one head.
 struct Ring {
     act_t *k, *v;
     gate_t* g;
     float* beta;
 
-    __device__ __forceinline__ Ring(act_t* k_, act_t* v_, gate_t* g_, float* beta_, i64 slot, int head)
-        : k(k_ + (slot * KEY_HEADS + head / HEADS_PER_KEY) * W * K), v(v_ + (slot * HEADS + head) * W * V),
-          g(g_ + (slot * HEADS + head) * W * GATES), beta(beta_ + (slot * HEADS + head) * W) {}
+    __device__ __forceinline__ Ring(const Memory& memory, int slot, int head)
+        : k(memory.keys.of(slot) + head / HEADS_PER_KEY * W * K), v(memory.values.of(slot) + head * W * V),
+          g(memory.gates.of(slot) + head * W * GATES), beta(memory.betas.of(slot) + head * W) {}
 };

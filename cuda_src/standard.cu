@@ -6,6 +6,7 @@
 // ROW_LANES lanes each: few shuffles per sum, and every lane of a row knows the result.
 //
 // -D constants besides common.cuh's: ROWS (even, at most 32; divides V).
+#include "call_slots.cuh"
 #include "token.cuh"
 
 constexpr int WARPS = 4;                              // most warps of a block
@@ -18,13 +19,12 @@ __device__ __forceinline__ int channel(int chunk) { return 4 * (threadIdx.x % RO
 
 // The warp's value rows, from `value` on, of one head of a row of the batch.
 struct WarpRows {
-    int value, head;
-    i64 row;
+    int value, head, row;
 
     __device__ __forceinline__ WarpRows() {
         const i64 task = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
         value = task % (V / ROWS) * ROWS, head = task / (V / ROWS) % HEADS;
-        row = task / (V / ROWS * HEADS);
+        row = static_cast<int>(task / (V / ROWS * HEADS));
     }
     // The lane's value row in the first set.
     __device__ __forceinline__ int first_row() const { return value + threadIdx.x % 32 / ROW_LANES; }
@@ -65,8 +65,8 @@ struct GateInputs {
 struct Output {
     out_t* at;
 
-    __device__ __forceinline__ Output(out_t* out, const WarpRows& part, int tokens)
-        : at(out + (part.row * tokens * HEADS + part.head) * V + part.first_row() + SIDE * (threadIdx.x % ROW_LANES)) {}
+    __device__ __forceinline__ Output(const Strided<out_t>& out, const WarpRows& part)
+        : at(out.of(part.row) + part.head * V + part.first_row() + SIDE * (threadIdx.x % ROW_LANES)) {}
     __device__ __forceinline__ void put(int t, float x) const {
         if (threadIdx.x % ROW_LANES < ROW_SETS) at[static_cast<i64>(t) * HEADS * V] = narrow<OUT>(x);
     }
@@ -145,41 +145,32 @@ struct StateRegisters {
 
 // The launch's arguments.
 struct Standard {
-    state_t* state;
-    i64 slot_stride;
+    Strided<state_t> state;
     const float* gate_input;
-    const act_t *q, *k, *v;
-    const gate_t* g;
-    const float* beta;
-    out_t* out;
-    const i64* slots;
+    Inputs inputs;
+    TokenSteps steps;
+    Strided<out_t> out;
     int batch, tokens;
 
-    __device__ __forceinline__ Token token(const WarpRows& part, int t) const {
-        return Token(q, k, v, g, beta, part.row * tokens + t, part.head);
-    }
-    // The row's slot; negative if there is nothing (more) to do.
-    __device__ __forceinline__ i64 slot_of(const WarpRows& part) const {
-        if (part.row >= batch) return -1;
-        const i64 slot = slots[part.row];
-        if (slot < 0)
-            for (int t = 0; t < tokens; t++) Output(out, part, tokens).put(t, 0.f);
-        return slot;
+    // The outputs of a row without work.
+    __device__ __forceinline__ void write_zeros(const WarpRows& part) const {
+        for (int t = 0; t < tokens; t++) Output(out, part).put(t, 0.f);
     }
     // Decodes all tokens of the call.
-    __device__ __forceinline__ void decode(const WarpRows& part, i64 slot) const {
-        state_t* const home = state + slot * slot_stride + (static_cast<i64>(part.head) * V + part.first_row()) * K;
+    __device__ __forceinline__ void decode(const WarpRows& part, int slot) const {
+        state_t* const home = state.of(slot) + (part.head * V + part.first_row()) * K;
         StateRegisters rows;
         rows.load(home);
         allow_next_kernel();
-        TokenInputs inputs;
-        inputs.load(token(part, 0), part.first_row());
         const GateInputs gates(gate_input, part.head);
-        const Output output(out, part, tokens);
-        for (int t = 0; t < tokens; t++) {
-            if (t > 0) inputs.load(token(part, t), part.first_row());
+        const Output output(out, part);
+        for (int t = 0; t < tokens; t++) {  // the first token's loads here too: code of their own takes registers
+            Token token(inputs, part.row, part.head);
+            token.move(steps, t);
+            TokenInputs given;
+            given.load(token, part.first_row());
             rows.widen();
-            output.put(t, rows.take(inputs, gates));
+            output.put(t, rows.take(given, gates));
             rows.round();  // at every token: the result does not depend on the tokens of a call
         }
         // With few rows, written states would displace useful lines from the caches.
@@ -191,12 +182,15 @@ struct Standard {
 // to 1%.
 constexpr int MIN_BLOCKS = KIND == GDN ? 1 : 0;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) standard_step(
-    state_t* state, i64 slot_stride, const float* gate_input, const act_t* q, const act_t* k, const act_t* v,
-    const gate_t* g, const float* beta, out_t* out, const i64* slots, int batch, int tokens) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    standard_step(state_t* state, int state_stride, const float* gate_input, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS,
+                  SLOT_PARAMETERS, int batch, int tokens, SLOT_LIMITS) {
     wait_for_previous_kernel();
-    const Standard step{state, slot_stride, gate_input, q, k, v, g, beta, out, slots, batch, tokens};
+    const Standard step{{state, state_stride}, gate_input, INPUTS, TOKEN_STEPS, {out, out_stride}, batch, tokens};
+    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
     const WarpRows part;
-    const i64 slot = step.slot_of(part);
+    if (part.row >= batch) return;
+    const int slot = slots.of(part.row);
     if (slot >= 0) step.decode(part, slot);
+    else step.write_zeros(part);
 }

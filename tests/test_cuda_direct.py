@@ -279,8 +279,8 @@ def test_wrong_descriptions():
         "arrays": [None] * 6,
         "kernels": [],
         "slots": (0, 0),
-        "strided": False,
-        "narrow_slots": False,
+        "strided": True,
+        "narrow_slots": True,
         "failed": print,
     }
     extension.Step(**good)

@@ -9,7 +9,7 @@ from host import compiler, standin
 import sketchssm as ss
 from sketchssm import cuda
 from sketchssm.cuda import engines, modules
-from sketchssm.cuda.pointer import Pointer
+from sketchssm.cuda.pointer import WIDE, Pointer, Slots, StepInputs
 from sketchssm.recurrence import DENSE, Layer, Tokens
 from sketchssm.reference import engines as reference
 
@@ -49,8 +49,14 @@ def cupy(monkeypatch):
 
 
 def pointer(x):
-    """An array as the engines take it; it must live until the kernels have run."""
-    return Pointer(x.data.ptr, x.shape, x.strides[0])
+    """Integers, an array of outputs, or tokens as the engines take them; they must live until the kernels have run."""
+    if isinstance(x, Tokens):
+        places = [(0, 0, 0) if y is None else (y.data.ptr, *y.strides[:2]) for y in x]
+        addresses, rows, steps = zip(*places, strict=True)
+        return StepInputs(list(addresses), rows, steps)
+    if x.ndim == 1:
+        return Slots(x.data.ptr, x.shape, WIDE if x.itemsize == 8 else 0)
+    return Pointer(x.data.ptr, x.shape, *x.strides[:2])
 
 
 class Pair:
@@ -71,8 +77,7 @@ class Pair:
         here = tokens if self.gate is None else tokens._replace(g=self.gate.log_decays(tokens.g))
         out = self.cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
         index, *counts = [None if x is None else self.cupy.asarray(x) for x in (slots, *lengths)]
-        pointers = Tokens(*(x if x is None else pointer(x) for x in there))
-        device(pointers, *(x if x is None else pointer(x) for x in counts), pointer(index), pointer(out))
+        device(pointer(there), *(x if x is None else pointer(x) for x in counts), pointer(index), pointer(out))
         want = np.empty(tokens.v.shape)
         full = np.full(len(slots), tokens.v.shape[1])
         oracle(here, *(full if x is None else x for x in lengths), slots, want)

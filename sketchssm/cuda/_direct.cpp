@@ -103,8 +103,6 @@ struct Step {
     std::vector<std::pair<void*, std::int64_t>> workspaces;        // by stream
 };
 
-bool divisible(std::int64_t number) { return number % ALIGNMENT == 0; }
-
 // Reads a tensor's fields; false for anything but a plain tensor on the head's device.
 bool look(const Step& step, PyObject* object, Tensor* tensor) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != step.tensor_type) return false;
@@ -119,7 +117,7 @@ std::int64_t address_of(const Tensor& tensor) {
     return reinterpret_cast<std::int64_t>(tensor.data) + static_cast<std::int64_t>(tensor.byte_offset);
 }
 
-// Takes one array as the kernels need it: its address, and the elements between its rows.
+// Takes one array as the kernels need it: its address, and the bytes between its rows.
 bool take(const Step& step, const Array& want, const Tensor& tensor, std::int64_t rows, bool may_be_strided,
           std::int64_t* address, std::int64_t* stride) {
     const int axes = static_cast<int>(want.shape.size()) + 1;
@@ -131,11 +129,12 @@ bool take(const Step& step, const Array& want, const Tensor& tensor, std::int64_
         if (tensor.strides && tensor.shape[i] != 1 && tensor.strides[i] != dense) return false;
         dense *= tensor.shape[i];
     }
-    *stride = rows > 1 && tensor.strides ? tensor.strides[0] : dense;
-    const bool usable = may_be_strided && *stride >= 0 && *stride <= INT32_MAX && divisible(*stride * want.bits / 8);
-    if (*stride != dense && !usable) return false;
+    const int item = want.bits / 8, unit = want.shape.size() > 1 ? ALIGNMENT : item;  // numbers per head: one by one
+    dense *= item;
+    *stride = rows > 1 && tensor.strides ? tensor.strides[0] * item : dense;
+    if (*stride != dense && !(may_be_strided && *stride >= 0 && *stride <= INT32_MAX && *stride % unit == 0)) return false;
     *address = address_of(tensor);
-    return divisible(*address);
+    return *address % unit == 0;
 }
 
 // Makes the array of outputs; null without an error set if that is left to Python.
@@ -206,7 +205,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
             return declined();
     }
     PyObject* const slots = given[ARRAYS];
-    values[SLOTS] = step.all_slots, values[WIDE_SLOTS] = 1, values[ROWS] = rows, values[ONE] = 1;
+    values[SLOTS] = step.all_slots, values[WIDE_SLOTS] = 0, values[ROWS] = rows, values[ONE] = 1;
     if (slots == Py_None) {
         if (rows > step.capacity) return declined();
     } else {
@@ -248,8 +247,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     }
     bool fits = take(step, step.arrays[OUT], tensors[OUT], rows, false, &values[ADDRESS + OUT], &values[STRIDE + OUT]);
     auto end = [&](int i) {
-        const std::int64_t elements = (rows - 1) * values[STRIDE + i] + step.arrays[i].elements;
-        return values[ADDRESS + i] + elements * step.arrays[i].bits / 8;
+        return values[ADDRESS + i] + (rows - 1) * values[STRIDE + i] + step.arrays[i].elements * step.arrays[i].bits / 8;
     };
     for (int i = 0; fits && i < OUT; i++)  // kernels read some inputs after they have written outputs
         fits = step.arrays[i].absent || values[ADDRESS + i] >= end(OUT) || values[ADDRESS + OUT] >= end(i);

@@ -1,29 +1,29 @@
 """How a caller's arrays reach the CUDA kernels, and how results go back.
 
-A kernel needs addresses. An array that the kernels can take as it is (on the device, contiguous, aligned, of the right
-type) is asked for its address, and nothing else happens to it: no copy, no allocation, no wait. Any other array is
-converted on the device, or checked and uploaded from the host.
+A kernel needs addresses and strides. An array that the kernels can take in place (on the device, of the right type,
+tokens contiguous and aligned) is asked for these, and nothing else happens to it: no copy, no allocation, no wait. Any
+other array is converted on the device, or checked and uploaded from the host.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from sketchssm import interop
+from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, export, host_type
-from sketchssm.cuda.pointer import Pointer
+from sketchssm.cuda.pointer import WIDE, Pointer, Slots, StepInputs
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.slots import MAX_DRAFTS
 
 __all__ = ["DeviceArrays"]
 
-ALIGNMENT = 16
-"""Bytes: the kernels load 16 at a time."""
+SLOT_FLAGS = {"int64": WIDE, "int32": 0}
+"""Types of slots that the kernels take, and what tells them."""
 
 REAL = ("bfloat16", "float16", "float32", "float64")
 
@@ -66,10 +66,8 @@ class DeviceArrays:
         self._converts = activation_dtype is not None  # else a wider array than expected is an error
         self._output_dtype = output_dtype
         self._activation_dtype = activation_dtype
-        self._state_dtype, self._state_bytes = state_dtype, host_type(state_dtype).itemsize
-        self._v_shape: Any = None  # of the last call, and names, shapes, row bytes and types of its inputs
-        self._layout: list[tuple[str, tuple[int, ...], int, str]] = []
-        self._out_layout: tuple[tuple[int, ...], int, str] = (), 0, ""
+        self._state_dtype = state_dtype
+        self._layout: CallLayout | None = None  # of the last call
         self._cupy_arrays = CupyArrays(self._home)
         self._torch_arrays: TorchArrays | None = None
         self._framework: Framework = self._cupy_arrays  # of the last call
@@ -82,7 +80,6 @@ class DeviceArrays:
         self._made: Any = None  # the array behind the pointer that the kernels write
         self._uploaded: tuple[Any, Any] = (None, None)
         self._all: Any = None
-        self._wide: Any = None
 
     @property
     def activation_dtype(self) -> str | None:
@@ -114,17 +111,16 @@ class DeviceArrays:
                 f"activation_dtype: expected {self._activation_dtype!r}, as the head has settled on, got "
                 f"{activation_dtype!r}"
             )
-        self._activation_dtype, self._v_shape = activation_dtype, None
+        self._activation_dtype, self._layout = activation_dtype, None
         self.all_slots(capacity, capacity)
-        self._widen(self._cupy.zeros(1, np.int32), capacity)  # compiles the conversion
         self.device.synchronize()  # whoever comes next may use another stream
 
-    def all_slots(self, count: int, capacity: int) -> Pointer:
+    def all_slots(self, count: int, capacity: int) -> Slots:
         """Slots 0, 1, ... of a call that names none; a captured graph may hold their memory, so it stays."""
         if self._all is None:
-            self._all = self._cupy.arange(capacity, dtype=np.int64)
+            self._all = self._cupy.arange(capacity, dtype=np.int32)
             self.device.synchronize()
-        return Pointer(self._all.data.ptr, (count,), 8)
+        return Slots(self._all.data.ptr, (count,), 0)
 
     # One call
 
@@ -159,11 +155,13 @@ class DeviceArrays:
         """See `sketchssm.backends.Arrays`."""
         return state
 
-    def slots(self, slots: Any, batch: int | None, capacity: int) -> Pointer:
+    def slots(self, slots: Any, batch: int | None, capacity: int) -> Slots:
         """See `sketchssm.backends.Call`."""
-        address = None if slots is None else self._framework.address(slots, "int64")
-        if address is not None:
-            return Pointer(address, self._check_count(slots.shape, batch), 8)
+        if slots is not None:
+            for dtype, flags in SLOT_FLAGS.items():
+                address = self._framework.address(slots, dtype)
+                if address is not None:
+                    return Slots(address, self._check_count(slots.shape, batch), flags)
         found = None if slots is None else self._on_device(slots, "slots")
         if found is None:
             return self._host_slots(slots, batch, capacity)
@@ -172,75 +170,82 @@ class DeviceArrays:
             expected = "signed or smaller integers" if dtype == "uint64" else "integers"
             raise ValueError(f"slots: expected {expected}, got dtype {dtype}")
         shape = self._check_count(array.shape, batch)
-        address = framework.address(array, "int64")
-        if address is None and dtype == "int32" and shape[0] <= capacity:
-            narrow = array.reshape(shape) if framework is self._cupy_arrays else self._int32_view(array, shape)
-            address = None if narrow is None else self._widen(narrow, capacity)
-        if address is None:
-            address = self._copy(framework, array, "slots", "int64")
-        return Pointer(address, shape, 8)
+        address, flags = self._numbers(framework, array, "slots")
+        return Slots(address, shape, flags)
 
-    def lengths(self, lengths: Any, slots: Pointer, tokens: int) -> Pointer | None:
+    def lengths(self, lengths: Any, slots: Slots, tokens: int) -> Slots | None:
         """See `sketchssm.backends.Call`; None stands for all tokens."""
         return None if lengths is None else self._counts("lengths", lengths, slots.shape[0], tokens)
 
-    def accepted(self, accepted: Any, slots: Pointer, cursor: Any) -> Pointer:
+    def accepted(self, accepted: Any, slots: Slots, cursor: Any) -> Slots:
         """See `sketchssm.backends.Call`; the kernel compares with the cursors."""
         return self._counts("accepted", accepted, slots.shape[0], MAX_DRAFTS)
 
-    def _counts(self, name: str, counts: Any, batch: int, most: int) -> Pointer:
-        """Counts of tokens as int64 on the device. Counts on the host are checked."""
-        address = self._framework.address(counts, "int64")
-        found = None if address is not None else self._on_device(counts, name)
-        shape = tuple(np.shape(counts)) if found is None and address is None else tuple(counts.shape)
+    def _counts(self, name: str, counts: Any, batch: int, most: int) -> Slots:
+        """Counts of tokens on the device. Counts on the host are checked."""
+        found = self._on_device(counts, name)
+        shape = tuple(np.shape(counts)) if found is None else tuple(counts.shape)
         if shape != (batch,):
             raise ValueError(f"{name}: expected shape ({batch},), got {shape}")
-        if address is None and found is not None:
+        if found is not None:
             framework, array, dtype = found
             if not dtype.startswith("int"):
                 raise ValueError(f"{name}: expected signed integers, got dtype {dtype}")
-            address = framework.address(array, "int64")
-            if address is None:
-                address = self._copy(framework, array, name, "int64")
-        elif address is None:
+            address, flags = self._numbers(framework, array, name)
+        else:
             host = np.asarray(counts)
             if host.dtype.kind not in "iu":
                 raise ValueError(f"{name}: expected integers, got dtype {host.dtype}")
             live = host if self._live is None else host[self._live]
             if live.size and not 0 <= live.min() <= live.max() <= most:
                 raise ValueError(f"{name}: expected 0 to {most}, got {live.min()} to {live.max()}")
-            self._kept.append(self._cupy.asarray(host.astype(np.int64)))
-            address = int(self._kept[-1].data.ptr)
-        return Pointer(address, (batch,), 8)
+            self._kept.append(self._cupy.asarray(host.astype(np.int32)))
+            address, flags = int(self._kept[-1].data.ptr), 0
+        return Slots(address, (batch,), flags)
+
+    def _numbers(self, framework: Framework, array: Any, name: str) -> tuple[int, int]:
+        """Address and flags of integers on the device."""
+        for dtype, flags in SLOT_FLAGS.items():
+            address = framework.address(array, dtype)
+            if address is not None:
+                return address, flags
+        return self._copy(framework, array, name, "int64"), WIDE
 
     def inputs(
-        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int, lengths: Pointer | None = None
-    ) -> tuple[Tokens, Pointer, Pointer]:
+        self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int, lengths: Slots | None = None
+    ) -> tuple[StepInputs, Slots, Pointer]:
         """See `sketchssm.backends.Call`."""
         shape = given.v.shape
         index = self.slots(slots, shape[0], capacity)
         activation = self._activation_dtype or self._narrowest(given)
-        if shape != self._v_shape or self._activation_dtype is None:
-            self._lay_out(shape, several, activation)
+        layout = self._layout
+        if layout is None or shape != layout.v_shape or self._activation_dtype is None:
+            layout = self._layout = self._lay_out(shape, several, activation)
         address_of = self._framework.address
-        tokens: list[Pointer | None] = []  # their shapes the head has checked
-        for array, (name, inner, row_bytes, want) in zip(given, self._layout, strict=False):
-            address = address_of(array, want)
-            if address is None or address % ALIGNMENT:
-                address = self._converted(array, name, want)
-            tokens.append(Pointer(address, inner, row_bytes))
-        if given.beta is None:
-            tokens.append(None)
+        addresses, extents, strides = [0] * 5, layout.extents, (layout.rows, layout.steps)
+        for i, one in enumerate(layout.inputs):
+            array = given[i]
+            address = address_of(array, one.dtype)
+            if address is None or address % one.align:
+                address, found = self._in_place(array, one)
+                if found is not one.contiguous:
+                    row, step, extent = found
+                    strides = _replaced(strides[0], i, row), _replaced(strides[1], i, step)
+                    extents = _replaced(extents, i, extent)
+            addresses[i] = address
         self._activation_dtype = activation
-        return Tokens(*tokens), index, self._target(shape, out, tokens)
+        tokens = StepInputs(addresses, *strides)
+        return tokens, index, self._target(out, layout, addresses, extents)
 
     def states(self, state: Any, slots: Any) -> Pointer:
         """See `sketchssm.backends.Call`."""
-        address = self._framework.address(state, self._state_dtype)
-        if address is None or address % ALIGNMENT:
-            address = self._converted(state, "state", self._state_dtype)
         shape = tuple(state.shape)
-        return Pointer(address, shape, self._state_bytes * prod(shape[1:]))
+        one = ArrayLayout("state", self._state_dtype, shape[0], 1, shape[1:], False)
+        address = self._framework.address(state, self._state_dtype)
+        row = one.contiguous[0]
+        if address is None or address % ALIGNMENT:
+            address, (row, _, _) = self._in_place(state, one)
+        return Pointer(address, shape, row)
 
     def result(self, written: Any, v: Any, out: Any) -> Any:
         """See `sketchssm.backends.Call`."""
@@ -297,18 +302,23 @@ class DeviceArrays:
             )
         return framework, array, dtype
 
-    def _converted(self, array: Any, name: str, want: str) -> int:
-        """Address of an argument that the kernels can't take as it is, or not through the call's framework."""
-        found = self._on_device(array, name)
+    def _in_place(self, array: Any, one: ArrayLayout) -> tuple[int, tuple[int, int, int]]:
+        """Address and strides of an argument that is not contiguous, aligned and of the call's framework, or a copy.
+
+        The strides are as `ArrayLayout.contiguous`, which a copy has.
+        """
+        found = self._on_device(array, one.name)
         if found is None:
-            return self._upload(array, name, want)
+            return self._upload(array, one.name, one.dtype), one.contiguous
         framework, array, dtype = found
-        if dtype != want:
-            self._check_type(dtype, array, name, want)
-        address = framework.address(array, want)
-        if address is None or address % ALIGNMENT:
-            address = self._copy(framework, array, name, want)
-        return address
+        if dtype != one.dtype:
+            self._check_type(dtype, array, one.name, one.dtype)
+        there = framework.strided(array, one.dtype)
+        if there is not None and there[0] % one.align == 0:
+            strides = one.strides(there[1])
+            if strides is not None:
+                return there[0], strides
+        return self._copy(framework, array, one.name, one.dtype), one.contiguous
 
     def _copy(self, framework: Framework, array: Any, name: str, want: str) -> int:
         """Address of a contiguous copy in another type."""
@@ -351,35 +361,34 @@ class DeviceArrays:
             names.add(interop.to_host(array, name).dtype.name if found is None else found[2])
         return names.pop() if len(names) == 1 and names <= {"bfloat16", "float16"} else "float32"
 
-    def _lay_out(self, v_shape: Any, several: bool, activation: str) -> None:
-        """Note what the inputs look like in a call whose v has this shape; the head has checked that they agree."""
-        batch, length = v_shape[0], v_shape[1] if several else 1
-        self._v_shape, self._layout = tuple(v_shape), []
-        for name, tail in self._tails.items():
-            want = activation if name in self._activations else "float32"
-            row_bytes = length * prod(tail) * host_type(want).itemsize
-            self._layout.append((name, (batch, length, *tail), row_bytes, want))
-        dtype, shape = self._output_dtype or activation, (batch, length, *self._tails["v"])
-        self._out_layout = shape, prod(shape[1:]) * host_type(dtype).itemsize, dtype
+    def _lay_out(self, v_shape: Any, several: bool, activation: str) -> CallLayout:
+        """Layout of a call whose v has this shape."""
+        dtypes = {name: activation if name in self._activations else "float32" for name in self._tails}
+        return CallLayout(v_shape, several, self._tails, dtypes, self._output_dtype or activation)
 
-    def _target(self, shape: Any, out: Any, tokens: list[Pointer | None]) -> Pointer:
+    def _target(self, out: Any, layout: CallLayout, addresses: list[int], extents: tuple[int, ...]) -> Pointer:
         """Find or make the array that the kernels write, which no input may share memory with."""
-        framework, (inner, row_bytes, dtype) = self._framework, self._out_layout
+        framework, one = self._framework, layout.out
         if out is not None:
-            start = framework.address(out, dtype)
+            strides: tuple[int, int, int] | None = one.contiguous
+            start = framework.address(out, one.dtype)
             if start is None and self._framework_of(out) is not None:
                 self._on_device(out, "out")  # which refuses another device
-            if start is not None and start % ALIGNMENT == 0:
-                rows = inner[0]
-                end = start + rows * row_bytes
-                for x in tokens:
-                    if x is not None and x.address < end and start < x.address + rows * x.row_bytes:
+                there = framework.strided(out, one.dtype)
+                if there is not None:
+                    start, strides = there[0], one.strides(there[1])
+            if start is not None and strides is not None and start % ALIGNMENT == 0:
+                row, step, extent = strides
+                end = start + extent
+                for address, size in zip(addresses, extents, strict=True):
+                    if address < end and start < address + size:
                         break
                 else:
                     self._made = out
-                    return Pointer(start, inner, row_bytes)
-        self._made = framework.empty(tuple(shape), dtype)
-        return Pointer(_address(framework, self._made, dtype), inner, row_bytes)
+                    return Pointer(start, one.shape, row, step)
+        self._made = framework.empty(layout.v_shape, one.dtype)
+        row, step, _ = one.contiguous
+        return Pointer(_address(framework, self._made, one.dtype), one.shape, row, step)
 
     # Slots
 
@@ -391,7 +400,7 @@ class DeviceArrays:
             return (1,)
         raise ValueError(f"slots: expected shape ({'count' if batch is None else batch},), got {tuple(shape)}")
 
-    def _host_slots(self, slots: Any, batch: int | None, capacity: int) -> Pointer:
+    def _host_slots(self, slots: Any, batch: int | None, capacity: int) -> Slots:
         """Check slots on the host and upload them; those of the call before need no second upload."""
         if slots is None and (batch is None or batch <= capacity):
             self._live = slice(None)
@@ -400,23 +409,8 @@ class DeviceArrays:
         self._live = index >= 0
         key = index.tobytes(), self._cupy.cuda.get_current_stream().ptr
         if self._uploaded[0] != key:
-            self._uploaded = key, self._cupy.asarray(index)
-        return Pointer(self._uploaded[1].data.ptr, index.shape, 8)
-
-    def _int32_view(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """CuPy's view of another framework's int32 slots; None if they are not contiguous, or none at all."""
-        address = self._framework.address(array, "int32")
-        if not address:
-            return None
-        memory = self._cupy.cuda.UnownedMemory(address, 4 * shape[0], None, self._home)
-        return self._cupy.ndarray(shape, np.int32, self._cupy.cuda.MemoryPointer(memory, 0))
-
-    def _widen(self, slots: Any, capacity: int) -> int:
-        """Address of int32 slots as int64, in memory that stays, so that a graph can be captured."""
-        if self._wide is None:
-            self._wide = self._cupy.empty(capacity, np.int64)
-        self._wide[: slots.shape[0]] = slots
-        return int(self._wide.data.ptr)
+            self._uploaded = key, self._cupy.asarray(index.astype(np.int32))
+        return Slots(self._uploaded[1].data.ptr, index.shape, 0)
 
     def _keep_foreign(self) -> None:
         """Hold on to other frameworks' arrays until the device is done with them: they don't know the stream."""
@@ -426,6 +420,10 @@ class DeviceArrays:
         self._foreign = {}
         while self._pending[0][0].done and len(self._pending) > 1:
             self._pending.popleft()
+
+
+def _replaced(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
 
 
 def _address(framework: Framework, array: Any, dtype: str) -> int:

@@ -89,8 +89,8 @@ class DirectStep:
             arrays=[self._described(name) for name in ("q", "k", "v", "g", "beta", "out")],
             kernels=[launcher.places(names) for launcher, names in self._launches],
             slots=slots,
-            strided=False,
-            narrow_slots=False,
+            strided=True,
+            narrow_slots=True,
             failed=_thrower([launcher for launcher, _ in self._launches], self._clean),
         )
 

@@ -12,11 +12,11 @@ from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
 from sketchssm.cuda.modules import Variant, size_of
-from sketchssm.cuda.pointer import Pointer
-from sketchssm.cuda.slots import SlotWriter
-from sketchssm.cuda.standard import STEP_INPUTS, STEP_VALUES, StandardEngine, addresses
+from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
+from sketchssm.cuda.slots import SlotWriter, part_of
+from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.recurrence import Layer
 from sketchssm.slots import DUE
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
@@ -27,6 +27,8 @@ SCHEDULE_WORDS = 6 + 2 * MAX_ROWS
 LEAST_READ_WARPS = 4
 """Smallest number of warps of a read kernel's block. It needs two: warps without tiles compute the products of keys
 that others wait for, and put tokens into the ring."""
+
+NO_TOKENS = (0,) * len(TOKEN_INPUTS)
 
 STEP, FOLD, LOAD, DRAFT = 0, 1, 2, 3
 """Modes of the flush kernel: a step's due rows; fold only; sketch only; rows that must fold before a draft."""
@@ -86,12 +88,12 @@ class ReplayEngine(StandardEngine):
             stroke = DUE if phase == window - 1 else 0
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
             self.cursor[...] = stroke
-            self._set_state = SlotWriter(self.state, self.cursor, self._clock)
+            self._set_state = SlotWriter(self.state, self.cursor, self._slot_limits, self._clock)
         self.window = window
         self._packed = packed = pack_dense(layer) if packed is None else packed
         narrow = packed.constants["SKETCH"] == 0
         self.sketch = cupy.zeros((num_slots, packed.slot_elements), dtype=np.uint16 if narrow else np.float32)
-        self._set_sketch = SlotWriter(self.sketch, self.cursor, self._clock)
+        self._set_sketch = SlotWriter(self.sketch, self.cursor, self._slot_limits, self._clock)
         rows = packed.projection.astype(ml_dtypes.bfloat16).view(np.uint16) if narrow else packed.projection
         self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
         self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
@@ -149,11 +151,11 @@ class ReplayEngine(StandardEngine):
             self._make_ring()
         read, flush = modules
         processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-        memory = (
-            *(self.state, self._slot_stride, self.cursor, *self.ring, self._gate),
-            *(self.sketch, np.int64(self.sketch.shape[1]), self._projection),
-        )
-        inputs = STEP_INPUTS + "i"  # and the token
+        memory: list[Any] = []
+        for array in (self.state, *self.ring, self.sketch, self.cursor):
+            memory += part_of(array)
+        memory += [self._gate, self._projection]
+        inputs = TOKEN_INPUTS + SLOT_INPUTS
 
         kernel = read.get_function("read_step")
         shared = 0
@@ -163,7 +165,7 @@ class ReplayEngine(StandardEngine):
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
             self._read_limits = (processors, *(size_of(read, name) for name in names))
         self._read_memory = (*memory, self._heads, self._order)
-        last = (self._schedule, np.int32(self.num_slots), np.int32(shared))
+        last = (self._schedule, *self._slot_limits, np.int32(shared))
         self._read = Launcher(kernel, self._read_memory, inputs, last, shared=shared)
 
         kernel = flush.get_function("flush_step")
@@ -178,73 +180,83 @@ class ReplayEngine(StandardEngine):
             Launcher(
                 kernel,
                 (*memory, self._basis, self._heads),
-                inputs + "iQ",  # whether the clock moves on, and lengths of drafts
-                (self._schedule, clock, np.int32(mode), np.float32(self._packed.ridge)),
+                inputs + "iiQi",  # whether the clock moves on; tokens of a draft, and lengths of its rows
+                (self._schedule, *self._slot_limits, clock, np.int32(mode), np.float32(self._packed.ridge)),
                 shared=shared,
             )
             for mode in (STEP, FOLD, LOAD, DRAFT)
         ]
-        values = (*STEP_VALUES, "zero")
-        launches = [(self._read, values), (self._flush[STEP], (*values, "one", "zero"))]  # the clock; no lengths
+        values = (*TOKEN_VALUES, *SLOT_VALUES)
+        nothing = "zero", "zero", "zero"  # no draft
+        launches = [(self._read, values), (self._flush[STEP], (*values, "one", *nothing))]
         schedule = self._schedule
         self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots, clean=lambda: schedule.fill(0))
         if self._unsketched:
             self._unsketched = False
             self._rebuild(self.arrays.all_slots(self.num_slots, self.num_slots), LOAD)
 
-    def step(self, tokens: Tokens, slots: Pointer, out: Pointer) -> None:
+    def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
         self._prepare()
         batch, length = out.shape[:2]
-        if batch <= MAX_ROWS:
-            parts = [(batch, addresses(tokens, slots, out))] if batch else []
-        else:
-            parts = []
-            for first in range(0, batch, MAX_ROWS):
-                span = first, min(first + MAX_ROWS, batch)
-                part = Tokens(*(x if x is None else x.rows(*span) for x in tokens))
-                parts.append((span[1] - first, addresses(part, slots.rows(*span), out.rows(*span))))
+        spans: list[tuple[int, int]] = [(0, batch)] if batch else []
+        if batch > MAX_ROWS:
+            spans = [(first, min(first + MAX_ROWS, batch)) for first in range(0, batch, MAX_ROWS)]
         for t in range(length):
             ticks = 1  # the clock moves on once for all parts of a batch
-            for rows, inputs in parts:
-                self._window_step(inputs, rows, length, t, ticks)
+            for first, end in spans:
+                part = slots if end - first == batch else slots.rows(first, end)
+                self._window_step(
+                    (
+                        *tokens.token(first, t),
+                        out.address + first * out.row + t * out.step,
+                        *tokens.row_strides,
+                        out.row,
+                        part.address,
+                        part.flags,
+                        end - first,
+                    ),
+                    end - first,
+                    ticks,
+                )
                 ticks = 0
 
-    def _window_step(self, inputs: tuple[int, ...], batch: int, length: int, t: int, ticks: int) -> None:
+    def _window_step(self, inputs: tuple[int, ...], batch: int, ticks: int) -> None:
         """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due."""
         if batch not in self._grids:
             self._grids[batch] = *self._read_grid(batch), min(self.flush_blocks, batch * self.layer.heads)
         blocks, threads, flush_blocks = self._grids[batch]
         try:
-            self._read(blocks, threads, *inputs, batch, length, t)
-            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, batch, length, t, ticks, 0)
+            self._read(blocks, threads, *inputs)
+            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0)
         except BaseException:  # the next flush must not take the rows that this read has listed
             self._schedule.fill(0)
             raise
         self._direct.learn(batch, [(blocks, threads), (flush_blocks, self._flush_threads)])
 
-    def draft(self, tokens: Tokens, lengths: Pointer | None, slots: Pointer, out: Pointer) -> None:
+    def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
         self._prepare()
         if self._draft_read is None:
             variant = draft_variant(self.variants()[0])
-            self._draft_read = DraftReader(variant, self._read_memory, self._packed.dense < self.layer.heads)
+            sketched = self._packed.dense < self.layer.heads
+            self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, sketched)
         batch, length = out.shape[:2]
         for first in range(0, batch if length else 0, MAX_ROWS):
             rows = first, min(first + MAX_ROWS, batch)
-            part = Tokens(*(x if x is None else x.rows(*rows) for x in tokens))
-            inputs = addresses(part, slots.rows(*rows), out.rows(*rows))
-            count = rows[1] - first
-            of_rows = 0 if lengths is None else lengths.rows(*rows).address
+            part, count = slots.rows(*rows), rows[1] - first
+            inputs = *tokens.token(first), out.address + first * out.row, *tokens.row_strides, out.row
+            given = part.address, part.flags, count
+            own = (0, 0) if lengths is None else lengths.rows(*rows).number
             blocks, threads = self._read_grid(count)
             flush_blocks = min(self.flush_blocks, count * self.layer.heads)
-            self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, count, length, 0, int(first == 0), of_rows)
-            self._draft_read(blocks, threads, *inputs, count, length)
+            self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, int(first == 0), length, *own)
+            self._draft_read(blocks, threads, *inputs, *tokens.steps, *given, length)
 
-    def commit(self, accepted: Pointer, slots: Pointer) -> None:
+    def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         if self._commit is None:
-            self._commit = Committer(self.cursor, self._clock, self.window)
+            self._commit = Committer(self.cursor, self._clock, self.window, self._slot_limits)
         self._commit(accepted, slots)
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
@@ -256,15 +268,15 @@ class ReplayEngine(StandardEngine):
         blocks = max(min(tiles, processors), -(-tiles // max_tiles))
         return blocks, 32 * min(max(-(-tiles // blocks), LEAST_READ_WARPS), max_warps)
 
-    def _rebuild(self, slots: Pointer, mode: int) -> None:
+    def _rebuild(self, slots: Slots, mode: int) -> None:
         """Launch flushes without tokens, to fold rings or to sketch states."""
         for first in range(0, slots.shape[0], MAX_ROWS):
             part = slots.rows(first, first + MAX_ROWS)
             batch = part.shape[0]
             blocks = min(self.flush_blocks, batch * self.layer.heads)
-            self._flush[mode](blocks, self._flush_threads, 0, 0, 0, 0, 0, 0, part.address, batch, 1, 0, 0, 0)
+            self._flush[mode](blocks, self._flush_threads, *NO_TOKENS, part.address, part.flags, batch, 0, 0, 0, 0)
 
-    def load_state(self, state: Pointer, slots: Pointer) -> None:
+    def load_state(self, state: Pointer, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         super().load_state(state, slots)
         if not self.ring:  # the flush kernel must know the ring's type: the first step sketches, when it is settled
@@ -273,13 +285,13 @@ class ReplayEngine(StandardEngine):
         self._prepare(late=False)
         self._rebuild(slots, LOAD)
 
-    def flush(self, slots: Pointer) -> None:
+    def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         if self.ring:  # else nothing is buffered
             self._prepare(late=False)
             self._rebuild(slots, FOLD)
 
-    def reset(self, slots: Pointer) -> None:
+    def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
         self._set_sketch(None, slots)

@@ -32,6 +32,9 @@ class Framework(Protocol):
         the caller's to check.
         """
 
+    def strided(self, array: Any, dtype: str) -> tuple[int, tuple[int, ...]] | None:
+        """Address and strides, in elements, of an array like those of `address` that need not be contiguous."""
+
     def describe(self, array: Any) -> tuple[int, str]:
         """Device of one of the framework's arrays (negative for the host), and the name of its type."""
 
@@ -72,6 +75,15 @@ class CupyArrays:
         if isinstance(array, self._kind) and array.dtype == self._dtypes[dtype] and array.flags.c_contiguous:
             return array.data.ptr if array.device.id == self._id else None
         return None
+
+    def strided(self, array: Any, dtype: str) -> tuple[int, tuple[int, ...]] | None:
+        """See `Framework`."""
+        if not isinstance(array, self._kind) or array.dtype != self._dtypes[dtype] or array.device.id != self._id:
+            return None
+        item = array.itemsize
+        if any(stride % item for stride in array.strides):
+            return None
+        return array.data.ptr, tuple(stride // item for stride in array.strides)
 
     def describe(self, array: Any) -> tuple[int, str]:
         """See `Framework`."""
@@ -132,6 +144,17 @@ class TorchArrays:
             and array.is_contiguous()
         ):
             return array.data_ptr()
+        return None
+
+    def strided(self, array: Any, dtype: str) -> tuple[int, tuple[int, ...]] | None:
+        """See `Framework`."""
+        if (
+            isinstance(array, self.kind)
+            and array.dtype is self._dtypes[dtype]
+            and array.get_device() == self._id
+            and array.layout is self._torch.strided
+        ):
+            return array.data_ptr(), array.stride()
         return None
 
     def describe(self, array: Any) -> tuple[int, str]:

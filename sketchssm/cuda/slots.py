@@ -8,7 +8,7 @@ import numpy as np
 
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
-from sketchssm.cuda.pointer import Pointer
+from sketchssm.cuda.pointer import Pointer, Slots
 
 __all__ = ["SLOTS", "SlotWriter"]
 
@@ -28,24 +28,27 @@ class SlotWriter:
         Contiguous within a slot; slots start and end at multiples of 16 bytes.
     cursor : cupy.ndarray of int32, (slots,)
         Cursor words.
+    slot_limits : tuple
+        Slot number of padding, and number of slots.
     clock : cupy.ndarray of int32, (1,), optional
         The head's clock.
     """
 
-    def __init__(self, array: Any, cursor: Any, clock: Any = None) -> None:
+    def __init__(self, array: Any, cursor: Any, slot_limits: tuple[Any, ...], clock: Any = None) -> None:
         self._array, self._cursor, self._clock = array, cursor, np.uint64(0) if clock is None else clock
+        self._slot_limits = slot_limits
         self._size = array[0].nbytes // UNIT
         self._parts = min(-(-self._size // THREADS), MAX_PARTS)
         self._launch: Launcher | None = None
 
-    def __call__(self, rows: Pointer | None, slots: Pointer) -> None:
-        """Overwrite ``array[slots]`` and start the slots' windows anew; -1 is skipped.
+    def __call__(self, rows: Pointer | None, slots: Slots) -> None:
+        """Overwrite ``array[slots]`` and start the slots' windows anew; padding is skipped.
 
         Parameters
         ----------
         rows : Pointer or None
             One row for each of `slots`; None stands for zeros.
-        slots : Pointer, (batch,)
+        slots : Slots, (batch,)
             Which slots, each at most once.
         """
         count = slots.shape[0]
@@ -53,8 +56,13 @@ class SlotWriter:
             return
         if self._launch is None:
             kernel = load(SLOTS).get_function("set_slots")
-            fixed = self._array, np.int64(self._array.strides[0] // UNIT)
-            self._launch = Launcher(kernel, fixed, "QqQQi", (self._clock,), overlaps=False)  # the kernel does not wait
-        source = 0 if rows is None else rows.address
-        cursor = self._cursor.data.ptr
-        self._launch(count * self._parts, THREADS, source, self._size, cursor, slots.address, self._parts)
+            fixed = *part_of(self._array), *part_of(self._cursor)
+            last = *self._slot_limits, self._clock
+            self._launch = Launcher(kernel, fixed, "QqiQii", last, overlaps=False)  # the kernel does not wait
+        source, stride = (0, 0) if rows is None else (rows.address, rows.row)
+        self._launch(count * self._parts, THREADS, source, stride, self._size, *slots.number, self._parts)
+
+
+def part_of(array: Any) -> tuple[Any, np.int32]:
+    """A part of the slots' memory as the kernels take it: the array, and bytes from slot to slot."""
+    return array, np.int32(array.strides[0])

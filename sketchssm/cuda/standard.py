@@ -15,9 +15,9 @@ from sketchssm.cuda.frameworks import host_type
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
-from sketchssm.cuda.pointer import Pointer
-from sketchssm.cuda.slots import SLOTS, SlotWriter
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
+from sketchssm.cuda.slots import SLOTS, SlotWriter, part_of
+from sketchssm.recurrence import Layer
 from sketchssm.slots import POSITION
 
 if TYPE_CHECKING:
@@ -38,11 +38,17 @@ MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
 smaller blocks keep loads and stores closer to that order (on H200 1% to 2% faster; slower by as much with fewer
 warps)."""
 
-STEP_INPUTS = "QQQQQQQii"
-"""Arguments of a step's kernels: addresses of q, k, v, g, beta, outputs and slots; rows and tokens."""
+TOKEN_INPUTS = "Q" * 6 + "i" * 6
+"""Arguments of a step's kernels: addresses and row strides of q, k, v, g, beta and outputs."""
 
-STEP_VALUES = ("q", "k", "v", "g", "beta", "out", "slots", "rows", "one")
-"""The same for one token, by name."""
+TOKEN_VALUES = tuple(f"{name}{what}" for what in ("", "_stride") for name in ("q", "k", "v", "g", "beta", "out"))
+"""The same by name."""
+
+STEPS_INPUTS = TOKEN_INPUTS + "i" * 5
+"""The same with bytes from token to token of the inputs, for kernels that take several."""
+
+SLOT_INPUTS, SLOT_VALUES = "Qii", ("slots", "wide", "rows")
+"""Address and flags of a call's slots, and its rows."""
 
 
 def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
@@ -102,9 +108,9 @@ class StandardEngine:
             raise UnsupportedError(f"memory: backend 'cuda' takes no memory for {next(iter(given))!r}")
         kind = host_type(state_dtype)
         self.state = cupy.zeros(shape, dtype=kind) if state is None else check_pool(state, shape, kind)
-        self._slot_stride = np.int64(self.state.strides[0] // kind.itemsize)
+        self._slot_limits = np.int32(-1), np.int32(num_slots)  # the slot that means padding, and all slots
         self.cursor = cupy.zeros(num_slots, dtype=np.int32)
-        self._set_state = SlotWriter(self.state, self.cursor)
+        self._set_state = SlotWriter(self.state, self.cursor, self._slot_limits)
         self._ready = False  # to launch: kernels loaded, and all memory allocated
         self.arrays.device.synchronize()  # the first call may come on another stream
 
@@ -164,18 +170,28 @@ class StandardEngine:
     def _load(self, modules: list[Any]) -> None:
         """Take the kernels from the modules of `variants`."""
         kernel = modules[0].get_function("standard_step")
-        self._step = Launcher(kernel, (self.state, self._slot_stride, self._gate), STEP_INPUTS)
-        self._direct = DirectStep(
-            self.arrays, self.layer, [(self._step, STEP_VALUES)], self.num_slots, clean=lambda: None
-        )
+        fixed = *part_of(self.state), self._gate
+        self._step = Launcher(kernel, fixed, STEPS_INPUTS + SLOT_INPUTS + "i", self._slot_limits)
+        values = *TOKEN_VALUES, *("zero",) * 5, *SLOT_VALUES, "one"  # one token
+        self._direct = DirectStep(self.arrays, self.layer, [(self._step, values)], self.num_slots, clean=lambda: None)
 
-    def step(self, tokens: Tokens, slots: Pointer, out: Pointer) -> None:
-        """See `sketchssm.backends.Engine`; arrays come as `Pointer`."""
+    def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
+        """See `sketchssm.backends.Engine`."""
         self._prepare()
         batch, length = out.shape[:2]
         if batch and length:
             grid = self._standard_grid(batch)
-            self._step(*grid, *addresses(tokens, slots, out), batch, length)
+            self._step(
+                *grid,
+                *tokens.addresses,
+                out.address,
+                *tokens.row_strides,
+                out.row,
+                *tokens.steps,
+                *slots.number,
+                batch,
+                length,
+            )
             self._direct.learn(batch, [grid])
 
     def _standard_grid(self, batch: int) -> tuple[int, int]:
@@ -186,20 +202,13 @@ class StandardEngine:
         warps = max(1, min(fit, STANDARD_WARPS))
         return -(-tasks // warps), 32 * warps
 
-    def load_state(self, state: Pointer, slots: Pointer) -> None:
+    def load_state(self, state: Pointer, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         self._set_state(state, slots)
 
-    def flush(self, slots: Pointer) -> None:
+    def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
 
-    def reset(self, slots: Pointer) -> None:
+    def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         self._set_state(None, slots)
-
-
-def addresses(tokens: Tokens, slots: Pointer, out: Pointer) -> tuple[int, ...]:
-    """Addresses in the order of the kernels' parameters; 0 stands for a beta that the layer does not have."""
-    q, k, v, g, beta = tokens
-    beta_address = 0 if beta is None else beta.address
-    return q.address, k.address, v.address, g.address, beta_address, out.address, slots.address
