@@ -3,12 +3,15 @@
     python benchmarks/cuda_host_time.py               # on a device
     python benchmarks/cuda_host_time.py --no-device   # on the host build of the kernels, with launches that do nothing
 
-Without a device, tensors of the host claim to be on a device, and only the Python code of a step is timed. Each time
-is the median over many rounds of the thread's own CPU time.
+`direct` is a step whose arguments C++ takes as they are, `operator` the same through `sketchssm.torch.DecodeLayer`,
+and `python` a step without the extension. Without a device, tensors of the host claim to be on a device, and only the
+library's own work is timed. Each time is the median over many rounds of the thread's own CPU time.
 """
 
 import argparse
 import ctypes
+import importlib
+import json
 import statistics
 import sys
 import time
@@ -34,7 +37,9 @@ def without_device(patch):
     from sketchssm import cuda, interop
     from sketchssm.cuda import direct, frameworks, launch
 
+    extension = importlib.import_module("sketchssm.cuda._direct")
     standin.install(patch)
+    patch.setitem(sys.modules, extension.__name__, extension)
     patch.setattr(cuda, "missing", lambda: "")
     patch.setattr(launch, "_driver", lambda: lambda config, function, pointers, extra: 0)
     nothing = ctypes.cast(ctypes.pythonapi.PyErr_CheckSignals, ctypes.c_void_p).value  # returns 0, as for success
@@ -49,11 +54,13 @@ def without_device(patch):
     )
 
 
-def microseconds(call):
-    """Median over rounds of what one call takes the thread."""
+def microseconds(call, wait):
+    """Median over rounds of what one call takes the thread; the device is idle when a round begins."""
+    call()
     call()
     times = []
     for _ in range(ROUNDS):
+        wait()
         start = time.thread_time_ns()
         for _ in range(CALLS):
             call()
@@ -64,8 +71,11 @@ def microseconds(call):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-device", action="store_true", help="replace the device, CuPy and the driver")
+    parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     device = "cpu" if args.no_device else "cuda"
+    wait = (lambda: None) if args.no_device else torch.cuda.synchronize
+    rows = []
     with pytest.MonkeyPatch.context() as patch:
         if args.no_device:
             without_device(patch)
@@ -76,17 +86,32 @@ def main():
             for name, shape in layer.token_shapes().items()
         }
         slots, out = torch.arange(BATCH, device=device), torch.empty_like(tokens["v"])
-        heads = {"standard": ss.StandardHead(layer, SLOTS, "cuda"), "sketch": ss.SketchHead(plan, SLOTS, "cuda")}
-        for name, head in heads.items():
-            head.warmup()
-            for label, options in {
-                "out, slots": {"slots": slots, "out": out},
-                "out, int32 slots": {"slots": slots.to(torch.int32), "out": out},
-                "slots": {"slots": slots},
-                "neither": {},
-            }.items():
-                took = microseconds(lambda head=head, options=options: head.step(**tokens, **options))
-                print(f"{name:10} {label:18} {took:6.2f}")
+        calls = {
+            "out, slots": {"slots": slots, "out": out},
+            "out, int32 slots": {"slots": slots.to(torch.int32), "out": out},
+            "slots": {"slots": slots},
+            "neither": {},
+        }
+        for way in ("direct", "operator", "python"):
+            if way == "python":
+                patch.setitem(sys.modules, "sketchssm.cuda._direct", None)
+            heads = {"standard": ss.StandardHead(layer, SLOTS, "cuda"), "sketch": ss.SketchHead(plan, SLOTS, "cuda")}
+            for name, head in heads.items():
+                head.warmup()
+                step = head.step
+                if way == "operator":
+                    with pytest.MonkeyPatch.context() as host:
+                        host.setattr(head, "backend", "cpu" if args.no_device else "cuda")
+                        step = ss.torch.DecodeLayer(head)
+                for label, options in calls.items():
+                    with torch.inference_mode():
+                        took = microseconds(lambda step=step, options=options: step(**tokens, **options), wait)
+                    print(f"{name:10} {way:10} {label:18} {took:6.2f}")
+                    rows.append({"system": name, "way": way, "arguments": label, "microseconds": round(took, 2)})
+    if args.json:
+        name = "none" if args.no_device else torch.cuda.get_device_name()
+        settings = {"shape": SHAPE, "batch": BATCH, "device": name, "torch": torch.__version__}
+        args.json.write_text(json.dumps(settings | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
