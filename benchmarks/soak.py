@@ -1,7 +1,7 @@
 """A long soak: thousands of requests through the slots of one head, each output checked against its own request.
 
     python benchmarks/soak.py --backend cpu --requests 10000
-    python benchmarks/soak.py --backend cuda --requests 10000
+    python benchmarks/soak.py --backend cuda --requests 10000 --graphs
 
 The server of `tests/soak` joins, forks, preempts and aborts requests, drafts, hits cached prefixes and pads. It stops
 at the first output, state or position that is not the request's, and prints seed and events. Memory in use must not
@@ -37,11 +37,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(map(str, CASES)), default=list(map(str, CASES)))
     parser.add_argument("--requests", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--graphs", action="store_true", help="replay captured steps and drafts, on cuda")
     options = parser.parse_args()
     for case in CASES:
         if str(case) not in options.cases:
             continue
-        served, started = server(options.backend, case, options.requests, options.seed), time.perf_counter()
+        started = time.perf_counter()
+        served = server(options.backend, case, options.requests, options.seed, graphs=options.graphs)
         counts = served.run()
         growth = grown(served.memory)
         events = ", ".join(f"{count} {name}" for name, count in counts.items())

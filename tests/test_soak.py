@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS
-from soak.cases import CASES, MISSING, server
+from soak.cases import CASES, MISSING, attempts, server
 from soak.verdicts import SoakError
 
-import sketchssm as ss
 from sketchssm.slots import DUE, POSITION
 
 EVENTS = {
@@ -36,19 +34,9 @@ def test_a_seed_gives_one_run():
     np.testing.assert_array_equal(first.verdicts.worst, again.verdicts.worst)
 
 
-@pytest.mark.parametrize("backend", MISSING)
 def test_the_list_of_missing_operations(backend):
     """An operation leaves the list with the change that adds it."""
-    head, slots = ss.ReplayHead(LAYERS["gdn"], 2, backend, window=8), [0]
-    tries = {
-        "memory": lambda: ss.ReplayHead(LAYERS["gdn"], 2, backend, window=8, memory={}),
-        "phase": lambda: ss.ReplayHead(LAYERS["gdn"], 2, backend, window=8, phase=1),
-        "draft": lambda: head.commit([0], slots),
-        "adopt": lambda: head.adopt(slots),
-        "copy": lambda: head.copy([0], [1]),
-        "snapshot": lambda: head.restore(head.snapshot(slots), slots),
-    }
-    for name, attempt in tries.items():
+    for name, attempt in attempts(backend).items():
         if name in MISSING[backend]:
             with pytest.raises((AttributeError, ValueError)):
                 attempt()

@@ -21,6 +21,8 @@ class Cursors:
         # the clock is one more row, behind the slots
         self.position, self.drafted = np.zeros(slots + 1, int), np.zeros(slots + 1, int)
         self.due = np.zeros(slots + 1, bool)
+        self.strokes = set()
+        """DUE bits that the clock has had since someone emptied the set."""
         if self.clocked:
             self.position[-1] = phase
             self.due[:] = phase == window - 1
@@ -34,6 +36,7 @@ class Cursors:
         self.drafted[every] = 0
         if self.clocked and self.position[-1] == self.window - 1:
             self.due[every] = True
+        self.strokes.add(bool(self.due[-1]))
         return flushes[: len(rows)]
 
     def draft(self, rows, lengths, most):
@@ -45,6 +48,7 @@ class Cursors:
         self.position[every[folds]] = 0
         self.due[every[folds]] = False
         self.drafted[every] = lengths
+        self.strokes.add(bool(self.due[-1]))
         return folds[: len(rows)]
 
     def commit(self, rows, accepted):
@@ -57,6 +61,7 @@ class Cursors:
             self.position[-1] += count
             if self.position[-1] + count > self.window - 1:
                 self.due[np.append(rows, -1)] = True
+            self.strokes.add(bool(self.due[-1]))
 
     def begin(self, rows):
         """Begin windows on the states that stand in some slots."""

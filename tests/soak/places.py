@@ -44,7 +44,13 @@ class Host:
     """Whether calls on `side` run beside other calls."""
 
     refuses = True
-    """Whether a call with a wrong slot is an error; else its row is left out."""
+    """Whether a call with a wrong slot is an error."""
+
+    drafted = 0
+    """Tokens of a draft that the head's clock has seen before the first request."""
+
+    leaves_out = False
+    """Whether the rows of a wrong slot are left out, and counted."""
 
     def __init__(self, make, slots, without=()):
         self.memory = None
@@ -71,6 +77,10 @@ class Host:
         """Overwrite all that freed slots hold."""
         if self.memory is not None:
             self._fill(slots)
+
+    def running(self):
+        """Context of the whole run."""
+        return contextlib.nullcontext()
 
     def side(self):
         """Context of calls that a prefill makes."""

@@ -49,12 +49,15 @@ class Server:
         self.seed, self.rng, self.without = seed, np.random.default_rng(seed), without
         self.oracle = Oracle(layer, plan)
         self.cursors = Cursors(self.head.window, phase, self.head.num_slots)
-        self.clocked = phase is not None
+        if place.drafted:
+            none = np.zeros(0, int)
+            self.cursors.draft(none, none, place.drafted)
+            self.cursors.commit(none, none)
         self.waiting, self.mean_length = requests, mean_length
         self.pad = getattr(self.head, "pad_slot", -1)
         self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
         self.running, self.cached, self.preempted = [], [], []
-        self.counts = Counter()
+        self.counts, self.spoiled = Counter(), 0
         exact, sketched = tolerance
         allowed = np.full(layer.heads, exact)
         allowed[self.oracle.sketched] = sketched
@@ -66,10 +69,11 @@ class Server:
     def run(self):
         """Serve all requests; returns how often each thing happened."""
         memory = []
-        while self.waiting or self.running or self.preempted:
-            self.tick()
-            memory.append(self.place.used())
-        self.evict(len(self.cached))
+        with self.place.running():
+            while self.waiting or self.running or self.preempted:
+                self.tick()
+                memory.append(self.place.used())
+            self.evict(len(self.cached))
         done = self.counts["finished"] + self.counts["aborted"]
         if done != self.counts["begun"] + self.counts["forked"]:
             raise SoakError(f"seed {self.seed}: requests were lost: {dict(self.counts)}")
@@ -84,17 +88,21 @@ class Server:
         if len(self.cached) > 6 or not self.free:
             self.evict(2)
         if self.place.overlaps:
+            self.cursors.strokes = {bool(self.cursors.due[-1])}
             begun = self.begin()
+            copies = begun and begun[0].history[-1].startswith("prefix")
             wait = self.decode(begun)
             self.place.join()
-            self.note_dues(begun)
+            self.note_dues(() if copies else begun)
             wait()
         elif self.rng.random() < 0.5:
             self.decode(())()
             self.begin()
         else:
             self.decode(self.begin())()
-        known = self.running + self.cached
+        if self.place.leaves_out and self.place.left_out() != self.spoiled:
+            raise self.verdicts.error(None, f"expected {self.spoiled} rows to be left out")
+        self.spoiled, known = 0, self.running + self.cached
         slots = [each.slot for each in known]
         self.verdicts.positions(known, self.place.get(self.head.position)[slots], self.cursors.position[slots])
         self.retire()
@@ -176,7 +184,7 @@ class Server:
 
     def note_dues(self, begun):
         """Whether a slot that began beside a step was in time for the clock's stroke is up to the device."""
-        if self.clocked and begun and self.has("memory"):
+        if len(self.cursors.strokes) > 1 and begun and self.has("memory"):
             slots = [each.slot for each in begun]
             self.cursors.due[slots] = self.place.due(slots)
 
@@ -265,15 +273,13 @@ class Server:
         if group:
             slots = [each.slot for each in group]
             self.head.flush(self.place.array(slots))
-            self.folded(group)
+            self.end_windows(group, "flushed")
             self.cursors.begin(slots)
 
-    def folded(self, group):
-        """Windows of requests end; a window without a token goes on."""
-        group = [each for each in group if self.cursors.position[each.slot]]
+    def end_windows(self, group, why):
         for each, past in zip(group, self.oracle.fold([each.past for each in group]), strict=True):
             each.past = past
-            each.note("flushed")
+            each.note(why)
 
     def wrong_call(self):
         """A call with wrong slots is refused, and changes nothing."""
@@ -289,6 +295,18 @@ class Server:
                     continue
                 raise SoakError(f"seed {self.seed}: slots {wrong} were not refused")
         self.counts["refused"] += 1
+
+    def spoil(self, rows, slots):
+        """Give some rows a slot out of range, or another's: they are left out, and outputs are zeros."""
+        live = [i for i, row in enumerate(rows) if row is not None]
+        if len(live) < 4 or self.rng.random() > 0.1:
+            return rows, slots
+        wrong, one, other = live[0], live[1], live[2]
+        slots[wrong] = self.rng.choice([self.head.num_slots, -7, 2**31 - 1])
+        slots[one] = slots[other]
+        self.spoiled += 3
+        self.counts["left out"] += 3
+        return [None if i in live[:3] else row for i, row in enumerate(rows)], slots
 
     def release(self, request):
         self.place.poison(request.slot)
@@ -322,6 +340,7 @@ class Server:
             for x in (tokens.q, tokens.k, tokens.v):
                 x[i, 0 if row is None else lengths[i] :] = np.nan
         slots = np.array([self.pad if row is None else row.slot for row in rows])
+        rows, slots = self.spoil(rows, slots) if self.place.leaves_out else (rows, slots)
         live = [i for i, row in enumerate(rows) if row is not None]
         seen = self.place.tokens(tokens)
         if drafts:
@@ -346,7 +365,7 @@ class Server:
     def draft(self, rows, live, seen, lengths, count, slots, fetch):
         """Read drafts, fork between, and keep what a random verification accepts."""
         folds = self.cursors.draft(slots[live], lengths[live], count)
-        self.fold_before([rows[i] for i, folded in zip(live, folds, strict=True) if folded])
+        self.end_windows([rows[i] for i, folded in zip(live, folds, strict=True) if folded], "flushed for a draft")
         want, scale = self.blank(len(rows), count)
         trails = {i: [rows[i].past] for i in live}
         exact = self.head.window == 1
@@ -374,12 +393,6 @@ class Server:
         self.counts["drafts"] += 1
         self.counts["accepted"] += int(accepted.sum())
         return lambda: self.verdicts.outputs(rows, fetch(), want, scale)
-
-    def fold_before(self, group):
-        """Windows end before a draft."""
-        for each, past in zip(group, self.oracle.fold([each.past for each in group]), strict=True):
-            each.past = past
-            each.note("flushed before a draft")
 
     def blank(self, rows, count):
         """Outputs of padding, and of what stands behind a row's drafts: zeros, exactly."""

@@ -1,0 +1,34 @@
+"""The soak on the CUDA kernels, compiled by g++ and run on the host."""
+
+import pytest
+from host import compiler, heads
+from soak.cases import CASES, MISSING, attempts, server
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    """The stand-in for CuPy; every test looks for a device anew."""
+    yield from heads.install(monkeypatch)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_every_request_sees_its_own_tokens(number):
+    """Every other case replays captured graphs."""
+    case, graphs = CASES[number], number % 2 == 0
+    served = server("cuda", case, 24, seed=3, slots=16, mean_length=8.0, graphs=graphs)
+    counts = served.run()
+    assert {"finished", "steps", "reset", "load"} <= set(counts)
+    assert len(served.free) == 16 - (served.pad == 0)
+
+
+def test_the_list_of_missing_operations():
+    """An operation leaves the list with the change that adds it."""
+    for name, attempt in attempts("cuda").items():
+        if name in MISSING["cuda"]:
+            with pytest.raises((AttributeError, TypeError, ValueError)):
+                attempt()
+        else:
+            attempt()
