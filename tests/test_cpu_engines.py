@@ -10,6 +10,7 @@ import sketchssm.cpu.replay as cpu_replay
 import sketchssm.cpu.sketch as cpu_sketch
 import sketchssm.cpu.standard as cpu_standard
 import sketchssm.reference.engines as reference
+from sketchssm.cpu import workers
 from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
 from sketchssm.slots import DUE, POSITION, drafted
 
@@ -135,7 +136,7 @@ def test_any_sequence_of_calls(system, kind, shape):
         else:
             mine, _ = engines(system, layer, window, phase=phase)
             pair = Pair(system, layer, window, phase=phase, memory=block(mine.parts, rng))
-            pair.call("reset", np.arange(SLOTS))
+            pair.call("load_state", states_of(rng, layer, SLOTS), np.arange(SLOTS))
         sequence(data, pair, rng)
 
     run()
@@ -162,12 +163,14 @@ def outputs(engine, method, tokens, *arguments):
     return out
 
 
-@pytest.mark.parametrize("accepted", [0, 2, 5])
-@pytest.mark.parametrize("before", [0, 3, 7, 9])
-def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, rng):
+@pytest.mark.parametrize(
+    ("before", "accepted", "state_dtype"),
+    [*((before, accepted, "float32") for before in (0, 3, 7, 9) for accepted in (0, 2, 5)), (9, 5, "float16")],
+)
+def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dtype, rng):
     """Draft outputs are those of steps, and rejected drafts leave no trace, whether or not the row flushes first."""
     window, slots, n = 12, np.array([2, 0]), 5
-    (engine, _), (twin, _) = (engines(system, layer, window) for _ in range(2))
+    (engine, _), (twin, _) = (engines(system, layer, window, state_dtype=state_dtype) for _ in range(2))
     first, drafts, last = (tokens_of(rng, layer, 2, count) for count in (before, n, window))
     for each in (engine, twin):
         each.load_state(states_of(np.random.default_rng(1), layer, 2), slots)
@@ -247,3 +250,19 @@ def test_a_stroke_makes_all_rows_of_the_call_due(rng):
         positions.append(engine.memory["cursor"].tolist())
     due = DUE | POSITION & 1
     assert positions == [[1, 0, 0], [DUE + 2, due, 0], [0, 0, 0], [1, 1, 1], [2, 2, 2]]
+
+
+def test_threads_share_drafts(system, layer, monkeypatch, rng):
+    """Results are the same bits whether one thread or several do the work."""
+    results = []
+    first, drafts = tokens_of(rng, layer, 3, 8), tokens_of(rng, layer, 3, 5)
+    slots, lengths = np.array([2, -1, 0]), np.array([5, 0, 3])
+    for small in (workers.SMALL, 0):
+        monkeypatch.setattr(workers, "SMALL", small)
+        engine, _ = engines(system, layer, 12)
+        outputs(engine, "step", first, slots)
+        got = outputs(engine, "draft", drafts, lengths, slots)
+        engine.commit(np.array([4, 0, 1]), slots)
+        results.append((got, outputs(engine, "step", first, slots), engine.state.copy()))
+    for one, several in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, several)
