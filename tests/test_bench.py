@@ -89,6 +89,16 @@ class TestBytes:
             packed + state + moved + 4 * ring, 4 * state + moved + 7 * ring + packed
         )
 
+    @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+    def test_states_of_16_bits(self, narrow):
+        plan = bench.random_plan(LAYER, np.array([3, DENSE]), 8, "offline")
+        pairs = zip(bench.systems(LAYER, 8, [plan]), bench.systems(LAYER, 8, [plan], state_dtype=narrow), strict=True)
+        state = 4 * 64 * 80  # of one of the two heads
+        for (wide, less), reads in zip(pairs, (4, 2, 1), strict=True):  # states that a step between flushes moves
+            assert less.build(1, "reference").state.shape == (1, 2, 80, 64)
+            more, fewer = (bench.step_bytes(system, LAYER, 1, 8, on_device=True) for system in (wide, less))
+            assert (more.read - fewer.read, more.flush - fewer.flush) == (reads * state / 2, 4 * state / 2)
+
     def test_raw_gates(self):
         """Raw gates have two bytes on a device like activations; on the host they are converted at input."""
         layer = SHAPES["kda"]

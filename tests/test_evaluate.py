@@ -71,6 +71,25 @@ def energies(plan, tokens, coefficient_map=maps.coefficient_map):
     return energy, lost
 
 
+@pytest.mark.parametrize(("stored", "ulp"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_rounded_states(study, stored, ulp):
+    """Rounding at every token errs more than rounding once a window, and one rounding by up to half a unit."""
+    found = {
+        entry.setting: measure(entry, study, "reference")
+        for entry in entries(study, [f"rounded-states/*-{stored}", "ablation/full-method"])
+    }
+    standard, sketch = found[f"standard-{stored}"], found[f"sketch-{stored}"]
+    base = found["full-method"]
+    assert standard.reduction == 2
+    assert base.state_error < FLOAT64
+    assert 0.1 * ulp < sketch.state_error < standard.state_error
+    assert sketch.state_error < 2 * ulp  # of a state that forgets: not much more than its last rounding
+    assert base.reduction < sketch.reduction < 2 * base.reduction
+    assert sketch.ranks == base.ranks
+    assert sketch.flush_error < 2 * ulp
+    assert sketch.output_error == pytest.approx(base.output_error, rel=2 * ulp / base.output_error)
+
+
 @pytest.mark.parametrize("map_name", MAPS)
 def test_retained_is_what_the_map_keeps(study, map_name):
     """The errors of decoding, flush tokens and first windows (zero states) included, are those of the state reads."""

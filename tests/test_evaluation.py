@@ -129,7 +129,8 @@ def test_baselines_that_are_not_asked_for_are_not_calibrated(tmp_path, monkeypat
 
 
 def test_unknown_systems_are_told_what_there_is(tmp_path):
-    with pytest.raises(ValueError, match=r"got 'exakt'; there are exact \(standard, replay\); sketch \(.*window-16"):
+    known = r"exact \(standard, replay\); rounded-states \(standard-bfloat16, .*\); sketch \(.*window-16"
+    with pytest.raises(ValueError, match=rf"got 'exakt'; there are {known}"):
         select([study_of(tmp_path)], ["exact", "exakt"])
 
 

@@ -30,6 +30,22 @@ def test_paper_sketch(model, rank, ratio):
     assert round(traffic.reduction(*model, rank), 2) == ratio
 
 
+def test_states_of_16_bits():
+    """Every state byte counts half; sketches and maps stay as they are."""
+    size = QWEN[1:]
+    for narrow in ("bfloat16", "float16"):
+        assert traffic.state_bytes(*size, narrow) == 2 * 128 * 128 == traffic.state_bytes(*size) / 2
+        assert traffic.standard(*size, narrow) == traffic.standard(*size) / 2
+        assert traffic.replay(*size, 16, narrow) == traffic.replay(*size) / 2
+        ranks = [7, ss.DENSE]
+        wide, less = (traffic.sketch(*QWEN, ranks, state_dtype=name) for name in ("float32", narrow))
+        flush, read = traffic.standard(*size) / 16, 15 * traffic.state_bytes(*size) / 16
+        assert np.allclose(wide - less, [flush / 2, (flush + read) / 2])
+        assert traffic.reduction(*QWEN, ss.DENSE, state_dtype=narrow) == 2 * traffic.reduction(*QWEN, ss.DENSE)
+    with pytest.raises(ValueError, match="state_dtype: expected one of float32, bfloat16, float16, got 'int8'"):
+        traffic.standard(*size, "int8")
+
+
 @pytest.mark.parametrize(("model", "bits", "ratio"), QUANTISED)
 def test_paper_quantised(model, bits, ratio):
     size = model[1:]

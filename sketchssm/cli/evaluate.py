@@ -125,7 +125,7 @@ def _refuse_ignored(families: set[str]) -> None:
     """Refuse settings of sketches where none of the chosen families has sketches."""
     if "sketch" not in families:
         options.refuse("without the family sketch", ("ranks",))
-    if "ablation" not in families:
-        options.refuse("without the family ablation", ("mean_rank",))
-    if not families & {"sketch", "ablation"}:
+    if not families & {"ablation", "rounded-states"}:
+        options.refuse("without the families ablation and rounded-states", ("mean_rank",))
+    if not families & {"sketch", "ablation", "rounded-states"}:
         options.refuse("without sketches", [name for name in options.MAP_SETTINGS if name != "window"])

@@ -63,6 +63,19 @@ def _exact(study: Study) -> list[Entry]:
     return _ready("exact", exact_systems(study.traces.layer, window), window)
 
 
+def _rounded_states(study: Study) -> list[Entry]:
+    """States of 16 bits: standard decoding rounds them at every token, the sketch at one mean rank once a window."""
+    found = []
+    for state_dtype in ("bfloat16", "float16"):
+        standard = replace(
+            exact_systems(study.traces.layer, state_dtype=state_dtype)[0], name=f"standard-{state_dtype}"
+        )
+        found += _ready("rounded-states", [standard], study.settings.window)
+        name = f"sketch-{state_dtype}"
+        found.append(_planned(study, "rounded-states", name, study.mean_rank, state_dtype=state_dtype))
+    return found
+
+
 def _sketches(study: Study) -> list[Entry]:
     """Every map at every mean rank, and the map in use with a random basis."""
     make = partial(_planned, study, "sketch")
@@ -104,6 +117,7 @@ def _baseline(family: str, make: Callable[[Layer, Tokens, int], list[System]]) -
 
 FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
     "exact": _exact,
+    "rounded-states": _rounded_states,
     "sketch": _sketches,
     "quantised": _baseline("quantised", partial(quantised_systems, error_feedback=(False, True))),
     "pruned": _baseline("pruned", pruned_systems),
@@ -206,6 +220,7 @@ def _planned(
     window: int | None = None,
     random: bool = False,
     same_ranks: str | None = None,
+    state_dtype: str = "float32",
 ) -> Entry:
     """A sketch with the settings of the study except those given; `same_ranks` is a map for the base's ranks."""
     window = window or study.settings.window
@@ -218,7 +233,7 @@ def _planned(
         plan = layer.plan(rank, map or study.settings.map, method or study.settings.method, basis)
         if same_ranks:
             plan = SketchPlan(basis, plan.ranks, window, same_ranks)
-        return sketch_system(plan, name)
+        return sketch_system(plan, name, state_dtype=state_dtype)
 
     return Entry(family, name, window, build)
 
