@@ -1,4 +1,4 @@
-// Keeps the first drafts of each row: `commit`. One block.
+// Keeps the first drafts of each row: `commit`. One block. Without windows (`window` 1) drafts are only dropped.
 #include "call_slots.cuh"
 #include "cursor.cuh"
 #include "strided.cuh"
@@ -15,6 +15,6 @@ extern "C" __global__ void __launch_bounds__(512)
         const int slot = slots.of(row);
         if (slot < 0) continue;
         int* const word = Strided<int>{cursor, cursor_stride}.of(slot);
-        *word = after_commit(*word, kept.of(row)) | stroke;
+        *word = window > 1 ? after_commit(*word, kept.of(row)) | stroke : 0;
     }
 }

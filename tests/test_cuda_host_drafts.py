@@ -3,15 +3,24 @@
 import numpy as np
 import pytest
 from gpu import draft_graphs
-from gpu.cuda_support import error, make_plan, make_tokens, named_gate, tokens_to_device
+from gpu.cuda_support import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    error,
+    make_plan,
+    make_tokens,
+    named_gate,
+    tokens_to_device,
+)
 from host import compiler, standin
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.cuda import engines, modules
-from sketchssm.cuda.pointer import WIDE, Pointer, Slots, StepInputs
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.cuda import modules
+from sketchssm.recurrence import DENSE, Layer
 from sketchssm.reference import engines as reference
+from sketchssm.slots import drafted
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
@@ -48,17 +57,6 @@ def cupy(monkeypatch):
     return standin
 
 
-def pointer(x):
-    """Integers, an array of outputs, or tokens as the engines take them; they must live until the kernels have run."""
-    if isinstance(x, Tokens):
-        places = [(0, 0, 0) if y is None else (y.data.ptr, *y.strides[:2]) for y in x]
-        addresses, rows, steps = zip(*places, strict=True)
-        return StepInputs(list(addresses), rows, steps)
-    if x.ndim == 1:
-        return Slots(x.data.ptr, x.shape, WIDE if x.itemsize == 8 else 0)
-    return Pointer(x.data.ptr, x.shape, *x.strides[:2])
-
-
 class Pair:
     """An engine on the device and its oracle."""
 
@@ -77,7 +75,7 @@ class Pair:
         here = tokens if self.gate is None else tokens._replace(g=self.gate.log_decays(tokens.g))
         out = self.cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
         index, *counts = [None if x is None else self.cupy.asarray(x) for x in (slots, *lengths)]
-        device(pointer(there), *(x if x is None else pointer(x) for x in counts), pointer(index), pointer(out))
+        device(there, *counts, index, out)
         want = np.empty(tokens.v.shape)
         full = np.full(len(slots), tokens.v.shape[1])
         oracle(here, *(full if x is None else x for x in lengths), slots, want)
@@ -100,13 +98,13 @@ class Pair:
 
     def commit(self, accepted, slots):
         index, counts = self.cupy.asarray(slots), self.cupy.asarray(accepted)
-        self.device.commit(pointer(counts), pointer(index))
-        self.oracle.commit(np.maximum(accepted, 0), slots)
+        self.device.commit(counts, index)
+        self.oracle.commit(np.clip(accepted, 0, drafted(self.oracle.memory["cursor"][slots])), slots)
         self.check_cursors()
 
     def flush(self, slots):
         index = self.cupy.asarray(slots)
-        self.device.flush(pointer(index))
+        self.device.flush(index)
         self.oracle.flush(slots)
         self.check_cursors()
 
@@ -147,6 +145,17 @@ def decode(pair, calls, most):
     assert error(pair.device.state.get(), pair.oracle.state) < EXACT
 
 
+@pytest.mark.parametrize("activation", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["mamba2-80", "gdn", "kda", "kda-raw"])
+def test_standard(name, activation, rng, cupy):
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    device = StandardEngine(layer, SLOTS, activation_dtype=activation, output_dtype="float32", gate=gate, drafts=5)
+    pair = Pair(cupy, device, reference.StandardEngine(layer, SLOTS, drafts=5), activation, rng, gate)
+    decode(pair, 14, 5)
+    pair.compare(np.ones(layer.heads, bool), 0)
+
+
 @pytest.mark.parametrize(
     ("name", "window", "activation"),
     [
@@ -159,7 +168,7 @@ def test_replay(name, window, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
     device = poisoned(
-        engines.ReplayEngine(layer, SLOTS, window, activation_dtype=activation, output_dtype="float32", gate=gate)
+        ReplayEngine(layer, SLOTS, window, activation_dtype=activation, output_dtype="float32", gate=gate)
     )
     pair = Pair(cupy, device, reference.ReplayEngine(layer, SLOTS, window), activation, rng, gate)
     decode(pair, 14, min(window - 1, 8))
@@ -185,14 +194,13 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
-    device = engines.SketchEngine(plan, SLOTS, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
+    device = SketchEngine(plan, SLOTS, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
     oracle = reference.SketchEngine(plan, SLOTS)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     everything = cupy.arange(SLOTS)
-    device.reset(pointer(everything))
+    device.reset(everything)
     start = rng.standard_normal((SLOTS, *layer.state_shape)).astype(np.float32)
-    there = cupy.asarray(start)
-    device.load_state(pointer(there), pointer(everything))
+    device.load_state(cupy.asarray(start), everything)
     oracle.load_state(start.astype(np.float64), np.arange(SLOTS))
     pair = Pair(cupy, device, oracle, activation, rng, gate)
     decode(pair, 14, min(window - 1, 8))

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.commits import Committer
 from sketchssm.cuda.direct import DirectStep
-from sketchssm.cuda.drafts import Committer, DraftReader, draft_variant
+from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
@@ -103,24 +104,9 @@ class ReplayEngine(StandardEngine):
         self._grids: dict[int, tuple[int, int, int]] = {}
         self._draft_read: DraftReader | None = None
         self._commit: Committer | None = None
-        self.ring: tuple[Any, ...] = ()
         if self.arrays.activation_dtype is not None:
-            self._make_ring()
+            self._make_ring(self.window)
         self.arrays.device.synchronize()  # the first call may come on another stream
-
-    def _make_ring(self) -> None:
-        """Allocate a window's raw inputs, in the activations' type."""
-        import cupy
-
-        layer, slots, window = self.layer, self.num_slots, self.window
-        activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
-        gates = activation if self._raw_gate else np.float32
-        self.ring = (
-            cupy.zeros((slots, layer.key_heads, window, layer.key_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, window, layer.value_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, window, layer.gate_channels), dtype=gates),
-            cupy.zeros((slots, layer.heads, window) if layer.erases else (1,), dtype=np.float32),
-        )
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch: read and flush."""
@@ -148,7 +134,7 @@ class ReplayEngine(StandardEngine):
         import cupy
 
         if not self.ring:
-            self._make_ring()
+            self._make_ring(self.window)
         read, flush = modules
         processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
         memory: list[Any] = []

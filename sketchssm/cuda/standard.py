@@ -17,6 +17,7 @@ from sketchssm.cuda.limits import check_layer, check_pool
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SLOTS, SlotWriter, part_of
+from sketchssm.cuda.standard_drafts import StandardDrafts, standard_draft_variant
 from sketchssm.recurrence import Layer
 from sketchssm.slots import POSITION
 
@@ -76,6 +77,8 @@ class StandardEngine:
         Converts raw gate inputs, which have the activations' type.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory: what is rounded whenever a state is written.
+    drafts : int, default 0
+        Most tokens of a draft.
     """
 
     window = 1
@@ -90,10 +93,14 @@ class StandardEngine:
         output_dtype: str | None = None,
         gate: GateInput | None = None,
         state_dtype: str = "float32",
+        drafts: int = 0,
     ) -> None:
         import cupy
 
         check_layer(layer)
+        self._most_drafts = drafts
+        self._drafts: StandardDrafts | None = None
+        self.ring: tuple[Any, ...] = ()
         self.layer = layer
         self.state_dtype = state_dtype
         self.num_slots = num_slots
@@ -167,6 +174,20 @@ class StandardEngine:
         self._load(modules)
         self._ready = True
 
+    def _make_ring(self, places: int) -> None:
+        """Allocate raw inputs of so many tokens, in the activations' type."""
+        import cupy
+
+        layer, slots = self.layer, self.num_slots
+        activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
+        gates = activation if self._raw_gate else np.float32
+        self.ring = (
+            cupy.zeros((slots, layer.key_heads, places, layer.key_dim), dtype=activation),
+            cupy.zeros((slots, layer.heads, places, layer.value_dim), dtype=activation),
+            cupy.zeros((slots, layer.heads, places, layer.gate_channels), dtype=gates),
+            cupy.zeros((slots, layer.heads, places) if layer.erases else (1,), dtype=np.float32),
+        )
+
     def _load(self, modules: list[Any]) -> None:
         """Take the kernels from the modules of `variants`."""
         kernel = modules[0].get_function("standard_step")
@@ -192,7 +213,29 @@ class StandardEngine:
                 batch,
                 length,
             )
-            self._direct.learn(batch, [grid])
+            if self._drafts is not None:
+                self._drafts.drop(slots)
+            if not self._most_drafts:  # a direct step would not drop drafts
+                self._direct.learn(batch, [grid])
+
+    def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        self._prepare()
+        batch, length = out.shape[:2]
+        if self._drafts is None:
+            variant = standard_draft_variant(self.variants()[0], self._most_drafts)
+            self._make_ring(self._most_drafts)
+            memory = self.state, self._gate, self.ring, self.cursor
+            self._drafts = StandardDrafts(variant, *memory, self._slot_limits, STEPS_INPUTS)
+        if batch and length:
+            inputs = *tokens.addresses, out.address, *tokens.row_strides, out.row, *tokens.steps
+            counts = (0, 0) if lengths is None else lengths.number
+            self._drafts.draft(self._standard_grid(batch), *inputs, *slots.number, batch, length, *counts)
+
+    def commit(self, accepted: Slots, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        if self._drafts is not None and slots.shape[0]:  # else nothing was drafted
+            self._drafts.commit(self._standard_grid(slots.shape[0]), accepted, slots)
 
     def _standard_grid(self, batch: int) -> tuple[int, int]:
         """Blocks that have a warp for every few value rows, and a block's threads."""
@@ -208,6 +251,8 @@ class StandardEngine:
 
     def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
+        if self._drafts is not None:
+            self._drafts.drop(slots)
 
     def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""

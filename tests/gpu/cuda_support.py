@@ -151,15 +151,31 @@ def with_blocks(engine, blocks):
 def taking_arrays(kind):
     """An engine of CuPy arrays, which come to the kernels as those of a head's caller do; uint16 holds bf16's bits."""
 
+    def as_given(tokens):
+        import ml_dtypes
+
+        return Tokens(*(x if x is None or x.dtype != np.uint16 else x.view(ml_dtypes.bfloat16) for x in tokens))
+
     class Taking(kind):
         def step(self, tokens, slots, out):
-            import ml_dtypes
-
-            given = Tokens(*(x if x is None or x.dtype != np.uint16 else x.view(ml_dtypes.bfloat16) for x in tokens))
+            given = as_given(tokens)
             with self.arrays.call(out) as call:
                 pointers, index, written = call.inputs(given, slots, out, True, self.num_slots)
                 super().step(pointers, index, written)
                 assert call.result(written, out, out) is out
+
+        def draft(self, tokens, lengths, slots, out):
+            with self.arrays.call(out) as call:
+                index = call.slots(slots, out.shape[0], self.num_slots)
+                counts = call.lengths(lengths, index, out.shape[1])
+                pointers, index, written = call.inputs(as_given(tokens), slots, out, True, self.num_slots, counts)
+                super().draft(pointers, counts, index, written)
+                assert call.result(written, out, out) is out
+
+        def commit(self, accepted, slots):
+            with self.arrays.call(slots) as call:
+                index = call.slots(slots, accepted.shape[0], self.num_slots)
+                super().commit(call.accepted(accepted, index, self.cursor), index)
 
         def load_state(self, state, slots):
             with self.arrays.call(state) as call:

@@ -1,0 +1,47 @@
+"""Commits of drafts, for all engines of the CUDA backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.launch import Launcher
+from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.pointer import Slots
+from sketchssm.cuda.slots import part_of
+
+__all__ = ["COMMIT", "Committer"]
+
+COMMIT = Variant("commit", {})
+
+THREADS = 512
+"""Of a block of the commit kernel."""
+
+
+class Committer:
+    """The kernel of ``commit.cu`` for one engine.
+
+    Parameters
+    ----------
+    cursor : cupy.ndarray of int32, (slots,)
+        Cursor words.
+    clock : cupy.ndarray of int32, (1,), or None
+        The head's clock.
+    window : int
+        Tokens from one flush to the next; 1 where the cursor words are only to be cleared.
+    slot_limits : tuple
+        Slot number of padding, and number of slots.
+    """
+
+    def __init__(self, cursor: Any, clock: Any, window: int, slot_limits: tuple[Any, ...]) -> None:
+        kernel = load(COMMIT).get_function("commit")
+        fixed = *part_of(cursor), np.uint64(0) if clock is None else clock, np.int32(window)
+        self._launch = Launcher(kernel, fixed, "QiQii", slot_limits)
+
+    def __call__(self, accepted: Slots | None, slots: Slots) -> None:
+        """Keep the first `accepted` drafts of each row; None is for windows of 1."""
+        batch = slots.shape[0]
+        if batch:
+            counts = (0, 0) if accepted is None else accepted.number
+            self._launch(1, THREADS, *slots.number, *counts, batch)
