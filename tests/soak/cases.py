@@ -15,7 +15,7 @@ WINDOW = 8
 MISSING = {
     "reference": (),
     "cpu": (),
-    "cuda": ("int32", "memory", "adopt", "copy", "snapshot", "left_out", "streams", "standard drafts", "pad_slot"),
+    "cuda": ("memory", "adopt", "copy", "snapshot", "left_out", "streams", "standard drafts", "pad_slot"),
 }
 """Operations that a backend does not have yet."""
 

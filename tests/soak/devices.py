@@ -49,7 +49,8 @@ class Device(Host):
             self._first_draft()
         self.graphs = {} if graphs else None
         if graphs:
-            for rows in range(ROWS, slots + ROWS, ROWS):
+            # with padding a batch may have more rows than slots
+            for rows in range(ROWS, slots + 2 * ROWS, ROWS):
                 self._capture(rows)
 
     def _first_draft(self):
