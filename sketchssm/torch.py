@@ -27,7 +27,8 @@ _numbers = count()
 
 _library = torch.library.Library("sketchssm", "DEF")
 
-TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta=None, Tensor? slots=None"
+MEMORY = "Tensor(a!) order, str name"
+TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? slots"
 DRAFT = "Tensor? lengths=None, bool draft=False"
 
 
@@ -114,12 +115,8 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
             Outputs: a new contiguous tensor of v's type, or `out`.
         """
         if out is None:
-            return torch.ops.sketchssm.step(
-                self.order, self.name, q, k, v, g, beta, slots, lengths=lengths, draft=draft
-            )
-        torch.ops.sketchssm.step_out(
-            self.order, self.name, q, k, v, g, beta, slots, out=out, lengths=lengths, draft=draft
-        )
+            return _step_op(self.order, self.name, q, k, v, g, beta, slots, lengths, draft)
+        _step_out_op(self.order, self.name, q, k, v, g, beta, slots, out, lengths, draft)
         return out
 
     def load_state(self, state: Any, slots: Any = None) -> None:
@@ -206,40 +203,64 @@ def _head(name: str) -> Any:
     return head
 
 
-def _operator(name: str, arguments: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an operator; `run` and `fake` get its arguments without `order`."""
-    _library.define(f"{name}(Tensor(a!) order, str name, {arguments}) -> {returns}")
-    _library.impl(name, lambda order, *given, **named: run(*given, **named), "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"sketchssm::{name}", lambda order, *given, **named: fake(*given, **named), lib=_library
-    )
+def _operator(name: str, arguments: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operator of a head; return the function that calls the operator."""
+    _library.define(f"{name}({MEMORY}, {arguments}) -> {returns}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sketchssm::{name}", fake, lib=_library)
+    return getattr(torch.ops.sketchssm, name).default  # without the search for the right overload
 
 
-def _nothing(*given: Any, **named: Any) -> None:
+def _nothing(*given: Any) -> None:
     """Stand in for an operator without outputs while a graph is traced."""
 
 
 def _step(
-    name: str, q: Any, k: Any, v: Any, g: Any, beta: Any = None, slots: Any = None, **others: Any
+    order: Any,
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    slots: Any,
+    lengths: Any = None,
+    draft: bool = False,
 ) -> torch.Tensor:
-    return _head(name).step(q, k, v, g, beta, slots=slots, **others)
+    return _head(name).step(q, k, v, g, beta, slots=slots, draft=draft, lengths=lengths)
 
 
-def _step_fake(name: str, q: Any, k: Any, v: Any, *others: Any, **named: Any) -> torch.Tensor:
+def _step_fake(order: Any, name: str, q: Any, k: Any, v: Any, *others: Any) -> torch.Tensor:
     return v.new_empty(v.shape)
 
 
-def _step_out(*given: Any, **named: Any) -> None:
-    _step(*given, **named)
+def _step_out(
+    order: Any,
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    slots: Any,
+    out: Any,
+    lengths: Any = None,
+    draft: bool = False,
+) -> None:
+    _head(name).step(q, k, v, g, beta, slots=slots, out=out, draft=draft, lengths=lengths)
 
 
 def _define(method: str, arguments: str) -> None:
     """Define an operator without outputs that calls a head's method with the same arguments."""
-    _operator(method, arguments, "()", lambda name, *given: getattr(_head(name), method)(*given), _nothing)
+
+    def run(order: Any, name: str, *given: Any) -> None:
+        getattr(_head(name), method)(*given)
+
+    _operator(method, arguments, "()", run, _nothing)
 
 
-_operator("step", f"{TOKENS}, *, {DRAFT}", "Tensor", _step, _step_fake)
-_operator("step_out", f"{TOKENS}, *, Tensor(b!) out, {DRAFT}", "()", _step_out, _nothing)
+_step_op = _operator("step", f"{TOKENS}, {DRAFT}", "Tensor", _step, _step_fake)
+_step_out_op = _operator("step_out", f"{TOKENS}, Tensor(b!) out, {DRAFT}", "()", _step_out, _nothing)
 _define("load_state", "Tensor state, Tensor? slots=None")
 _define("adopt", "Tensor? slots=None")
 _define("commit", "Tensor accepted, Tensor? slots=None")

@@ -216,7 +216,7 @@ def repeatable(layered, layer, rng):
     token = [None if x is None else x[:, None] for x in token]
     return {
         "step": ((*head, *token, rows), draft),
-        "step_out": ((*head, *token, rows), {"out": torch.zeros(token[2].shape), **draft}),
+        "step_out": ((*head, *token, rows, torch.zeros(token[2].shape)), draft),
         "adopt": ((*head, rows), {}),
         "commit": ((*head, none, rows), {}),
         "copy": ((*head, rows, rows[[0, 2, 1]]), {}),
