@@ -82,8 +82,7 @@ class ExactHead(DecodeHead):
         check_gate(gate, layer)
         if isinstance(pad_slot, bool) or not isinstance(pad_slot, int | np.integer) or abs(pad_slot) >= 1 << 31:
             raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad_slot!r}")
-        if state_dtype not in ACTIVATIONS:
-            raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
+        check_state_dtype(state_dtype)
         if memory is not None and not isinstance(memory, Mapping):
             raise TypeError(f"memory: expected a mapping from names of parts to arrays, got {type(memory).__name__}")
         name, engine = load_engine(
@@ -264,6 +263,12 @@ def check_gate(gate: Any, layer: Layer) -> None:
     gate.check(layer)
 
 
+def check_state_dtype(state_dtype: Any) -> None:
+    """Check the type of states."""
+    if state_dtype not in ACTIVATIONS:
+        raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
+
+
 def check_phase(phase: Any, window: int) -> int | None:
     """Check the position at which a clock begins; None is no clock."""
     if phase is None:
@@ -389,6 +394,7 @@ class SketchHead(ExactHead):
             The head's `parts`.
         """
         _check_sketch_dtype(sketch_dtype)
+        check_state_dtype(state_dtype)
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
         return load_parts("sketch", backend, plan, sketch_dtype=sketch_dtype, **types)
 

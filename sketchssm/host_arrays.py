@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -260,9 +261,21 @@ def slot_memory(
         memory[name] = host.view(_bfloat16()) if part.dtype == "bfloat16" else host
     if rest:
         raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(rest))!r}")
+    for one, other in combinations(memory, 2):
+        if _overlap(memory[one], memory[other]):
+            raise ValueError(f"memory: expected memory of its own for every part, but {one!r} and {other!r} overlap")
     if "cursor" in memory:
         memory["cursor"][...] = 0
     return memory
+
+
+def _overlap(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    """Tell whether two arrays share an element; False for strides that would take too long to compare."""
+    candidates: Any = 10000  # NumPy's stubs know no other numbers than -1 and 0
+    try:
+        return np.shares_memory(one, other, max_work=candidates)
+    except np.exceptions.TooHardError:
+        return False
 
 
 def _bfloat16() -> np.dtype[Any]:

@@ -107,6 +107,24 @@ def parts_of(path):
     return {name: x for name, x in document.items() if name not in ("format", "version", "sha256")}, tensors
 
 
+def one_block(parts, num_slots, block=None):
+    """Memory of all parts in one block a slot, with gaps: the block of bytes, and the parts' arrays."""
+    offsets, end = [], 0
+    for part in parts:
+        start = -(-end // 64) * 64
+        offsets.append(start)
+        end = start + part.bytes
+    if block is None:
+        block = np.zeros((num_slots, -(-end // 64) * 64 + 64), np.uint8)
+    memory = {}
+    for part, start in zip(parts, offsets, strict=True):
+        rows = block[:, start : start + part.bytes].view("uint16" if part.dtype == "bfloat16" else part.dtype)
+        memory[part.name] = np.lib.stride_tricks.as_strided(
+            rows, (num_slots, *part.shape), (block.strides[0], *np.empty(part.shape, rows.dtype).strides)
+        )
+    return block, memory
+
+
 def relative(got, want):
     """Error of a whole array relative to its norm."""
     got, want = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)

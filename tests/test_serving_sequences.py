@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from samples import LAYERS, at, plan_of, states_of, tokens_of
+from samples import LAYERS, at, one_block, plan_of, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, KINDS, Tokens
@@ -201,23 +201,6 @@ class Model:
 def joined(tokens):
     parts = zip(*tokens, strict=True)
     return Tokens(*(None if part[0] is None else np.concatenate(part, axis=1) for part in parts))
-
-
-def one_block(parts, num_slots):
-    """Memory of all parts in one block a slot, with gaps."""
-    offsets, end = [], 0
-    for part in parts:
-        start = -(-end // 64) * 64
-        offsets.append(start)
-        end = start + part.bytes
-    block = np.zeros((num_slots, -(-end // 64) * 64 + 64), np.uint8)
-    memory = {}
-    for part, start in zip(parts, offsets, strict=True):
-        rows = block[:, start : start + part.bytes].view("uint16" if part.dtype == "bfloat16" else part.dtype)
-        memory[part.name] = np.lib.stride_tricks.as_strided(
-            rows, (num_slots, *part.shape), (block.strides[0], *np.empty(part.shape, rows.dtype).strides)
-        )
-    return block, memory
 
 
 def machine(kind, backend, state_dtype):

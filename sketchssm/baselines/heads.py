@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sketchssm.backends import load_parts
-from sketchssm.exact import ExactHead, check_drafts, check_phase
+from sketchssm.exact import ExactHead, check_drafts, check_phase, check_state_dtype
 from sketchssm.recurrence import PAD_SLOT, Layer, check_window
 from sketchssm.slots import SlotPart
 
@@ -99,6 +99,7 @@ class StandardHead(ExactHead):
         tuple of SlotPart
             The head's `parts`.
         """
+        check_state_dtype(state_dtype)
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
         return load_parts("standard", backend, layer, drafts=check_drafts(drafts), **types)
 
@@ -197,5 +198,6 @@ class ReplayHead(ExactHead):
         tuple of SlotPart
             The head's `parts`.
         """
+        check_state_dtype(state_dtype)
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
         return load_parts("replay", backend, layer, check_window(window, least=1), **types)
