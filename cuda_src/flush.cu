@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
     const Clock clock{clock_word};
     auto set_cursors = [&](auto next) {  // by all threads of a block
+#pragma unroll 1
         for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
             const int slot = slots.of(row);
             if (slot < 0) continue;
@@ -41,14 +42,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         if (clock.word && ticks && threadIdx.x == 0) clock.draft(draft_tokens, W);
         set_cursors([&](int word, int row) { return after_draft(word, drafts.of(row), W); });
     };
-    // In most steps nothing is due. Without dense heads this is known before the read kernel has ended: all blocks
-    // leave at once, except block 0, which stays to wait for the read kernel.
-    const bool idle = DENSE_HEADS == 0 && mode == STEP && schedule->is_idle();
-    if (idle && blockIdx.x > 0) return;
-    if (idle) move_cursors();
-    wait_for_previous_kernel();
-    if (mode == STEP && blockIdx.x == 0 && threadIdx.x == 0) schedule->reset_idle();
-    if (idle) return;
+    // Without dense heads, the list of due rows is complete before the read kernel has ended: flushes then run beside
+    // the reads of other rows.
+    const bool early = DENSE_HEADS == 0 && mode == STEP && schedule->is_listed();
+    if (!early) wait_for_previous_kernel();
     extern __shared__ uint4 shared[];
     BlockMemory& m = *reinterpret_cast<BlockMemory*>(shared);
     const int warp = threadIdx.x / 32;
@@ -63,7 +60,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         count = schedule->due;
         // Nobody else looks at cursors now: the list has the due rows' positions.
         if (blockIdx.x == 0) move_cursors();
-        if (count == 0) return;
+        if (count == 0) {  // in most steps: block 0 stays to wait for the read kernel
+            if (blockIdx.x == 0) {
+                wait_for_previous_kernel();
+                if (threadIdx.x == 0) schedule->reset();
+            }
+            return;
+        }
     } else {
         count = list_rows(schedule->rows, memory, slots, drafts, batch, mode);
         if (mode == DRAFT && count == 0) {  // other blocks may still list rows: for them this changes nothing
@@ -90,12 +93,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     }
 
     // The last block resets the schedule and, outside of STEP, the cursors, which other blocks have read until now.
+    // The flush must not end before the read kernel.
     __shared__ bool last;
+    if (early) wait_for_previous_kernel();
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicAdd(&schedule->finished_blocks, 1u) == gridDim.x - 1;
-        if (last) schedule->finished_blocks = 0, schedule->due = 0, schedule->next_tile = 0;
+        if (last) schedule->reset();
     }
     __syncthreads();
     if (!last || mode == STEP) return;

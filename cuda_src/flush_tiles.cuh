@@ -117,6 +117,7 @@ __device__ __forceinline__ int list_rows(DueRow* rows, const Memory& memory, con
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
+#pragma unroll 1
     for (int first = 0; first < batch; first += 32 * WARPS) {
         const int row = first + threadIdx.x;
         const int slot = row < batch ? slots.of(row) : PADDING;

@@ -86,7 +86,6 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #endif
 #if SKETCHED_HEADS
     const u32 start = clock_now();
-    bool due = false;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         int word = DENSE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
@@ -95,16 +94,14 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
             atomicMax(&block.max_tokens, pos);
-        } else {
-            due = true;
-            if (row * ROW_TILES >= begin) list(slot, row, word);  // by the block that has the row's first tile
+        } else if (row * ROW_TILES >= begin) {
+            list(slot, row, word);  // by the block that has the row's first tile
         }
     }
-    due = __syncthreads_or(due);
-    // Let the flush start early, but not if this block has a due row: flushes are slower on a multiprocessor that is
-    // still configured for a read's shared memory. By the warp that is likely to finish its copies last.
-    if (!due && threadIdx.x == blockDim.x - 1) {
-        if (DENSE_HEADS == 0) schedule->report_idle();  // dense heads look at their cursors later
+    __syncthreads();
+    // Let the flush start beside the reads. By the warp that is likely to finish its copies last.
+    if (threadIdx.x == blockDim.x - 1) {
+        if (DENSE_HEADS == 0) schedule->report_listed();  // dense heads look at their cursors later
         allow_next_kernel();
     }
     if (block.max_tokens < 0) return;  // all rows are due

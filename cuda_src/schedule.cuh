@@ -15,18 +15,19 @@ struct Schedule {
     int due;                         // number of rows to flush
     int next_tile;                   // next unclaimed tile of the flush, not counting those that its blocks begin with
     u32 finished_blocks;             // flush blocks that are done
-    u32 idle_blocks;                 // read blocks without a due row
-    int idle;                        // 1 once all read blocks are idle
+    u32 listed_blocks;               // read blocks that have listed their due rows
+    int listed;                      // 1 once all of them have
     DueRow rows[MAX_ROWS];           // in any order
 
-    // By one thread of a read block without a due row, once none of its threads needs a cursor any more.
-    __device__ __forceinline__ void report_idle() {
+    // By one thread of a read block, once its due rows are listed and none of its threads needs a cursor any more.
+    __device__ __forceinline__ void report_listed() {
         __threadfence();
-        if (atomicAdd(&idle_blocks, 1u) + 1 == gridDim.x) store_release(&idle, 1);
+        if (atomicAdd(&listed_blocks, 1u) + 1 == gridDim.x) store_release(&listed, 1);
     }
-    // For all threads of a block: whether nothing is due. The read kernel may still be running.
-    __device__ __forceinline__ bool is_idle() const {
-        return __syncthreads_or(threadIdx.x == 0 && load_acquire(&idle));
+    // For all threads of a block: whether the list is complete. The read kernel may still be running.
+    __device__ __forceinline__ bool is_listed() const {
+        return __syncthreads_or(threadIdx.x == 0 && load_acquire(&listed));
     }
-    __device__ __forceinline__ void reset_idle() { idle_blocks = 0, idle = 0; }
+    // After a flush, when the read kernel has ended.
+    __device__ __forceinline__ void reset() { due = next_tile = listed = 0, finished_blocks = listed_blocks = 0; }
 };
