@@ -24,11 +24,11 @@ ARCHITECTURES = (80, 90, 100)
 
 # Limits on spilt bytes per thread. Kernels use as many registers as their residency allows. Spills cost time, as
 # shared memory leaves little first-level cache, but most spills are in the one warp that finishes dense maps.
-# The most measured is 308, for kda's dense map on sm_90; for draft reads 144, for mamba2 with some heads dense.
+# The most measured is 308, for kda's dense map on sm_90; for draft reads 192, where some heads are dense.
 SPILL_BYTES = {
     "standard": 0,
     "read": 32,
-    "read_draft": 160,
+    "read_draft": 200,
     "standard_draft": 0,
     "flush": 320,
     "slots": 0,
@@ -183,10 +183,8 @@ def test_sizes(chosen, tmp_path):
 
 BEFORE_WAIT = {
     # constants (heads), and slots to prefetch cursors for
-    "read": r"(ld\.global\.v4\.u32|ld\.volatile\.global\.u64|prefetch\.global\.L2)",
+    "read": r"(ld\.global\.v4\.u32|ld\.volatile\.global\.\w+|prefetch\.global\.L2)",
     "read_draft": r"ld\.global\.v4\.u32",  # constants (heads)
-    # the read's report; when no flush is due, cursors advance
-    "flush": r"(ld\.acquire\.gpu\.global\.s32|ld\.global\.u64|atom\.global\.inc\.u32)",
 }
 """Accesses that kernels of sketch heads may make while the preceding kernel runs."""
 
@@ -213,17 +211,19 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
             options = [x for x in options if not x.startswith(("-DDENSE_HEADS=", "-DSKETCHED_HEADS="))]
             options += ["-DDENSE_HEADS=0", f"-DSKETCHED_HEADS={heads}"]
         subprocess.run(["nvcc", *options, str(source), "-o", str(source.with_suffix(".ptx"))], check=True)
-        lines = source.with_suffix(".ptx").read_text().splitlines()
+        text = source.with_suffix(".ptx").read_text()
+        lines = text[text.index(".entry") :].splitlines()  # functions that are not inlined stand before the kernel
         waits = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
         touches = [
             i for i, line in enumerate(lines) if re.search(r"\s(ld|st|atom|red|cp|prefetch)\.[\w.:]*global", line)
         ]
-        assert len(waits) == 1, name
         assert touches, name
+        assert not any("global.nc" in line for line in lines), f"{name}: takes what others write for constant"
+        if "flush" in name:  # once the read has listed all due rows, a flush waits at its end only
+            assert "ld.acquire" in lines[touches[0]], f"{name}: {lines[touches[0]]}"
+            continue
+        assert len(waits) == 1, name
         early = [lines[i].strip() for i in touches if i < waits[0]]
         allowed = BEFORE_WAIT.get(name.rsplit("-", 1)[1], "nothing") if "lowrank" in name else "nothing"
         wrong = [line for line in early if not re.search(allowed, line)]
         assert not wrong, f"{name}: {wrong}"
-        if "flush" in name:
-            assert "ld.acquire" in early[0], f"{name}: {early[0]}"
-        assert not any("global.nc" in line for line in lines), f"{name}: takes what others write for constant"
