@@ -1,7 +1,7 @@
 """Threads that share the rows and heads of a call.
 
-The calling thread works together with one thread per further core. An idle thread looks for work for some tens of
-microseconds and then sleeps. The calling thread also does the share of a thread that has not begun in time. If the
+The calling thread works together with one thread per further core. An idle thread looks for work for one or two
+milliseconds and then sleeps. The calling thread also does the share of a thread that has not begun in time. If the
 threads are busy with another caller's call, the caller does all of its work alone. A forked child starts its own
 threads.
 
