@@ -99,10 +99,6 @@ class Device(Host):
         wide = (None if x is None else x.astype(np.float64) for x in tokens)
         return Tokens(*(x.astype(self.bfloat16).astype(np.float64) if i < 3 else x for i, x in enumerate(wide)))
 
-    def write_states(self, states, slots):
-        for slot, state in zip(slots, states, strict=True):
-            self.memory["state"][slot] = self.array(state)
-
     def _upload(self, tokens, strided):
         """The call's inputs on the device; strided ones are slices of one projection's output."""
         rows = tokens.v.shape[:2]

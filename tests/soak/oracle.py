@@ -9,6 +9,7 @@ beside S. So no ring, no slot and no fold takes part.
 from collections import deque
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from sketchssm.recurrence import DENSE
@@ -44,16 +45,22 @@ class Request:
 
 
 class Oracle:
-    """Outputs and states of the requests of one layer; with a plan, as sketches show them between flushes."""
+    """Outputs and states of the requests of one layer; with a plan, as sketches show them between flushes.
 
-    def __init__(self, layer, plan=None):
+    A state of a 16-bit type is rounded where a window begins, behind the outputs that are read from it.
+    """
+
+    def __init__(self, layer, plan=None, state_dtype="float32"):
         self.layer, self.plan = layer, plan
+        self.rounded = None if state_dtype == "float32" else np.dtype(getattr(ml_dtypes, state_dtype, state_dtype))
         self.sketched = [] if plan is None else np.flatnonzero(plan.ranks != DENSE)
         self._eye = np.broadcast_to(np.eye(layer.key_dim), (layer.heads, layer.key_dim, layer.key_dim))
         self._nothing = np.zeros((layer.heads, layer.value_dim, layer.key_dim))
 
     def begin(self, states):
         """Pasts of requests that begin a window on states ``(rows, heads, K, V)``."""
+        if self.rounded is not None:
+            states = states.astype(self.rounded).astype(np.float64)
         missed = [self._nothing.copy() if len(self.sketched) else self._nothing for _ in states]
         for head in self.sketched:
             rank, state = int(self.plan.ranks[head]), states[:, head]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+import ml_dtypes
 import numpy as np
 from samples import at
 
@@ -102,7 +103,10 @@ class Host:
     def write_states(self, states, slots):
         """Put states into the pool, as a prefill of the engine's own does."""
         _, values, keys = states[0].shape  # a backend may pad both axes
-        self.memory["state"][slots, :, :values, :keys] = states
+        memory = self.memory["state"][..., :values, :keys]
+        kept = states.astype(ml_dtypes.bfloat16).view(np.uint16) if memory.dtype == np.uint16 else states
+        for slot, state in zip(slots, kept, strict=True):
+            memory[slot] = self.array(state)
 
     def due(self, slots):
         """DUE bits of some slots."""
