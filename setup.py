@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -31,10 +32,12 @@ if Path("cuda_src").is_dir():
 
 # Launches of steps with less work on the host. Needs neither CUDA nor PyTorch to build, and heads work without it. One
 # build serves all versions of Python.
+source = Path("sketchssm/cuda/_direct.cpp")
 direct = Extension(
     "sketchssm.cuda._direct",
-    ["sketchssm/cuda/_direct.cpp"],
+    [str(source)],
     language="c++",
+    define_macros=[("SOURCE", f'"{sha256(source.read_bytes()).hexdigest()}"')],  # tells builds of old sources
     extra_compile_args=["-std=c++17", "-fvisibility=hidden"] if os.name == "posix" else ["/std:c++17"],
     py_limited_api=True,
     optional=True,

@@ -4,7 +4,9 @@ The kernels run on the host; tensors of the host claim to be on the device.
 """
 
 import gc
+import hashlib
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from host.compiler import missing
 from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
+from sketchssm import cuda
 from sketchssm.cuda import arrays
 from sketchssm.recurrence import Layer
 
@@ -23,6 +26,12 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 BATCH, SLOTS = 3, 5
 ROWS = [3, 1, 0]
+
+
+def test_the_extension_is_of_this_source():
+    """If this fails, so do others: build it anew with pip install -e ."""
+    source = Path(cuda.__file__).with_name("_direct.cpp").read_bytes()
+    assert hashlib.sha256(source).hexdigest() == extension.SOURCE
 
 
 class DriverError(RuntimeError):
@@ -92,6 +101,23 @@ def test_the_same_as_through_python(system, given, slow, rng):
         twin._arrays.direct = None
         assert torch.equal(twin.step(*tensors_of(tokens, t), **options), outputs[t])
     assert len(slow) == 10
+    np.testing.assert_array_equal(head.position, twin.position)
+    np.testing.assert_array_equal(head.state, twin.state)
+
+
+@pytest.mark.parametrize("system", ["sketch", "standard"])
+def test_slices_and_int32_slots(system, slow, rng):
+    """Inputs are rows of wider arrays, such as a projection's output, and padding is among the slots."""
+    head, twin = make(system), make(system)
+    tokens = tokens_of(rng, BATCH, 9)
+    for t in range(9):
+        token = tensors_of(tokens, t)
+        wide = [torch.stack([x, torch.full_like(x, torch.nan)], 1) for x in token]
+        slots = torch.tensor([3, -1, 0] if t % 2 else ROWS)
+        got = head.step(*(x[:, 0] for x in wide), slots=slots.to(torch.int32))
+        twin._arrays.direct = None
+        assert torch.equal(got, twin.step(*token, slots=slots))
+    assert len(slow) == 1 + 9
     np.testing.assert_array_equal(head.position, twin.position)
     np.testing.assert_array_equal(head.state, twin.state)
 

@@ -132,7 +132,8 @@ bool take(const Step& step, const Array& want, const Tensor& tensor, std::int64_
     const int item = want.bits / 8, unit = want.shape.size() > 1 ? ALIGNMENT : item;  // numbers per head: one by one
     dense *= item;
     *stride = rows > 1 && tensor.strides ? tensor.strides[0] * item : dense;
-    if (*stride != dense && !(may_be_strided && *stride >= 0 && *stride <= INT32_MAX && *stride % unit == 0)) return false;
+    const bool usable = may_be_strided && *stride >= 0 && *stride <= INT32_MAX && *stride % unit == 0;
+    if (*stride != dense && !usable) return false;
     *address = address_of(tensor);
     return *address % unit == 0;
 }
@@ -247,7 +248,8 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     }
     bool fits = take(step, step.arrays[OUT], tensors[OUT], rows, false, &values[ADDRESS + OUT], &values[STRIDE + OUT]);
     auto end = [&](int i) {
-        return values[ADDRESS + i] + (rows - 1) * values[STRIDE + i] + step.arrays[i].elements * step.arrays[i].bits / 8;
+        const std::int64_t row_bytes = step.arrays[i].elements * step.arrays[i].bits / 8;
+        return values[ADDRESS + i] + (rows - 1) * values[STRIDE + i] + row_bytes;
     };
     for (int i = 0; fits && i < OUT; i++)  // kernels read some inputs after they have written outputs
         fits = step.arrays[i].absent || values[ADDRESS + i] >= end(OUT) || values[ADDRESS + OUT] >= end(i);
@@ -417,5 +419,6 @@ PyMODINIT_FUNC PyInit__direct() {
     PyObject* const module = PyModule_Create(&definition);
     PyObject* const type = PyType_FromSpec(&spec);
     if (!module || !type || PyModule_AddObject(module, "Step", type)) return nullptr;
+    if (PyModule_AddStringConstant(module, "SOURCE", SOURCE)) return nullptr;  // the hash of this file
     return module;
 }
