@@ -1,8 +1,9 @@
 // The integers that a call names for its rows: slots, lengths and accepted counts.
 #pragma once
-#include "ptx.cuh"
+#include "strided.cuh"
 
-enum { WIDE = 1 };  // a flag: numbers of 8 bytes, not of 4
+// Flags of numbers: 8 bytes each, not 4; of slots: rows that are left out count.
+enum { WIDE = 1, COUNTED = 2 };
 
 struct Numbers {
     const void* first;
@@ -18,22 +19,69 @@ struct Numbers {
     }
 };
 
-// Slots of rows without work: padding; and rows that are left out.
+// Slots of rows without work: padding; and rows that are left out, as there is no such slot or another row names it.
 enum { PADDING = -1, LEFT_OUT = -2 };
+
+// Rows of a call that look for their slot in each other: `from` to `to` - 1, relative to the launch's rows. None if the
+// host has looked.
+struct Scan {
+    int from, to;
+    __device__ __forceinline__ bool needed() const { return to - from > 1; }
+};
+
+constexpr int SCAN_ROOM = 512;  // slots in shared memory
 
 struct CallSlots {
     Numbers numbers;
+    Scan scan;
     int pad, count;  // the number that means padding; slots 0 to count - 1 exist
+    int* left_out;   // how many rows were left out
 
-    // Slot of a row; PADDING, or LEFT_OUT where there is no such slot.
+    // Slot of a row, or what it is instead, apart from the other rows.
     __device__ __forceinline__ int of(int row) const { return checked(numbers.of(row)); }
     __device__ __forceinline__ int early(int row) const { return checked(numbers.early(row)); }
     __device__ __forceinline__ int checked(i64 number) const {
         if (number == pad) return PADDING;
         return number >= 0 && number < count ? static_cast<int>(number) : LEFT_OUT;
     }
+    // Whether one of the rows first, first + step, ... other than `row` names the slot.
+    __device__ __forceinline__ bool repeated(int row, int slot, int first, int step) const {
+        bool found = false;
+#pragma unroll 2
+        for (int i = scan.from + first; i < scan.to; i += step) found |= numbers.of(i) == slot && i != row;
+        return found && slot >= 0;
+    }
+    // The slot, or LEFT_OUT if another row names it. By a whole warp, or by a whole block, for one row.
+    __device__ __forceinline__ int once_in_warp(int row, int slot) const {
+        if (!scan.needed()) return slot;
+        return __any_sync(0xffffffffu, repeated(row, slot, threadIdx.x % 32, 32)) ? LEFT_OUT : slot;
+    }
+    __device__ __forceinline__ int once_in_block(int row, int slot) const {
+        if (!scan.needed()) return slot;
+        return __syncthreads_or(repeated(row, slot, threadIdx.x, blockDim.x)) ? LEFT_OUT : slot;
+    }
+    // The same by all threads of a block, each for a row of its own; `room`: SCAN_ROOM numbers in shared memory.
+    __device__ __forceinline__ int once_by_thread(int row, int slot, int* room) const {
+        bool found = false;
+        for (int first = scan.from; scan.needed() && first < scan.to; first += SCAN_ROOM) {
+            const int size = min(SCAN_ROOM, scan.to - first);
+            __syncthreads();
+            for (int i = threadIdx.x; i < size; i += blockDim.x) room[i] = of(first + i);
+            __syncthreads();
+            for (int i = 0; i < size; i++) found |= room[i] == slot && first + i != row;
+        }
+        return found && slot >= 0 ? LEFT_OUT : slot;
+    }
+    // By one thread for a row.
+    __device__ __forceinline__ void note(int slot) const {
+        if (slot == LEFT_OUT && numbers.flags & COUNTED) atomicAdd(left_out, 1);
+    }
 };
 
 // A kernel's parameters for the slots of a call, and for what holds for all of a head's calls.
-#define SLOT_PARAMETERS const void *slot_numbers, int slot_flags
-#define SLOT_LIMITS int pad_slot, int slot_count
+#define SLOT_PARAMETERS const void *slot_numbers, int slot_flags, int scan_from, int scan_to
+#define SLOT_LIMITS int pad_slot, int slot_count, int *left_out
+#define SLOTS                                                                                      \
+    CallSlots {                                                                                    \
+        {slot_numbers, slot_flags}, {scan_from, scan_to}, pad_slot, slot_count, left_out           \
+    }

@@ -20,12 +20,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                float ridge) {
     allow_next_kernel();
     const Memory memory = MEMORY;
-    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
     const Clock clock{clock_word};
     auto set_cursors = [&](auto next) {  // by all threads of a block
 #pragma unroll 1
         for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
-            const int slot = slots.of(row);
+            const int slot = schedule->slots[row];
             if (slot < 0) continue;
             int* const word = memory.cursor.of(slot);
             *word = next(*word, row);
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             return;
         }
     } else {
-        count = list_rows(schedule->rows, memory, slots, drafts, batch, mode);
+        count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
         if (mode == DRAFT && count == 0) {  // other blocks may still list rows: for them this changes nothing
             if (blockIdx.x == 0) begin_drafts();
             return;

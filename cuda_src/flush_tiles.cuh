@@ -111,16 +111,19 @@ constexpr int BLOCK_SHARED = (MOST_SHARED + 1024) / MIN_BLOCKS - 1024 - 128;
 typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= BLOCK_SHARED>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
-// Lists the rows to flush, in order; returns their number. Every block computes, and writes, the same list.
-__device__ __forceinline__ int list_rows(DueRow* rows, const Memory& memory, const CallSlots& slots,
-                                         const Lengths& lengths, int batch, int mode) {
+// Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes, and writes,
+// the same. `room`: shared memory for SCAN_ROOM numbers.
+__device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots,
+                                         const Lengths& lengths, int batch, int mode, int* room) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
 #pragma unroll 1
     for (int first = 0; first < batch; first += 32 * WARPS) {
         const int row = first + threadIdx.x;
-        const int slot = row < batch ? slots.of(row) : PADDING;
+        const int slot = slots.once_by_thread(row, row < batch ? slots.of(row) : PADDING, room);
+        if (row < batch) schedule.slots[row] = slot;
+        if (blockIdx.x == 0) slots.note(slot);
         const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word);
         const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), W));
         const bool due = slot >= 0 && (mode == LOAD || folds);
@@ -133,7 +136,7 @@ __device__ __forceinline__ int list_rows(DueRow* rows, const Memory& memory, con
             total += counts[i];
         }
         if (due)
-            rows[before + __popc(ballot & ((1u << lane) - 1))] =
+            schedule.rows[before + __popc(ballot & ((1u << lane) - 1))] =
                 DueRow{slot, static_cast<u32>(row), static_cast<u32>(position)};
         __syncthreads();
     }

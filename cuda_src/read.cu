@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
               int shared_bytes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, {}, {out, out_stride}};
-    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
+    const CallSlots slots = SLOTS;
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) arg.out.of(row)[first + i] = narrow<OUT>(0.f);
     };
@@ -77,7 +77,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
         const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
-        const int slot = slots.of(row), word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        int slot = slots.of(row);
+        const int word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        slot = slots.once_in_warp(row, slot);
+        if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
         if (slot >= 0 && !flushes_now(word, W)) read_dense(arg, head, row, slot, position_of(word), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
         else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
@@ -86,6 +89,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #endif
 #if SKETCHED_HEADS
     const u32 start = clock_now();
+    bool due = false;
+    auto first_tile_is_own = [&](int row) { return row * ROW_TILES >= begin; };  // one block has each row's first tile
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         int word = DENSE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
@@ -94,11 +99,39 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
             atomicMax(&block.max_tokens, pos);
-        } else if (row * ROW_TILES >= begin) {
-            list(slot, row, word);  // by the block that has the row's first tile
+        } else {
+            due = true;
         }
+        if (first_tile_is_own(row)) schedule->slots[row] = slot, slots.note(slot);
     }
-    __syncthreads();
+    bool repeated = false;  // whether another row names the slot of one of the block's rows
+    if (slots.scan.needed())
+        for (int i = slots.scan.from + threadIdx.x; i < slots.scan.to; i += blockDim.x) {
+            const i64 number = slots.numbers.of(i);
+#pragma unroll 4
+            for (int n = 0; n < rows; n++) {
+                const int slot = slots.of(first_row + n);
+                repeated |= slot >= 0 && slot == number && i != first_row + n;
+            }
+        }
+    if (__syncthreads_or(due || repeated)) {
+        if (__syncthreads_or(repeated)) {
+            for (int n = 0; n < rows; n++) {
+                const int row = first_row + n, slot = slots.of(row), left = slots.once_in_block(row, slot);
+                if (left == slot || threadIdx.x > 0) continue;
+                block.rows[n].x = left;
+                atomicMax(&block.max_tokens, 0);  // there are zeros to write
+                if (first_tile_is_own(row)) schedule->slots[row] = left, slots.note(left);
+            }
+            __syncthreads();
+        }
+        for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+            const int row = first_row + i, slot = block.rows[i].x;
+            if (slot >= 0 && !BlockRows::continues(slot, block.rows[i].y) && first_tile_is_own(row))
+                list(slot, row, *arg.memory.cursor.of(slot));
+        }
+        __syncthreads();
+    }
     // Let the flush start beside the reads. By the warp that is likely to finish its copies last.
     if (threadIdx.x == blockDim.x - 1) {
         if (DENSE_HEADS == 0) schedule->report_listed();  // dense heads look at their cursors later

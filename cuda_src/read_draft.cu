@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
                SLOT_LIMITS, int shared_bytes) {
     const int warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, TOKEN_STEPS, {out, out_stride}};
-    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
+    const CallSlots slots = SLOTS;
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);

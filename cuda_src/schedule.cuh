@@ -10,13 +10,15 @@ struct alignas(8) DueRow {
     u32 row : 16, buffered : 16;
 };
 
-// One per engine. All zeros at first; all zeros but `rows` after every step.
+// One for each stream and each captured graph of an engine. All zeros at first; all zeros but `rows` and `slots` after
+// every step.
 struct Schedule {
     int due;                         // number of rows to flush
     int next_tile;                   // next unclaimed tile of the flush, not counting those that its blocks begin with
     u32 finished_blocks;             // flush blocks that are done
     u32 listed_blocks;               // read blocks that have listed their due rows
     int listed;                      // 1 once all of them have
+    int slots[MAX_ROWS];             // of all rows, checked: negative for padding and for rows that are left out
     DueRow rows[MAX_ROWS];           // in any order
 
     // By one thread of a read block, once its due rows are listed and none of its threads needs a cursor any more.

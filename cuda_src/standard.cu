@@ -19,15 +19,18 @@ struct Standard {
     int batch, tokens;
 
     // The outputs of a row without work.
-    __device__ __forceinline__ void write_zeros(const WarpRows& part) const {
+    __device__ __forceinline__ void write_zeros(const WarpRows& part, const CallSlots& slots, int slot) const {
+        if (part.value == 0 && part.head == 0 && threadIdx.x % 32 == 0) slots.note(slot);
         for (int t = 0; t < tokens; t++) Output(out, part).put(t, 0.f);
     }
     // Decodes all tokens of the call.
-    __device__ __forceinline__ void decode(const WarpRows& part, int slot) const {
+    __device__ __forceinline__ void decode(const WarpRows& part, const CallSlots& slots, int slot) const {
         state_t* const home = state.of(slot) + (part.head * V + part.first_row()) * K;
         StateRegisters rows;
         rows.load(home);
         allow_next_kernel();
+        slot = slots.once_in_warp(part.row, slot);  // while the state is on its way
+        if (slot < 0) return write_zeros(part, slots, slot);
         const GateInputs gates(gate_input, part.head);
         const Output output(out, part);
         for (int t = 0; t < tokens; t++) {  // the first token's loads here too: code of their own takes registers
@@ -49,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                   SLOT_PARAMETERS, int batch, int tokens, SLOT_LIMITS) {
     wait_for_previous_kernel();
     const Standard step{{state, state_stride}, gate_input, INPUTS, TOKEN_STEPS, {out, out_stride}, batch, tokens};
-    const CallSlots slots{{slot_numbers, slot_flags}, pad_slot, slot_count};
+    const CallSlots slots = SLOTS;
     const WarpRows part;
     if (part.row >= batch) return;
     const int slot = slots.of(part.row);
-    if (slot >= 0) step.decode(part, slot);
-    else step.write_zeros(part);
+    if (slot >= 0) step.decode(part, slots, slot);
+    else step.write_zeros(part, slots, slot);
 }

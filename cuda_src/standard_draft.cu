@@ -74,7 +74,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const TokenSteps steps = TOKEN_STEPS;
     const WarpRows part;
     if (part.row >= batch) return;
-    const int slot = CallSlots{{slot_numbers, slot_flags}, pad_slot, slot_count}.of(part.row);
+    const CallSlots slots = SLOTS;
+    const int slot = slots.once_in_warp(part.row, slots.of(part.row));
+    if (part.head == 0 && part.value == 0 && threadIdx.x % 32 == 0) slots.note(slot);
     const int length = slot < 0 ? 0 : Lengths{{lengths, lengths_flags}, tokens}.of(part.row);
     const Output output({out, out_stride}, part);
     if (length > 0) {
@@ -105,7 +107,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const DraftRings rings = RINGS;
     const WarpRows part;
     if (part.row >= batch) return;
-    const int slot = CallSlots{{slot_numbers, slot_flags}, pad_slot, slot_count}.of(part.row);
+    const CallSlots slots = SLOTS;
+    const int slot = slots.once_in_warp(part.row, slots.of(part.row));
+    if (part.head == 0 && part.value == 0 && threadIdx.x % 32 == 0) slots.note(slot);
     if (slot < 0) return;
     const int word = *Strided<int>{cursor, cursor_stride}.of(slot);
     const int kept = position_of(after_commit(word, Numbers{accepted, accepted_flags}.of(part.row)));

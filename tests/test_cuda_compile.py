@@ -13,11 +13,13 @@ from host import compiler, standin
 from samples import gate_of
 
 from sketchssm.cuda.commits import COMMIT
+from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.drafts import draft_variant
-from sketchssm.cuda.engines import SCHEDULE_WORDS, ReplayEngine, SketchEngine, StandardEngine
+from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.slots import SLOTS
 from sketchssm.cuda.standard_drafts import standard_draft_variant
+from sketchssm.cuda.workspaces import WORDS
 from sketchssm.recurrence import DENSE, Layer
 
 ARCHITECTURES = (80, 90, 100)
@@ -33,6 +35,7 @@ SPILL_BYTES = {
     "flush": 320,
     "slots": 0,
     "commit": 0,
+    "copy": 0,
 }
 # With twice the pivots of the other shapes; 428 bytes measured on sm_80.
 SPILL_OF_PIVOTS = {"kimi-linear-pivots-flush": 440}
@@ -100,7 +103,7 @@ def variants():
     for name, v in chosen.items():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)
-    return chosen | drafts | {"any-slots": SLOTS, "any-commit": COMMIT}
+    return chosen | drafts | {"any-slots": SLOTS, "any-copy": COPY, "any-commit": COMMIT}
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +181,7 @@ def test_sizes(chosen, tmp_path):
         options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *chosen[name].options)
         subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
         assert f" places = {places};" in ptx.read_text(), name
-        assert f" schedule = {4 * SCHEDULE_WORDS};" in ptx.read_text(), name
+        assert f" schedule = {4 * WORDS};" in ptx.read_text(), name
 
 
 BEFORE_WAIT = {

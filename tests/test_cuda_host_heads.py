@@ -290,5 +290,5 @@ class TestPools:
             (strided, ValueError, "expected slots of"),
             (shifted, ValueError, "expected slots aligned to 16 bytes"),
         ):
-            with pytest.raises(kind, match=r"^state: " + message):
+            with pytest.raises(kind, match=r"^memory\['state'\]: " + message):
                 ss.StandardHead(LAYER, 4, "cuda", memory={"state": pool})

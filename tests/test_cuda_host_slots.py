@@ -6,18 +6,23 @@ from host import compiler, standin
 from host.heads import BFLOAT16, LAYER, install, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.cuda import frameworks
+from sketchssm.cuda import engines, frameworks, workspaces
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
 
 cupy = pytest.fixture(autouse=True)(install)
 
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")  # of drafts
 
-def head_of(system):
+
+def head_with(system, **options):
+    """A head of LAYER with four slots and windows of four tokens."""
     if system == "sketch":
-        return sketch()
-    head = ss.StandardHead(LAYER, 4, "cuda")
+        return sketch(**options)
+    head = {"standard": ss.StandardHead, "replay": ss.ReplayHead}[system](
+        LAYER, 4, "cuda", **({"window": 4} if system == "replay" else {}), **options
+    )
     head.warmup()
     return head
 
@@ -43,7 +48,7 @@ def sliced(tokens):
 @pytest.mark.parametrize("length", [1, 3])
 def test_slices_and_narrow_slots_in_place(system, length, rng, monkeypatch):
     """Gaps between rows and tokens, int32 slots, gaps between rows of outputs: the bits of plain arrays."""
-    head, twin = head_of(system), head_of(system)
+    head, twin = head_with(system), head_with(system)
     memory = standin.full((3, length + 1, *LAYER.state_shape[:2]), np.nan, BFLOAT16)
     out, slots = memory[:, :length], standin.asarray(np.array([3, -1, 0], np.int32))
     for _ in range(6):
@@ -62,7 +67,7 @@ def test_slices_and_narrow_slots_in_place(system, length, rng, monkeypatch):
 
 def test_views_that_need_a_copy(rng, monkeypatch):
     """Channels with gaps, rows off 16 bytes, rows from the last to the first, outputs with gaps between tokens."""
-    head, twin = head_of("sketch"), head_of("sketch")
+    head, twin = head_with("sketch"), head_with("sketch")
     made = []
     convert = frameworks.CupyArrays.converted
     monkeypatch.setattr(
@@ -79,3 +84,154 @@ def test_views_that_need_a_copy(rng, monkeypatch):
     head.step(gaps, off, reverse, tokens.g, tokens.beta, out=out)
     np.testing.assert_array_equal(out, want)
     assert len(made) == 3
+
+
+def same(head, twin):
+    for name, array in head._engine.memory.items():
+        np.testing.assert_array_equal(array.view(np.uint8), twin._engine.memory[name].view(np.uint8), err_msg=name)
+    np.testing.assert_array_equal(head._engine.cursor, twin._engine.cursor)
+
+
+BAD, GOOD, LEFT = [3, 1, 1, 9, -1, 0, -7], [3, -1, -1, -1, -1, 0, -1], 4
+"""Slots with repeated ones and such that do not exist, the same with padding for them, and their rows."""
+
+
+@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("rows", [512, 3])  # of a launch
+def test_bad_slots_on_the_device_are_left_out(system, dtype, rows, rng, monkeypatch):
+    """The other rows, and all memory, are as if they were padding; each call counts its own."""
+    monkeypatch.setattr(engines, "MAX_ROWS", rows)
+    head, twin = head_with(system), head_with(system)
+    bad = standin.asarray(np.array(BAD, dtype))
+    if dtype == np.int64:
+        bad[3] += 2**32  # of which four bytes name slot 1
+    start = rng.standard_normal((len(BAD), *LAYER.state_shape)).astype(np.float32)
+    head.load_state(standin.asarray(start), slots=bad)
+    twin.load_state(standin.asarray(start), slots=GOOD)
+    assert head.left_out() == LEFT
+    for length in (1, 1, 1, 1, 2, 3):
+        tokens = narrow(tokens_of(rng, len(BAD), length), standin.asarray)
+        got = head.step(*tokens, slots=bad)
+        np.testing.assert_array_equal(got, twin.step(*tokens, slots=GOOD))
+        assert not got[[1, 2, 3, 4, 6]].any()
+        same(head, twin)
+        assert head.left_out() == LEFT
+    assert head.left_out() == 0
+    head.flush(bad)
+    twin.flush(GOOD)
+    head.reset(bad[:3])
+    twin.reset(GOOD[:3])
+    same(head, twin)
+    assert head.left_out() == (2 if system == "standard" else LEFT + 2)  # it has nothing to flush
+    assert twin.left_out() == 0
+
+
+@pytest.mark.parametrize("system", ["replay", "sketch"])
+def test_bad_slots_of_drafts(system, rng):
+    head, twin = head_with(system), head_with(system)
+    bad = standin.asarray(np.array(BAD, np.int32))
+    for _ in range(4):
+        tokens = narrow(tokens_of(rng, len(BAD), 2), standin.asarray)
+        got = head.step(*tokens, slots=bad, draft=True)
+        np.testing.assert_array_equal(got, twin.step(*tokens, slots=GOOD, draft=True))
+        accepted = np.array([1, 2, 2, 1, 1, 2, 2])
+        head.commit(standin.asarray(accepted), slots=bad)
+        twin.commit(standin.asarray(accepted), slots=standin.asarray(np.array(GOOD)))
+        same(head, twin)
+        assert head.left_out() == 2 * LEFT
+
+
+@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+def test_a_slot_that_means_padding(system, rng):
+    """It holds no row, whether it is named, on the host or on the device, or left to the default."""
+    head, twin = head_with(system, pad_slot=0), head_with(system)
+    for slots in ([0, 0, 2], standin.asarray(np.array([0, 0, 2])), None):
+        tokens = narrow(tokens_of(rng), standin.asarray)
+        got = head.step(*tokens, slots=slots)
+        np.testing.assert_array_equal(got, twin.step(*tokens, slots=[-1, -1, 2] if slots is not None else [-1, 1, 2]))
+    head.flush()
+    twin.flush()
+    same(head, twin)
+    assert head.left_out() == 0
+
+
+@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
+def test_copies(system, rng):
+    """All slots are read before any is written; a window goes on in the copy; drafts stay behind."""
+    head = head_with(system)
+    head.step(*narrow(tokens_of(rng, 4, 6), standin.asarray))
+    head.step(*narrow(tokens_of(rng, 2, 1), standin.asarray), slots=[1, 2])
+    if system != "standard":
+        head.step(*narrow(tokens_of(rng, 1, 1), standin.asarray), slots=[0], draft=True)
+    before = {name: array.get() for name, array in head._engine.memory.items()}
+    if system != "standard":
+        before["cursor"] &= 127
+    sources, targets = np.array([2, 0, 3, 1, 7, -1, 2]), np.array([0, 2, 1, -1, 3, -1, 9])
+    head.copy(standin.asarray(sources), standin.asarray(targets.astype(np.int32)))
+    assert head.left_out() == 2  # slots 7 and 9
+    for name, array in head._engine.memory.items():
+        want = before[name].copy()
+        want[[0, 2, 1]] = before[name][[2, 0, 3]]
+        np.testing.assert_array_equal(array.view(np.uint8), want.view(np.uint8), err_msg=name)
+    token = narrow(tokens_of(rng, 1, 1), standin.asarray)
+    head.copy([0], [3])
+    np.testing.assert_array_equal(head.step(*token, slots=[0]), head.step(*token, slots=[3]))
+    with pytest.raises(ValueError, match=r"^dst: expected each slot at most once"):
+        head.copy([0, 1], [2, 2])
+
+
+@pytest.mark.parametrize("system", ["standard", "sketch"])
+def test_states_of_the_head_itself(system, rng):
+    """They are copied before any is overwritten."""
+    head, twin = head_with(system), head_with(system)
+    start = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32)
+    for each in (head, twin):
+        each.load_state(start)
+    head.load_state(head.state[:2], slots=[1, 0])
+    twin.load_state(start[:2], slots=[1, 0])
+    same(head, twin)
+
+
+def test_adopted_states(rng):
+    head, twin = head_with("sketch"), head_with("sketch")
+    start = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32)
+    for each in (head, twin):
+        each.step(*narrow(tokens_of(rng, 4, 2), standin.asarray))
+    head.state[[0, 2]] = start[[0, 2]]
+    head.adopt([0, 2])
+    twin.load_state(start[[0, 2]], slots=[0, 2])
+    np.testing.assert_array_equal(head.position, [0, 2, 0, 2])
+    tokens = narrow(tokens_of(rng, 2, 3), standin.asarray)
+    np.testing.assert_array_equal(head.step(*tokens, slots=[0, 2]), twin.step(*tokens, slots=[0, 2]))
+
+
+def test_workspaces(rng, monkeypatch):
+    """Each stream and each graph has one; a graph without one left is an error, and nothing is launched."""
+    monkeypatch.setattr(workspaces, "READY", 3)
+    monkeypatch.setattr(workspaces, "LEAST", 1)
+    head = head_with("sketch")
+    tokens = narrow(tokens_of(rng, 4, 1), standin.asarray)
+    out = standin.empty(tokens.v.shape, BFLOAT16)
+    head.step(*tokens, out=out)
+    used = head._engine._workspaces._used
+    stream = standin.Stream()
+    for graphs in (1, 2):
+        stream.begin_capture()
+        head.step(*tokens, out=out)
+        head.step(*tokens, out=out)
+        stream.end_capture()
+        assert len(used) == 1 + graphs
+        assert len({id(x) for x in used.values()}) == len(used)
+    stream.begin_capture()
+    with pytest.raises(RuntimeError, match=r"^no workspace is left for this graph: 3 streams and graphs"):
+        head.step(*tokens, out=out)
+    assert not standin.Stream.recorded
+    stream.end_capture()
+    head.step(*tokens, out=out)
+    stream.begin_capture()
+    head.step(*tokens, out=out)
+    stream.end_capture()
+    monkeypatch.setattr(standin.Stream, "ptr", 7)
+    head.step(*tokens, out=out)
+    assert len(used) == 5

@@ -58,12 +58,14 @@ struct Driver {
 };
 
 // Values of a call that a kernel's parameter may have.
-enum Value { ADDRESS = 0, STRIDE = 6, SLOTS = 12, WIDE_SLOTS, ROWS, WORKSPACE, ZERO, ONE, VALUES };
+enum Value { ADDRESS = 0, STRIDE = 6, SLOTS = 12, SLOT_FLAGS, SCAN, ROWS, WORKSPACE, ZERO, ONE, VALUES };
 const char* const NAMES[VALUES] = {"q",        "k",        "v",        "g",        "beta",        "out",
                                    "q_stride", "k_stride", "v_stride", "g_stride", "beta_stride", "out_stride",
-                                   "slots",    "wide",     "rows",     "workspace", "zero",       "one"};
+                                   "slots",    "slot_flags", "scan",   "rows",     "workspace",   "zero",
+                                   "one"};
 constexpr int ARRAYS = 6, OUT = 5, BETA = 4, V = 2;  // q, k, v, g, beta, out
 constexpr int ALIGNMENT = 16;
+enum { WIDE = 1, COUNTED = 2 };  // flags of slots, as in call_slots.cuh
 
 struct Array {  // what an argument must look like: rows of `shape`
     std::vector<std::int64_t> shape;
@@ -206,7 +208,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
             return declined();
     }
     PyObject* const slots = given[ARRAYS];
-    values[SLOTS] = step.all_slots, values[WIDE_SLOTS] = 0, values[ROWS] = rows, values[ONE] = 1;
+    values[SLOTS] = step.all_slots, values[ROWS] = rows, values[ONE] = 1;
     if (slots == Py_None) {
         if (rows > step.capacity) return declined();
     } else {
@@ -215,7 +217,8 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
             return declined();
         if (tensor.bits != 64 && !(tensor.bits == 32 && step.narrow_slots)) return declined();
         if (rows > 1 && tensor.strides && tensor.strides[0] != 1) return declined();
-        values[SLOTS] = address_of(tensor), values[WIDE_SLOTS] = tensor.bits == 64;
+        values[SLOTS] = address_of(tensor), values[SCAN] = rows;
+        values[SLOT_FLAGS] = (tensor.bits == 64 ? WIDE : 0) | COUNTED;
     }
     PyObject* out = given[OUT];
     const Array &of_v = step.arrays[V], &of_out = step.arrays[OUT];

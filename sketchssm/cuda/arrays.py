@@ -11,24 +11,22 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sketchssm import interop
 from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, export, host_type
-from sketchssm.cuda.pointer import WIDE, Pointer, Slots, StepInputs
+from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
 from sketchssm.host_arrays import HostArrays
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.slots import MAX_DRAFTS
 
 __all__ = ["DeviceArrays"]
 
-SLOT_FLAGS = {"int64": WIDE, "int32": 0}
-"""Types of slots that the kernels take, and what tells them."""
+NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
+"""Types of integers that the kernels take, and what tells them."""
 
 REAL = ("bfloat16", "float16", "float32", "float64")
-
-HOST = HostArrays(np.float32)
-"""Checks arrays on the host."""
 
 
 class DeviceArrays:
@@ -46,6 +44,8 @@ class DeviceArrays:
         Whether the argument g is an activation too.
     state_dtype : str, default "float32"
         Type of states in memory.
+    pad_slot : int, default -1
+        Slot number that means padding.
     """
 
     def __init__(
@@ -55,10 +55,13 @@ class DeviceArrays:
         output_dtype: str | None = None,
         raw_gate: bool = False,
         state_dtype: str = "float32",
+        pad_slot: int = PAD_SLOT,
     ) -> None:
         import cupy
 
         self._cupy = cupy
+        self._host = HostArrays(np.float32, pad_slot=pad_slot)  # checks arrays on the host
+        self.own: list[tuple[int, int]] = []  # where the engine's memory starts and ends
         self.device = cupy.cuda.Device()
         self._home = self.device.id
         self._tails = layer.token_shapes()
@@ -155,23 +158,24 @@ class DeviceArrays:
         """See `sketchssm.backends.Arrays`."""
         return state
 
-    def slots(self, slots: Any, batch: int | None, capacity: int) -> Slots:
+    def slots(self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False) -> Slots:
         """See `sketchssm.backends.Call`."""
         if slots is not None:
-            for dtype, flags in SLOT_FLAGS.items():
-                address = self._framework.address(slots, dtype)
+            for of_type, flags in NUMBER_FLAGS.items():
+                address = self._framework.address(slots, of_type)
                 if address is not None:
-                    return Slots(address, self._check_count(slots.shape, batch), flags)
-        found = None if slots is None else self._on_device(slots, "slots")
+                    shape = self._check_count(slots.shape, batch, name)
+                    return Slots(address, shape, flags | COUNTED, (0, 0) if repeats else (0, shape[0]))
+        found = None if slots is None else self._on_device(slots, name)
         if found is None:
-            return self._host_slots(slots, batch, capacity)
+            return self._host_slots(slots, batch, capacity, name, repeats)
         framework, array, dtype = found
         if not dtype.startswith(("int", "uint")) or dtype == "uint64":  # int64 can't hold all of that
             expected = "signed or smaller integers" if dtype == "uint64" else "integers"
-            raise ValueError(f"slots: expected {expected}, got dtype {dtype}")
-        shape = self._check_count(array.shape, batch)
-        address, flags = self._numbers(framework, array, "slots")
-        return Slots(address, shape, flags)
+            raise ValueError(f"{name}: expected {expected}, got dtype {dtype}")
+        shape = self._check_count(array.shape, batch, name)
+        address, flags = self._numbers(framework, array, name)
+        return Slots(address, shape, flags | COUNTED, (0, 0) if repeats else (0, shape[0]))
 
     def lengths(self, lengths: Any, slots: Slots, tokens: int) -> Slots | None:
         """See `sketchssm.backends.Call`; None stands for all tokens."""
@@ -205,7 +209,7 @@ class DeviceArrays:
 
     def _numbers(self, framework: Framework, array: Any, name: str) -> tuple[int, int]:
         """Address and flags of integers on the device."""
-        for dtype, flags in SLOT_FLAGS.items():
+        for dtype, flags in NUMBER_FLAGS.items():
             address = framework.address(array, dtype)
             if address is not None:
                 return address, flags
@@ -245,7 +249,27 @@ class DeviceArrays:
         row = one.contiguous[0]
         if address is None or address % ALIGNMENT:
             address, (row, _, _) = self._in_place(state, one)
+        end = address + (shape[0] - 1) * row + one.contiguous[1]
+        if any(address < last and first < end for first, last in self.own):  # copied before any is overwritten
+            framework, array, _ = self._on_device(state, "state") or (self._framework, state, "")
+            address, (row, _, _) = self._copy(framework, array, "state", self._state_dtype), one.contiguous
         return Pointer(address, shape, row)
+
+    def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
+        """See `sketchssm.backends.Call`; waits for the device."""
+        found = None if slots is None else self._on_device(slots, "slots")
+        return self._host.slots(slots if found is None else _to_host(found[1]), batch, capacity)
+
+    def fetch(self, array: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """See `sketchssm.backends.Call`; waits for the device."""
+        array = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        rows: npt.NDArray[Any] = array[self._cupy.asarray(slots)].get()
+        return rows
+
+    def store(self, array: Any, slots: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
+        """See `sketchssm.backends.Call`."""
+        array = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        array[self._cupy.asarray(slots)] = self._cupy.asarray(np.ascontiguousarray(rows).view(array.dtype))
 
     def result(self, written: Any, v: Any, out: Any) -> Any:
         """See `sketchssm.backends.Call`."""
@@ -338,7 +362,7 @@ class DeviceArrays:
         live = slice(0) if self._live is None else self._live  # slots on the device: padding is not known here
         wide = interop.to_type(host, host_type(want), name, live)
         if name not in self._activations:
-            HOST.check(name, wide[live])
+            self._host.check(name, wide[live])
         self._kept.append(self._cupy.asarray(wide.view(np.uint16) if want == "bfloat16" else wide))
         return int(self._kept[-1].data.ptr)
 
@@ -392,20 +416,23 @@ class DeviceArrays:
 
     # Slots
 
-    def _check_count(self, shape: Any, batch: int | None) -> tuple[int, ...]:
+    def _check_count(self, shape: Any, batch: int | None, name: str) -> tuple[int, ...]:
         """Shape of slots on the device; a `batch` of None takes any number of them, and a single number."""
         if len(shape) == 1 and (batch is None or shape[0] == batch):
             return tuple(shape)
         if batch is None and not shape:
             return (1,)
-        raise ValueError(f"slots: expected shape ({'count' if batch is None else batch},), got {tuple(shape)}")
+        raise ValueError(f"{name}: expected shape ({'count' if batch is None else batch},), got {tuple(shape)}")
 
-    def _host_slots(self, slots: Any, batch: int | None, capacity: int) -> Slots:
+    def _host_slots(self, slots: Any, batch: int | None, capacity: int, name: str, repeats: bool) -> Slots:
         """Check slots on the host and upload them; those of the call before need no second upload."""
         if slots is None and (batch is None or batch <= capacity):
             self._live = slice(None)
             return self.all_slots(capacity if batch is None else batch, capacity)
-        index = HOST.slots(slots, batch, capacity)
+        index = self._host.slots(slots, batch, capacity, name, repeats)
+        if name == "src":  # one of two arguments
+            self._kept.append(self._cupy.asarray(index.astype(np.int32)))
+            return Slots(int(self._kept[-1].data.ptr), index.shape, 0)
         self._live = index >= 0
         key = index.tobytes(), self._cupy.cuda.get_current_stream().ptr
         if self._uploaded[0] != key:

@@ -37,11 +37,11 @@ class Committer:
     def __init__(self, cursor: Any, clock: Any, window: int, slot_limits: tuple[Any, ...]) -> None:
         kernel = load(COMMIT).get_function("commit")
         fixed = *part_of(cursor), np.uint64(0) if clock is None else clock, np.int32(window)
-        self._launch = Launcher(kernel, fixed, "QiQii", slot_limits)
+        self._launch = Launcher(kernel, fixed, "QiiiQii", slot_limits)
 
     def __call__(self, accepted: Slots | None, slots: Slots) -> None:
         """Keep the first `accepted` drafts of each row; None is for windows of 1."""
         batch = slots.shape[0]
         if batch:
             counts = (0, 0) if accepted is None else accepted.number
-            self._launch(1, THREADS, *slots.number, *counts, batch)
+            self._launch(1, THREADS, *slots.arguments, *counts, batch)

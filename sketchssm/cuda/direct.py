@@ -52,7 +52,7 @@ class DirectStep:
         self._step: Any = None
         self._made = False
 
-    def learn(self, rows: int, grids: list[tuple[int, int]]) -> None:
+    def learn(self, rows: int, grids: list[tuple[int, int]], workspace: int) -> None:
         """Let later calls like the present one take the short way, if its arrays are PyTorch's.
 
         Parameters
@@ -61,6 +61,8 @@ class DirectStep:
             Rows of the call.
         grids : list of (int, int)
             Blocks of each launch, and a block's threads.
+        workspace : int
+            Address of the stream's workspace.
         """
         torch = self._arrays.torch
         if torch is None:
@@ -69,7 +71,7 @@ class DirectStep:
             self._made, self._step = True, self._make(torch)
         if self._step is not None:
             self._step.set_grids(rows, grids)
-            self._step.set_workspace(torch.stream_address(), 0)
+            self._step.set_workspace(torch.stream_address(), workspace)
             self._arrays.direct = self._step.step
 
     def _make(self, torch: TorchArrays) -> Any:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sketchssm.cuda.commits import Committer
+from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
 from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
+from sketchssm.cuda.memory import ALIGNMENT, allocate, cursor_part, ring_parts, state_part
 from sketchssm.cuda.modules import Variant, size_of
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
+from sketchssm.cuda.workspaces import MAX_ROWS, SLOTS
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
-from sketchssm.slots import DUE
+from sketchssm.slots import DUE, SlotPart
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
-MAX_ROWS = 512
-SCHEDULE_WORDS = 6 + 2 * MAX_ROWS
-"""Of `Schedule` in ``cuda_src/schedule.cuh``, with what aligns its rows."""
 LEAST_READ_WARPS = 4
 """Smallest number of warps of a read kernel's block. It needs two: warps without tiles compute the products of keys
 that others wait for, and put tokens into the ring."""
@@ -84,29 +87,55 @@ class ReplayEngine(StandardEngine):
 
         super().__init__(layer, num_slots, **memory)
         check_window(window)
-        self._clock: Any = None  # cursor word of a row that takes part in every call
-        if phase is not None:
+        stroke = 0
+        if phase is not None:  # cursor word of a row that takes part in every call
             stroke = DUE if phase == window - 1 else 0
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
-            self.cursor[...] = stroke
-            self._set_state = SlotWriter(self.state, self.cursor, self._slot_limits, self._clock)
         self.window = window
         self._packed = packed = pack_dense(layer) if packed is None else packed
         narrow = packed.constants["SKETCH"] == 0
-        self.sketch = cupy.zeros((num_slots, packed.slot_elements), dtype=np.uint16 if narrow else np.float32)
+        if packed.dense < layer.heads:
+            self.memory |= allocate((_sketch_part(packed),), num_slots, self._given)
+            self.sketch = self.memory["sketch"]
+        else:  # no part of a slot's memory
+            self.sketch = cupy.zeros((num_slots, packed.slot_elements), dtype=np.uint16)
+        self.memory |= allocate((cursor_part(),), num_slots, self._given)
+        self.cursor = self.memory["cursor"]
+        self.cursor[...] = stroke
         self._set_sketch = SlotWriter(self.sketch, self.cursor, self._slot_limits, self._clock)
         rows = packed.projection.astype(ml_dtypes.bfloat16).view(np.uint16) if narrow else packed.projection
         self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
         self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
-        self._schedule = cupy.zeros(SCHEDULE_WORDS, dtype=np.int32)  # from the read kernel to the flush kernel
         self._unsketched = False  # whether states were loaded before the flush kernel could be
         self._grids: dict[int, tuple[int, int, int]] = {}
         self._draft_read: DraftReader | None = None
         self._commit: Committer | None = None
         if self.arrays.activation_dtype is not None:
-            self._make_ring(self.window)
+            self._make_ring(window)
+        elif given := {"keys", "values", "gates", "betas"} & self._given.keys():
+            raise ValueError(f"activation_dtype: expected a type with memory for {min(given)!r}, got None")
+        else:
+            self._take_memory(last=True)
         self.arrays.device.synchronize()  # the first call may come on another stream
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        """See `sketchssm.backends.ExactEngine`."""
+        raw_gate = bool(self._raw_gate)
+        return _parts(self.layer, self.window, self._packed, self.state_dtype, self._settled, raw_gate)
+
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        layer: Layer,
+        window: int,
+        *,
+        state_dtype: str = "float32",
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        return _parts(layer, window, pack_dense(layer), state_dtype, activation_dtype or "bfloat16", gate is not None)
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch: read and flush."""
@@ -151,8 +180,8 @@ class ReplayEngine(StandardEngine):
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
             self._read_limits = (processors, *(size_of(read, name) for name in names))
         self._read_memory = (*memory, self._heads, self._order)
-        last = (self._schedule, *self._slot_limits, np.int32(shared))
-        self._read = Launcher(kernel, self._read_memory, inputs, last, shared=shared)
+        last = (*self._slot_limits, np.int32(shared))
+        self._read = Launcher(kernel, self._read_memory, inputs + "Q", last, shared=shared)  # the workspace
 
         kernel = flush.get_function("flush_step")
         shared = kernel.max_dynamic_shared_size_bytes = size_of(flush, "flush_shared_bytes")
@@ -166,19 +195,25 @@ class ReplayEngine(StandardEngine):
             Launcher(
                 kernel,
                 (*memory, self._basis, self._heads),
-                inputs + "iiQi",  # whether the clock moves on; tokens of a draft, and lengths of its rows
-                (self._schedule, *self._slot_limits, clock, np.int32(mode), np.float32(self._packed.ridge)),
+                inputs + "iiQiQ",  # whether the clock moves on; tokens of a draft, and lengths of its rows; workspace
+                (*self._slot_limits, clock, np.int32(mode), np.float32(self._packed.ridge)),
                 shared=shared,
             )
             for mode in (STEP, FOLD, LOAD, DRAFT)
         ]
         values = (*TOKEN_VALUES, *SLOT_VALUES)
         nothing = "zero", "zero", "zero"  # no draft
-        launches = [(self._read, values), (self._flush[STEP], (*values, "one", *nothing))]
-        schedule = self._schedule
-        self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots, clean=lambda: schedule.fill(0))
+        launches = [
+            (self._read, (*values, "workspace")),
+            (self._flush[STEP], (*values, "one", *nothing, "workspace")),
+        ]
+        workspaces = self._workspaces
+        self._direct = DirectStep(
+            self.arrays, self.layer, launches, self.num_slots, clean=lambda: workspaces.get()[0].fill(0)
+        )
         if self._unsketched:
             self._unsketched = False
+            self.arrays.device.synchronize()  # states may have been loaded on any stream
             self._rebuild(self.arrays.all_slots(self.num_slots, self.num_slots), LOAD)
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
@@ -188,7 +223,10 @@ class ReplayEngine(StandardEngine):
         spans: list[tuple[int, int]] = [(0, batch)] if batch else []
         if batch > MAX_ROWS:
             spans = [(first, min(first + MAX_ROWS, batch)) for first in range(0, batch, MAX_ROWS)]
+        workspace, captured = self._workspaces.get()
         for t in range(length):
+            if t == 1:
+                slots = slots.again()
             ticks = 1  # the clock moves on once for all parts of a batch
             for first, end in spans:
                 part = slots if end - first == batch else slots.rows(first, end)
@@ -198,27 +236,30 @@ class ReplayEngine(StandardEngine):
                         out.address + first * out.row + t * out.step,
                         *tokens.row_strides,
                         out.row,
-                        part.address,
-                        part.flags,
+                        *part.arguments,
                         end - first,
                     ),
                     end - first,
                     ticks,
+                    workspace,
+                    captured,
                 )
                 ticks = 0
 
-    def _window_step(self, inputs: tuple[int, ...], batch: int, ticks: int) -> None:
+    def _window_step(self, inputs: tuple[int, ...], batch: int, ticks: int, workspace: Any, captured: bool) -> None:
         """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due."""
         if batch not in self._grids:
             self._grids[batch] = *self._read_grid(batch), min(self.flush_blocks, batch * self.layer.heads)
         blocks, threads, flush_blocks = self._grids[batch]
         try:
-            self._read(blocks, threads, *inputs)
-            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0)
+            address = workspace.data.ptr
+            self._read(blocks, threads, *inputs, address)
+            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0, address)
         except BaseException:  # the next flush must not take the rows that this read has listed
-            self._schedule.fill(0)
+            workspace.fill(0)
             raise
-        self._direct.learn(batch, [(blocks, threads), (flush_blocks, self._flush_threads)])
+        if not captured:
+            self._direct.learn(batch, [(blocks, threads), (flush_blocks, self._flush_threads)], address)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -228,16 +269,20 @@ class ReplayEngine(StandardEngine):
             sketched = self._packed.dense < self.layer.heads
             self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, sketched)
         batch, length = out.shape[:2]
+        workspace = self._workspaces.get()[0].data.ptr
         for first in range(0, batch if length else 0, MAX_ROWS):
             rows = first, min(first + MAX_ROWS, batch)
             part, count = slots.rows(*rows), rows[1] - first
             inputs = *tokens.token(first), out.address + first * out.row, *tokens.row_strides, out.row
-            given = part.address, part.flags, count
+            given = *part.arguments, count
+            checked = workspace + SLOTS, 0, 0, 0, count  # as the flush leaves them
             own = (0, 0) if lengths is None else lengths.rows(*rows).number
             blocks, threads = self._read_grid(count)
             flush_blocks = min(self.flush_blocks, count * self.layer.heads)
-            self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, int(first == 0), length, *own)
-            self._draft_read(blocks, threads, *inputs, *tokens.steps, *given, length)
+            self._flush[DRAFT](
+                flush_blocks, self._flush_threads, *inputs, *given, int(first == 0), length, *own, workspace
+            )
+            self._draft_read(blocks, threads, *inputs, *tokens.steps, *checked, length)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
@@ -256,15 +301,16 @@ class ReplayEngine(StandardEngine):
 
     def _rebuild(self, slots: Slots, mode: int) -> None:
         """Launch flushes without tokens, to fold rings or to sketch states."""
+        workspace = self._workspaces.get()[0].data.ptr
         for first in range(0, slots.shape[0], MAX_ROWS):
             part = slots.rows(first, first + MAX_ROWS)
             batch = part.shape[0]
             blocks = min(self.flush_blocks, batch * self.layer.heads)
-            self._flush[mode](blocks, self._flush_threads, *NO_TOKENS, part.address, part.flags, batch, 0, 0, 0, 0)
+            self._flush[mode](blocks, self._flush_threads, *NO_TOKENS, *part.arguments, batch, 0, 0, 0, 0, workspace)
 
     def load_state(self, state: Pointer, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
-        super().load_state(state, slots)
+        super().load_state(state, slots.again() if self.ring else slots)
         if not self.ring:  # the flush kernel must know the ring's type: the first step sketches, when it is settled
             self._unsketched = True
             return
@@ -280,7 +326,38 @@ class ReplayEngine(StandardEngine):
     def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         super().reset(slots)
-        self._set_sketch(None, slots)
+        self._set_sketch(None, slots.again())
+
+    def adopt(self, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        if not self.ring:  # as in `load_state`
+            self._unsketched = True
+            return
+        self._prepare(late=False)
+        self._rebuild(slots, LOAD)
+
+    def _begin_memory(self) -> None:
+        """Nothing yet: windows and sketches are not known."""
+
+    def _copies(self) -> Copier:
+        if not self.ring:
+            self._make_ring(self.window)
+        return super()._copies()
+
+
+def _sketch_part(packed: PackedPlan) -> SlotPart:
+    """Sketches and their maps."""
+    dtype = "bfloat16" if packed.constants["SKETCH"] == 0 else "float32"
+    return SlotPart("sketch", (packed.slot_elements,), dtype, ALIGNMENT)
+
+
+def _parts(
+    layer: Layer, window: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
+) -> tuple[SlotPart, ...]:
+    """All parts of a slot."""
+    sketch = () if packed.dense == layer.heads else (_sketch_part(packed),)
+    ring = ring_parts(layer, window, activation_dtype, raw_gate)
+    return state_part(layer, state_dtype), *ring, *sketch, cursor_part()
 
 
 class SketchEngine(ReplayEngine):
@@ -313,3 +390,17 @@ class SketchEngine(ReplayEngine):
         packed = pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2)
         super().__init__(plan.layer, num_slots, plan.window, packed=packed, phase=phase, **memory)
         self.plan = plan
+
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        plan: SketchPlan,
+        sketch_dtype: str = "bfloat16",
+        *,
+        state_dtype: str = "float32",
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        packed = pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2)
+        activation = activation_dtype or "bfloat16"
+        return _parts(plan.layer, plan.window, packed, state_dtype, activation, gate is not None)

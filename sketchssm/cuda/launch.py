@@ -22,6 +22,7 @@ OVERLAP = 12030
 OVERLAP_CAPABILITY = 90
 OVERLAP_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 INVALID_CONTEXT = 201
+CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 SLOT = 8
 """Bytes of a launcher's buffer for each argument."""
@@ -202,6 +203,21 @@ def driver_addresses() -> tuple[int, ...]:
     """
     functions = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing")
     return tuple(ctypes.cast(_library()[name], ctypes.c_void_p).value or 0 for name in functions)
+
+
+@cache
+def _capture_info() -> Any:
+    """Function of the driver that tells about a capture."""
+    info = _library().cuStreamGetCaptureInfo_v2
+    info.argtypes = (ctypes.c_void_p,) * 6
+    return info
+
+
+def capture_of(stream: int) -> int:
+    """Number of the capture that a stream takes part in; 0 if it takes part in none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = _capture_info()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value or 1 if not error and status.value == CAPTURING else 0
 
 
 def _can_overlap() -> bool:

@@ -1,17 +1,15 @@
-"""Checks that the kernels support a layer, a plan and a pool of states, and that the device is large enough."""
+"""Checks that the kernels support a layer and a plan, and that the device is large enough."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import numpy as np
 
 from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_layer", "check_plan", "check_pool", "check_shared", "check_window", "shared_limit"]
+__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
@@ -20,7 +18,6 @@ SUPPORTED = (
     f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
     f"up to {MAX_PIVOTS} pivots"
 )
-ALIGNMENT = 16
 STATIC_SHARED = 128
 """Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
 
@@ -51,55 +48,6 @@ def check_plan(plan: SketchPlan) -> None:
     check_window(plan.window)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
-
-
-def check_pool(pool: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """View memory for states as a CuPy array; it must be aligned and contiguous within a slot.
-
-    Parameters
-    ----------
-    pool : array
-        Of that type, on the current device, of CuPy or any framework with DLPack.
-    shape : tuple of int
-        ``(slots, heads, V, K)``.
-    dtype : numpy.dtype
-        Type of the states; uint16 may hold the bits of bfloat16.
-
-    Returns
-    -------
-    cupy.ndarray
-        The same memory.
-
-    Raises
-    ------
-    TypeError
-        If `pool` is no writable array of the type on the device.
-    ValueError
-        If shape, strides, alignment or device do not fit.
-    """
-    import cupy
-
-    if not isinstance(pool, cupy.ndarray):
-        where = getattr(pool, "__dlpack_device__", None)
-        if where is None or type(pool).__module__.startswith("jax") or where()[0] == 1:
-            raise TypeError(f"state: expected a writable array on the CUDA device, got {type(pool).__name__}")
-        pool = cupy.from_dlpack(pool.detach() if hasattr(pool, "detach") else pool)
-    if dtype.name == "bfloat16" and pool.dtype == np.uint16:
-        pool = pool.view(dtype)
-    if pool.dtype != dtype:
-        raise TypeError(f"state: expected {dtype}, got {pool.dtype}")
-    if pool.shape != shape:
-        raise ValueError(f"state: expected shape {shape}, got {pool.shape}")
-    _, heads, rows, keys = shape
-    element = dtype.itemsize
-    inner, size = (element * rows * keys, element * keys, element), element * heads * rows * keys
-    if pool.strides[1:] != inner or (shape[0] > 1 and pool.strides[0] < size):
-        raise ValueError(f"state: expected slots of {size} contiguous bytes, got strides {pool.strides}")
-    if pool.data.ptr % ALIGNMENT or pool.strides[0] % ALIGNMENT:
-        raise ValueError(f"state: expected slots aligned to {ALIGNMENT} bytes, got strides {pool.strides}")
-    if pool.device.id != cupy.cuda.Device().id:
-        raise ValueError(f"state: expected memory of CUDA device {cupy.cuda.Device().id}, got {pool.device.id}")
-    return pool
 
 
 def shared_limit() -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["WIDE", "Pointer", "Slots", "StepInputs"]
+__all__ = ["COUNTED", "WIDE", "Pointer", "Slots", "StepInputs"]
 
 WIDE = 1
 """Flag of integers of 8 bytes; as in ``cuda_src/call_slots.cuh``."""
+
+COUNTED = 2
+"""Flag of slots whose rows are counted where they are left out."""
 
 
 class Pointer:
@@ -42,23 +45,36 @@ class Slots:
     shape : tuple of int
         ``(rows,)``.
     flags : int
-        `WIDE` if they are int64, 0 if they are int32.
+        `WIDE` if they are int64, not int32; `COUNTED`.
+    scan : (int, int), default (0, 0)
+        Rows of the call, counted from the first of these, that may name the same slot. None if the host has looked.
     """
 
-    __slots__ = ("address", "flags", "shape")
+    __slots__ = ("address", "flags", "scan", "shape")
 
-    def __init__(self, address: int, shape: tuple[int, ...], flags: int) -> None:
-        self.address, self.shape, self.flags = address, shape, flags
+    def __init__(self, address: int, shape: tuple[int, ...], flags: int, scan: tuple[int, int] = (0, 0)) -> None:
+        self.address, self.shape, self.flags, self.scan = address, shape, flags, scan
 
     @property
     def number(self) -> tuple[int, int]:
         """Address and flags."""
         return self.address, self.flags
 
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """Address, flags and the rows to scan."""
+        return self.address, self.flags, *self.scan
+
+    def again(self) -> Slots:
+        """The same for another launch of the call, which counts nothing."""
+        return Slots(self.address, self.shape, self.flags & ~COUNTED, self.scan)
+
     def rows(self, first: int, last: int) -> Slots:
         """Some of the rows."""
         size = 8 if self.flags & WIDE else 4
-        return Slots(self.address + first * size, (min(last, self.shape[0]) - first,), self.flags)
+        scan = self.scan[0] - first, self.scan[1] - first
+        shape = (min(last, self.shape[0]) - first,)
+        return Slots(self.address + first * size, shape, self.flags, scan if self.scan[1] else self.scan)
 
 
 class StepInputs:

@@ -58,9 +58,9 @@ class SlotWriter:
             kernel = load(SLOTS).get_function("set_slots")
             fixed = *part_of(self._array), *part_of(self._cursor)
             last = *self._slot_limits, self._clock
-            self._launch = Launcher(kernel, fixed, "QqiQii", last, overlaps=False)  # the kernel does not wait
+            self._launch = Launcher(kernel, fixed, "QqiQiiii", last, overlaps=False)  # the kernel does not wait
         source, stride = (0, 0) if rows is None else (rows.address, rows.row)
-        self._launch(count * self._parts, THREADS, source, stride, self._size, *slots.number, self._parts)
+        self._launch(count * self._parts, THREADS, source, stride, self._size, *slots.arguments, self._parts)
 
 
 def part_of(array: Any) -> tuple[Any, np.int32]:

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.copies import COPY, Copier
 from sketchssm.cuda.direct import DirectStep
-from sketchssm.cuda.frameworks import host_type
 from sketchssm.cuda.launch import Launcher
-from sketchssm.cuda.limits import check_layer, check_pool
+from sketchssm.cuda.limits import check_layer
+from sketchssm.cuda.memory import allocate, check_strides, cursor_part, ring_parts, state_part
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SLOTS, SlotWriter, part_of
 from sketchssm.cuda.standard_drafts import StandardDrafts, standard_draft_variant
-from sketchssm.recurrence import Layer
-from sketchssm.slots import POSITION
+from sketchssm.cuda.workspaces import Workspaces
+from sketchssm.recurrence import PAD_SLOT, Layer
+from sketchssm.slots import POSITION, SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
@@ -48,8 +49,8 @@ TOKEN_VALUES = tuple(f"{name}{what}" for what in ("", "_stride") for name in ("q
 STEPS_INPUTS = TOKEN_INPUTS + "i" * 5
 """The same with bytes from token to token of the inputs, for kernels that take several."""
 
-SLOT_INPUTS, SLOT_VALUES = "Qii", ("slots", "wide", "rows")
-"""Address and flags of a call's slots, and its rows."""
+SLOT_INPUTS, SLOT_VALUES = "Qiiii", ("slots", "slot_flags", "zero", "scan", "rows")
+"""Address, flags and scan of a call's slots, and its rows."""
 
 
 def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
@@ -68,7 +69,7 @@ class StandardEngine:
     num_slots : int
         Number of state slots.
     memory : mapping of str to array, optional
-        Memory to use instead of the engine's own, of "state"; see `SketchHead`.
+        Memory to use instead of the engine's own, by the names of `parts`; see `SketchHead`.
     activation_dtype : {"bfloat16", "float16", "float32"} or None, default "bfloat16"
         Type of q, k and v. None: the narrowest that holds those of the first call.
     output_dtype : str, optional
@@ -79,6 +80,8 @@ class StandardEngine:
         Type of states in memory: what is rounded whenever a state is written.
     drafts : int, default 0
         Most tokens of a draft.
+    pad_slot : int, default -1
+        Slot number that means padding.
     """
 
     window = 1
@@ -94,6 +97,7 @@ class StandardEngine:
         gate: GateInput | None = None,
         state_dtype: str = "float32",
         drafts: int = 0,
+        pad_slot: int = PAD_SLOT,
     ) -> None:
         import cupy
 
@@ -105,26 +109,79 @@ class StandardEngine:
         self.state_dtype = state_dtype
         self.num_slots = num_slots
         self.value_rows = 4 if layer.erases else 8  # measured on H200
-        self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None, state_dtype)
+        self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None, state_dtype, pad_slot)
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
-        shape = (num_slots, *layer.state_shape)
-        given = dict(memory or {})
-        state = given.pop("state", None)
-        if given:
-            raise UnsupportedError(f"memory: backend 'cuda' takes no memory for {next(iter(given))!r}")
-        kind = host_type(state_dtype)
-        self.state = cupy.zeros(shape, dtype=kind) if state is None else check_pool(state, shape, kind)
-        self._slot_limits = np.int32(-1), np.int32(num_slots)  # the slot that means padding, and all slots
+        self._given = dict(memory or {})  # the caller's memory that no part has taken yet
+        self.memory = allocate((state_part(layer, state_dtype),), num_slots, self._given)
+        self.state = self.memory["state"]
         self.cursor = cupy.zeros(num_slots, dtype=np.int32)
-        self._set_state = SlotWriter(self.state, self.cursor, self._slot_limits)
+        self._left_out = cupy.zeros(1, dtype=np.int32)
+        # the slot that means padding, all slots, and how many rows were left out
+        self._slot_limits = np.int32(pad_slot), np.int32(num_slots), self._left_out
+        self._workspaces = Workspaces()
+        self._copier: Copier | None = None
+        self._clock: Any = None
+        self._begin_memory()
         self._ready = False  # to launch: kernels loaded, and all memory allocated
         self.arrays.device.synchronize()  # the first call may come on another stream
 
+    def _begin_memory(self) -> None:
+        """Allocate what follows the states."""
+        if self._most_drafts:
+            self.memory |= allocate((cursor_part(),), self.num_slots, self._given)
+            self.cursor = self.memory["cursor"]
+            self.cursor[...] = 0
+        if self._most_drafts and self.arrays.activation_dtype is not None:
+            self._make_ring(self._most_drafts)
+        else:
+            self._take_memory(last=not self._most_drafts)
+
+    def _make_ring(self, places: int) -> None:
+        """Allocate raw inputs of so many tokens, in the activations' type."""
+        import cupy
+
+        parts = ring_parts(self.layer, places, self._settled, bool(self._raw_gate))
+        ring = allocate(parts, self.num_slots, self._given)
+        nothing = cupy.zeros((1,), dtype=np.float32)  # of a layer without betas
+        self.ring = tuple(ring.get(name, nothing) for name in ("keys", "values", "gates", "betas"))
+        self.memory = {part.name: (self.memory | ring)[part.name] for part in self.parts}
+        self._take_memory(last=True)
+
+    def _take_memory(self, last: bool) -> None:
+        """Use the memory of the parts so far; `last` if there are no others."""
+        if last and self._given:
+            names = ", ".join(self.memory)
+            raise ValueError(f"memory: expected only {names}, got {next(iter(self._given))!r}")
+        check_strides(self.memory)
+        self._set_state = SlotWriter(self.state, self.cursor, self._slot_limits, self._clock)
+        self.arrays.own = [_extent(array) for array in self.memory.values()]
+
     @property
-    def memory(self) -> dict[str, Any]:
+    def _settled(self) -> str:
+        """The activations' type."""
+        activation = self.arrays.activation_dtype
+        if activation is None:
+            raise ValueError("activation_dtype: expected a type, or warmup() before the ring's memory is described")
+        return activation
+
+    @staticmethod
+    def parts_of(
+        layer: Layer,
+        *,
+        state_dtype: str = "float32",
+        drafts: int = 0,
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        return _parts(layer, state_dtype, drafts, activation_dtype or "bfloat16", gate is not None)
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
         """See `sketchssm.backends.ExactEngine`."""
-        return {"state": self.state, "cursor": self.cursor}
+        activation = self._settled if self._most_drafts else ""
+        return _parts(self.layer, self.state_dtype, self._most_drafts, activation, bool(self._raw_gate))
 
     @property
     def position(self) -> Any:
@@ -160,8 +217,9 @@ class StandardEngine:
     def warmup(self, activation_dtype: str | None = None) -> None:
         """Compile all kernels now, in parallel."""
         self.arrays.warmup(activation_dtype or self.arrays.activation_dtype or "bfloat16", self.num_slots)
-        warmup([*self.variants(), SLOTS])
+        warmup([*self.variants(), SLOTS, COPY])
         self._prepare()
+        self._copies()
 
     def _prepare(self, late: bool = True) -> None:
         """Get ready to launch, once the activations' type is settled; `late` warns of kernels that are not loaded."""
@@ -174,22 +232,10 @@ class StandardEngine:
         self._load(modules)
         self._ready = True
 
-    def _make_ring(self, places: int) -> None:
-        """Allocate raw inputs of so many tokens, in the activations' type."""
-        import cupy
-
-        layer, slots = self.layer, self.num_slots
-        activation = {0: np.uint16, 1: np.float16, 2: np.float32}[self._types[0]]
-        gates = activation if self._raw_gate else np.float32
-        self.ring = (
-            cupy.zeros((slots, layer.key_heads, places, layer.key_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, places, layer.value_dim), dtype=activation),
-            cupy.zeros((slots, layer.heads, places, layer.gate_channels), dtype=gates),
-            cupy.zeros((slots, layer.heads, places) if layer.erases else (1,), dtype=np.float32),
-        )
-
     def _load(self, modules: list[Any]) -> None:
         """Take the kernels from the modules of `variants`."""
+        if self._most_drafts and not self.ring:
+            self._make_ring(self._most_drafts)
         kernel = modules[0].get_function("standard_step")
         fixed = *part_of(self.state), self._gate
         self._step = Launcher(kernel, fixed, STEPS_INPUTS + SLOT_INPUTS + "i", self._slot_limits)
@@ -209,14 +255,14 @@ class StandardEngine:
                 *tokens.row_strides,
                 out.row,
                 *tokens.steps,
-                *slots.number,
+                *slots.arguments,
                 batch,
                 length,
             )
             if self._drafts is not None:
                 self._drafts.drop(slots)
             if not self._most_drafts:  # a direct step would not drop drafts
-                self._direct.learn(batch, [grid])
+                self._direct.learn(batch, [grid], 0)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.ExactEngine`."""
@@ -224,13 +270,12 @@ class StandardEngine:
         batch, length = out.shape[:2]
         if self._drafts is None:
             variant = standard_draft_variant(self.variants()[0], self._most_drafts)
-            self._make_ring(self._most_drafts)
             memory = self.state, self._gate, self.ring, self.cursor
             self._drafts = StandardDrafts(variant, *memory, self._slot_limits, STEPS_INPUTS)
         if batch and length:
             inputs = *tokens.addresses, out.address, *tokens.row_strides, out.row, *tokens.steps
             counts = (0, 0) if lengths is None else lengths.number
-            self._drafts.draft(self._standard_grid(batch), *inputs, *slots.number, batch, length, *counts)
+            self._drafts.draft(self._standard_grid(batch), *inputs, *slots.arguments, batch, length, *counts)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.ExactEngine`."""
@@ -257,3 +302,43 @@ class StandardEngine:
     def reset(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
         self._set_state(None, slots)
+
+    def adopt(self, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+
+    def copy(self, src: Slots, dst: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        self._copies().copy(src, dst, self._workspaces.get()[0].data.ptr)
+
+    def rejoin(self, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        self._copies().rejoin(slots)
+
+    def left_out(self) -> int:
+        """See `sketchssm.backends.ExactEngine`."""
+        self.arrays.device.synchronize()
+        count = int(self._left_out.get()[0])
+        if count:
+            self._left_out -= count
+            self.arrays.device.synchronize()  # rows may be counted on any stream
+        return count
+
+    def _copies(self) -> Copier:
+        """Kernels that copy slots, once all memory is allocated."""
+        if self._most_drafts and not self.ring:
+            self._make_ring(self._most_drafts)
+        if self._copier is None:
+            self._copier = Copier(self.memory | {"cursor": self.cursor}, self._clock, self._slot_limits)
+        return self._copier
+
+
+def _parts(layer: Layer, state_dtype: str, drafts: int, activation_dtype: str, raw_gate: bool) -> tuple[SlotPart, ...]:
+    """All parts of a slot."""
+    ring = (*ring_parts(layer, drafts, activation_dtype, raw_gate), cursor_part()) if drafts else ()
+    return state_part(layer, state_dtype), *ring
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """Where an array starts and ends; its elements lie in between."""
+    start, strides = int(array.data.ptr), zip(array.shape, array.strides, strict=True)
+    return start, start + sum((size - 1) * stride for size, stride in strides) + array.itemsize

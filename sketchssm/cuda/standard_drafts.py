@@ -51,7 +51,7 @@ class StandardDrafts:
         fixed: list[Any] = [*part_of(state), gate]
         for array in (*ring, cursor):
             fixed += part_of(array)
-        slots = "Qii"  # address, flags, rows
+        slots = "Qiiii"  # address, flags, scan, rows
         last = slot_limits
         self._draft = Launcher(module.get_function("standard_draft"), tuple(fixed), inputs + slots + "iQi", last)
         self._commit = Launcher(module.get_function("standard_commit"), tuple(fixed), slots + "Qi", last)
@@ -63,9 +63,9 @@ class StandardDrafts:
 
     def commit(self, grid: tuple[int, int], accepted: Slots, slots: Slots) -> None:
         """Decode the first `accepted` drafts of each row, and drop the rest."""
-        self._commit(*grid, *slots.number, slots.shape[0], *accepted.number)
+        self._commit(*grid, *slots.arguments, slots.shape[0], *accepted.number)
         self.drop(slots)
 
     def drop(self, slots: Slots) -> None:
         """Drop the drafts of slots."""
-        self._clear(None, slots)
+        self._clear(None, slots.again())

@@ -153,9 +153,10 @@ def launch_kernel(config, function, pointers, extra):
 
 def install(monkeypatch):
     """Put this module in CuPy's place, and its launches in the driver's."""
-    from sketchssm.cuda import launch
+    from sketchssm.cuda import launch, workspaces
 
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
+    monkeypatch.setattr(workspaces, "capture_of", lambda stream: 0 if Stream.recorded is None else Stream.captures)
     monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
     monkeypatch.setitem(sys.modules, "sketchssm.cuda._direct", None)  # not built; see driver.py
 
@@ -211,6 +212,7 @@ class Stream(contextlib.nullcontext):
 
     ptr = 0
     recorded = None
+    captures = 0
     from_external = classmethod(lambda cls, handle: cls())
 
     def __init__(self, non_blocking=False):
@@ -218,6 +220,7 @@ class Stream(contextlib.nullcontext):
 
     def begin_capture(self):
         Stream.recorded = []
+        Stream.captures += 1
 
     def end_capture(self):
         calls, Stream.recorded = Stream.recorded, None

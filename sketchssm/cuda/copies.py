@@ -1,0 +1,72 @@
+"""Copies of slots on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.launch import Launcher
+from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.pointer import Slots
+from sketchssm.cuda.slots import UNIT, part_of
+from sketchssm.cuda.workspaces import MAX_ROWS, PAIRS
+
+__all__ = ["COPY", "Copier"]
+
+COPY = Variant("copy", {})
+THREADS, HELD = 512, 8
+
+
+class Copier:
+    """The kernels of ``copy.cu`` for one engine.
+
+    Parameters
+    ----------
+    memory : mapping of str to cupy.ndarray
+        All parts of the slots' memory.
+    clock : cupy.ndarray of int32, (1,), or None
+        The head's clock.
+    slot_limits : tuple
+        See `sketchssm.cuda.standard.StandardEngine`.
+    """
+
+    def __init__(self, memory: Mapping[str, Any], clock: Any, slot_limits: tuple[Any, ...]) -> None:
+        import cupy
+
+        module = load(COPY)
+        arrays = [array for name, array in memory.items() if name != "cursor"]
+        table = [(x.data.ptr, x.strides[0], x[0].nbytes // UNIT) for x in arrays]
+        self._units = sum(row[2] for row in table)
+        self._parts = cupy.asarray(np.array(table, dtype=np.int64))
+        cupy.cuda.get_current_stream().synchronize()  # calls may come on other streams
+        cursor = part_of(memory["cursor"])
+        self._check = Launcher(module.get_function("check_pairs"), (), "QiQiiiiQ", slot_limits, overlaps=False)
+        fixed = self._parts, np.int32(len(arrays)), *cursor
+        self._copy = Launcher(module.get_function("copy_slots"), fixed, "Qii", overlaps=False)
+        stroke = np.uint64(0) if clock is None else clock
+        self._rejoin = Launcher(module.get_function("rejoin"), (*cursor, stroke), "Qiiii", slot_limits, overlaps=False)
+
+    def copy(self, src: Slots, dst: Slots, workspace: int) -> None:
+        """Copy slots as if all were read before any is written.
+
+        Parameters
+        ----------
+        src, dst : Slots, (pairs,)
+            From and to where; padding is skipped.
+        workspace : int
+            Address of the stream's `Schedule`.
+        """
+        count = dst.shape[0]
+        if count > MAX_ROWS:
+            raise ValueError(f"dst: expected at most {MAX_ROWS} slots in a call, got {count}")
+        if count:
+            self._check(1, THREADS, *src.number, *dst.arguments, count, workspace + PAIRS)
+            units = THREADS * HELD // count
+            self._copy(-(-self._units // units), THREADS, workspace + PAIRS, count, units)
+
+    def rejoin(self, slots: Slots) -> None:
+        """See `sketchssm.backends.ExactEngine`."""
+        if slots.shape[0]:
+            self._rejoin(1, THREADS, *slots.arguments, slots.shape[0])

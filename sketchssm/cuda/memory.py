@@ -1,0 +1,140 @@
+"""Parts of a slot's memory on the device, and memory for them: the engine's own or the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.frameworks import host_type
+from sketchssm.recurrence import Layer
+from sketchssm.slots import SlotPart, check_memory
+
+__all__ = ["ALIGNMENT", "allocate", "check_strides", "cursor_part", "ring_parts", "state_part"]
+
+ALIGNMENT = 16
+"""Bytes: the kernels move 16 at a time."""
+
+MOST_STRIDE = 2**31 - 1
+"""Bytes from slot to slot: the kernels' strides are int32."""
+
+
+def state_part(layer: Layer, state_dtype: str) -> SlotPart:
+    """The states."""
+    return SlotPart("state", layer.state_shape, state_dtype, ALIGNMENT)
+
+
+def cursor_part() -> SlotPart:
+    """The cursor word."""
+    return SlotPart("cursor", (), "int32", 4)
+
+
+def ring_parts(layer: Layer, window: int, activation_dtype: str, raw_gate: bool) -> tuple[SlotPart, ...]:
+    """Raw inputs of a window's tokens.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    window : int
+        Tokens of a window.
+    activation_dtype : str
+        Type of keys and values.
+    raw_gate : bool
+        Whether gates are raw, and have the activations' type.
+
+    Returns
+    -------
+    tuple of SlotPart
+        Keys, values, gates, and betas if the layer has any.
+    """
+    shapes = {
+        "keys": (layer.key_heads, window, layer.key_dim),
+        "values": (layer.heads, window, layer.value_dim),
+        "gates": (layer.heads, window, layer.gate_channels),
+        "betas": (layer.heads, window),
+    }
+    if not layer.erases:
+        del shapes["betas"]
+    narrow = ("keys", "values", "gates") if raw_gate else ("keys", "values")
+    return tuple(
+        SlotPart(name, shape, activation_dtype if name in narrow else "float32", ALIGNMENT)
+        for name, shape in shapes.items()
+    )
+
+
+def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Memory of some parts of all slots: the caller's where there is any, else zeros.
+
+    Parameters
+    ----------
+    parts : iterable of SlotPart
+        The parts.
+    num_slots : int
+        Number of slots.
+    given : dict of str to array
+        The caller's memory by name. What is used is taken out of it.
+
+    Returns
+    -------
+    dict of str to cupy.ndarray
+        ``(num_slots, *shape)`` of every part.
+
+    Raises
+    ------
+    TypeError
+        If memory is not on a device, can't be written, or has another type.
+    ValueError
+        If shape, strides, alignment or device do not fit.
+    """
+    import cupy
+
+    memory = {}
+    for part in parts:
+        kind = host_type(part.dtype)
+        if kind.name == "bfloat16" and part.name != "state":
+            kind = np.dtype(np.uint16)  # its bits, which every CuPy knows
+        array = given.pop(part.name, None)
+        if array is None:
+            memory[part.name] = cupy.zeros((num_slots, *part.shape), dtype=kind)
+        else:
+            memory[part.name] = _pool(f"memory[{part.name!r}]", array, part, num_slots).view(kind)
+    return memory
+
+
+def check_strides(memory: Mapping[str, Any]) -> None:
+    """Refuse slots that are too far apart for the kernels."""
+    for name, array in memory.items():
+        if array.strides[0] > MOST_STRIDE:
+            raise ValueError(
+                f"memory[{name!r}]: expected at most {MOST_STRIDE} bytes from slot to slot, got {array.strides[0]}"
+            )
+
+
+def _pool(name: str, pool: Any, part: SlotPart, num_slots: int) -> Any:
+    """View the caller's memory as a CuPy array."""
+    import cupy
+
+    if not isinstance(pool, cupy.ndarray):
+        where = getattr(pool, "__dlpack_device__", None)
+        if where is None or type(pool).__module__.startswith("jax") or where()[0] == 1:
+            raise TypeError(f"{name}: expected a writable array on the CUDA device, got {type(pool).__name__}")
+        pool = cupy.from_dlpack(pool.detach() if hasattr(pool, "detach") else pool)
+    check_memory(name, _Described(pool), part, num_slots)  # type: ignore[arg-type]
+    if pool.device.id != cupy.cuda.Device().id:
+        raise ValueError(f"{name}: expected memory of CUDA device {cupy.cuda.Device().id}, got {pool.device.id}")
+    return pool
+
+
+class _Described:
+    """What `check_memory` asks of an array, of one on the device."""
+
+    def __init__(self, array: Any) -> None:
+        self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
+        self.flags = type("Flags", (), {"c_contiguous": array.flags.c_contiguous, "writeable": True})
+        self._array = array
+        self.__array_interface__ = {"data": (int(array.data.ptr), False)}
+
+    def __getitem__(self, index: int) -> _Described:
+        return _Described(self._array[index, ...])

@@ -1,0 +1,85 @@
+"""Memory that the kernels of one call pass on to each other: apart for each stream and each captured graph.
+
+Calls on two streams may run at the same time, and so may two graphs, wherever they were captured. Nothing can be
+allocated during a capture: some workspaces are ready ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.launch import capture_of
+
+__all__ = ["MAX_ROWS", "PAIRS", "SLOTS", "WORDS", "Workspaces"]
+
+MAX_ROWS = 512
+"""Rows of a launch; as in ``cuda_src/schedule.cuh``."""
+
+HEADER = 5
+SLOTS = 4 * HEADER
+"""Byte at which `Schedule` has the checked slots."""
+
+PAIRS = SLOTS + 4 * MAX_ROWS + 4
+"""Byte at which `Schedule` has room for pairs of slots."""
+
+WORDS = PAIRS // 4 + 2 * MAX_ROWS
+"""Of `Schedule` in ``cuda_src/schedule.cuh``, with what aligns its rows."""
+
+READY = 64
+"""Workspaces that are allocated together."""
+
+LEAST = READY // 2
+"""More are allocated, outside of captures, when fewer than so many are left."""
+
+PER_THREAD = 2
+"""Handle of the default stream that each thread has for itself."""
+
+
+class Workspaces:
+    """The workspaces of one engine, on the current device."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._used: dict[tuple[int, ...], Any] = {}
+        self._ready: list[Any] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        made = self._cupy.zeros((READY, WORDS + WORDS % 2), dtype=np.int32)
+        self._cupy.cuda.get_current_stream().synchronize()  # they will be used on other streams
+        self._ready += list(made)
+
+    def get(self) -> tuple[Any, bool]:
+        """Find the workspace of the current stream.
+
+        Returns
+        -------
+        workspace : cupy.ndarray of int32
+            A `Schedule`.
+        captured : bool
+            Whether it belongs to a graph that is being captured.
+
+        Raises
+        ------
+        RuntimeError
+            If a graph is being captured and no workspace is left.
+        """
+        stream = int(self._cupy.cuda.get_current_stream().ptr)
+        capture = capture_of(stream)
+        key = (stream, capture) if stream != PER_THREAD else (stream, capture, threading.get_ident())
+        workspace = self._used.get(key)
+        if not capture and len(self._ready) < LEAST:
+            self._allocate()
+        if workspace is None:
+            if not self._ready:
+                raise RuntimeError(
+                    f"no workspace is left for this graph: {len(self._used)} streams and graphs of the head have one; "
+                    f"make a call outside of graphs after every {LEAST} captures, which allocates more"
+                )
+            workspace = self._used[key] = self._ready.pop()
+        return workspace, capture != 0

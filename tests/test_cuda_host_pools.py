@@ -1,0 +1,84 @@
+"""Memory of slots in the caller's arrays on the CUDA backend, on the host build of the kernels."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import make_plan
+from host import compiler, standin
+from host.heads import LAYER, install, narrow, sketch, tokens_of
+
+import sketchssm as ss
+from sketchssm.cuda.frameworks import host_type
+from sketchssm.recurrence import DENSE
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+cupy = pytest.fixture(autouse=True)(install)
+
+
+def blocks_of(parts, slots, gap=48):
+    """One block of an engine's cache for each slot, and views of the parts in it; bytes between parts hold NaN."""
+    ends = np.cumsum([-(-part.bytes // 16) * 16 + gap for part in parts])
+    block = standin.full((slots, int(ends[-1])), 255, np.uint8)
+    views = {}
+    for part, end in zip(parts, ends, strict=True):
+        size = -(-part.bytes // 16) * 16 + gap
+        rows = block[:, end - size : end - size + part.bytes]
+        kind = np.uint16 if part.dtype == "bfloat16" else host_type(part.dtype)
+        views[part.name] = rows.view(kind).reshape((slots, *part.shape), copy=False)
+    return block, views
+
+
+def parts_of(system):
+    if system == "sketch":
+        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        return ss.SketchHead.parts_of(plan, backend="cuda", activation_dtype="bfloat16")
+    return ss.ReplayHead.parts_of(LAYER, backend="cuda", window=4, activation_dtype="bfloat16")
+
+
+def make(system, **options):
+    if system == "sketch":
+        return sketch(**options)
+    head = ss.ReplayHead(LAYER, 4, "cuda", window=4, **options)
+    head.warmup()
+    return head
+
+
+@pytest.mark.parametrize("system", ["replay", "sketch"])
+def test_a_block_holds_all_of_a_slot(system, rng):
+    """The bits of a head with memory of its own; nothing outside of the parts is written; bytes can be moved."""
+    parts = parts_of(system)
+    block, views = blocks_of(parts, 4)
+    options = {"activation_dtype": "bfloat16"}
+    head, twin = make(system, memory=dict(views), **options), make(system, **options)
+    assert head.parts == twin.parts == parts
+    for each in (head, twin):
+        each.reset()
+    for length in (1, 4, 1, 2):
+        tokens = narrow(tokens_of(rng, 4, length), standin.asarray)
+        np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
+    np.testing.assert_array_equal(head.state, twin.state)
+    assert head.state.ctypes.data == views["state"].ctypes.data
+    block[3] = block[1]  # a slot as bytes
+    token = narrow(tokens_of(rng, 1, 1), standin.asarray)
+    np.testing.assert_array_equal(head.step(*token, slots=[3]), head.step(*token, slots=[1]))
+    for view in views.values():
+        view[...] = np.zeros((), view.dtype)
+    used = sum(part.bytes for part in parts)
+    assert (block == 255).sum() == block.size - 4 * used
+
+
+def test_refusals():
+    parts = {part.name: part for part in parts_of("sketch")}
+    good = blocks_of(parts.values(), 4)[1]
+    plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+
+    def refused(kind, message, activation="bfloat16", **memory):
+        with pytest.raises(kind, match=message):
+            ss.SketchHead(plan, 4, "cuda", activation_dtype=activation, memory=memory)
+
+    refused(TypeError, r"^memory\['keys'\]: expected a writable array on the CUDA device", keys=np.zeros(3))
+    refused(TypeError, r"^memory\['values'\]: expected bfloat16, got float32", values=standin.zeros(3, np.float32))
+    refused(ValueError, r"^memory\['sketch'\]: expected shape", sketch=good["sketch"][:3])
+    refused(ValueError, r"^activation_dtype: expected a type with memory for 'keys'", None, keys=good["keys"])
+    refused(ValueError, r"^memory", nothing=good["keys"])
