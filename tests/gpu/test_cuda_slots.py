@@ -1,0 +1,126 @@
+"""Slots, streams and captured graphs of heads that a server drives, on a device."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_support import LAYERS, make_plan, make_tokens
+
+import sketchssm as ss
+
+pytestmark = pytest.mark.gpu
+
+BATCH, STEPS = 64, 120
+
+
+def make_head(kind, slots):
+    layer = LAYERS[kind]
+    plan = make_plan(layer, np.resize([7, 3, 16, 2], layer.heads), np.random.default_rng(1))
+    head = ss.SketchHead(plan, slots, "cuda")
+    head.warmup()
+    return head
+
+
+def on_device(torch, layer, rng, rows=BATCH):
+    tokens = make_tokens(layer, rows, 1, "bfloat16", rng, hard_gates=False)
+    types = [torch.bfloat16] * 3 + [torch.float32] * 2
+    return [
+        None if x is None else torch.from_numpy(x[:, 0].copy()).cuda().to(kind)
+        for x, kind in zip(tokens, types, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_loads_beside_steps(torch, kind, rng):
+    """Half of the slots decode on one stream while others are loaded on another: the bits of one after the other."""
+    layer, results = LAYERS[kind], []
+    start = torch.from_numpy(rng.standard_normal((BATCH, *layer.state_shape)).astype(np.float32)).cuda()
+    given = on_device(torch, layer, rng)
+    torch.cuda.synchronize()
+    for streams in ([torch.cuda.Stream(), torch.cuda.Stream()], [torch.cuda.current_stream()] * 2):
+        head = make_head(kind, 2 * BATCH)
+        decoding, loading = (torch.arange(BATCH, device="cuda") + x for x in (0, BATCH))
+        head.load_state(start, slots=decoding)
+        torch.cuda.synchronize()
+        outputs = []
+        for t in range(STEPS):
+            with torch.cuda.stream(streams[0]):
+                outputs.append(head.step(*given, slots=decoding))
+            if t % 2:
+                with torch.cuda.stream(streams[1]):
+                    head.load_state(start, slots=loading)
+        torch.cuda.synchronize()
+        parts = [head._engine.memory[name].view(np.uint8).get() for name in ("state", "sketch", "cursor")]
+        results.append([torch.stack(outputs).float().cpu().numpy(), *parts])
+    for of_two, of_one in zip(*results, strict=True):
+        np.testing.assert_array_equal(of_two, of_one)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_graphs_with_other_slots(torch, dtype, rng):
+    """Replays of two graphs, whose slots change in between: wrong ones are left out, like padding, and counted."""
+    layer = LAYERS["gdn"]
+    head, twin = make_head("gdn", 2 * BATCH), make_head("gdn", 2 * BATCH)
+    given = on_device(torch, layer, rng)
+    slots, good = (torch.arange(BATCH, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+    src, dst = torch.zeros(4, device="cuda", dtype=slots.dtype), torch.zeros(4, device="cuda", dtype=slots.dtype)
+    out, want = torch.empty_like(given[2]), torch.empty_like(given[2])
+    head.step(*given, slots=slots, out=out)
+    twin.step(*given, slots=good, out=want)
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(graphs[0]):
+        head.step(*given, slots=slots, out=out)
+    with torch.cuda.graph(graphs[1]):
+        head.step(*given, slots=slots, out=out)
+        head.copy(src, dst)
+    left = 0
+    for t in range(STEPS):
+        chosen = rng.permutation(2 * BATCH)[:BATCH]
+        wrong = chosen.copy()
+        wrong[3], wrong[10], wrong[20] = wrong[40], 2 * BATCH + t, -1
+        right = np.where(np.isin(np.arange(BATCH), [3, 40, 10, 20]), -1, chosen)
+        left += 3
+        slots.copy_(torch.from_numpy(wrong))
+        good.copy_(torch.from_numpy(right))
+        pairs = rng.permutation(2 * BATCH)[:4]
+        src.copy_(torch.from_numpy(pairs))
+        dst.copy_(torch.from_numpy(pairs[[1, 0, 3, 2]]))
+        graphs[t % 2].replay()
+        twin.step(*given, slots=good, out=want)
+        if t % 2:
+            twin.copy(src, dst)
+        assert torch.equal(out, want)
+    assert head.left_out() == left
+    assert twin.left_out() == 0
+    for name, array in head._engine.memory.items():
+        np.testing.assert_array_equal(array.view(np.uint8).get(), twin._engine.memory[name].view(np.uint8).get())
+
+
+def test_a_pool_of_blocks(cupy, rng):
+    """One block holds all parts of a slot, with the bits of a head with memory of its own."""
+    layer = LAYERS["kda"]
+    plan = make_plan(layer, [9, 33, 1], np.random.default_rng(1))
+    parts = ss.SketchHead.parts_of(plan, backend="cuda", activation_dtype="bfloat16")
+    ends = np.cumsum([-(-part.bytes // 128) * 128 for part in parts])
+    blocks = cupy.full((6, int(ends[-1]) + 128), 255, np.uint8)
+    memory = {}
+    for part, end in zip(parts, ends, strict=True):
+        begin = int(end) - -(-part.bytes // 128) * 128
+        kind = np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
+        place = cupy.cuda.MemoryPointer(blocks.data.mem, blocks.data.ptr - blocks.data.mem.ptr + begin)
+        inner = np.empty(part.shape, kind).strides
+        memory[part.name] = cupy.ndarray((6, *part.shape), kind, place, (blocks.strides[0], *inner))
+    heads = [
+        ss.SketchHead(plan, 6, "cuda", activation_dtype="bfloat16", **options) for options in ({"memory": memory}, {})
+    ]
+    for head in heads:
+        head.warmup()
+        head.reset()
+    for _ in range(40):
+        tokens = make_tokens(layer, 4, 1, "bfloat16", rng)
+        given = [cupy.asarray(x[:, 0].astype(ml_dtypes.bfloat16) if i < 3 else x[:, 0]) for i, x in enumerate(tokens)]
+        slots = cupy.asarray(rng.permutation(6)[:4].astype(np.int32))
+        outputs = [head.step(*given, slots=slots).view(np.uint16).get() for head in heads]
+        np.testing.assert_array_equal(*outputs)
+    np.testing.assert_array_equal(heads[0].state.get(), heads[1].state.get())
+    assert (blocks[:, int(ends[-1]) :] == 255).all()
