@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.array_utils import byte_bounds
 
 from sketchssm.interop import from_host, is_on_device, is_real, to_host, to_type
 from sketchssm.recurrence import PAD_SLOT, Tokens, check_gates, check_slots
@@ -48,6 +49,8 @@ class HostArrays:
         self._log_decays = log_decays
         self._why, self._warned = why, False
         self._pad_slot, self._own = pad_slot, own
+        bounds = [byte_bounds(array) for array in own]
+        self._own_bounds = min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
     def call(self, *arrays: Any) -> HostArrays:
         """See `sketchssm.backends.Arrays`."""
@@ -208,6 +211,10 @@ class HostArrays:
 
     def _owns(self, array: npt.NDArray[Any]) -> bool:
         """Tell whether an array may share memory with the engine."""
+        if array.flags.c_contiguous:  # nearly always, and nearly always below or above all of the engine's memory
+            start: int = array.__array_interface__["data"][0]
+            if start >= self._own_bounds[1] or start + array.nbytes <= self._own_bounds[0]:
+                return False
         return any(np.may_share_memory(array, own) for own in self._own)
 
 
