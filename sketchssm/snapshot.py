@@ -28,6 +28,7 @@ class SnapshotFileError(FileFormatError):
 
 
 FORMAT = FileFormat("sketchssm-snapshot", 1, (), SnapshotFileError, "take the snapshot again")
+"""Raise the version whenever a backend lays a part out in another way."""
 
 
 @dataclass(frozen=True, eq=False)

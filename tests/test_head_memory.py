@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, one_block, plan_of, relative, same, states_of, tokens_of
+from samples import LAYERS, at, gate_of, one_block, plan_of, raw_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE
@@ -292,6 +292,23 @@ class TestDrafts:
         want = twin.step(*tokens)
         np.testing.assert_array_equal(output[[0, 2]], want[[0, 2]])
         np.testing.assert_array_equal(output[1], 0)
+
+    def test_raw_gates(self, backend, rng):
+        """Raw gate inputs behind a row's drafts may be anything, too."""
+        layer = LAYERS["kda"]
+        gate = gate_of(rng, layer)
+        head, twin = (ss.ReplayHead(layer, 2, backend, window=WINDOW, gate=each) for each in (gate, None))
+        tokens, a = tokens_of(rng, layer, 2, 3, np.float64), raw_of(rng, layer, 2, 3)
+        exact = tokens._replace(g=gate.log_decays(a))
+        a[1, 1:] = np.nan
+        for each, given in ((head, tokens._replace(g=a)), (twin, exact)):
+            output = each.step(*given, draft=True, lengths=[3, 1])
+            each.commit([2, 1])
+            each.flush()
+            if each is head:
+                got = output
+        assert relative(got, output) < EXACT[backend]
+        assert relative(head.state, twin.state) < EXACT[backend]
 
     def test_out(self, make, layer, rng):
         head, twin = make(), make()
