@@ -17,7 +17,7 @@ from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.cuda import arrays
+from sketchssm.cuda import arrays, frameworks
 from sketchssm.recurrence import Layer
 
 extension = pytest.importorskip("sketchssm.cuda._direct", reason="the extension is not built: pip install -e .")
@@ -283,6 +283,15 @@ def test_drafts_go_through_python(learned, driver, monkeypatch):
     with pytest.raises(ValueError, match="lengths: expected None"):
         learned.head.step(q, k, v, g, beta, slots=slots, out=out, lengths=slots)
     assert driver.launches == before
+
+
+def test_streams_of_threads(rng, slow, monkeypatch):
+    """The handle 2 stands for another stream, with another workspace, in every thread."""
+    monkeypatch.setattr(frameworks.TorchArrays, "stream_address", lambda self: 2)
+    head = make()
+    for _ in range(3):
+        head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))
+    assert len(slow) == 3
 
 
 def test_memory_is_freed(rng):

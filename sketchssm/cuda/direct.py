@@ -13,6 +13,7 @@ from typing import Any
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.frameworks import TorchArrays
 from sketchssm.cuda.launch import Launcher, driver_addresses
+from sketchssm.cuda.workspaces import PER_THREAD
 from sketchssm.recurrence import Layer
 
 __all__ = ["DirectStep"]
@@ -65,13 +66,14 @@ class DirectStep:
             Address of the stream's workspace.
         """
         torch = self._arrays.torch
-        if torch is None:
+        stream = PER_THREAD if torch is None else torch.stream_address()
+        if torch is None or stream == PER_THREAD:  # whose handle stands for as many streams as there are threads
             return
         if not self._made:
             self._made, self._step = True, self._make(torch)
         if self._step is not None:
             self._step.set_grids(rows, grids)
-            self._step.set_workspace(torch.stream_address(), workspace)
+            self._step.set_workspace(stream, workspace)
             self._arrays.direct = self._step.step
 
     def _make(self, torch: TorchArrays) -> Any:
