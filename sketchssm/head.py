@@ -25,10 +25,10 @@ class DecodeHead:
     thread has returned. A head can't be copied or pickled.
 
     On the ``cuda`` backend a head works on the device that is current when the head is made. A call runs on the
-    current stream of the framework whose arrays it gets; a call without arrays, on that of the call before. Calls of
-    one head must follow one another in stream order. After `warmup`, `step` and `flush` with slots on the device
-    neither wait for the device nor allocate, so a graph can capture them. The same holds for `load_state` and `reset`
-    where states are contiguous float32. The methods' docstrings name further conditions.
+    current stream of the framework whose arrays it gets; a call without arrays, on that of the call before. Calls on
+    different streams may overlap if their slots are disjoint; calls that share slots, and with a clock all calls of
+    `step`, must follow one another in stream order. After `warmup`, calls whose arrays are on the device neither wait
+    for the device nor allocate, so a graph can capture them. The methods' docstrings name further conditions.
 
     Parameters
     ----------

@@ -1,0 +1,51 @@
+"""Snapshots of heads on the CUDA backend, whose kernels run on the host."""
+
+import numpy as np
+import pytest
+from host import compiler
+from host.heads import install, narrow, sketch, tokens_of
+
+import sketchssm as ss
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    yield from install(monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_half_full_window_survives_in_a_file(state_dtype, tmp_path, rng):
+    """Another head decodes the restored slots bitwise as the first one does, at positions 3 and 0."""
+    head, other = (sketch(state_dtype=state_dtype) for _ in range(2))
+    for each in (head, other):
+        each.step(*narrow(tokens_of(rng, 4, 5)))
+    head.step(*narrow(tokens_of(rng, 2, 2)), slots=[1, 3])
+    head.step(*narrow(tokens_of(rng, 1, 1)), slots=[2])
+    head.flush([2])
+    head.step(*narrow(tokens_of(rng, 1, 2)), slots=[2], draft=True)  # drafts are left out
+    head.snapshot([3, 2]).save(tmp_path / "slots")
+    other.restore(ss.Snapshot.load(tmp_path / "slots"), [0, 1])
+    np.testing.assert_array_equal(np.asarray(other.position)[:2], [3, 0])
+    tokens = narrow(tokens_of(rng, 2, 6))
+    got, want = other.step(*tokens, slots=[0, 1]), head.step(*tokens, slots=[3, 2])
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    np.testing.assert_array_equal(np.asarray(other.state)[:2], np.asarray(head.state)[[3, 2]])
+
+
+def test_a_restored_slot_follows_the_clock(rng):
+    head, other = sketch(phase=1), sketch()
+    other.step(*narrow(tokens_of(rng, 1, 1)), slots=[0])
+    head.step(*narrow(tokens_of(rng, 1, 2)), slots=[0])  # the clock stands at W - 1: the next token flushes
+    head.restore(other.snapshot([0]), [1])
+    assert head.position[1] == 1
+    head.step(*narrow(tokens_of(rng, 2, 1)), slots=[0, 1])
+    np.testing.assert_array_equal(np.asarray(head.position)[:2], 0)
+
+
+def test_another_backend(rng):
+    with pytest.raises(ValueError, match=r'^snapshot: expected backend "cuda", got "reference"'):
+        sketch().restore(sketch("reference").snapshot())
