@@ -78,16 +78,14 @@ template <int TYPE, int N> struct Packed {
             else word[i] = narrow<TYPE>(x[2 * i]) | static_cast<u32>(narrow<TYPE>(x[2 * i + 1])) << 16;
         }
     }
-    // Rounds N numbers of a state. In fp16 a number beyond the range becomes the largest one: an infinity would spoil
-    // its row at the next erasure.
+    // The same for a state, by conversions of pairs.
     __device__ __forceinline__ void set_state(const float (&x)[N]) {
         if constexpr (TYPE == FP32) {
             set(x);
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS; i++)
-                word[i] = TYPE == FP16 ? floats_to_bounded_halves(x[2 * i], x[2 * i + 1])
-                                       : floats_to_bf16(x[2 * i], x[2 * i + 1]);
+                word[i] = TYPE == FP16 ? floats_to_halves(x[2 * i], x[2 * i + 1]) : floats_to_bf16(x[2 * i], x[2 * i + 1]);
         }
     }
     __device__ __forceinline__ void clear() {

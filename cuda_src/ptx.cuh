@@ -353,12 +353,6 @@ __device__ __forceinline__ u32 floats_to_halves(float x, float y) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
     return z;
 }
-// The same, with +-65504, the largest numbers, for all beyond them. NaN stays NaN.
-__device__ __forceinline__ u32 floats_to_bounded_halves(float x, float y) {
-    u32 z = floats_to_halves(x, y);
-    asm("min.NaN.f16x2 %0, %0, %1;\n\tmax.NaN.f16x2 %0, %0, %2;" : "+r"(z) : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
-    return z;
-}
 __device__ __forceinline__ float2 halves_to_floats(u32 x) {
     float2 y;
     asm("{\n\t.reg .f16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"

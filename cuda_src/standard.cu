@@ -43,7 +43,8 @@ struct Standard {
             rows.round();  // at every token: the result does not depend on the tokens of a call
         }
         // With few rows, written states would displace useful lines from the caches.
-        rows.store(home, ERASES && static_cast<i64>(batch) * HEADS * V * K < (1 << 28) / static_cast<int>(sizeof(state_t)));
+        constexpr i64 FEW = (1 << 28) / static_cast<int>(sizeof(state_t));  // 256 MB
+        rows.store(home, ERASES && static_cast<i64>(batch) * HEADS * V * K < FEW);
     }
 };
 

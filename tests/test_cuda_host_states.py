@@ -81,6 +81,33 @@ def test_standard_rounds_at_every_token(stored, rng, cupy):
     assert np.array_equal(states[0], states[1])
 
 
+def test_numbers_beyond_fp16_become_infinite(rng, cupy):
+    """Loaded, written by a token, and folded by a flush; as in the reference."""
+    layer = Layer("mamba2", 2, 64, 64, 1)
+    ends = np.array([65504, 65519.9, 65520, -65520, 1e6, -np.inf, 1e-7, 2**-25], np.float32)
+    start = np.resize(ends, (1, *layer.state_shape))
+    engines = (
+        StandardEngine(layer, 1, state_dtype="float16"),
+        reference.StandardEngine(layer, 1, state_dtype="float16"),
+    )
+    with np.errstate(over="ignore"):
+        engines[0].load_state(cupy.asarray(start), cupy.arange(1))
+    engines[1].load_state(start.astype(np.float64), np.arange(1))
+    assert np.array_equal(wide(engines[0].state), engines[1].state)
+    tokens = make_tokens(layer, 1, 4, "bfloat16", rng, hard_gates=False)
+    tokens.v[:, 1] *= 2.0**20
+    for kind, settings in ((StandardEngine, ()), (ReplayEngine, (4,))):
+        device = kind(layer, 1, *settings, output_dtype="float32", state_dtype="float16")
+        oracle = getattr(reference, f"{'Replay' if settings else 'Standard'}Engine")(
+            layer, 1, *settings, state_dtype="float16"
+        )
+        run_pair(device, oracle, layer, tokens, np.zeros((4, 1), np.int64), "bfloat16")
+        infinite = np.isinf(oracle.state)
+        assert infinite.any() and not infinite.all()
+        assert np.array_equal(np.isinf(device.state.get()), infinite)
+        assert error(wide(device.state)[~infinite], oracle.state[~infinite]) < TIPPED["float16"]
+
+
 @pytest.mark.parametrize("stored", TYPES)
 @pytest.mark.parametrize(
     ("name", "window", "activation"),

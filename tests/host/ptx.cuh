@@ -267,8 +267,4 @@ inline u16 float_to_half(float x) {
 }
 inline u32 floats_to_bf16(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
 inline u32 floats_to_halves(float x, float y) { return float_to_half(x) | static_cast<u32>(float_to_half(y)) << 16; }
-inline u32 floats_to_bounded_halves(float x, float y) {
-    auto bounded = [](float z) { return z > 65504.f ? 65504.f : z < -65504.f ? -65504.f : z; };
-    return floats_to_halves(bounded(x), bounded(y));
-}
 inline float2 halves_to_floats(u32 x) { return {host::half_at(x, 0), host::half_at(x, 1)}; }
