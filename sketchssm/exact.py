@@ -107,7 +107,7 @@ class ExactHead(DecodeHead):
     def parts(self) -> tuple[SlotPart, ...]:
         """All memory of a slot, part by part. On ``cuda`` the ring's types must be settled."""
         with self._lock:
-            return tuple(self._operation("parts"))
+            return tuple(self._engine.parts)
 
     def commit(self, accepted: Any, slots: Any = None) -> None:
         """Keep the first tokens of each row's draft, and drop the rest.
@@ -131,9 +131,8 @@ class ExactHead(DecodeHead):
             raise ValueError(f"accepted: expected no call, as this {type(self).__name__} takes no drafts")
         batch = _count("accepted", accepted)
         with self._lock, self._arrays.call(accepted, slots) as call:
-            commit, memory = self._operation("commit"), self._operation("memory")
             index = call.slots(slots, batch, self.num_slots)
-            commit(call.accepted(accepted, index, memory["cursor"]), index)
+            self._engine.commit(call.accepted(accepted, index, self._engine.memory["cursor"]), index)
 
     def adopt(self, slots: Any = None) -> None:
         """Begin windows on states that already stand in the head's memory, such as those of a prefill into a pool.
@@ -146,7 +145,7 @@ class ExactHead(DecodeHead):
             Which slots; padding is skipped. Default: all.
         """
         with self._lock, self._arrays.call(slots) as call:
-            self._operation("adopt")(call.slots(slots, None, self.num_slots))
+            self._engine.adopt(call.slots(slots, None, self.num_slots))
 
     def copy(self, src: Any, dst: Any) -> None:
         """Copy slots with all that they hold, except for drafts.
@@ -165,9 +164,8 @@ class ExactHead(DecodeHead):
         """
         count = _count("src", src)
         with self._lock, self._arrays.call(src, dst) as call:
-            copy = self._operation("copy")
             sources = call.slots(src, count, self.num_slots, "src", True)
-            copy(sources, call.slots(dst, count, self.num_slots, "dst"))
+            self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))
 
     def snapshot(self, slots: Any = None) -> Snapshot:
         """Copy slots to the host, with all that they hold except for drafts; waits for the device.
@@ -183,7 +181,7 @@ class ExactHead(DecodeHead):
             The slots in this order, and what they belong to.
         """
         with self._lock, self._arrays.call(slots) as call:
-            memory, owner = self._operation("memory"), self._owner()
+            owner, memory = self._owner(), self._engine.memory
             index = call.host_slots(slots, None, self.num_slots)
             if (index < 0).any():
                 raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, got {self.pad_slot} (padding)")
@@ -215,18 +213,17 @@ class ExactHead(DecodeHead):
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"snapshot: expected a Snapshot, got {type(snapshot).__name__}")
         with self._lock, self._arrays.call(slots) as call:
-            memory, rejoin = self._operation("memory"), self._operation("rejoin")
             snapshot.check(self._owner())
             index = call.host_slots(slots, len(snapshot), self.num_slots)
             live = index >= 0
             for name, rows in snapshot.arrays.items():
-                call.store(memory[name], index[live], rows[live])
-            rejoin(call.slots(slots, len(snapshot), self.num_slots))
+                call.store(self._engine.memory[name], index[live], rows[live])
+            self._engine.rejoin(call.slots(slots, len(snapshot), self.num_slots))
 
     def _owner(self) -> dict[str, Any]:
         """Describe what this head's slots belong to."""
         plan = None if isinstance(self._source, Layer) else self._source
-        name, parts = type(self).__name__, self._operation("parts")
+        name, parts = type(self).__name__, self._engine.parts
         return owner_of(name, self.backend, self.layer, self.window, plan, self._gate, self.state_dtype, parts)
 
     def left_out(self) -> int:
@@ -241,7 +238,7 @@ class ExactHead(DecodeHead):
             Number of rows; 0 on the other backends.
         """
         with self._lock, self._arrays.call():
-            return int(self._operation("left_out")())
+            return int(self._engine.left_out())
 
 
 def _count(name: str, array: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sketchssm import interop
-from sketchssm.backends import Arrays, Engine, UnsupportedError, check_dtype_name
+from sketchssm.backends import Arrays, Engine, check_dtype_name
 from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
 
 __all__ = ["DecodeHead"]
@@ -53,7 +53,7 @@ class DecodeHead:
         self.layer = layer
         self.num_slots = num_slots
         self.backend = backend
-        self._engine = engine
+        self._engine: Any = engine  # of an `ExactHead`: an `ExactEngine`
         self._arrays: Arrays = engine.arrays
         self._seen: Any = None  # shapes of the inputs of the last call, and whether they have a tokens axis
         self._several = False
@@ -137,15 +137,14 @@ class DecodeHead:
         With ``draft=True`` the tokens are on trial: the outputs are those of decoding them, but the slots keep none
         until `commit` says how many. Any other call that uses a slot drops its drafts.
 
-        On ``cuda``, arrays on the device are used in place if they are contiguous, aligned to 16 bytes and of the
-        right type: q, k and v of the activations' type, g and beta float32. Others are copied, on the device. Values
-        on the device are not checked, since a check would wait for the device: a slot out of range or named twice, or
-        a gate above 0, is the caller's error. Arrays on the host are checked and uploaded. With a `GateInput`, g has
-        the activations' type.
+        On ``cuda``, arrays on the device are used in place if their last axes, (heads, dim), are contiguous, all rows
+        and tokens are aligned to 16 bytes, and the type is right: q, k and v of the activations' type, g and beta
+        float32. Others are copied, on the device. Gates on the device are not checked, since a check would wait for
+        the device. Rows whose slot is on the device and out of range or named twice are left out (`left_out` of
+        `ExactHead`). Arrays on the host are checked and uploaded. With a `GateInput`, g has the activations' type.
 
         A graph can capture a call whose arrays are all of one framework, on the device and of those types, if `out` is
-        given or PyTorch allocates it; its slots (int64, or int32 for batches of up to `slots` rows) may change
-        between replays.
+        given or PyTorch allocates it; its slots (int64 or int32) may change between replays.
 
         Parameters
         ----------
@@ -158,7 +157,7 @@ class DecodeHead:
         beta : array, (batch, [tokens,] heads), optional
             Write gates; None for mamba2.
         slots : array of int, (batch,), optional
-            State slot of each row, each at most once; -1 is padding. Default: row i uses slot i.
+            State slot of each row, each at most once; `pad_slot` (-1) is padding. Default: row i uses slot i.
         out : array, optional
             Writable array of the output's shape to fill and return. On ``cuda`` the kernels write it in place if it is
             contiguous, aligned, of their output type, and shares no memory with an input.
@@ -214,20 +213,12 @@ class DecodeHead:
         if not 1 <= count <= self.drafts:
             room = f"1 to {self.drafts} tokens a row" if self.drafts else "False, as this head takes no drafts"
             raise ValueError(f"draft: expected {room}, got {count} tokens")
-        draft = self._operation("draft")
         with self._arrays.call(out, given.v, given.q, given.k) as call:
             index = call.slots(slots, batch, self.num_slots)
             counts = call.lengths(lengths, index, count)
             tokens, index, written = call.inputs(given, slots, out, self._several, self.num_slots, counts)
-            draft(tokens, counts, index, written)
+            self._engine.draft(tokens, counts, index, written)
             return call.result(written, given.v, out)
-
-    def _operation(self, name: str) -> Any:
-        """A method of the engine that not every backend has."""
-        operation = getattr(self._engine, name, None)
-        if operation is None:
-            raise UnsupportedError(f"{name}: backend {self.backend!r} does not support it for {type(self).__name__}")
-        return operation
 
     def load_state(self, state: Any, slots: Any = None) -> None:
         """Set the states of some slots, such as the final states of a prefill; their buffered tokens are dropped.
