@@ -51,6 +51,21 @@ class SlotWriter:
         slots : Slots, (batch,)
             Which slots, each at most once.
         """
+        source, stride = (0, 0) if rows is None else (rows.address, rows.row)
+        self._write(source, stride, self._size, slots, self._parts)
+
+    def begin(self, slots: Slots) -> None:
+        """Start the slots' windows anew, on what the array holds.
+
+        Parameters
+        ----------
+        slots : Slots, (batch,)
+            Which slots, each at most once.
+        """
+        self._write(0, 0, 0, slots, 1)
+
+    def _write(self, source: int, stride: int, size: int, slots: Slots, parts: int) -> None:
+        """Launch the kernel over `size` units of each slot, with so many blocks a slot."""
         count = slots.shape[0]
         if not count:
             return
@@ -59,8 +74,7 @@ class SlotWriter:
             fixed = *part_of(self._array), *part_of(self._cursor)
             last = *self._slot_limits, self._clock
             self._launch = Launcher(kernel, fixed, "QqiQiiii", last, overlaps=False)  # the kernel does not wait
-        source, stride = (0, 0) if rows is None else (rows.address, rows.row)
-        self._launch(count * self._parts, THREADS, source, stride, self._size, *slots.arguments, self._parts)
+        self._launch(count * parts, THREADS, source, stride, size, *slots.arguments, parts)
 
 
 def part_of(array: Any) -> tuple[Any, np.int32]:

@@ -306,6 +306,7 @@ class StandardEngine:
 
     def adopt(self, slots: Slots) -> None:
         """See `sketchssm.backends.ExactEngine`."""
+        self._set_state.begin(slots)
 
     def copy(self, src: Slots, dst: Slots) -> None:
         """See `sketchssm.backends.ExactEngine`."""

@@ -15,7 +15,7 @@ WINDOW = 8
 MISSING = {
     "reference": (),
     "cpu": (),
-    "cuda": ("memory", "adopt", "copy", "snapshot", "left_out", "streams", "pad_slot"),
+    "cuda": (),
 }
 """Operations that a backend does not have yet."""
 
