@@ -104,9 +104,9 @@ def test_compiled_calls_stay_in_order(make, layer, backend, rng):
     same(layered.head, twin)
 
 
-def test_drafts_in_a_graph(make, layer, rng):
+def test_drafts_in_a_graph(make, layer, backend, rng):
     """A draft with lengths, a commit of what a comparison in the graph accepts, and copies of slots."""
-    layered, twin = DecodeLayer(make(layer)), make(layer)
+    layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
     rows, length = torch.from_numpy(ROWS), 2
 
     def verify(draft, lengths, chosen, rows, src, dst):
@@ -134,10 +134,11 @@ def test_drafts_in_a_graph(make, layer, rng):
     same(layered.head, twin)
 
 
-def test_adopted_states(make, layer, rng):
-    layered, twin = DecodeLayer(make(layer)), make(layer)
+def test_adopted_states(make, layer, backend, rng):
+    layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
     for each in (layered.head, twin):
-        each._engine.memory["state"][...] = states_of(np.random.default_rng(0), layer, SLOTS)
+        part = each._engine.memory["state"]  # of which `cpu` has more than the state
+        part[:, :, : layer.value_dim, : layer.key_dim] = states_of(np.random.default_rng(0), layer, SLOTS)
     run, _ = compiled(layered.adopt)
     run(torch.tensor([4, 1]))
     twin.adopt([4, 1])
