@@ -5,8 +5,8 @@
 
 // A quarter of the value rows of one (row, head). `tokens`: how many drafts
 // have a place in the outputs, which are zeros past the row's `length`.
-__device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head, int row, int slot, int pos, int length,
-                                                  int tokens, int part) {
+__device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head, int row, int slot, int pos,
+                                                  int length, int tokens, int part) {
     const int lane = threadIdx.x % 32, count = pos + length;
     constexpr int SHARE = V / QUARTERS;
     out_t* const output = arg.out.of(row) + head * V + part * SHARE;

@@ -7,7 +7,7 @@
 //
 // mode STEP: the rows that the read kernel has listed, whose windows end with this token; `ticks`: the clock moves on.
 // mode FOLD: all rows that have buffered tokens; no output. mode LOAD: newly loaded states; nothing to fold.
-// mode DRAFT: rows that must fold before they draft; no output. The cursors then tell the draft read how many.
+// mode DRAFT: rows that must fold before they draft (see read_draft.cu); no output.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
 #include "flush_roles.cuh"
@@ -27,19 +27,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             const int slot = schedule->slots[row];
             if (slot < 0) continue;
             int* const word = memory.cursor.of(slot);
-            *word = next(*word, row);
+            *word = next(*word);
         }
     };
     auto move_cursors = [&] {
         if (clock.word && ticks && threadIdx.x == 0) clock.tick(W);
         if (clock.word) __syncthreads();
         const int stroke = clock.stroke();
-        set_cursors([&](int word, int) { return after_token(word, W) | stroke; });
-    };
-    const Lengths drafts{{lengths, length_flags}, draft_tokens};
-    auto begin_drafts = [&] {
-        if (clock.word && ticks && threadIdx.x == 0) clock.draft(draft_tokens, W);
-        set_cursors([&](int word, int row) { return after_draft(word, drafts.of(row), W); });
+        set_cursors([&](int word) { return after_token(word, W) | stroke; });
     };
     // Without dense heads, the list of due rows is complete before the read kernel has ended: flushes then run beside
     // the reads of other rows.
@@ -67,11 +62,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             return;
         }
     } else {
+        const Lengths drafts{{lengths, length_flags}, draft_tokens};
         count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
-        if (mode == DRAFT && count == 0) {  // other blocks may still list rows: for them this changes nothing
-            if (blockIdx.x == 0) begin_drafts();
-            return;
-        }
+        if (mode == DRAFT && count == 0) return;
         find();
     }
     if (threadIdx.x == 0) m.init();
@@ -103,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     }
     __syncthreads();
     if (!last || mode == STEP) return;
-    if (mode == DRAFT) {
-        begin_drafts();
+    if (mode == DRAFT) {  // the draft read sets the other rows' cursors
+        for (int i = threadIdx.x; i < count; i += 32 * WARPS) *memory.cursor.of(schedule->rows[i].slot) = 0;
     } else {
         const int stroke = clock.stroke();
-        set_cursors([&](int, int) { return stroke; });
+        set_cursors([&](int) { return stroke; });
     }
 }
 #endif

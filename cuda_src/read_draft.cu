@@ -1,9 +1,9 @@
 // Draft read: outputs of one to MAX_DRAFTS new tokens of each row, without moving the row's position.
 //
-// The flush kernel goes first (mode DRAFT, flush.cu): it folds the rows that have no room, and puts each row's number
-// of drafts into its cursor word. A draft's output is that of a read step at its position. A row's tile is loaded once
-// for all of its drafts, whose raw inputs are appended to the ring past the position: a commit needs only to move it,
-// and drafts that are not committed are overwritten.
+// The flush kernel goes first (mode DRAFT, flush.cu): it folds the rows that have no room. This kernel puts each row's
+// number of drafts into its cursor word. A draft's output is that of a read step at its position. A row's tile is loaded
+// once for all of its drafts. Their raw inputs are appended to the ring past the position: a commit only moves the
+// position, and drafts that are not committed are overwritten.
 //
 // Blocks and warps share out tiles as in read.cu. -D constants: read.cu's.
 #include "draft_warp.cuh"
@@ -14,11 +14,20 @@ constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHE
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     read_draft(MEMORY_PARAMETERS, const float* gate_input, const sketch_t* projection, const int4* heads,
-               const int* order, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS, SLOT_PARAMETERS, int batch, int tokens,
-               SLOT_LIMITS, int shared_bytes) {
+               const int* order, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS, SLOT_PARAMETERS, int batch, int ticks,
+               int tokens, const void* lengths, int length_flags, SLOT_LIMITS, int* clock_word, int shared_bytes) {
     const int warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, TOKEN_STEPS, {out, out_stride}};
     const CallSlots slots = SLOTS;
+    // Cursor word of a row that drafts. Blocks of the same row write and read it at the same time: it is the same before
+    // and after, as the row has room.
+    auto word_of = [&](int row, int slot, bool write) {
+        if (slot < 0) return 0;
+        int* const word = arg.memory.cursor.of(slot);
+        const int next = after_draft(*word, Lengths{{lengths, length_flags}, tokens}.of(row), W);
+        if (write) *word = next;
+        return next;
+    };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
@@ -44,11 +53,12 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #endif
     wait_for_previous_kernel();
     allow_next_kernel();
+    if (clock_word && ticks && blockIdx.x == 0 && threadIdx.x == 0) Clock{clock_word}.draft(tokens, W);
 #if DENSE_HEADS
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
-        const int row = i % batch;
-        const int slot = slots.of(row), word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        const int row = i % batch, slot = slots.of(row);
+        const int word = word_of(row, slot, !SKETCHED_HEADS && i < batch && threadIdx.x == 0);
         read_dense_drafts(arg, order[i / batch], row, slot, position_of(word), drafted_of(word), tokens,
                           warp % QUARTERS);
     }
@@ -56,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #if SKETCHED_HEADS
     const u32 start = clock_now();
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        const int slot = slots.of(first_row + i), word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        const int row = first_row + i, slot = slots.of(row);
+        const int word = word_of(row, slot, row * ROW_TILES >= begin);  // by the block that has the row's first tile
         block.rows[i] = make_int2(slot, word);
         const int length = drafted_of(word);  // `max_tokens` has bytes here
         if (length > 0) atomicMax(&block.max_tokens, DraftBuffer::bytes(position_of(word) + length, length, 0));

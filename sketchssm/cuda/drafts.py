@@ -30,20 +30,22 @@ class DraftReader:
         The kernel's fixed arguments up to the order of heads.
     slot_limits : tuple
         Slot number of padding, and number of slots.
+    clock : cupy.ndarray of int32, (1,), or None
+        The head's clock.
     sketched : bool
         Whether any head has a sketch.
     """
 
     def __init__(
-        self, variant: Variant, memory: tuple[Any, ...], slot_limits: tuple[Any, ...], sketched: bool
+        self, variant: Variant, memory: tuple[Any, ...], slot_limits: tuple[Any, ...], clock: Any, sketched: bool
     ) -> None:
         check_shared(variant)
         kernel = load(variant, late=True).get_function("read_draft")
         shared = 0
         if sketched:
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
-        last = *slot_limits, np.int32(shared)
-        self._launch = Launcher(kernel, memory, STEPS_INPUTS + SLOT_INPUTS + "i", last, shared=shared)
+        last = *slot_limits, np.uint64(0) if clock is None else clock, np.int32(shared)
+        self._launch = Launcher(kernel, memory, STEPS_INPUTS + SLOT_INPUTS + "iiQi", last, shared=shared)
 
     def __call__(self, blocks: int, threads: int, *inputs: int) -> None:
         """Launch the kernel; see `Launcher`."""

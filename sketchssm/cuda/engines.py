@@ -267,22 +267,21 @@ class ReplayEngine(StandardEngine):
         if self._draft_read is None:
             variant = draft_variant(self.variants()[0])
             sketched = self._packed.dense < self.layer.heads
-            self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, sketched)
+            self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, self._clock, sketched)
         batch, length = out.shape[:2]
         workspace = self._workspaces.get()[0].data.ptr
         for first in range(0, batch if length else 0, MAX_ROWS):
             rows = first, min(first + MAX_ROWS, batch)
             part, count = slots.rows(*rows), rows[1] - first
             inputs = *tokens.token(first), out.address + first * out.row, *tokens.row_strides, out.row
-            given = *part.arguments, count
-            checked = workspace + SLOTS, 0, 0, 0, count  # as the flush leaves them
             own = (0, 0) if lengths is None else lengths.rows(*rows).number
+            draft = int(first == 0), length, *own
+            given = *part.arguments, count, *draft
+            checked = workspace + SLOTS, 0, 0, 0, count, *draft  # slots as the flush leaves them
             blocks, threads = self._read_grid(count)
             flush_blocks = min(self.flush_blocks, count * self.layer.heads)
-            self._flush[DRAFT](
-                flush_blocks, self._flush_threads, *inputs, *given, int(first == 0), length, *own, workspace
-            )
-            self._draft_read(blocks, threads, *inputs, *tokens.steps, *checked, length)
+            self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, workspace)
+            self._draft_read(blocks, threads, *inputs, *tokens.steps, *checked)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
