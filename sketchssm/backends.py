@@ -318,7 +318,7 @@ def load_engine(
     own = tuple(getattr(engine, "memory", {"state": engine.state}).values())
     engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why, pad_slot, own)
     if device_lacks_kernels:
-        warnings.warn(f"backend: 'auto' takes 'cpu': {why}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"backend: 'auto' takes 'cpu': {why}", RuntimeWarning, stacklevel=4)
     return backend, engine
 
 

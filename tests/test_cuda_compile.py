@@ -37,8 +37,9 @@ SPILL_BYTES = {
     "commit": 0,
     "copy": 0,
 }
-# With twice the pivots of the other shapes; 428 bytes measured on sm_80.
-SPILL_OF_PIVOTS = {"kimi-linear-pivots-flush": 440}
+# With twice the pivots of the other shapes: 428 bytes on sm_80. With five blocks on a multiprocessor, which were
+# faster than four with more registers: 48 bytes on sm_90.
+SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 440, "kimi-linear-replay-read": 48}
 
 LAYERS = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
@@ -159,7 +160,7 @@ def test_nothing_big_spills(compiled):
     for name, log in compiled.items():
         if isinstance(log, str) and not name.startswith("small"):
             spilt[name] = max(int(n) for n in re.findall(r"(\d+) bytes spill", log))
-    allowed = {name: SPILL_OF_PIVOTS.get(name, SPILL_BYTES[name.rsplit("-", 1)[1]]) for name in spilt}
+    allowed = {name: SPILL_OF_VARIANTS.get(name, SPILL_BYTES[name.rsplit("-", 1)[1]]) for name in spilt}
     over = {name: (n, allowed[name]) for name, n in spilt.items() if n > allowed[name]}
     assert not over, f"bytes spilt by each thread, and how many may be: {over}"
 
