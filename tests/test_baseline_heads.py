@@ -7,7 +7,7 @@ import pytest
 from samples import LAYERS, at, relative, states_of, tokens_of
 
 # The tests of all heads run here with this module's fixtures.
-from systems import SLOTS, WINDOW
+from decode_systems import SLOTS, WINDOW
 from test_head_calls import TestArrays, TestRefusals
 from test_heads import TestSeveralTokens, TestSlots, TestStates
 

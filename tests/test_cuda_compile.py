@@ -26,20 +26,21 @@ ARCHITECTURES = (80, 90, 100)
 
 # Limits on spilt bytes per thread. Kernels use as many registers as their residency allows. Spills cost time, as
 # shared memory leaves little first-level cache, but most spills are in the one warp that finishes dense maps.
-# The most measured is 308, for kda's dense map on sm_90; for draft reads 192, where some heads are dense.
+# The most measured is 308, for kda's dense map on sm_90; for reads 56 and for draft reads 216, where some heads are
+# dense.
 SPILL_BYTES = {
-    "standard": 0,
-    "read": 32,
-    "read_draft": 200,
-    "standard_draft": 0,
+    "standard": 8,
+    "read": 56,
+    "read_draft": 216,
+    "standard_draft": 8,
     "flush": 320,
     "slots": 0,
     "commit": 0,
     "copy": 0,
 }
 # With twice the pivots of the other shapes: 428 bytes on sm_80. With five blocks on a multiprocessor, which were
-# faster than four with more registers: 48 bytes on sm_90.
-SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 440, "kimi-linear-replay-read": 48}
+# faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
+SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 440, "kimi-linear-replay-read": 160}
 
 LAYERS = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),

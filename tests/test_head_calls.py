@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
-from systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
+from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, Tokens

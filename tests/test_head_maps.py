@@ -208,7 +208,10 @@ class TestMaps:
         start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, 4, 64)), keys).astype(np.float32)
         engine = SketchEngine(plan, 4, "float32")
         engine.load_state(start, np.arange(4))
-        factors = engine._memory._arrays["factors"][: 4 * 4 * 32 * 5].reshape(4, 4, 5, 32)  # w, then F by columns
+        memory = engine._memory.arrays["sketch"]
+        first = int(engine._memory.context["factors"][0]) - memory.ctypes.data
+        raw = np.ascontiguousarray(memory).view(np.uint8).reshape(4, -1)[:, first : first + 4 * 4 * 32 * 5]
+        factors = np.ascontiguousarray(raw).view(np.float32).reshape(4, 4, 5, 32)  # w, then F by columns
         shares = factors[:, :, 0]
         assert shares.min() == 0
         # float32 rounds a metric of up to K = 128 to 8e-6, and to less than 5e-5 in the sum of a few: half the floor

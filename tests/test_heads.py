@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
-from systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
+from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, Layer, Tokens
