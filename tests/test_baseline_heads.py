@@ -4,10 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, relative, states_of, tokens_of
 
 # The tests of all heads run here with this module's fixtures.
 from decode_systems import SLOTS, WINDOW
+from samples import LAYERS, at, relative, states_of, tokens_of
 from test_head_calls import TestArrays, TestRefusals
 from test_heads import TestSeveralTokens, TestSlots, TestStates
 

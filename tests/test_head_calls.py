@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
 from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
+from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, Tokens

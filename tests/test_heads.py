@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
 from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
+from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.recurrence import DENSE, Layer, Tokens
