@@ -43,7 +43,7 @@ _HOME = {
     "KeyReduction": "baselines",
     "KeyReducedHead": "baselines",
 }
-_MODULES = ("distributed", "models", "torch", "traffic")
+_MODULES = ("distributed", "models", "torch", "traffic", "transformers")
 
 __all__ = [
     "DENSE",

@@ -1,0 +1,13 @@
+"""Hugging Face transformers: find a model's recurrent layers, record their inputs, and decode with heads.
+
+Three recurrences of transformers have heads: the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-Hybrid), Kimi Delta
+Attention (Kimi-Linear) and Mamba-2 (Mamba-2, Bamba, Nemotron-H, Zamba2, Falcon-H1). No model code is copied: each
+modeling file of transformers calls its recurrence through two functions of the file, and these are replaced while a
+patched layer runs (`sketchssm.transformers.modeling`).
+"""
+
+from sketchssm.transformers.modeling import RecurrentLayer, layers
+from sketchssm.transformers.patching import Patch, patch
+from sketchssm.transformers.recording import Recording, record
+
+__all__ = ["Patch", "Recording", "RecurrentLayer", "layers", "patch", "record"]

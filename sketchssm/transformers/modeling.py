@@ -1,0 +1,313 @@
+"""The recurrent layers of a transformers model, and how calls of their recurrences are intercepted."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from sketchssm.recurrence import Layer, Tokens
+
+__all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
+
+LEAST_VERSION = (5, 20)
+"""Of transformers: from here on every modeling file calls its recurrence through the functions of `RULES`."""
+
+NORM_EPSILON = 1e-6
+"""Of the squared norm of queries and keys, as in transformers."""
+
+
+class Call(NamedTuple):
+    """One call of a recurrence: inputs ``(batch, tokens, heads, ...)`` of any length, and what surrounds them.
+
+    Attributes
+    ----------
+    tokens : Tokens
+        Inputs of the recurrence, as tensors in the activations' type (gates in float32).
+    skip : Tensor or None
+        Added to outputs: the term ``D x`` of mamba2.
+    state : Tensor or None
+        State before the call, in the cache's layout.
+    z : Tensor or None
+        Output gate of mamba2: outputs are multiplied by ``silu(z)``.
+    """
+
+    tokens: Tokens
+    skip: torch.Tensor | None
+    state: torch.Tensor | None
+    z: torch.Tensor | None = None
+
+    def finished(self, out: torch.Tensor) -> torch.Tensor:
+        """Output of the function for the recurrence's output."""
+        if self.skip is not None:
+            out = out + self.skip.to(out.dtype)
+        return out if self.z is None else out * F.silu(self.z)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How modeling files of transformers run one kind of recurrence.
+
+    Attributes
+    ----------
+    kind : {"gdn", "kda", "mamba2"}
+        Kind of the layer.
+    prefill, decode : str
+        Functions of the modeling file, for any number of tokens and for one token.
+    shape : callable
+        Returns the `Layer` of a mixer.
+    call : callable
+        Returns the `Call` of a function's bound arguments; the flag tells decoding.
+    state : str
+        Argument that holds the state before the call.
+    transposed : bool
+        Whether states are ``(heads, K, V)``.
+    """
+
+    kind: str
+    prefill: str
+    decode: str
+    shape: Callable[[Any], Layer]
+    call: Callable[[dict[str, Any], bool], Call]
+    state: str
+    transposed: bool
+
+
+def _delta_call(given: dict[str, Any], decoding: bool) -> Call:
+    q, k, v, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
+    kind = v.dtype
+    if given.get("use_qk_l2norm_in_kernel"):
+        q, k = (_normalised(x.float()) for x in (q, k))
+    q = (q.float() * q.shape[-1] ** -0.5).to(kind)
+    return Call(Tokens(q, k.to(kind), v, g.float(), beta.float()), None, given["initial_state"])
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def _mamba_call(given: dict[str, Any], decoding: bool) -> Call:
+    x, dt, rate, skip = (given[name] for name in ("hidden_states", "dt", "A", "D"))
+    bias = given.get("dt_bias")
+    if decoding:  # one token; dt, A, D and the bias are repeated over the head's channels
+        dt, rate, skip = dt[..., 0], rate[:, 0, 0], None if skip is None else skip[:, 0]
+        bias = None if bias is None else bias[:, 0]
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if given.get("dt_softplus"):
+        dt = F.softplus(dt)
+    if not decoding:
+        dt = dt.clamp(*given["dt_limit"])
+    v = (x.float() * dt.float()[..., None]).to(x.dtype)
+    tokens = Tokens(given["C"], given["B"], v, rate.float() * dt.float(), None)
+    z = None
+    if decoding:
+        tokens = Tokens(*(y if y is None else y[:, None] for y in tokens))
+        x = x[:, None]
+        z = given["z"] if given["z"] is None else given["z"][:, None]
+    term = None if skip is None else skip[:, None] * x
+    return Call(tokens, term, given["state"] if decoding else given["initial_states"], z)
+
+
+RULES = (
+    Rule(
+        "gdn",
+        "torch_chunk_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule",
+        lambda m: Layer("gdn", m.num_v_heads, m.head_k_dim, m.head_v_dim, m.num_k_heads),
+        _delta_call,
+        "initial_state",
+        True,
+    ),
+    Rule(
+        "kda",
+        "chunk_kimi_delta_attention",
+        "recurrent_kimi_delta_attention",
+        lambda m: Layer("kda", m.num_heads, m.head_dim, m.head_dim, m.num_heads),
+        _delta_call,
+        "initial_state",
+        True,
+    ),
+    Rule(
+        "mamba2",
+        "mamba2_chunk_scan",
+        "mamba2_selective_state_update",
+        lambda m: Layer("mamba2", m.num_heads, m.ssm_state_size, m.head_dim, m.n_groups),
+        _mamba_call,
+        "initial_states",
+        False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """One recurrent layer of a model.
+
+    Attributes
+    ----------
+    name : str
+        Name of the module within the model.
+    layer : Layer
+        Kind and shape.
+    index : int
+        The layer's index in a cache.
+    module : torch.nn.Module
+        The mixer.
+    rule : Rule
+        How the mixer runs its recurrence.
+    """
+
+    name: str
+    layer: Layer
+    index: int
+    module: torch.nn.Module
+    rule: Rule
+
+
+def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
+    """Recurrent layers of a model that heads can decode.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers.
+
+    Returns
+    -------
+    dict of str to RecurrentLayer
+        Layers by the names of their modules, in the order of the model.
+
+    Raises
+    ------
+    ValueError
+        If the version of transformers is too old, or no layer has a recurrence that is known.
+    """
+    check_version()
+    found = {}
+    for name, module in model.named_modules():
+        names = inspect.unwrap(type(module).forward).__code__.co_names
+        for rule in RULES:
+            if rule.decode in names and rule.prefill in names:
+                found[name] = RecurrentLayer(name, rule.shape(module), int(module.layer_idx), module, rule)
+    if not found:
+        raise ValueError(
+            f"model: expected layers of gated delta rule, Kimi Delta Attention or Mamba-2, found none in "
+            f"{type(model).__name__}"
+        )
+    return found
+
+
+def check_version() -> None:
+    """Refuse a version of transformers whose modeling files are written otherwise."""
+    import transformers
+
+    version = transformers.__version__
+    if tuple(int(x) for x in version.split(".")[:2]) < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise ValueError(f"transformers: expected version {least} or later, got {version}")
+
+
+class Handler(Protocol):
+    """Runs the recurrence of one layer in place of transformers."""
+
+    def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """Answer a call of any number of tokens; `run` takes `given` and is the function of transformers."""
+
+    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """Answer a call of one token with a state before it."""
+
+
+class _Active(threading.local):
+    """The mixers whose forward runs, innermost last, with their handlers and caches."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[RecurrentLayer, Handler, Any]] = []
+
+
+_active = _Active()
+_replaced: dict[tuple[str, str], list[Any]] = {}  # original functions of modeling files, and how many users they have
+_lock = threading.Lock()
+
+
+@contextmanager
+def intercepted(handlers: dict[str, Handler], found: dict[str, RecurrentLayer]) -> Iterator[None]:
+    """Let handlers run the recurrences of some layers.
+
+    Other models of the same class, and calls from other threads, run as before.
+
+    Parameters
+    ----------
+    handlers : dict of str to Handler
+        Handlers by the layers' names.
+    found : dict of str to RecurrentLayer
+        Results of `layers`.
+    """
+    with ExitStack() as stack:
+        for name, handler in handlers.items():
+            layer = found[name]
+            for function in (layer.rule.prefill, layer.rule.decode):
+                stack.enter_context(_dispatching(type(layer.module).__module__, function))
+            before, after = _hooks(layer, handler)
+            stack.callback(layer.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(layer.module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+def _hooks(layer: RecurrentLayer, handler: Handler) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("cache_params")
+        _active.stack.append((layer, handler, cache))
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        if _active.stack and _active.stack[-1][0].module is module:
+            _active.stack.pop()
+
+    return before, after
+
+
+@contextmanager
+def _dispatching(module: str, name: str) -> Iterator[None]:
+    """Replace a function of a modeling file by one that asks the handler of the running mixer."""
+    place, key = vars(sys.modules[module]), (module, name)
+    with _lock:
+        if key not in _replaced:
+            _replaced[key] = [place[name], 0]
+            place[name] = _dispatcher(place[name], name)
+        _replaced[key][1] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _replaced[key][1] -= 1
+            if not _replaced[key][1]:
+                place[name] = _replaced.pop(key)[0]
+
+
+def _dispatcher(original: Any, name: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if not _active.stack:
+            return original(*args, **kwargs)
+        layer, handler, cache = _active.stack[-1]
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        more = given.pop("kwargs", {})
+
+        def run(**changed: Any) -> Any:
+            return original(**changed, **more)
+
+        decoding = name == layer.rule.decode
+        call = layer.rule.call(given, decoding)
+        return (handler.decode if decoding else handler.prefill)(run, given, call, cache)
+
+    return dispatch

@@ -1,0 +1,155 @@
+"""Record the inputs of a model's recurrent layers, for calibration and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sketchssm.recurrence import Tokens
+from sketchssm.traces import Traces
+from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
+
+__all__ = ["Recording", "record"]
+
+Array = npt.NDArray[np.float32]
+
+
+class Recording:
+    """Inputs of a model's recurrent layers, sequence by sequence; made by `record`.
+
+    Attributes
+    ----------
+    layers : dict of str to RecurrentLayer
+        The layers by their names.
+    """
+
+    def __init__(self, found: dict[str, RecurrentLayer], gradients: bool) -> None:
+        self.layers = found
+        self._handlers = {name: _Recorder(gradients) for name in found}
+
+    def __len__(self) -> int:
+        """Sequences recorded."""
+        return min(len(handler.tokens) for handler in self._handlers.values())
+
+    def tokens(self, name: str) -> list[Tokens]:
+        """Inputs of one layer.
+
+        Parameters
+        ----------
+        name : str
+            The layer.
+
+        Returns
+        -------
+        list of Tokens
+            Float32 arrays ``(tokens, heads, ...)`` of each sequence.
+        """
+        return self._handlers[name].tokens
+
+    def traces(self, name: str, test: Sequence[int]) -> Traces:
+        """Traces of one layer, from sequences of equal length.
+
+        Parameters
+        ----------
+        name : str
+            The layer.
+        test : sequence of int
+            Numbers of the sequences that serve as test text; the others serve calibration.
+
+        Returns
+        -------
+        Traces
+            With gradients, if they were recorded for all calibration sequences.
+
+        Raises
+        ------
+        ValueError
+            If sequences have different lengths, or there are fewer than two for calibration or none for the test.
+        """
+        handler = self._handlers[name]
+        lengths = {tokens.v.shape[0] for tokens in handler.tokens}
+        calib = [i for i in range(len(handler.tokens)) if i not in set(test)]
+        if len(lengths) != 1 or len(calib) < 2 or not len(test):
+            raise ValueError(
+                "test: expected sequences of one length, two of them for calibration and one for the test, got "
+                f"lengths {sorted(lengths)}, {len(calib)} for calibration and {len(test)} for the test"
+            )
+        calibration, text = (_stacked([handler.tokens[i] for i in rows]) for rows in (calib, test))
+        gradients = [handler.gradients.get(i) for i in calib]
+        grad = None if any(x is None for x in gradients) else np.stack(gradients)  # type: ignore[arg-type]
+        return Traces(self.layers[name].layer, calibration, text, grad, name)
+
+
+def _stacked(sequences: list[Tokens]) -> Tokens:
+    return Tokens(*(None if x[0] is None else np.stack(x) for x in zip(*sequences, strict=True)))
+
+
+@contextmanager
+def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recording]:
+    """Record the inputs of a model's recurrent layers, while it runs whole sequences without a cache.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers. Call it with ``use_cache=False``, on sequences without padding.
+    gradients : bool, default False
+        Record gradients of the loss by the layers' outputs too: call ``loss.backward()`` for every sequence.
+        Parameters or inputs must require gradients.
+
+    Yields
+    ------
+    Recording
+        The inputs, which stay after the block.
+
+    Raises
+    ------
+    ValueError
+        If the model has no known layers, and at a call with a cache.
+
+    Examples
+    --------
+    >>> with sketchssm.transformers.record(model) as recording:  # doctest: +SKIP
+    ...     for ids in batches:
+    ...         model(ids, use_cache=False)
+    >>> traces = recording.traces("model.layers.0.linear_attn", test=[6, 7])  # doctest: +SKIP
+    """
+    found = layers(model)
+    recording = Recording(found, gradients)
+    with intercepted(dict(recording._handlers), found):
+        yield recording
+
+
+class _Recorder:
+    """Keeps one layer's inputs, and runs the recurrence of transformers."""
+
+    def __init__(self, gradients: bool) -> None:
+        self.tokens: list[Tokens] = []
+        self.gradients: dict[int, Array] = {}
+        self._wants_gradients = gradients
+
+    def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """See `sketchssm.transformers.modeling.Handler`."""
+        if cache is not None:
+            raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
+        first = len(self.tokens)
+        arrays = [None if x is None else x.detach().float().cpu().numpy() for x in call.tokens]
+        for row in range(arrays[2].shape[0]):  # type: ignore[union-attr]
+            self.tokens.append(Tokens(*(None if x is None else x[row].copy() for x in arrays)))
+        result = run(**given)
+        out = result[0] if isinstance(result, tuple) else result
+        if self._wants_gradients and out.requires_grad:
+            out.register_hook(lambda grad: self._keep(first, grad))
+        return result
+
+    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """See `sketchssm.transformers.modeling.Handler`."""
+        raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
+
+    def _keep(self, first: int, gradient: torch.Tensor) -> None:
+        for row, one in enumerate(gradient.detach().float().cpu().numpy()):
+            self.gradients[first + row] = one.copy()
