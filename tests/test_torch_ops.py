@@ -239,19 +239,19 @@ def test_pytorch_accepts_the_operators(make, layer, rng):
 
 def test_names(make):
     head = make(LAYERS["gdn"])
-    layered = DecodeLayer(head, "model.layers.3")
-    assert repr(layered) == f"DecodeLayer('model.layers.3', {head!r})"
-    with pytest.raises(ValueError, match="name: expected a name that no other layer has, got 'model"):
-        DecodeLayer(make(LAYERS["gdn"]), "model.layers.3")
+    layered = DecodeLayer(head, "mixer of this test")
+    assert repr(layered) == f"DecodeLayer('mixer of this test', {head!r})"
+    with pytest.raises(ValueError, match="name: expected a name that no other layer has, got 'mixer"):
+        DecodeLayer(make(LAYERS["gdn"]), "mixer of this test")
     with pytest.raises(TypeError, match="head: expected a DecodeHead, got str"):
-        DecodeLayer("model.layers.3")
+        DecodeLayer("mixer of this test")
     order = layered.order
     del layered, head
     gc.collect()
     with pytest.raises(RuntimeError, match="name: expected the name of a DecodeLayer whose head is in use"):
-        torch.ops.sketchssm.flush(order, "model.layers.3")
-    other = DecodeLayer(make(LAYERS["kda"]), "model.layers.3")  # the name is free again
-    assert other.name == "model.layers.3"
+        torch.ops.sketchssm.flush(order, "mixer of this test")
+    other = DecodeLayer(make(LAYERS["kda"]), "mixer of this test")  # the name is free again
+    assert other.name == "mixer of this test"
     assert DecodeLayer(make(LAYERS["gdn"])).name != DecodeLayer(make(LAYERS["gdn"])).name
 
 
