@@ -1,4 +1,4 @@
-"""Hugging Face transformers: find a model's recurrent layers, record their inputs, and decode with heads.
+"""Hugging Face transformers: find, record and calibrate a model's recurrent layers, and decode with heads.
 
 Three recurrences of transformers have heads: the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-Hybrid), Kimi Delta
 Attention (Kimi-Linear) and Mamba-2 (Mamba-2, Bamba, Nemotron-H, Zamba2, Falcon-H1). No model code is copied: each
@@ -6,8 +6,20 @@ modeling file of transformers calls its recurrence through two functions of the 
 patched layer runs (`sketchssm.transformers.modeling`).
 """
 
+from sketchssm.model_plans import ModelPlans
+from sketchssm.transformers.calibration import calibrate, fingerprint
 from sketchssm.transformers.modeling import RecurrentLayer, layers
 from sketchssm.transformers.patching import Patch, patch
 from sketchssm.transformers.recording import Recording, record
 
-__all__ = ["Patch", "Recording", "RecurrentLayer", "layers", "patch", "record"]
+__all__ = [
+    "ModelPlans",
+    "Patch",
+    "Recording",
+    "RecurrentLayer",
+    "calibrate",
+    "fingerprint",
+    "layers",
+    "patch",
+    "record",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,7 +13,9 @@ import torch
 
 from sketchssm.baselines import ReplayHead, StandardHead
 from sketchssm.exact import ExactHead, SketchHead
+from sketchssm.model_plans import ModelPlans
 from sketchssm.plan import SketchPlan
+from sketchssm.transformers.calibration import fingerprint
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
 __all__ = ["Patch", "patch"]
@@ -23,7 +26,7 @@ _patched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 def patch(
     model: torch.nn.Module,
-    plans: Mapping[str, SketchPlan] | str,
+    plans: Mapping[str, SketchPlan] | str | os.PathLike[str],
     *,
     slots: int = 64,
     window: int = 16,
@@ -41,9 +44,10 @@ def patch(
     ----------
     model : torch.nn.Module
         A model of transformers.
-    plans : mapping of str to SketchPlan, or {"standard", "replay"}
-        Plans by the layers' names (`layers`): layers without a plan stay with transformers. A word names a system for
-        all layers.
+    plans : ModelPlans, mapping of str to SketchPlan, path, or {"standard", "replay"}
+        `ModelPlans` from `calibrate`, or the path of their file: they must have been made for this model. Any other
+        mapping has plans by the layers' names (`layers`): layers without a plan stay with transformers. "standard"
+        and "replay" name a system for all layers.
     slots : int, default 64
         Sequences that all caches may hold together; one for each beam.
     window : int, default 16
@@ -61,7 +65,12 @@ def patch(
     Raises
     ------
     ValueError
-        If a plan's layer does not exist or has another shape, or the version of transformers is too old.
+        If plans were made for another model, a plan's layer does not exist or has another shape, or the version of
+        transformers is too old.
+    FileNotFoundError
+        If there is no such file of plans.
+    PlanFileError
+        If the file can't be used.
 
     Examples
     --------
@@ -69,8 +78,12 @@ def patch(
     ...     model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=100)
     """
     found = layers(model)
-    if isinstance(plans, str) and plans not in ("standard", "replay"):
-        raise ValueError(f"plans: expected plans by layer, 'standard' or 'replay', got {plans!r}")
+    if plans not in ("standard", "replay") and isinstance(plans, str | os.PathLike):
+        if not os.path.exists(plans):
+            raise FileNotFoundError(f"plans: expected plans, their file, 'standard' or 'replay', got {str(plans)!r}")
+        plans = ModelPlans.load(plans)
+    if isinstance(plans, ModelPlans):
+        plans.check(fingerprint(model))
     heads: dict[str, ExactHead] = {}
     for name in found if isinstance(plans, str) else plans:
         if name not in found:

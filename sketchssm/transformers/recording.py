@@ -124,6 +124,13 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
         yield recording
 
 
+def host_inputs(call: Call, cache: Any) -> Tokens:
+    """Inputs of a call without a cache, as float32 arrays ``(batch, tokens, ...)``."""
+    if cache is not None:
+        raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
+    return Tokens(*(None if x is None else x.detach().float().cpu().numpy() for x in call.tokens))
+
+
 class _Recorder:
     """Keeps one layer's inputs, and runs the recurrence of transformers."""
 
@@ -134,12 +141,10 @@ class _Recorder:
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
-        if cache is not None:
-            raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
         first = len(self.tokens)
-        arrays = [None if x is None else x.detach().float().cpu().numpy() for x in call.tokens]
-        for row in range(arrays[2].shape[0]):  # type: ignore[union-attr]
-            self.tokens.append(Tokens(*(None if x is None else x[row].copy() for x in arrays)))
+        inputs = host_inputs(call, cache)
+        for row in range(inputs.v.shape[0]):
+            self.tokens.append(Tokens(*(None if x is None else x[row].copy() for x in inputs)))
         result = run(**given)
         out = result[0] if isinstance(result, tuple) else result
         if self._wants_gradients and out.requires_grad:

@@ -1,0 +1,256 @@
+"""Calibrate the recurrent layers of a model of transformers, while text runs through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sketchssm.calibrate.allocation import METHODS, allocate_ranks
+from sketchssm.calibrate.basis import fit_basis
+from sketchssm.calibrate.moments import Moments
+from sketchssm.calibrate.scores import RankScores
+from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import DENSE, Tokens, check_window
+from sketchssm.transformers.modeling import Call, intercepted, layers
+from sketchssm.transformers.recording import host_inputs
+from sketchssm.transformers.text import Ids, token_rows
+
+__all__ = ["calibrate", "fingerprint", "progress_steps"]
+
+SAMPLES = 2**16
+"""Values of a parameter that its fingerprint reads, at even distances."""
+
+Take = Callable[[Tokens, Any], object]
+"""Takes the inputs ``(batch, tokens, ...)`` of one call of a layer, and the gradient of its output or None."""
+
+
+def calibrate(
+    model: torch.nn.Module,
+    text: Any,
+    *,
+    tokenizer: Any = None,
+    length: int | None = None,
+    mean_rank: float = 7.0,
+    window: int = 16,
+    map: str | CoefficientMap = DEFAULT_MAP,
+    method: str = "gradient",
+    weighting: str = "uniform",
+    rank_max: int = 40,
+    progress: Callable[[str], None] | None = None,
+) -> ModelPlans:
+    """Make plans of all recurrent layers of a model, under one budget.
+
+    Two thirds of the rows of text (rounded down) fit the bases, and the others score the ranks. Rows run one at a
+    time, without a cache. Moments and scores are summed while the model runs, so that at most the inputs of one row
+    are in memory. A score with gradients needs a backward pass through the model, without gradients of parameters.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers for causal language modelling.
+    text : str, sequence of str, or array of int
+        Calibration text. Strings are tokenised and joined, with the tokenizer's end-of-sequence token between them,
+        and cut into rows; so is an array of token ids ``(tokens,)``. An array ``(rows, tokens)`` and a sequence of
+        arrays ``(tokens,)`` are rows already.
+    tokenizer : PreTrainedTokenizerBase, optional
+        For strings: the model's tokenizer.
+    length : int, optional
+        Tokens of a row that is cut; default 1024.
+    mean_rank : float, default 7
+        Budget: the read traffic of all heads of all layers at this rank.
+    window : int, default 16
+        Tokens from one flush to the next.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map of the plans.
+    method : {"gradient", "error", "sensitivity", "uniform"}, default "gradient"
+        Score for the allocation of ranks, see `sketchssm.allocate_ranks`. "gradient" and "sensitivity" use gradients
+        of the summed next-token cross-entropy by the layers' outputs.
+    weighting : {"uniform", "output"}, default "uniform"
+        Weight of a sample in the bases, see `sketchssm.Moments`.
+    rank_max : int, default 40
+        Largest rank to score, where a layer has as many. A head that needs more reads its full state.
+    progress : callable, optional
+        Called with a label before each row, and before the bases are fitted.
+
+    Returns
+    -------
+    ModelPlans
+        Plans of all layers, which `patch` takes; `ModelPlans.save` writes them to one file.
+
+    Raises
+    ------
+    ValueError
+        If a setting is out of range, there are fewer than two rows of text, a row is not longer than the window, or
+        the model has no known layers.
+
+    Examples
+    --------
+    >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, mean_rank=7)  # doctest: +SKIP
+    >>> plans.save("plans.safetensors")  # doctest: +SKIP
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    if not (np.isfinite(mean_rank) and mean_rank >= 1):
+        raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
+    if isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1:
+        raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
+    map = CoefficientMap.of(map)
+    found = layers(model)
+    rows = token_rows(text, tokenizer, length, least=check_window(window) + 2, rows=2)
+    step = progress or (lambda label: None)
+    fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+
+    moments = {name: Moments(x.layer, window=window, weighting=weighting) for name, x in found.items()}
+    with _streamed(model, {name: _adder(sums) for name, sums in moments.items()}, False):
+        for i, row in enumerate(fit):
+            step(f"moments, row {i + 1} of {len(fit)}")
+            with torch.no_grad():
+                _run(model, row)
+    step("bases")
+    limits = {name: min(rank_max, x.layer.key_dim, x.layer.value_dim) for name, x in found.items()}
+    bases = {name: fit_basis(sums, limits[name]) for name, sums in moments.items()}
+    scores = {name: RankScores(basis) for name, basis in bases.items()}
+    graded = method in ("gradient", "sensitivity")
+    with _streamed(model, {name: _adder(sums) for name, sums in scores.items()}, graded):
+        for i, row in enumerate(score):
+            step(f"scores, row {i + 1} of {len(score)}")
+            if graded:
+                _backward(model, row)
+            else:
+                with torch.no_grad():
+                    _run(model, row)
+
+    allocation = allocate_ranks(list(scores.values()), mean_rank, method, map=map)
+    plans, retained = {}, {}
+    for name, ranks in zip(found, allocation.ranks, strict=True):
+        plans[name] = SketchPlan(bases[name], ranks, map=map)
+        energy = scores[name].retained[range(len(ranks)), ranks]
+        retained[name] = float(np.where(ranks == DENSE, 1.0, energy).mean())
+    tokens = sum(row.size for row in rows)
+    summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
+    return ModelPlans(plans, fingerprint(model), summary)
+
+
+def progress_steps(rows: int) -> int:
+    """How often `calibrate` calls `progress` for some number of rows."""
+    return rows + 1
+
+
+def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
+    """What identifies a model and its recurrent layers.
+
+    A digest covers the parameters of a layer's module, as many as `SAMPLES` values of each at even distances, rounded
+    to bfloat16: the same weights loaded in float32 and in bfloat16 have the same digest.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers.
+
+    Returns
+    -------
+    ModelFingerprint
+        Class of the model, and class, shape and digest of each layer.
+
+    Raises
+    ------
+    ValueError
+        If the model has no known layers, or a parameter has no values yet (on the device "meta").
+    """
+    found = layers(model)
+    identities = {
+        name: LayerFingerprint(type(x.module).__name__, x.layer, _digest(name, x.module)) for name, x in found.items()
+    }
+    return ModelFingerprint(type(model).__name__, identities)
+
+
+def _digest(layer: str, module: torch.nn.Module) -> str:
+    digest = sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        if parameter.is_meta:
+            raise ValueError(f"model: expected loaded parameters, got {layer}.{name} on the device meta")
+        values = parameter.detach().reshape(-1)
+        values = values[:: -(-values.numel() // SAMPLES) or 1]
+        if values.is_floating_point():
+            values = values.to(torch.bfloat16).view(torch.int16)
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        digest.update(values.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _Stream:
+    """Hands one layer's inputs on as they come, and runs the recurrence of transformers."""
+
+    def __init__(self, take: Take, gradients: bool) -> None:
+        self._take = take
+        self._gradients = gradients
+
+    def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """See `sketchssm.transformers.modeling.Handler`."""
+        tokens = host_inputs(call, cache)
+        result = run(**given)
+        if not self._gradients:
+            self._take(tokens, None)
+            return result
+        out = result[0] if isinstance(result, tuple) else result
+        out.register_hook(lambda grad: self._pass_on(tokens, grad))
+        return result
+
+    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """See `sketchssm.transformers.modeling.Handler`."""
+        raise AssertionError("rows run without a cache")
+
+    def _pass_on(self, tokens: Tokens, grad: torch.Tensor) -> None:
+        self._take(tokens, grad.detach().float().cpu().numpy())
+
+
+def _adder(sums: Moments | RankScores) -> Take:
+    if isinstance(sums, Moments):
+        return lambda tokens, grad: sums.update(*tokens)
+    return lambda tokens, grad: sums.update(*tokens, grad=grad)
+
+
+@contextmanager
+def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -> Iterator[None]:
+    """Hand the inputs of layers on while a model runs, in evaluation mode and without gradients of parameters."""
+    handlers = {name: _Stream(take, gradients) for name, take in takes.items()}
+    training = [module for module in model.modules() if module.training]
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.eval()
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        with intercepted(dict(handlers), layers(model)):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def _run(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``(tokens, vocabulary)`` of a row and its token ids, on one device."""
+    ids = torch.from_numpy(row)[None].to(model.get_input_embeddings().weight.device)
+    logits = model(ids, use_cache=False).logits
+    return logits[0], ids[0].to(logits.device)
+
+
+def _backward(model: Any, row: Ids) -> None:
+    """Backward pass of the summed next-token cross-entropy of a row."""
+    # The embeddings start the backward pass, as no parameter has a gradient.
+    start = model.get_input_embeddings().register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
+    try:
+        with torch.enable_grad():
+            logits, ids = _run(model, row)
+            F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum").backward()
+    finally:
+        start.remove()

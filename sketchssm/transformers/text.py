@@ -1,0 +1,95 @@
+"""Text for calibration and evaluation: rows of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm import interop
+
+__all__ = ["token_rows"]
+
+Ids = npt.NDArray[np.int64]
+
+LENGTH = 1024
+"""Tokens of a row, if nothing else is said."""
+
+
+def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, least: int, rows: int = 1) -> list[Ids]:
+    """Rows of token ids, each of which runs through a model by itself.
+
+    Parameters
+    ----------
+    text : str, sequence of str, or array of int
+        Strings are tokenised and joined, with the tokenizer's end-of-sequence token between them, and cut into rows;
+        so is an array of one axis. An array ``(rows, tokens)`` and a sequence of arrays ``(tokens,)`` are rows
+        already.
+    tokenizer : PreTrainedTokenizerBase, optional
+        For strings.
+    length : int, optional
+        Tokens of a row that is cut; default 1024. The rest after the last whole row is left out.
+    least : int
+        Fewest tokens of a row.
+    rows : int, default 1
+        Fewest rows.
+
+    Returns
+    -------
+    list of ndarray of int64
+        The rows, ``(tokens,)`` each.
+
+    Raises
+    ------
+    ValueError
+        If there is too little text, strings have no tokenizer, or `length` or `tokenizer` would have no effect.
+    """
+    strings = [text] if isinstance(text, str) else text
+    if isinstance(strings, Sequence) and strings and all(isinstance(x, str) for x in strings):
+        if tokenizer is None:
+            raise ValueError("tokenizer: expected the model's tokenizer beside text, got None")
+        found = _cut(_tokenised(strings, tokenizer), length)
+    elif tokenizer is not None:
+        raise ValueError("tokenizer: expected None beside token ids")
+    elif hasattr(text, "shape") and len(text.shape) == 1:
+        found = _cut(_ids(text), length)
+    elif length is not None:
+        raise ValueError(f"length: expected None beside rows of token ids, got {length}")
+    else:
+        found = [_ids(row) for row in text]
+    short = [row.size for row in found if row.size < least]
+    if short:
+        raise ValueError(f"text: expected rows of at least {least} tokens, got a row of {short[0]}")
+    if len(found) < rows:
+        raise ValueError(
+            f"text: expected at least {rows} rows, got {len(found)}; give more text or, for text that is cut into "
+            f"rows, a smaller length than {LENGTH if length is None else length}"
+        )
+    return found
+
+
+def _tokenised(strings: Sequence[str], tokenizer: Any) -> Ids:
+    end = tokenizer.eos_token_id
+    between = [] if end is None else [end]
+    ids: list[int] = []
+    for string in strings:
+        ids += (between if ids else []) + list(tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"])
+    return np.array(ids, dtype=np.int64)
+
+
+def _ids(row: Any) -> Ids:
+    array = interop.to_host(row, "text")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"text: expected strings or integers (tokens,) or (rows, tokens), got {array.dtype} of {array.shape}"
+        )
+    return array.astype(np.int64)
+
+
+def _cut(stream: Ids, length: int | None) -> list[Ids]:
+    length = LENGTH if length is None else length
+    if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+        raise ValueError(f"length: expected an integer of at least 2, got {length!r}")
+    return [stream[i : i + length] for i in range(0, stream.size - length + 1, length)]

@@ -1,0 +1,305 @@
+"""Calibration of whole models: plans by layer, their file, and the model that they belong to."""
+
+import copy
+import json
+import re
+
+import numpy as np
+import pytest
+from samples import relative
+from test_transformers import SETTINGS, generate, make, prompt
+
+import sketchssm as ss
+from sketchssm.calibrate.allocation import allocate_ranks
+from sketchssm.calibrate.basis import fit_basis
+from sketchssm.files import KEY
+from sketchssm.model_plans import ModelPlans
+
+torch = pytest.importorskip("torch")
+st = ss.transformers
+
+WINDOW = 4
+
+
+def text(rows=3, length=24):
+    return prompt(rows, length, seed=7)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return make("Qwen3Next")
+
+
+@pytest.fixture(scope="module")
+def plans(qwen):
+    return st.calibrate(qwen, text(), mean_rank=3, window=WINDOW)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_streamed_sums_are_those_of_recorded_traces(name):
+    """Bases, scores and ranks as from traces that are recorded first. Both sum the same numbers in one order."""
+    model = make(name)
+    plans = st.calibrate(model, text(), mean_rank=3, window=WINDOW)
+    with st.record(model, gradients=True) as recording:
+        for row in text().split(1):
+            logits = model(row, use_cache=False).logits
+            torch.nn.functional.cross_entropy(logits[0, :-1], row[0, 1:], reduction="sum").backward()
+    scores, bases = [], []
+    for layer in recording.layers:
+        tokens = recording.tokens(layer)
+        moments = ss.Moments(recording.layers[layer].layer, window=WINDOW)
+        for one in tokens[:2]:
+            moments.update(*(None if x is None else x[None] for x in one))
+        bases.append(fit_basis(moments))
+        scores.append(ss.RankScores(bases[-1]))
+        last = (None if x is None else x[None] for x in tokens[2])
+        scores[-1].update(*last, grad=recording._handlers[layer].gradients[2][None])
+    allocation = allocate_ranks(scores, 3.0)
+    assert list(plans) == list(recording.layers)
+    for plan, basis, ranks in zip(plans.values(), bases, allocation.ranks, strict=True):
+        # The backward pass of `calibrate` has no gradients of parameters, which may change the order of a sum.
+        assert np.array_equal(plan.ranks, ranks)
+        assert relative(plan.omega, basis.omega[..., : plan.omega.shape[-1]]) < 1e-6  # the plan's columns are float32
+        assert plan.window == WINDOW
+    assert plans.allocation.method == "gradient"
+    assert plans.allocation.tokens == 72
+    assert plans.allocation.gap == pytest.approx(allocation.gap, abs=1e-6)
+    assert plans.reduction == pytest.approx(allocation.traffic.reduction, rel=1e-12)
+    for sums, ranks, got in zip(scores, allocation.ranks, plans.allocation.retained.values(), strict=True):
+        shares = [1 if rank == ss.DENSE else sums.retained[head, rank] for head, rank in enumerate(ranks)]
+        assert got == pytest.approx(np.mean(shares), rel=1e-5)  # inputs are float32
+
+
+def test_the_model_is_left_as_it_was(qwen):
+    model = copy.deepcopy(qwen).train()
+    model.lm_head.weight.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    st.calibrate(model, text(), window=WINDOW)
+    assert model.training
+    assert before == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("method", ("error", "uniform", "sensitivity"))
+def test_methods(qwen, method, monkeypatch):
+    """Only scores with gradients run backward passes."""
+    calls = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *given: (calls.append(1), backward(*given)))
+    plans = st.calibrate(qwen, text(), mean_rank=2, window=WINDOW, method=method)
+    assert plans.allocation.method == method
+    assert len(calls) == (method == "sensitivity")
+    if method == "uniform":
+        assert all((plan.ranks == 2).all() for plan in plans.values())
+
+
+def test_rows_that_are_cut(qwen, plans):
+    """A stream of tokens, and text with a tokenizer, give the rows of an array."""
+
+    class Tokenizer:
+        eos_token_id = 5
+
+        def __call__(self, string, **settings):
+            assert settings["add_special_tokens"] is False
+            return {"input_ids": [int(part) for part in string.split()]}
+
+    stream = text().flatten()
+    words = [" ".join(map(str, part.tolist())) for part in (stream[:30], stream[31:])]
+    stream[30] = 5
+    rows = stream.view(3, 24)
+    want = st.calibrate(qwen, rows, mean_rank=3, window=WINDOW)
+    for given in (
+        {"text": torch.cat([stream, stream[:23]]).numpy(), "length": 24},  # the last 23 tokens are left out
+        {"text": list(rows)},
+        {"text": words, "tokenizer": Tokenizer(), "length": 24},
+    ):
+        got = st.calibrate(qwen, mean_rank=3, window=WINDOW, **given)
+        assert all(got[name].fingerprint == want[name].fingerprint for name in want)
+
+
+def test_progress(qwen):
+    labels = []
+    st.calibrate(qwen, text(5), window=WINDOW, progress=labels.append)
+    assert labels[:2] == ["moments, row 1 of 3", "moments, row 2 of 3"]
+    assert labels[3:] == ["bases", "scores, row 1 of 2", "scores, row 2 of 2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    (
+        ({"text": text(1)}, r"text: expected at least 2 rows, got 1"),
+        ({"text": text(2, 5)}, r"text: expected rows of at least 6 tokens, got a row of 5"),
+        ({"text": text().flatten()}, r"text: expected at least 2 rows, got 0; .* than 1024"),
+        ({"text": "any"}, r"tokenizer: expected the model's tokenizer beside text, got None"),
+        ({"text": text(), "tokenizer": len}, r"tokenizer: expected None beside token ids"),
+        ({"text": text(), "length": 8}, r"length: expected None beside rows of token ids, got 8"),
+        ({"text": text().flatten(), "length": 1}, r"length: expected an integer of at least 2, got 1"),
+        ({"text": text().float()}, r"text: expected strings or integers .* got float32 of \(24,\)"),
+        ({"method": "best"}, r"method: expected one of gradient, error, .* got 'best'"),
+        ({"mean_rank": 0.5}, r"mean_rank: expected a finite number of at least 1, got 0.5"),
+        ({"rank_max": 0}, r"rank_max: expected an integer of at least 1, got 0"),
+        ({"window": 1}, r"window: expected an integer from 2"),
+        ({"weighting": "none"}, r"weighting: expected one of"),
+    ),
+)
+def test_bad_settings(qwen, settings, message):
+    with pytest.raises(ValueError, match=message):
+        st.calibrate(qwen, **({"text": text(), "window": WINDOW} | settings))
+
+
+def test_file(plans, tmp_path):
+    path, again = tmp_path / "plans.safetensors", tmp_path / "again.safetensors"
+    plans.save(path)
+    loaded = ModelPlans.load(path)
+    assert list(loaded) == list(plans)
+    assert len(loaded) == 2
+    assert all(loaded[name].fingerprint == plan.fingerprint for name, plan in plans.items())
+    assert (loaded.fingerprint, loaded.allocation) == (plans.fingerprint, plans.allocation)
+    loaded.save(again)
+    assert path.read_bytes() == again.read_bytes()
+    assert repr(loaded).startswith("ModelPlans(Qwen3NextForCausalLM, layers=2, mean_rank=3, reduction=")
+
+
+def edited(path, edit):
+    """Rewrite a file of plans with an edited document and tensors, and a checksum that fits."""
+    from safetensors.numpy import load_file as load
+
+    from sketchssm.files import save_file
+    from sketchssm.model_plans import FORMAT
+
+    raw = path.read_bytes()
+    document = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"][KEY])
+    tensors = load(path)
+    edit(document, tensors)
+    fields = {key: value for key, value in document.items() if key not in ("format", "version", "sha256")}
+    save_file(path, FORMAT, tensors, fields)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    (
+        (lambda d, t: t.pop("model.layers.0.linear_attn.omega"), r"expected the tensors .*linear_attn.omega"),
+        (lambda d, t: t.update(x=np.zeros(1)), r"expected the tensors .*, got .*x"),
+        (
+            lambda d, t: d["layers"]["model.layers.1.linear_attn"]["plan"].update(window=1),
+            r"model\.layers\.1\.linear_attn: window: expected an integer",
+        ),
+        (lambda d, t: d["allocation"]["retained"].popitem(), r"allocation: expected retained energies of"),
+        (lambda d, t: d.pop("model"), r"model"),
+        (lambda d, t: d.update(layers=3), r"int"),
+    ),
+)
+def test_files_that_contradict_themselves(plans, tmp_path, edit, message):
+    path = tmp_path / "plans.safetensors"
+    plans.save(path)
+    edited(path, edit)
+    with pytest.raises(ss.PlanFileError, match=message):
+        ModelPlans.load(path)
+
+
+def test_damaged_and_other_files(plans, qwen, tmp_path):
+    path = tmp_path / "plans.safetensors"
+    plans.save(path)
+    with pytest.raises(ss.PlanFileError, match=r"expected format 'sketchssm-plan', got 'sketchssm-model-plans'"):
+        ss.SketchPlan.load(path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ss.PlanFileError, match=r"the contents do not match their checksum"):
+        st.patch(qwen, path)
+    next(iter(plans.values())).save(path)
+    with pytest.raises(ss.PlanFileError, match=r"expected format 'sketchssm-model-plans', got 'sketchssm-plan'"):
+        st.patch(qwen, path)
+    with pytest.raises(FileNotFoundError, match=r"no sketchssm-model-plans file"):
+        ModelPlans.load(tmp_path / "none")
+
+
+def test_patch_takes_plans_and_their_file(plans, qwen, tmp_path):
+    path = tmp_path / "plans.safetensors"
+    plans.save(path)
+    answers = []
+    for given in (plans, path, str(path), dict(plans)):
+        with st.patch(qwen, given, slots=2, backend="cpu") as patch:
+            assert {name: head.plan.fingerprint for name, head in patch.heads.items()} == {
+                name: plan.fingerprint for name, plan in plans.items()
+            }
+            answers.append(generate(qwen, prompt(2, 9)).sequences)
+    assert all(torch.equal(answers[0], answer) for answer in answers)
+
+
+def test_full_ranks_decode_like_the_model(qwen):
+    """Every head reads its full state: the tokens are the unpatched model's."""
+    plans = st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW)
+    assert all((plan.ranks == ss.DENSE).all() for plan in plans.values())
+    want = generate(qwen, prompt(2, 9))
+    with st.patch(qwen, plans, slots=2, backend="cpu"):
+        assert torch.equal(generate(qwen, prompt(2, 9)).sequences, want.sequences)
+
+
+def changed(model, edit):
+    other = copy.deepcopy(model)
+    edit(other)
+    return other
+
+
+def test_plans_of_another_model(plans, qwen):
+    """The message names the first layer that differs."""
+
+    def scale(model):
+        with torch.no_grad():
+            model.model.layers[1].linear_attn.in_proj_ba.weight[0, 0] += 1
+
+    def drop(model):
+        model.model.layers[1].linear_attn = torch.nn.Identity()
+
+    def rename(model):
+        kind = type(model.model.layers[0].linear_attn)
+        model.model.layers[0].linear_attn.__class__ = type("Other", (kind,), {"__module__": kind.__module__})
+
+    shape = {"linear_key_head_dim": 16}
+    first, second = (re.escape(f"model.layers.{i}.linear_attn") for i in range(2))
+    for model, message in (
+        (changed(qwen, scale), rf"layer {second}: expected parameters with SHA-256 \w{{8}}\.\.\., got \w{{8}}\.\.\.$"),
+        (changed(qwen, drop), rf"expected a recurrent layer {second}, got none$"),
+        (changed(qwen, rename), rf"layer {first}: expected a Qwen3NextGatedDeltaNet, got a Other$"),
+        (make("Qwen3Next", **shape), rf"layer {first}: expected Layer\(.*key_dim=8.*, got Layer\(.*key_dim=16"),
+        (make("Qwen3_5"), r"expected a Qwen3NextForCausalLM, got a Qwen3_5ForCausalLM$"),
+    ):
+        with pytest.raises(ValueError, match=rf"^plans: made for another model: {message}"):
+            st.patch(model, plans)
+    more = make("Qwen3Next", num_hidden_layers=4, layer_types=[*["linear_attention"] * 3, "full_attention"])
+    with pytest.raises(ValueError, match=r"expected no recurrent layer model\.layers\.2\.linear_attn, got one$"):
+        st.patch(more, plans)
+
+
+def test_fingerprints_do_not_depend_on_the_type(plans, qwen):
+    """Weights of a file in bfloat16 have one fingerprint, however they are loaded."""
+    rounded = copy.deepcopy(qwen).to(torch.bfloat16)
+    assert st.fingerprint(rounded) == plans.fingerprint
+    assert st.fingerprint(rounded.float()) == plans.fingerprint
+
+
+def test_fingerprints_of_large_parameters(qwen, monkeypatch):
+    """Values at even distances, the first included."""
+    monkeypatch.setattr("sketchssm.transformers.calibration.SAMPLES", 7)
+    name = "model.layers.0.linear_attn"
+    before = st.fingerprint(qwen).layers[name].parameters
+    other = copy.deepcopy(qwen)
+    weight = other.get_submodule(name).out_proj.weight.data.view(-1)
+    step = -(-weight.numel() // 7)
+    weight[1] += 1
+    assert st.fingerprint(other).layers[name].parameters == before
+    weight[5 * step] += 1
+    assert st.fingerprint(other).layers[name].parameters != before
+
+
+def test_parameters_without_values(qwen):
+    with pytest.raises(ValueError, match=r"model: expected loaded parameters, got model\.layers\.0\.linear_attn\.\w+"):
+        st.fingerprint(copy.deepcopy(qwen).to("meta"))
+
+
+def test_plans_need_their_fingerprint(plans):
+    one = dict(list(plans.items())[:1])
+    with pytest.raises(ValueError, match=r"plans: expected the layers .*, got model\.layers\.0\.linear_attn$"):
+        ModelPlans(one, plans.fingerprint, plans.allocation)
