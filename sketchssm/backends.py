@@ -158,8 +158,8 @@ class Engine(Protocol):
     def window(self) -> int:
         """Tokens from one flush to the next; 1 where every token writes the state."""
 
-    def warmup(self, activation_dtype: str | None = None) -> None:
-        """Compile what a step may need; the activations' type matters to the engines that have several."""
+    def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
+        """Compile all kernels, those of drafts on request; engines with one activation type ignore the type."""
 
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``.

@@ -96,7 +96,7 @@ class DecodeHead:
         with self._lock, self._arrays.call():
             return self._engine.position.copy()
 
-    def warmup(self, activation_dtype: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None, *, drafts: bool = False) -> None:
         """Compile the kernels of steps, loads and flushes now, instead of at the first call.
 
         No state changes. On ``cuda`` all kernels compile in parallel; a step that needs a kernel which is not loaded
@@ -107,17 +107,21 @@ class DecodeHead:
         activation_dtype : {"bfloat16", "float16", "float32"}, optional
             Type of q, k and v that ``cuda`` expects. Default: the type that the head was made for or has seen, else
             "bfloat16". The other backends compute in one type, whatever comes.
+        drafts : bool, default False
+            Whether to compile the kernels of drafts and commits too; for heads that take drafts.
 
         Raises
         ------
         ValueError
-            If the type is unknown, or not the one that the head has settled on.
+            If the type is unknown, or not the one that the head has settled on, or the head takes no drafts.
         KernelCompileError
             If a kernel does not compile: source, options and the compiler's log.
         """
         check_dtype_name(activation_dtype, "activation_dtype")
+        if drafts and not self.drafts:
+            raise ValueError("drafts: expected False, as this head takes no drafts")
         with self._lock, self._arrays.call():
-            self._engine.warmup(activation_dtype)
+            self._engine.warmup(activation_dtype, drafts)
 
     def step(
         self,

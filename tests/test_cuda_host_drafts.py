@@ -207,6 +207,7 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     pair.compare(plan.ranks == DENSE, STORED[stored])
 
 
+@pytest.mark.filterwarnings("error:loading kernel")  # `warmup` loads all kernels
 @pytest.mark.parametrize(("kind", "phase"), [("mamba2", 2), ("gdn", None), ("kda", 5)])
 def test_graph(kind, phase, rng, cupy, monkeypatch):
     """As on a device, in windows of 8, with a clock and without."""
@@ -216,6 +217,6 @@ def test_graph(kind, phase, rng, cupy, monkeypatch):
     cuda.missing.cache_clear()
     head = ss.SketchHead(plan, draft_graphs.SLOTS, "cuda", output_dtype="float32", phase=phase)
     cuda.missing.cache_clear()
-    head.warmup()
+    head.warmup(drafts=True)
     twin = ss.SketchHead(plan, draft_graphs.SLOTS, "reference", phase=phase)
     draft_graphs.check_graph(cupy, head, twin, rng, 60)

@@ -374,6 +374,8 @@ class TestDrafts:
         ):
             with pytest.raises(ValueError, match=r"^draft: expected False, as this head takes no drafts"):
                 head.step(*tokens, draft=True)
+            with pytest.raises(ValueError, match=r"^drafts: expected False, as this head takes no drafts"):
+                head.warmup(drafts=True)
             assert head.drafts == 0
         with pytest.raises(ValueError, match=r"^accepted: expected no call, as this StandardHead takes no drafts"):
             ss.StandardHead(layer, 2, backend).commit([0, 0])

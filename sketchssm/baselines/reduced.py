@@ -86,9 +86,9 @@ class ReducedEngine:
         """See `sketchssm.backends.Engine`."""
         return self._inner.position
 
-    def warmup(self, activation_dtype: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
         """See `sketchssm.backends.Engine`."""
-        self._inner.warmup(activation_dtype)
+        self._inner.warmup(activation_dtype, drafts)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.backends.Engine`."""

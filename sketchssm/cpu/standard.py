@@ -82,8 +82,8 @@ class StandardEngine:
         """See `sketchssm.backends.Engine`."""
         return self._memory.cursor & POSITION
 
-    def warmup(self, activation_dtype: str | None = None) -> None:
-        """See `sketchssm.backends.Engine`: calls everything once, on a row of padding."""
+    def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
+        """See `sketchssm.backends.Engine`: calls every kernel once, on a row of padding; drafts use those of steps."""
         layer, row = self._memory.layer, np.array([PAD_SLOT])
         shapes = layer.token_shapes()
         token = Tokens(*(np.zeros((1, 1, *shapes[x]), np.float32) if x in shapes else None for x in Tokens._fields))

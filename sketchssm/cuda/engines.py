@@ -264,10 +264,7 @@ class ReplayEngine(StandardEngine):
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
         self._prepare()
-        if self._draft_read is None:
-            variant = draft_variant(self.variants()[0])
-            sketched = self._packed.dense < self.layer.heads
-            self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, self._clock, sketched)
+        read = self._load_drafts()
         batch, length = out.shape[:2]
         workspace = self._workspaces.get()[0].data.ptr
         for first in range(0, batch if length else 0, MAX_ROWS):
@@ -281,13 +278,26 @@ class ReplayEngine(StandardEngine):
             blocks, threads = self._read_grid(count)
             flush_blocks = min(self.flush_blocks, count * self.layer.heads)
             self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, workspace)
-            self._draft_read(blocks, threads, *inputs, *tokens.steps, *checked)
+            read(blocks, threads, *inputs, *tokens.steps, *checked)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
+        self._load_commit()(accepted, slots)
+
+    def _draft_variant(self) -> Variant:
+        return draft_variant(self.variants()[0])
+
+    def _load_drafts(self) -> Any:
+        if self._draft_read is None:
+            variant, sketched = self._draft_variant(), self._packed.dense < self.layer.heads
+            self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, self._clock, sketched)
+        self._load_commit()
+        return self._draft_read
+
+    def _load_commit(self) -> Committer:
         if self._commit is None:
             self._commit = Committer(self.cursor, self._clock, self.window, self._slot_limits)
-        self._commit(accepted, slots)
+        return self._commit
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
         """Blocks of a read, and a block's threads."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.cuda.arrays import DeviceArrays
+from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY, Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.launch import Launcher
@@ -215,12 +216,24 @@ class StandardEngine:
             "RAW_GATE": self._raw_gate,
         }
 
-    def warmup(self, activation_dtype: str | None = None) -> None:
-        """Compile all kernels now, in parallel."""
+    def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
+        """See `sketchssm.backends.Engine`; kernels are compiled in parallel."""
         self.arrays.warmup(activation_dtype or self.arrays.activation_dtype or "bfloat16", self.num_slots)
-        warmup([*self.variants(), SLOTS, COPY])
+        warmup([*self.variants(), SLOTS, COPY, *((self._draft_variant(), COMMIT) if drafts else ())])
         self._prepare()
         self._copies()
+        if drafts:
+            self._load_drafts()
+
+    def _draft_variant(self) -> Variant:
+        return standard_draft_variant(self.variants()[0], self._most_drafts)
+
+    def _load_drafts(self) -> Any:
+        """Return the kernel of drafts; the first call loads the kernels of drafts and commits."""
+        if self._drafts is None:
+            memory = self.state, self._gate, self.ring, self.cursor
+            self._drafts = StandardDrafts(self._draft_variant(), *memory, self._slot_limits, STEPS_INPUTS)
+        return self._drafts
 
     def _prepare(self, late: bool = True) -> None:
         """Get ready to launch, once the activations' type is settled; `late` warns of kernels that are not loaded."""
@@ -268,15 +281,12 @@ class StandardEngine:
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.ExactEngine`."""
         self._prepare()
+        drafts = self._load_drafts()
         batch, length = out.shape[:2]
-        if self._drafts is None:
-            variant = standard_draft_variant(self.variants()[0], self._most_drafts)
-            memory = self.state, self._gate, self.ring, self.cursor
-            self._drafts = StandardDrafts(variant, *memory, self._slot_limits, STEPS_INPUTS)
         if batch and length:
             inputs = *tokens.addresses, out.address, *tokens.row_strides, out.row, *tokens.steps
             counts = (0, 0) if lengths is None else lengths.number
-            self._drafts.draft(self._standard_grid(batch), *inputs, *slots.arguments, batch, length, *counts)
+            drafts.draft(self._standard_grid(batch), *inputs, *slots.arguments, batch, length, *counts)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.ExactEngine`."""

@@ -75,7 +75,7 @@ class StandardEngine:
         """See `sketchssm.backends.Engine`."""
         return self._cursor & POSITION
 
-    def warmup(self, activation_dtype: str | None = None) -> None:
+    def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
         """See `sketchssm.backends.Engine`: there is nothing to compile."""
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:

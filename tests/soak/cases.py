@@ -12,12 +12,6 @@ from soak.places import Host
 from soak.server import Server
 
 WINDOW = 8
-MISSING = {
-    "reference": (),
-    "cpu": (),
-    "cuda": (),
-}
-"""Operations that a backend does not have yet."""
 
 # Errors relative to the norms of what an output is made of, for exact heads and for sketched ones. Float64: a hundred
 # operations of 2^-53 each, and a condition number of 50 at most (1 over the ridge of 0.02). Float32: the same of 2^-24
@@ -72,17 +66,11 @@ def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=Fal
     """A server of one case; with graphs, its steps on a device are captured once and replayed."""
     layer: Layer = (DEVICE_LAYERS if backend == "cuda" else LAYERS)[case.kind]
     plan = plan_for(layer) if case.system == "sketch" else None
-    without = set(MISSING[backend])
-    settings = {} if "pad_slot" in without else {"pad_slot": case.pad_slot}
+    settings = {"pad_slot": case.pad_slot}
     if backend == "cuda":
         settings |= {"activation_dtype": "bfloat16", "output_dtype": "float32"}
     settings |= {} if case.state_dtype == "float32" else {"state_dtype": case.state_dtype}
-    if case.system == "standard":
-        if "standard drafts" in without:
-            without.add("draft")
-        settings |= {} if "draft" in without else {"drafts": 4}
-    else:
-        settings |= {"phase": case.phase}
+    settings |= {"drafts": 4} if case.system == "standard" else {"phase": case.phase}
 
     def make(slots, memory):
         own = settings if memory is None else settings | {"memory": memory}
@@ -92,30 +80,8 @@ def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=Fal
             return ss.ReplayHead(layer, slots, backend, window=WINDOW, **own)
         return ss.SketchHead(plan, slots, backend, sketch_dtype="float32", **own)
 
-    place = Device(make, slots, without, graphs) if backend == "cuda" else Host(make, slots, without)
+    place = Device(make, slots, graphs) if backend == "cuda" else Host(make, slots)
     allowed = TOLERANCE[backend]
     if case.state_dtype == "bfloat16" and backend != "reference":
         allowed = ROUNDED, ROUNDED
-    return Server(place, layer, requests, seed, allowed, plan, case.phase, without, mean_length, case.state_dtype)
-
-
-def attempts(backend):
-    """The operations that a backend may lack, by name, on a small head."""
-    device = backend == "cuda"
-    layer, slots = (DEVICE_LAYERS if device else LAYERS)["gdn"], [0]
-    types = {"activation_dtype": "bfloat16"} if device else {}
-
-    def head(**settings):
-        return ss.ReplayHead(layer, 2, backend, window=WINDOW, **types, **settings)
-
-    return {
-        "memory": lambda: head(memory={}).parts,
-        "phase": lambda: head(phase=1),
-        "pad_slot": lambda: head(pad_slot=0),
-        "draft": lambda: head().commit([0], slots),
-        "standard drafts": lambda: ss.StandardHead(layer, 2, backend, drafts=4, **types).commit([0], slots),
-        "adopt": lambda: head().adopt(slots),
-        "copy": lambda: head().copy([0], [1]),
-        "snapshot": lambda: head().restore(head().snapshot(slots), slots),
-        "left_out": lambda: head().left_out(),
-    }
+    return Server(place, layer, requests, seed, allowed, plan, case.phase, mean_length, case.state_dtype)

@@ -1,7 +1,6 @@
 """A head on a CUDA device: pool and arrays there, a second stream for what begins requests, captured graphs."""
 
 import contextlib
-import warnings
 
 import numpy as np
 from samples import at
@@ -21,46 +20,31 @@ class Device(Host):
 
     Parameters
     ----------
-    make, slots, without
-        See `Host`; "streams" among the missing operations keeps all calls on one stream, and "left_out" keeps wrong
-        slots away from the head.
+    make, slots
+        See `Host`.
     graphs : bool, default False
         Whether steps and drafts are captured once and replayed, as a server does.
     """
 
+    overlaps = leaves_out = True
     refuses = False
 
-    def __init__(self, make, slots, without=(), graphs=False):
+    def __init__(self, make, slots, graphs=False):
         import cupy
         import ml_dtypes
 
         self.cupy, self.bfloat16 = cupy, np.dtype(ml_dtypes.bfloat16)
         self.main, self.other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-        self.overlaps = "streams" not in without
-        self.leaves_out = "left_out" not in without
-        self.index_types = [np.int64] if "int32" in without else [np.int64, np.int32]
         with self.main:
-            super().__init__(make, slots, without)
-            self.head.warmup()
+            super().__init__(make, slots)
+            self.head.warmup(drafts=True)
             self.main.synchronize()
         self.layer = self.head.layer
-        self.drafts = getattr(self.head, "drafts", 0)
-        if self.drafts:
-            self._first_draft()
         self.graphs = {} if graphs else None
         if graphs:
             # with padding a batch may have more rows than slots
             for rows in range(ROWS, slots + 2 * ROWS, ROWS):
                 self._capture(rows)
-
-    def _first_draft(self):
-        """Load the kernels of drafts, with a row of padding."""
-        given, slots, lengths, out = self._blank(1, 1)
-        with warnings.catch_warnings(), self.main:
-            warnings.simplefilter("ignore", RuntimeWarning)
-            self.head.step(*given, slots=slots, out=out, draft=True, lengths=lengths)
-            self.head.commit(lengths, slots=slots)
-        self.drafted = 1
 
     def _pool(self, slots, size):
         raw = self.cupy.empty(slots * size + 256, np.uint8)
@@ -78,16 +62,12 @@ class Device(Host):
 
     @contextlib.contextmanager
     def side(self):
-        if not self.overlaps:
-            yield
-            return
         self.other.wait_event(self.main.record())  # slots that were freed hold NaN by then
         with self.other:
             yield
 
     def join(self):
-        if self.overlaps:
-            self.main.wait_event(self.other.record())
+        self.main.wait_event(self.other.record())
 
     def array(self, x):
         return self.cupy.asarray(np.asarray(x))
@@ -121,7 +101,7 @@ class Device(Host):
         target = out
         if tokens.v.shape[1] == 1 and rng.random() < 0.5:
             given, target = at(given, np.s_[:, 0]), out[:, 0]
-        narrow = self.index_types[int(rng.integers(len(self.index_types)))]
+        narrow = (np.int64, np.int32)[int(rng.integers(2))]
         draft = {} if lengths is None else {"draft": True, "lengths": self.array(lengths.astype(narrow))}
         self.head.step(*given, slots=self.array(slots.astype(narrow)), out=target, **draft)
         return lambda: out.get()
@@ -148,9 +128,9 @@ class Device(Host):
                       for i, name in enumerate("qkvg"))  # fmt: skip
         beta = empty((rows, count, *shapes["beta"]), np.float32) if layer.erases else None
         given = Tokens(*(x.view(self.bfloat16) for x in (q, k, v)), g, beta)
-        slots = self.array(np.full(rows, self.head.pad_slot, self.index_types[-1]))
+        slots = self.array(np.full(rows, self.head.pad_slot, np.int32))
         out = empty((rows, count, layer.heads, layer.value_dim), np.float32)
-        return given, slots, self.array(np.zeros(rows, self.index_types[-1])), out
+        return given, slots, self.array(np.zeros(rows, np.int32)), out
 
     def _record(self, call):
         with self.main:
@@ -163,15 +143,13 @@ class Device(Host):
         now = at(given, np.s_[:, 0])
         graph = self._record(lambda: self.head.step(*now, slots=slots, out=out[:, 0]))
         self.graphs[rows, 1] = graph, given, slots, lengths, out
-        if self.drafts >= DRAFTS:
-            given, slots, lengths, out = self._blank(rows, DRAFTS)
-            draft = {"draft": True, "lengths": lengths}
-            graph = self._record(lambda: self.head.step(*given, slots=slots, out=out, **draft))
-            self.graphs[rows, DRAFTS] = graph, given, slots, lengths, out
-        if self.drafts:
-            slots, counts = (self.array(np.full(rows, x, self.index_types[-1])) for x in (self.head.pad_slot, 0))
-            graph = self._record(lambda: self.head.commit(counts, slots=slots))
-            self.graphs["commit", rows] = graph, counts, slots
+        given, slots, lengths, out = self._blank(rows, DRAFTS)
+        draft = {"draft": True, "lengths": lengths}
+        graph = self._record(lambda: self.head.step(*given, slots=slots, out=out, **draft))
+        self.graphs[rows, DRAFTS] = graph, given, slots, lengths, out
+        slots, counts = (self.array(np.full(rows, x, np.int32)) for x in (self.head.pad_slot, 0))
+        graph = self._record(lambda: self.head.commit(counts, slots=slots))
+        self.graphs["commit", rows] = graph, counts, slots
 
     def _replay(self, tokens, slots, lengths):
         count, rows = len(slots), -(-len(slots) // ROWS) * ROWS

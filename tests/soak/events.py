@@ -19,7 +19,7 @@ class Events:
     def fork(self, parents=None):
         """Copies of running requests go on by themselves; several may come from one."""
         parents = self.some(2) if parents is None else parents
-        if not parents or not self.has("copy") or len(self.free) < 6:
+        if not parents or len(self.free) < 6:
             return
         parents = [parents[i] for i in self.rng.integers(0, len(parents), int(self.rng.integers(1, 4)))]
         children = [self.request(each.past, each) for each in parents]
@@ -31,7 +31,7 @@ class Events:
 
     def cache(self):
         """Keep a copy of a running request for others to begin with."""
-        if not self.running or not self.has("copy") or not self.free:
+        if not self.running or not self.free:
             return
         parent, (slot,) = self.some(1)[0], self.take(1)
         entry = self.request(parent.past, parent)
@@ -50,7 +50,7 @@ class Events:
     def swap(self):
         """Two requests exchange their slots, or move on to each other's."""
         pair = self.some(2)
-        if len(pair) < 2 or not self.has("copy"):
+        if len(pair) < 2:
             return
         source = [each.slot for each in pair]
         target = source[::-1]
@@ -67,7 +67,7 @@ class Events:
     def preempt(self):
         """Requests leave for the host's memory, or for a file."""
         group = self.some(3)
-        if not group or not self.has("snapshot"):
+        if not group:
             return
         slots = [each.slot for each in group]
         snapshot = self.head.snapshot(self.place.array(slots))

@@ -37,8 +37,6 @@ class Host:
         Makes the head: ``make(num_slots, memory)``.
     slots : int
         Number of slots.
-    without : collection of str
-        Operations that the backend does not have; "memory" among them leaves the memory to the head.
     """
 
     overlaps = False
@@ -47,20 +45,15 @@ class Host:
     refuses = True
     """Whether a call with a wrong slot is an error."""
 
-    drafted = 0
-    """Tokens of a draft that the head's clock has seen before the first request."""
-
     leaves_out = False
     """Whether the rows of a wrong slot are left out, and counted."""
 
-    def __init__(self, make, slots, without=()):
-        self.memory = None
-        if "memory" not in without:
-            parts = make(1, None).parts
-            offsets, size = layout(parts)
-            self.pool = self._pool(slots, size)
-            self.memory = {part.name: self._view(part, slots, offsets[part.name], size) for part in parts}
-            self._fill(slice(None))
+    def __init__(self, make, slots):
+        parts = make(1, None).parts
+        offsets, size = layout(parts)
+        self.pool = self._pool(slots, size)
+        self.memory = {part.name: self._view(part, slots, offsets[part.name], size) for part in parts}
+        self.poison(slice(None))
         self.head = make(slots, self.memory)
 
     def _pool(self, slots, size):
@@ -71,13 +64,9 @@ class Host:
     def _view(self, part, slots, offset, size):
         return np.ndarray((slots, *part.shape), stored(part), self.pool.data, offset, (size, *_strides(part)))
 
-    def _fill(self, slots):
-        self.pool[slots] = 0xFF  # NaN in every type, and a cursor that no slot may have
-
     def poison(self, slots):
         """Overwrite all that freed slots hold."""
-        if self.memory is not None:
-            self._fill(slots)
+        self.pool[slots] = 0xFF  # NaN in every type, and a cursor that no slot may have
 
     def running(self):
         """Context of the whole run."""

@@ -37,8 +37,6 @@ class Server(Events):
         Plan of a sketch head.
     phase : int, optional
         The head's clock.
-    without : collection of str
-        Operations that the backend does not have.
     mean_length : float, default 12
         Mean number of tokens of a request.
     state_dtype : str, default "float32"
@@ -54,18 +52,13 @@ class Server(Events):
         tolerance,
         plan=None,
         phase=None,
-        without=(),
         mean_length=12.0,
         state_dtype="float32",
     ):
         self.place, self.head, self.layer = place, place.head, layer
-        self.seed, self.rng, self.without = seed, np.random.default_rng(seed), without
+        self.seed, self.rng = seed, np.random.default_rng(seed)
         self.oracle = Oracle(layer, plan, state_dtype)
         self.cursors = Cursors(self.head.window, phase, self.head.num_slots)
-        if place.drafted:
-            none = np.zeros(0, int)
-            self.cursors.draft(none, none, place.drafted)
-            self.cursors.commit(none, none)
         self.waiting, self.mean_length = requests, mean_length
         self.pad = getattr(self.head, "pad_slot", -1)
         self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
@@ -75,9 +68,6 @@ class Server(Events):
         allowed = np.full(layer.heads, exact)
         allowed[self.oracle.sketched] = sketched
         self.verdicts = Verdicts(allowed, f"seed {seed}", self.counts)
-
-    def has(self, operation):
-        return operation not in self.without
 
     def run(self):
         """Serve all requests; returns how often each thing happened."""
@@ -126,8 +116,7 @@ class Server(Events):
         """Give free slots to new requests, on the side stream; returns the requests."""
         if not (self.waiting or self.preempted) or len(self.free) < 4:
             return ()
-        kinds = ["reset", "load"]
-        kinds += ["adopt"] * (self.has("adopt") and self.has("memory"))
+        kinds = ["reset", "load", "adopt"]
         kinds += ["prefix"] * bool(self.cached) * 2
         kind = "restore" if self.preempted and self.rng.random() < 0.5 else str(self.rng.choice(kinds))
         if not self.waiting and kind != "restore":
@@ -199,7 +188,7 @@ class Server(Events):
 
     def note_dues(self, begun):
         """Whether a slot that began beside a step was in time for the clock's stroke is up to the device."""
-        if len(self.cursors.strokes) > 1 and begun and self.has("memory"):
+        if len(self.cursors.strokes) > 1 and begun:
             slots = [each.slot for each in begun]
             self.cursors.due[slots] = self.place.due(slots)
 
@@ -227,8 +216,8 @@ class Server(Events):
             return lambda: None
         padding = [None] * int(self.rng.integers(0, 4))
         rows = [(rows + padding)[i] for i in self.rng.permutation(len(rows) + len(padding))]
-        most = getattr(self.head, "drafts", 0) if self.has("draft") else 0
-        drafts = most > 0 and self.rng.random() < 0.4
+        most = self.head.drafts
+        drafts = self.rng.random() < 0.4
         count = int(self.rng.integers(1, most + 1)) if drafts else int(self.rng.choice([1, 1, 1, 1, 1, 2, 3]))
         tokens = tokens_of(self.rng, self.layer, len(rows), count, harsh=self.rng.random() < 0.1)
         lengths = self.rng.integers(0, count + 1, len(rows)) if drafts else np.full(len(rows), count)
