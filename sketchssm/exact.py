@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sketchssm.backends import ACTIVATIONS, load_engine, load_parts
+from sketchssm.formats import SketchFormat
 from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import PAD_SLOT, Layer
 from sketchssm.slots import MAX_DRAFTS, POSITION, SlotPart
@@ -293,8 +294,10 @@ class SketchHead(ExactHead):
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
-    sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
-        How sketches and coefficient maps are stored; `reference` always keeps float64.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8"}, optional
+        Format in which sketches and maps are stored, instead of the plan's; see `sketchssm.formats`. A plan of
+        "int8+int4" takes only "float32". `reference` keeps float64 in place of "float32" and "bfloat16", and rounds as
+        the other backends do where codes are stored. Default: the plan's.
     gate : GateInput, optional
         For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
     activation_dtype : {"bfloat16", "float16", "float32"}, optional
@@ -336,7 +339,7 @@ class SketchHead(ExactHead):
         num_slots: int,
         backend: str = "auto",
         *,
-        sketch_dtype: str = "bfloat16",
+        sketch_dtype: str | None = None,
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
         output_dtype: str | None = None,
@@ -345,13 +348,13 @@ class SketchHead(ExactHead):
         state_dtype: str = "float32",
         phase: int | None = None,
     ) -> None:
-        _check_sketch_dtype(sketch_dtype)
+        form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
         super().__init__(
             "sketch",
             plan,
             num_slots,
             backend,
-            sketch_dtype=sketch_dtype,
+            sketch_dtype=form.name,
             gate=gate,
             activation_dtype=activation_dtype,
             output_dtype=output_dtype,
@@ -360,14 +363,17 @@ class SketchHead(ExactHead):
             state_dtype=state_dtype,
             phase=check_phase(phase, plan.window),
         )
-        self.plan = plan
+        self.plan, self.sketch_dtype = plan, form.name
+
+    def _owner(self) -> dict[str, Any]:
+        return super()._owner() | {"sketch_dtype": self.sketch_dtype}
 
     @staticmethod
     def parts_of(
         plan: SketchPlan,
         backend: str = "auto",
         *,
-        sketch_dtype: str = "bfloat16",
+        sketch_dtype: str | None = None,
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
         state_dtype: str = "float32",
@@ -378,10 +384,10 @@ class SketchHead(ExactHead):
         ----------
         plan : SketchPlan
             Bases, ranks and settings of the layer.
-        backend, sketch_dtype : str
-            Those of the head.
-        gate : GateInput, optional
+        backend : str
             That of the head.
+        sketch_dtype, gate : optional
+            Those of the head.
         activation_dtype, state_dtype : str
             Those of the head. On ``cuda`` give the activations' type.
 
@@ -390,12 +396,7 @@ class SketchHead(ExactHead):
         tuple of SlotPart
             The head's `parts`.
         """
-        _check_sketch_dtype(sketch_dtype)
         check_state_dtype(state_dtype)
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
-        return load_parts("sketch", backend, plan, sketch_dtype=sketch_dtype, **types)
-
-
-def _check_sketch_dtype(sketch_dtype: Any) -> None:
-    if sketch_dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"sketch_dtype: expected 'bfloat16' or 'float32', got {sketch_dtype!r}")
+        form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
+        return load_parts("sketch", backend, plan, sketch_dtype=form.name, **types)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -47,7 +48,8 @@ class FileFormat(NamedTuple):
 
     `name` and `version` go into the metadata. `tensors` names the arrays of a file, no more and no fewer; none
     allows any. `error` is the exception of `load_file`, a subclass of `ValueError`. `remedy` says what to do about a
-    file of another version.
+    file of another version. `older` holds the versions that are also read, each with the fields that it lacks and
+    their values.
     """
 
     name: str
@@ -55,6 +57,7 @@ class FileFormat(NamedTuple):
     tensors: tuple[str, ...]
     error: type[ValueError] = FileFormatError
     remedy: str = "calibrate again"
+    older: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
 
 
 def save_file(
@@ -184,8 +187,9 @@ def load_file(
             tensors = {name: file.get_tensor(name) for name in expected}
         if document.pop("sha256", None) != _checksum(document, tensors):
             raise ValueError("the contents do not match their checksum: the file is damaged")
-        del document["format"], document["version"]
-        return build(tensors, **document)
+        del document["format"]
+        missing = form.older.get(document.pop("version"), {})
+        return build(tensors, **document, **missing)
     except SafetensorError as error:
         raise form.error(f"{path}: not a whole safetensors file ({error})") from error
     except OSError:
@@ -207,7 +211,7 @@ def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
     if name != form.name:
         raise ValueError(f"expected format {form.name!r}, got {name!r}")
     version = document.get("version")
-    if version != form.version:
+    if version not in (form.version, *form.older):
         raise ValueError(f"expected version {form.version} of {form.name}, got {version!r}: {form.remedy}")
     return document
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sketchssm import traffic
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
+from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import DENSE, Layer, check_window
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ class PlanFileError(FileFormatError):
     """A plan file that can't be used: damaged, not a plan, of another version, or inconsistent."""
 
 
-FORMAT = FileFormat("sketchssm-plan", 2, ("omega", "projection", "ranks"), PlanFileError)
+FORMAT = FileFormat(
+    "sketchssm-plan",
+    3,
+    ("omega", "projection", "ranks"),
+    PlanFileError,
+    older={2: {"sketch_dtype": "bfloat16", "wide": None}},
+)
 
 
 class SketchPlan:
@@ -41,6 +48,12 @@ class SketchPlan:
         Tokens from one flush to the next (W). Default: the basis's window.
     map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, optional
+        Format in which sketches and maps are stored, see `sketchssm.formats`. Default: that of an `Allocation`, else
+        "bfloat16".
+    wide : array_like of int, (heads,), optional
+        "int8+int4" only: columns of each head in 8 bits, 0 to its rank; the others have 4. Default: those of an
+        `Allocation`.
 
     Attributes
     ----------
@@ -57,11 +70,15 @@ class SketchPlan:
         As given.
     map : CoefficientMap
         As given, with all parameters.
+    sketch_dtype : str
+        Format of sketches and maps.
+    wide : ndarray of int64, (heads,), or None
+        Columns in 8 bits of "int8+int4"; None for any other format.
 
     Raises
     ------
     ValueError
-        If a setting or a rank is out of range, or a basis holds NaN.
+        If a setting, a rank or a width is out of range, or a basis holds NaN.
     """
 
     def __init__(
@@ -70,7 +87,13 @@ class SketchPlan:
         ranks: npt.ArrayLike | Allocation,
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
+        sketch_dtype: str | None = None,
+        wide: npt.ArrayLike | None = None,
     ) -> None:
+        if sketch_dtype is None:
+            sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
+        if wide is None and sketch_dtype == getattr(ranks, "sketch_dtype", None):
+            wide = getattr(ranks, "wide", None)
         table = np.asarray(getattr(ranks, "ranks", ranks))
         used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
@@ -78,9 +101,17 @@ class SketchPlan:
         map = CoefficientMap.of(map)
         omega, projection = basis.columns(used, weighted=map.weighted)
         tensors = {"omega": omega, "projection": projection, "ranks": table}
-        self._fill(basis.layer, tensors, basis.window if window is None else window, map)
+        self._fill(basis.layer, tensors, basis.window if window is None else window, map, sketch_dtype, wide)
 
-    def _fill(self, layer: Layer, tensors: dict[str, npt.NDArray[Any]], window: int, map: CoefficientMap) -> None:
+    def _fill(
+        self,
+        layer: Layer,
+        tensors: dict[str, npt.NDArray[Any]],
+        window: int,
+        map: CoefficientMap,
+        sketch_dtype: str,
+        wide: npt.ArrayLike | None,
+    ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
         self.omega, self.projection = (_columns(layer, name, tensors[name]) for name in ("omega", "projection"))
@@ -96,6 +127,9 @@ class SketchPlan:
         self.layer = layer
         self.ranks = ranks.astype(np.int64)
         self.map = map
+        form = SketchFormat.of(sketch_dtype)
+        form.check_map(map)
+        self.sketch_dtype, self.wide = form.name, form.check_wide(wide, self.ranks)
 
     @property
     def mean_rank(self) -> float:
@@ -108,7 +142,8 @@ class SketchPlan:
         """Traffic reduction: how many times fewer bytes than standard decoding, by the byte model."""
         layer = self.layer
         shape = layer.kind, layer.key_dim, layer.value_dim
-        return traffic.reduction(*shape, self.ranks, self.window, self.map)
+        narrow: Any = {"sketch_dtype": self.sketch_dtype, "wide": self.wide}
+        return traffic.reduction(*shape, self.ranks, self.window, self.map, **narrow)
 
     @property
     def fingerprint(self) -> str:
@@ -118,7 +153,13 @@ class SketchPlan:
     def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         """Tensors and fields of the file."""
         tensors = {name: getattr(self, name) for name in ("omega", "projection", "ranks")}
-        return tensors, {"layer": asdict(self.layer), "window": self.window, "map": asdict(self.map)}
+        return tensors, {
+            "layer": asdict(self.layer),
+            "window": self.window,
+            "map": asdict(self.map),
+            "sketch_dtype": self.sketch_dtype,
+            "wide": None if self.wide is None else self.wide.tolist(),
+        }
 
     def shard(self, rank: int, world: int) -> SketchPlan:
         """Plan of the heads of one process of a tensor-parallel group, as vLLM and Megatron split a layer.
@@ -149,25 +190,29 @@ class SketchPlan:
         >>> import sketchssm as ss
         >>> layer = ss.Layer("gdn", heads=8, key_dim=64, value_dim=64, key_heads=4)
         >>> plan = ss.SketchPlan(ss.SketchBasis.random(layer, 8), [2, 2, 4, 4, 6, 6, 8, 8])
-        >>> plan.shard(1, 2)
-        SketchPlan(gdn, heads=4, K=64, V=64, ranks=6..8 (mean 7.00), dense=0, window=16, map=ridge(ridge=0.001))
+        >>> plan.shard(1, 2).ranks
+        array([6, 6, 8, 8])
         """
         heads, _ = self.layer.shard_heads(rank, world)
         ranks = self.ranks[heads]
         columns = max(int(ranks.max()), 1)
         tensors = {name: getattr(self, name)[heads, :, :columns].copy() for name in ("omega", "projection")}
         shard = SketchPlan.__new__(SketchPlan)
-        shard._fill(self.layer.shard(rank, world), tensors | {"ranks": ranks}, self.window, self.map)
+        wide = None if self.wide is None else self.wide[heads]
+        layer = self.layer.shard(rank, world)
+        shard._fill(layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype, wide)
         return shard
 
     def __repr__(self) -> str:
         """Kind, shape, ranks and settings in one line."""
         sketched = self.ranks[self.ranks != DENSE]
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
+        wide = "" if self.wide is None else f", wide={self.wide.min()}..{self.wide.max()}"
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
             f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
-            f"dense={int((self.ranks == DENSE).sum())}, window={self.window}, map={self.map})"
+            f"dense={int((self.ranks == DENSE).sum())}, window={self.window}, map={self.map}, "
+            f"sketch_dtype={self.sketch_dtype}{wide})"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -204,11 +249,13 @@ class SketchPlan:
         return load_file(path, FORMAT, cls._build)
 
     @classmethod
-    def _build(cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any, map: Any) -> SketchPlan:
+    def _build(
+        cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any, map: Any, sketch_dtype: Any, wide: Any
+    ) -> SketchPlan:
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
-        plan._fill(Layer(**layer), tensors, window, full)
+        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype, wide)
         return plan
 
 

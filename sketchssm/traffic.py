@@ -8,10 +8,13 @@ sequences share.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import DENSE, KINDS
 
 __all__ = [
@@ -171,6 +174,9 @@ def sketch_read(
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
     state_dtype: str = "float32",
+    *,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    wide: npt.ArrayLike | None = None,
 ) -> Bytes:
     """Bytes that one read between two flushes moves.
 
@@ -185,11 +191,15 @@ def sketch_read(
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
-        Coefficient map. A read moves the sketch (G V elements) and what a state stores of its map
-        (`CoefficientMap.elements`), in bfloat16. A dense map also counts the paper's projected erase vectors for
-        gdn and kda: ``2 G (V + K + W)`` bytes, and ``2 G (V + K)`` for mamba2.
+        Coefficient map. A read moves the sketch and what a state stores of its map (`SketchFormat.bytes`). A dense
+        map also counts the paper's projected erase vectors for gdn and kda, ``2 G W`` bytes: in bfloat16 this is
+        ``2 G (V + K + W)`` bytes in all, and ``2 G (V + K)`` for mamba2.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps, see `sketchssm.formats`.
+    wide : array_like, optional
+        Columns in 8 bits for "int8+int4", 0 to the rank; None for any other format.
 
     Returns
     -------
@@ -199,7 +209,7 @@ def sketch_read(
     Raises
     ------
     ValueError
-        If the kind, the map, a rank or the type is invalid.
+        If the kind, the map, a rank, a width or a type is invalid.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -207,8 +217,9 @@ def sketch_read(
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == DENSE) | (g >= 0)).all():
         raise ValueError(f"rank: expected DENSE or numbers of at least 0, got {rank!r}")
-    erase = window if map.storage == "dense" and kind != "mamba2" else 0
-    size = 2 * (g * (value_dim + erase) + map.elements(g, key_dim))
+    erase = 2 * window if map.storage == "dense" and kind != "mamba2" else 0
+    rank = np.maximum(g, 0.0)  # 0 where the state is read
+    size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim, wide) + erase * rank
     return np.where(g == DENSE, state_bytes(key_dim, value_dim, state_dtype), size)
 
 
@@ -220,6 +231,9 @@ def sketch(
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
     state_dtype: str = "float32",
+    *,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    wide: npt.ArrayLike | None = None,
 ) -> Bytes:
     """Bytes per token of sketched decoding, flushes included.
 
@@ -237,6 +251,8 @@ def sketch(
         Coefficient map, see `sketch_read`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
+    sketch_dtype, wide
+        See `sketch_read`.
 
     Returns
     -------
@@ -246,9 +262,10 @@ def sketch(
     Raises
     ------
     ValueError
-        If the kind, the map, the window, a rank or the type is invalid.
+        If the kind, the map, the window, a rank, a width or a type is invalid.
     """
-    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype)
+    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
+    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
     return ((window - 1) * read + standard(key_dim, value_dim, state_dtype)) / _checked(window)
 
 
@@ -260,6 +277,9 @@ def reduction(
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
     state_dtype: str = "float32",
+    *,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    wide: npt.ArrayLike | None = None,
 ) -> float:
     """Traffic reduction of sketched decoding relative to standard decoding with float32 states.
 
@@ -278,6 +298,8 @@ def reduction(
         Coefficient map, see `sketch_read`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
+    sketch_dtype, wide
+        See `sketch_read`.
 
     Returns
     -------
@@ -287,7 +309,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the map, the window, a rank or the type is invalid.
+        If the kind, the map, the window, a rank, a width or a type is invalid.
 
     Examples
     --------
@@ -297,7 +319,8 @@ def reduction(
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
     8.93
     """
-    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype)
+    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
+    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
     return float(standard(key_dim, value_dim) / used.mean())
 
 

@@ -314,8 +314,10 @@ class TestConstructors:
                 make()
 
     def test_sketch_dtype(self, rng):
-        with pytest.raises(ValueError, match=r"^sketch_dtype: expected 'bfloat16' or 'float32', got 'float16'"):
-            ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, sketch_dtype="float16")
+        known = "float32, bfloat16, int8, fp8, int8[+]int4"
+        for wrong in ("float16", 8):
+            with pytest.raises(ValueError, match=f"^sketch_dtype: expected one of {known}, got {wrong!r}"):
+                ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, sketch_dtype=wrong)
 
     @pytest.mark.parametrize("backend", ["auto", "reference", "cpu"])
     @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype"])

@@ -126,7 +126,7 @@ class TestRefusals:
         plan = plan_of(rng, layer, RANKS, window=WINDOW)
         changed = ss.SketchPlan.__new__(ss.SketchPlan)
         tensors = {"omega": plan.omega * 2, "projection": plan.projection, "ranks": plan.ranks}
-        changed._fill(layer, tensors, WINDOW, plan.map)
+        changed._fill(layer, tensors, WINDOW, plan.map, plan.sketch_dtype, plan.wide)
         for head, message in (
             (ss.ReplayHead(layer, 5, "reference", window=WINDOW), 'system "ReplayHead", got "SketchHead"'),
             (ss.SketchHead(plan_of(rng, layer, RANKS, window=8), 5, "reference"), "window 8, got 4"),

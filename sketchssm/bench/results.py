@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.evaluate.systems import System
+from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer
 
@@ -195,8 +196,9 @@ def _sketch_bytes(plan: SketchPlan, on_device: bool, state_dtype: str) -> npt.ND
     """Bytes ``(heads,)`` of each head's sketch and map in a read; padding between heads does not count."""
     layer = plan.layer
     settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype)
-    modelled = traffic.sketch_read(*settings)
+    modelled = traffic.sketch_read(*settings, sketch_dtype=plan.sketch_dtype, wide=plan.wide)
     if not on_device:
         return modelled
-    packed = [2.0 * (int(rank) * layer.value_dim + int(plan.map.elements(rank, layer.key_dim))) for rank in plan.ranks]
+    form = SketchFormat.of(plan.sketch_dtype)
+    packed = form.bytes(plan.map, np.maximum(plan.ranks, 0), layer.key_dim, layer.value_dim, plan.wide)
     return np.where(plan.ranks == DENSE, modelled, packed)

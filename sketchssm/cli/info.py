@@ -83,18 +83,28 @@ def _plan(path: Path) -> dict[str, Any]:
 
     plan = SketchPlan.load(path)
     layer = plan.layer
+    used = traffic.sketch(
+        layer.kind,
+        layer.key_dim,
+        layer.value_dim,
+        plan.ranks,
+        plan.window,
+        plan.map,
+        sketch_dtype=plan.sketch_dtype,
+        wide=plan.wide,
+    )
     return {
         "file": str(path),
         "kind": layer.kind,
         "heads": f"{layer.heads} ({layer.key_heads} key heads), K = {layer.key_dim}, V = {layer.value_dim}",
         "window": plan.window,
         "map": f"{plan.map} (stored as {plan.map.storage})",
+        "sketch_dtype": plan.sketch_dtype,
         "mean_rank": plan.mean_rank,
         "ranks": plan.ranks.tolist(),
+        "wide": None if plan.wide is None else plan.wide.tolist(),
         "traffic_reduction": plan.reduction,
-        "bytes_per_token_and_head": float(
-            traffic.sketch(layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map).mean()
-        ),
+        "bytes_per_token_and_head": float(used.mean()),
     }
 
 

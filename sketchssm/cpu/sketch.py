@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sketchssm.backends import UnsupportedError
 from sketchssm.cpu.decode import window_kernel
 from sketchssm.cpu.layout import REBUILD, Memory
 from sketchssm.cpu.packed import Packing, pack
@@ -70,6 +71,8 @@ class SketchEngine(ReplayEngine):
 
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
+    if sketch_dtype not in ("bfloat16", "float32"):
+        raise UnsupportedError(f"sketch_dtype: backend 'cpu' has no kernels for {sketch_dtype!r}")
     # a master copy of U would keep digits that a 16-bit state has lost
     packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and state_dtype == "float32")
     return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)

@@ -12,7 +12,7 @@ from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
-from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
+from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit, slices_of
 from sketchssm.cuda.memory import ALIGNMENT, allocate, cursor_part, ring_parts, state_part
 from sketchssm.cuda.modules import Variant, size_of
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
@@ -396,7 +396,7 @@ class SketchEngine(ReplayEngine):
         **memory: Any,
     ) -> None:
         check_plan(plan)
-        packed = pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2)
+        packed = pack_plan(plan, slices_of(sketch_dtype))
         super().__init__(plan.layer, num_slots, plan.window, packed=packed, phase=phase, **memory)
         self.plan = plan
 
@@ -410,6 +410,6 @@ class SketchEngine(ReplayEngine):
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
-        packed = pack_plan(plan, 1 if sketch_dtype == "bfloat16" else 2)
+        packed = pack_plan(plan, slices_of(sketch_dtype))
         activation = activation_dtype or "bfloat16"
         return _parts(plan.layer, plan.window, packed, state_dtype, activation, gate is not None)

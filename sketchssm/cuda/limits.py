@@ -9,7 +9,7 @@ from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
+__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit", "slices_of"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
@@ -48,6 +48,13 @@ def check_plan(plan: SketchPlan) -> None:
     check_window(plan.window)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
+
+
+def slices_of(sketch_dtype: str) -> int:
+    """bf16 slices of a basis for a sketch format; refuses a format that the kernels do not support."""
+    if sketch_dtype not in ("bfloat16", "float32"):
+        raise UnsupportedError(f"sketch_dtype: backend 'cuda' has no kernels for {sketch_dtype!r}")
+    return 1 if sketch_dtype == "bfloat16" else 2
 
 
 def shared_limit() -> int:

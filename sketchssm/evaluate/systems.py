@@ -104,6 +104,14 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, st
     layer = plan.layer
     same: Any = {"gate": gate, "state_dtype": state_dtype}
     reduction = traffic.reduction(
-        layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype
+        layer.kind,
+        layer.key_dim,
+        layer.value_dim,
+        plan.ranks,
+        plan.window,
+        plan.map,
+        state_dtype,
+        sketch_dtype=plan.sketch_dtype,
+        wide=plan.wide,
     )
     return System(name, partial(SketchHead, plan, **same), reduction, plan, **same)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.formats import SketchFormat
 from sketchssm.host_arrays import HostArrays, slot_memory
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer, Tokens
-from sketchssm.reference import maps
+from sketchssm.reference import narrow
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.reference.window import Ring, fold, read_window
 from sketchssm.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
@@ -315,17 +316,18 @@ class ReplayEngine(StandardEngine):
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
-    Sketches are no part of a slot's memory: a read compares the state with the one it was sketched from.
+    Formats with codes are rounded as every backend rounds them; "float32" and "bfloat16" stay float64. Sketches are no
+    part of a slot's memory: a read compares the state with the one it was sketched from.
     """
 
-    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float64", **settings: Any) -> None:
+    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", **settings: Any) -> None:
         super().__init__(plan.layer, num_slots, plan.window, **settings)
-        self.plan = plan
+        self.plan, self._form = plan, SketchFormat.of(sketch_dtype)
         self._sketches: list[tuple[Array, list[Callable[[Array], Array]]] | None] = [None] * num_slots
 
     @staticmethod
     def parts_of(  # type: ignore[override]
-        plan: SketchPlan, sketch_dtype: str = "float64", *, state_dtype: str = "float32"
+        plan: SketchPlan, sketch_dtype: str = "float32", *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
         return _parts(plan.layer, plan.window)
@@ -344,7 +346,8 @@ class SketchEngine(ReplayEngine):
         if rank == DENSE:
             return lambda x: state.T @ x
         omega, projection = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
-        read = state.T @ omega @ maps.coefficient_map(self.plan.map, state, omega, projection)
+        wide = 0 if self.plan.wide is None else int(self.plan.wide[head])
+        read = narrow.sketched_read(self._form, self.plan.map, state, omega, projection, wide)
         return lambda x: read @ x
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "coefficient_map",
     "exact_map",
     "lowrank_factors",
+    "map_factors",
     "offline_map",
     "pivot_basis",
     "prior_factors",
@@ -95,13 +96,19 @@ def coefficient_map(map: CoefficientMap, state: Array, omega: Array, projection:
     ndarray, (..., G, K)
         C of each state.
     """
-    if map.name in ("exact", "ridge"):
+    if map.storage == "dense":
         return ridge_map(state, omega, map.effective_ridge)
-    if map.name == "lowrank":
-        return lowrank_factors(state, omega, map.pivots or 1, map.effective_ridge).dense()
-    if map.name == "prior":
-        return prior_factors(state, omega, projection, map.pivots or 1, map.effective_ridge).dense()
+    if map.storage == "factors":
+        return map_factors(map, state, omega, projection).dense()
     return np.broadcast_to(projection.T, (*state.shape[:-2], *projection.T.shape))
+
+
+def map_factors(map: CoefficientMap, state: Array, omega: Array, projection: Array) -> MapFactors:
+    """Factors of `lowrank` and `prior`; arguments as of `coefficient_map`."""
+    pivots, ridge = map.pivots or 1, map.effective_ridge
+    if map.name == "lowrank":
+        return lowrank_factors(state, omega, pivots, ridge)
+    return prior_factors(state, omega, projection, pivots, ridge)
 
 
 def state_scale(state: Array) -> Array:

@@ -1,0 +1,219 @@
+"""Sketches in few bits in float64: codes, the split form, and the reads of the reference."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from samples import LAYERS, plan_of, relative, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.backends import UnsupportedError
+from sketchssm.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
+from sketchssm.formats import FORMATS, FP8, INT4, INT8, SketchFormat
+from sketchssm.recurrence import DENSE
+from sketchssm.reference import maps, narrow
+
+CODES = {"int8": INT8, "fp8": FP8, "int4": INT4}
+
+VECTORS = arrays.arrays(
+    np.float64,
+    st.tuples(st.integers(1, 4), st.integers(1, 19)),
+    elements=st.one_of(st.just(0.0), st.floats(-1, 1, allow_subnormal=False)),
+)
+
+
+def decoded(x, code):
+    codes, scale = narrow.encode(x, code)
+    return codes * scale[..., None]
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+class TestCodes:
+    @given(x=VECTORS, exponent=st.integers(-60, 63))
+    def test_codes_are_codes(self, x, exponent, code):
+        """At magnitudes of 1e-18 to 1e19."""
+        codes, scale = narrow.encode(np.ldexp(x, exponent), code)
+        assert (np.abs(codes) <= code.top).all()
+        assert (scale >= 0).all()
+        assert (scale[(x == 0).all(axis=-1)] == 0).all()
+        if code is FP8:
+            import ml_dtypes
+
+            np.testing.assert_array_equal(codes, codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))
+        else:
+            np.testing.assert_array_equal(codes, np.rint(codes))
+
+    @given(x=VECTORS, exponent=st.integers(-60, 63))
+    def test_error_of_an_element(self, x, exponent, code):
+        """Half a step: of the scale for integers, of 2^-4 of itself for e4m3 (three bits behind the point).
+
+        An e4m3 number below 2^-6 has a step of 2^-9. The searched scale clips; its squared error is at most that of
+        the scale that does not.
+        """
+        x = np.ldexp(x, exponent)
+        largest = np.abs(x).max(axis=-1, keepdims=True)
+        error = np.abs(decoded(x, code) - x)
+        tiny = 1e-12 * largest  # digits of float64
+        if code is INT8:
+            assert (error <= largest / 254 + tiny).all()
+        elif code is FP8:
+            assert (error <= np.maximum(np.abs(x) / 16, largest / 448 * 2.0**-10) + tiny).all()
+        else:
+            plain = np.rint(np.divide(7 * x, largest, out=np.zeros_like(x), where=largest > 0)) * largest / 7
+            assert (np.square(error).sum(-1) <= np.square(plain - x).sum(-1) + (tiny**2)[..., 0]).all()
+
+    @given(x=VECTORS, exponent=st.integers(-60, 60))
+    def test_powers_of_two(self, x, exponent, code):
+        """Scaling changes the scale alone."""
+        codes, scale = narrow.encode(x, code)
+        more = narrow.encode(np.ldexp(x, exponent), code)
+        np.testing.assert_array_equal(more.codes, codes)
+        np.testing.assert_array_equal(more.scale, np.ldexp(scale, exponent))
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_not_finite(self, bad, code, rng):
+        """The vector reads as NaN, and no other does."""
+        x = rng.standard_normal((3, 8))
+        want = decoded(x, code)
+        x[1, 5] = bad
+        got = decoded(x, code)
+        assert np.isnan(got[1]).all()
+        np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
+
+
+class TestRounding:
+    def test_no_scale_of_the_list_is_better(self, rng):
+        x = rng.standard_normal((50, 128)) ** 3
+        codes, scale = narrow.encode(x, INT4)
+        errors = []
+        for shrink in narrow.SHRINKS:
+            step = shrink * np.abs(x).max(axis=-1, keepdims=True) / 7
+            errors.append(np.square(np.clip(np.rint(x / step), -7, 7) * step - x).sum(axis=-1))
+        np.testing.assert_allclose(np.square(codes * scale[:, None] - x).sum(-1), np.min(errors, axis=0), rtol=1e-12)
+        assert len(set(np.argmin(errors, axis=0))) > 1
+
+    def test_ties_to_even(self):
+        codes, scale = narrow.encode(np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]), INT8)
+        assert scale == 1
+        assert codes.tolist() == [127, 0, 2, 2, 0, -2]
+        codes, _ = narrow.encode(np.array([448.0, 1.0625, 1.1875, -1.0625]), FP8)
+        assert codes.tolist() == [448, 1, 1.25, -1]
+
+
+class TestSplitForm:
+    @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e19])
+    @pytest.mark.parametrize("ridge", [RIDGE_FLOOR, 1e-3, 0.1])
+    def test_the_product_is_the_map_s(self, scale, ridge, rng):
+        """2^-53 times a condition number of at most K over the ridge."""
+        omega = np.linalg.qr(rng.standard_normal((48, 7)))[0]
+        state = scale * rng.standard_normal((3, 2, 48, 33)) * 0.7 ** np.arange(48)[:, None]
+        q, b = narrow.split_form(state, omega, ridge)
+        want = state.swapaxes(-1, -2) @ omega @ maps.ridge_map(state, omega, ridge)
+        assert relative(q @ b, want) < 48 / ridge * 2.0**-52
+
+    def test_columns_are_nearly_orthogonal(self, rng):
+        """``Q^T Q = mu (I - ridge (L^T L)^-1)``."""
+        omega = np.linalg.qr(rng.standard_normal((48, 7)))[0]
+        state = rng.standard_normal((48, 33))
+        q, _ = narrow.split_form(state, omega, 1e-3)
+        mu = maps.state_scale(state)
+        sketch = state.T @ omega
+        lower = np.linalg.cholesky(sketch.T @ sketch / mu + 1e-3 * np.eye(7))
+        np.testing.assert_allclose(q.T @ q / mu, np.eye(7) - 1e-3 * np.linalg.inv(lower.T @ lower), atol=1e-12)
+
+    def test_a_zero_state(self):
+        q, b = narrow.split_form(np.zeros((2, 6, 5)), np.eye(6)[:, :3], 1e-3)
+        assert not q.any()
+        assert not b.any()
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_a_state_that_is_not_finite(self, bad, rng):
+        state = rng.standard_normal((2, 6, 5))
+        state[1, 2, 3] = bad
+        with np.errstate(invalid="ignore"):
+            q, b = narrow.split_form(state, np.eye(6)[:, :3], 1e-3)
+        assert np.isfinite(q[0] @ b[0]).all()
+        assert np.isnan(q[1] @ b[1]).all()
+
+    def test_order(self):
+        rows = np.array([[3.0, 0], [0, 5], [4, 3], [0, 0]])
+        assert narrow.energy_order(rows).tolist() == [1, 2, 0, 3]
+
+
+class TestReads:
+    """`sketched_read` and reference heads."""
+
+    @given(
+        name=st.sampled_from(list(FORMATS)),
+        map=st.sampled_from(MAPS),
+        shape=st.tuples(st.integers(1, 11), st.integers(1, 11)),
+        exponent=st.integers(-60, 63),
+        seed=st.integers(0, 99),
+        data=st.data(),
+    )
+    def test_any_shape_and_size(self, name, map, shape, exponent, seed, data):
+        """A power of two goes through every format, also where the state has zero columns and rows."""
+        form, map = SketchFormat.of(name), CoefficientMap(map)
+        if form.mixed and map.storage != "dense":
+            return
+        rank = data.draw(st.integers(1, min(shape)))
+        wide = data.draw(st.integers(0, rank)) if form.mixed else 0
+        rng = np.random.default_rng(seed)
+        omega = np.linalg.qr(rng.standard_normal((shape[0], rank)))[0]
+        state = rng.standard_normal((2, *shape)) * (rng.random((2, shape[0], 1)) < 0.8)
+        state *= rng.random((2, 1, shape[1])) < 0.8
+        read = narrow.sketched_read(form, map, state, omega, omega, wide)
+        assert read.shape == (2, shape[1], shape[0])
+        assert np.isfinite(read).all()
+        much = narrow.sketched_read(form, map, np.ldexp(state, exponent), omega, omega, wide)
+        # float64 rounds norms differently, which may move a code of a tie by one; float32 scales round alike
+        np.testing.assert_allclose(np.ldexp(much, -exponent), read, atol=0.2 * np.abs(read).max(initial=0) + 1e-30)
+
+    @pytest.mark.parametrize("map", MAPS)
+    @pytest.mark.parametrize(("name", "error"), [("int8", 0.02), ("fp8", 0.06), ("int8+int4", 0.12)])
+    def test_errors_of_the_formats(self, name, error, map, rng):
+        """Rounding errors add up independently: 0.3 of a step of absmax / 127, 2^-4 / sqrt(12), or absmax / 7 / 4."""
+        form, map = SketchFormat.of(name), CoefficientMap(map)
+        if form.mixed and map.storage != "dense":
+            return
+        omega = np.linalg.qr(rng.standard_normal((64, 8)))[0]
+        state = rng.standard_normal((20, 64, 48)) * 0.8 ** np.arange(64)[:, None]
+        want = narrow.sketched_read(SketchFormat.of("float32"), map, state, omega, omega)
+        got = narrow.sketched_read(form, map, state, omega, omega, 2)
+        assert error / 20 < relative(got, want) < error
+
+    def test_wide_columns_come_first(self, rng):
+        """All columns wide are int8; each column less costs accuracy."""
+        omega, state = np.linalg.qr(rng.standard_normal((64, 8)))[0], rng.standard_normal((20, 64, 48))
+        ridge, form = CoefficientMap("ridge"), SketchFormat.of("int8+int4")
+        exact = narrow.sketched_read(SketchFormat.of("float32"), ridge, state, omega, omega)
+        errors = [relative(narrow.sketched_read(form, ridge, state, omega, omega, w), exact) for w in range(9)]
+        assert errors == sorted(errors, reverse=True)
+        whole = narrow.sketched_read(SketchFormat.of("int8"), ridge, state, omega, omega)
+        # sums of the columns in another order
+        assert relative(narrow.sketched_read(form, ridge, state, omega, omega, 8), whole) < 1e-14
+
+    @pytest.mark.parametrize("kind", LAYERS)
+    @pytest.mark.parametrize("name", ["int8", "fp8", "int8+int4"])
+    def test_heads_read_in_the_plan_s_format(self, kind, name, rng):
+        layer = LAYERS[kind]
+        wide = [0, 1, 2, 0] if name == "int8+int4" else None
+        plan = plan_of(rng, layer, [DENSE, 2, 3, 1], window=8, sketch_dtype=name, wide=wide)
+        tokens, start = tokens_of(rng, layer, 2, 7, np.float64), states_of(rng, layer, 2, np.float64)
+        tokens.v[...] = 0
+        reads = {}
+        for stored in (None, "float32"):
+            head = ss.SketchHead(plan, 2, "reference", sketch_dtype=stored)
+            head.load_state(start)
+            reads[stored] = head.step(*tokens)
+        np.testing.assert_array_equal(reads[None][:, :, 0], reads["float32"][:, :, 0])  # the dense head
+        assert 1e-4 < relative(reads[None][:, :, 1:], reads["float32"][:, :, 1:]) < 0.2
+
+    @pytest.mark.parametrize("backend", ["cpu"])
+    def test_backends_without_a_format_refuse(self, backend, rng):
+        plan = plan_of(rng, LAYERS["gdn"], sketch_dtype="int8")
+        with pytest.raises(UnsupportedError, match=r"^sketch_dtype: backend 'cpu' has no kernels for 'int8'"):
+            ss.SketchHead(plan, 2, backend)
+        with pytest.raises(UnsupportedError, match=r"^sketch_dtype: backend 'cpu' has no kernels for 'int8'"):
+            ss.SketchHead.parts_of(plan, backend)
