@@ -8,16 +8,20 @@ patched layer runs (`sketchssm.transformers.modeling`).
 
 from sketchssm.model_plans import ModelPlans
 from sketchssm.transformers.calibration import calibrate, fingerprint
+from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
 from sketchssm.transformers.modeling import RecurrentLayer, layers
 from sketchssm.transformers.patching import Patch, patch
 from sketchssm.transformers.recording import Recording, record
 
 __all__ = [
+    "LayerTraffic",
+    "ModelEvaluation",
     "ModelPlans",
     "Patch",
     "Recording",
     "RecurrentLayer",
     "calibrate",
+    "evaluate",
     "fingerprint",
     "layers",
     "patch",

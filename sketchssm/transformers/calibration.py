@@ -21,7 +21,7 @@ from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Tokens, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
-from sketchssm.transformers.text import Ids, token_rows
+from sketchssm.transformers.text import Ids, run_row, token_rows
 
 __all__ = ["calibrate", "fingerprint", "progress_steps"]
 
@@ -113,7 +113,7 @@ def calibrate(
         for i, row in enumerate(fit):
             step(f"moments, row {i + 1} of {len(fit)}")
             with torch.no_grad():
-                _run(model, row)
+                run_row(model, row)
     step("bases")
     limits = {name: min(rank_max, x.layer.key_dim, x.layer.value_dim) for name, x in found.items()}
     bases = {name: fit_basis(sums, limits[name]) for name, sums in moments.items()}
@@ -126,7 +126,7 @@ def calibrate(
                 _backward(model, row)
             else:
                 with torch.no_grad():
-                    _run(model, row)
+                    run_row(model, row)
 
     allocation = allocate_ranks(list(scores.values()), mean_rank, method, map=map)
     plans, retained = {}, {}
@@ -237,20 +237,13 @@ def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -
             parameter.requires_grad_(True)
 
 
-def _run(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits ``(tokens, vocabulary)`` of a row and its token ids, on one device."""
-    ids = torch.from_numpy(row)[None].to(model.get_input_embeddings().weight.device)
-    logits = model(ids, use_cache=False).logits
-    return logits[0], ids[0].to(logits.device)
-
-
 def _backward(model: Any, row: Ids) -> None:
     """Backward pass of the summed next-token cross-entropy of a row."""
     # The embeddings start the backward pass, as no parameter has a gradient.
     start = model.get_input_embeddings().register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
     try:
         with torch.enable_grad():
-            logits, ids = _run(model, row)
+            logits, ids = run_row(model, row)
             F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum").backward()
     finally:
         start.remove()

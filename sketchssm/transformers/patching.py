@@ -78,6 +78,20 @@ def patch(
     ...     model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=100)
     """
     found = layers(model)
+    heads = build_heads(model, found, plans, slots, window, backend, settings)
+    return Patch({name: found[name] for name in heads}, heads)
+
+
+def build_heads(
+    model: torch.nn.Module,
+    found: dict[str, RecurrentLayer],
+    plans: Mapping[str, SketchPlan] | str | os.PathLike[str],
+    slots: int,
+    window: int,
+    backend: str,
+    settings: dict[str, Any],
+) -> dict[str, ExactHead]:
+    """Heads of the layers `found` in a model, for the arguments of `patch`."""
     if plans not in ("standard", "replay") and isinstance(plans, str | os.PathLike):
         if not os.path.exists(plans):
             raise FileNotFoundError(f"plans: expected plans, their file, 'standard' or 'replay', got {str(plans)!r}")
@@ -98,7 +112,7 @@ def patch(
             raise ValueError(f"plans: expected a plan of {layer} for {name}, got one of {plans[name].layer}")
         else:
             heads[name] = SketchHead(plans[name], slots, backend, **settings)
-    return Patch({name: found[name] for name in heads}, heads)
+    return heads
 
 
 class Patch:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sketchssm import interop
 
-__all__ = ["token_rows"]
+__all__ = ["Ids", "run_row", "token_rows"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -68,6 +69,13 @@ def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, l
             f"rows, a smaller length than {LENGTH if length is None else length}"
         )
     return found
+
+
+def run_row(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``(tokens, vocabulary)`` of a row without a cache, and its token ids on the same device."""
+    ids = torch.from_numpy(row)[None].to(model.get_input_embeddings().weight.device)
+    logits = model(ids, use_cache=False).logits
+    return logits[0], ids[0].to(logits.device)
 
 
 def _tokenised(strings: Sequence[str], tokenizer: Any) -> Ids:

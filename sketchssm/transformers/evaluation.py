@@ -1,0 +1,209 @@
+"""What a model of transformers loses when heads decode its recurrent layers: loss, agreement, traffic."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sketchssm import traffic
+from sketchssm.baselines import StandardHead
+from sketchssm.exact import ExactHead, SketchHead
+from sketchssm.plan import SketchPlan
+from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
+from sketchssm.transformers.patching import build_heads
+from sketchssm.transformers.text import Ids, run_row, token_rows
+
+__all__ = ["LayerTraffic", "ModelEvaluation", "evaluate"]
+
+
+class LayerTraffic(NamedTuple):
+    """State traffic of one layer, in bytes per token of one sequence.
+
+    Parameters
+    ----------
+    standard : float
+        Of standard decoding.
+    patched : float
+        Of the layer's head, see `sketchssm.traffic`.
+    """
+
+    standard: float
+    patched: float
+
+
+@dataclass(frozen=True)
+class ModelEvaluation:
+    """A model with heads beside the same model without, from `evaluate`.
+
+    Parameters
+    ----------
+    tokens : int
+        Tokens that were predicted.
+    loss, patched_loss : float
+        Cross-entropy in nats per token, of transformers and with heads.
+    increase_error : float
+        Standard error of the increase of the loss, over rows; NaN for one row.
+    agreement : float
+        Share of tokens after which both find the same next token likeliest.
+    divergence : float
+        Kullback-Leibler divergence of the predictions with heads from those of transformers, in nats per token.
+    layers : dict of str to LayerTraffic
+        State traffic by layer.
+    """
+
+    tokens: int
+    loss: float
+    patched_loss: float
+    increase_error: float
+    agreement: float
+    divergence: float
+    layers: dict[str, LayerTraffic]
+
+    @property
+    def increase(self) -> float:
+        """Loss with heads above that of transformers."""
+        return self.patched_loss - self.loss
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of transformers."""
+        return math.exp(self.loss)
+
+    @property
+    def patched_perplexity(self) -> float:
+        """Perplexity with heads."""
+        return math.exp(self.patched_loss)
+
+    @property
+    def reduction(self) -> float:
+        """State traffic of standard decoding over that of the heads, all layers together."""
+        return sum(x.standard for x in self.layers.values()) / sum(x.patched for x in self.layers.values())
+
+
+def evaluate(
+    model: torch.nn.Module,
+    text: Any,
+    plans: Mapping[str, SketchPlan] | str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    length: int | None = None,
+    window: int = 16,
+    backend: str = "auto",
+    progress: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> ModelEvaluation:
+    """Compare a model's predictions on a text with and without heads.
+
+    Rows run one at a time, without a cache. Heads decode every row token by token from zero states. All else in the
+    model computes the tokens of a row together.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers for causal language modelling.
+    text : str, sequence of str, or array of int
+        Text that calibration has not seen, as for `calibrate`.
+    plans : ModelPlans, mapping of str to SketchPlan, path, or {"standard", "replay"}
+        See `patch`.
+    tokenizer : PreTrainedTokenizerBase, optional
+        For strings: the model's tokenizer.
+    length : int, optional
+        Tokens of a row that is cut; default 1024.
+    window : int, default 16
+        Tokens from one flush to the next, for "replay".
+    backend : str, default "auto"
+        See `SketchHead`.
+    progress : callable, optional
+        Called with a label before each row.
+    **settings
+        Further keywords of the heads.
+
+    Returns
+    -------
+    ModelEvaluation
+        Loss, agreement and traffic.
+
+    Raises
+    ------
+    ValueError
+        If `patch` or `calibrate` would refuse an argument.
+    """
+    rows = token_rows(text, tokenizer, length, least=2)
+    step = progress or (lambda label: None)
+    found = layers(model)
+    heads = build_heads(model, found, plans, 1, window, backend, settings)
+    decoders = {name: _Decoder(head) for name, head in heads.items()}
+    parts = []
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        for i, row in enumerate(rows):
+            step(f"row {i + 1} of {len(rows)}")
+            with torch.no_grad():
+                parts.append(_compared(model, row, decoders, found))
+    finally:
+        for module in training:
+            module.training = True
+    sums = np.array(parts)
+    counts = np.array([row.size - 1 for row in rows])
+    loss, patched, agreed, divergence = (float(x) for x in sums.sum(axis=0) / counts.sum())
+    increases = (sums[:, 1] - sums[:, 0]) / counts
+    error = float(increases.std(ddof=1) / len(rows) ** 0.5) if len(rows) > 1 else math.nan
+    costs = {name: _traffic(x, heads.get(name)) for name, x in found.items()}
+    return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs)
+
+
+def _compared(
+    model: torch.nn.Module, row: Ids, decoders: dict[str, _Decoder], found: dict[str, RecurrentLayer]
+) -> list[float]:
+    """Sums over a row's predictions: both losses, agreements, and divergence."""
+    logits, ids = run_row(model, row)
+    plain = logits[:-1].float().log_softmax(-1)
+    with intercepted(dict(decoders), found):
+        patched = run_row(model, row)[0][:-1].float().log_softmax(-1)
+    following = ids[1:, None]
+    sums = (
+        -plain.gather(1, following).double().sum(),
+        -patched.gather(1, following).double().sum(),
+        (plain.argmax(-1) == patched.argmax(-1)).sum(),
+        (plain.exp() * (plain - patched)).sum(-1).double().sum(),
+    )
+    return [float(x) for x in sums]
+
+
+class _Decoder:
+    """Decodes whole rows of one layer with a head of one slot, from zero states."""
+
+    def __init__(self, head: ExactHead) -> None:
+        self._head = head
+
+    def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """See `sketchssm.transformers.modeling.Handler`."""
+        self._head.reset()
+        out = call.finished(self._head.step(*call.tokens))
+        return out if given.get("return_final_states") is False else (out, None)
+
+    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
+        """See `sketchssm.transformers.modeling.Handler`."""
+        raise AssertionError("rows run without a cache")
+
+
+def _traffic(layer: RecurrentLayer, head: ExactHead | None) -> LayerTraffic:
+    shape = layer.layer
+    sizes = shape.key_dim, shape.value_dim
+    standard = shape.heads * traffic.standard(*sizes)
+    if head is None:
+        return LayerTraffic(standard, standard)
+    if isinstance(head, SketchHead):
+        plan = head.plan
+        cost = traffic.sketch(shape.kind, *sizes, plan.ranks, plan.window, plan.map, head.state_dtype)
+        return LayerTraffic(standard, float(cost.sum()))
+    if isinstance(head, StandardHead):
+        return LayerTraffic(standard, shape.heads * traffic.standard(*sizes, head.state_dtype))
+    return LayerTraffic(standard, shape.heads * traffic.replay(*sizes, head.window, head.state_dtype))
