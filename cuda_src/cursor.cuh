@@ -3,7 +3,7 @@
 #pragma once
 #include "call_slots.cuh"
 
-constexpr int POSITION_BITS = 63, DUE = 64, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
+constexpr int POSITION_BITS = 127, DUE = 128, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 
 __device__ __forceinline__ int position_of(int word) { return word & POSITION_BITS; }
 __device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }

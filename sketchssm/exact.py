@@ -105,6 +105,11 @@ class ExactHead(DecodeHead):
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
 
     @property
+    def flush_every(self) -> int:
+        """Tokens from one flush to the next: the window, or that of a plan with refreshes."""
+        return self.window if isinstance(self._source, Layer) else self._source.flush_every
+
+    @property
     def parts(self) -> tuple[SlotPart, ...]:
         """All memory of a slot, part by part. On ``cuda`` the ring's types must be settled."""
         with self._lock:
@@ -225,7 +230,8 @@ class ExactHead(DecodeHead):
         """Describe what this head's slots belong to."""
         plan = None if isinstance(self._source, Layer) else self._source
         name, parts = type(self).__name__, self._engine.parts
-        return owner_of(name, self.backend, self.layer, self.window, plan, self._gate, self.state_dtype, parts)
+        windows = self.window, self.flush_every
+        return owner_of(name, self.backend, self.layer, windows, plan, self._gate, self.state_dtype, parts)
 
     def left_out(self) -> int:
         """Return how many rows were left out since the last look, and wait for the device to know.
@@ -267,12 +273,12 @@ def check_state_dtype(state_dtype: Any) -> None:
         raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
 
 
-def check_phase(phase: Any, window: int) -> int | None:
+def check_phase(phase: Any, flush_every: int) -> int | None:
     """Check the position at which a clock begins; None is no clock."""
     if phase is None:
         return None
-    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < window:
-        raise ValueError(f"phase: expected an integer from 0 to {window - 1} or None, got {phase!r}")
+    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < flush_every:
+        raise ValueError(f"phase: expected an integer from 0 to {flush_every - 1} or None, got {phase!r}")
     return int(phase)
 
 
@@ -317,7 +323,8 @@ class SketchHead(ExactHead):
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of the states. A 16-bit type halves their bytes, and rounds a state once a window, when it is written.
     phase : int, optional
-        Starts a clock at this window position, 0 to W - 1: all rows flush at the same steps, whenever they joined.
+        Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, whenever they
+        joined. Refreshes follow each row's own position.
         Layers with different phases flush at different steps. Default: no clock, each row has windows of its own.
 
     Raises
@@ -361,7 +368,7 @@ class SketchHead(ExactHead):
             pad_slot=pad_slot,
             memory=memory,
             state_dtype=state_dtype,
-            phase=check_phase(phase, plan.window),
+            phase=check_phase(phase, plan.flush_every),
         )
         self.plan, self.sketch_dtype = plan, form.name
 

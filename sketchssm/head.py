@@ -79,7 +79,7 @@ class DecodeHead:
 
     @property
     def window(self) -> int:
-        """Tokens from one flush to the next (W); 1 for a system that writes its states at every token."""
+        """Tokens of a window (W); 1 for a system that writes its states at every token."""
         return self._engine.window
 
     def __repr__(self) -> str:
@@ -92,7 +92,11 @@ class DecodeHead:
 
     @property
     def position(self) -> Any:
-        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy."""
+        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy.
+
+        With refreshes, a draft that its window has no room for begins at the next window, and the tokens between count
+        as buffered.
+        """
         with self._lock, self._arrays.call():
             return self._engine.position.copy()
 

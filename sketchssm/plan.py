@@ -13,7 +13,7 @@ from sketchssm import traffic
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import DENSE, Layer, check_window
+from sketchssm.recurrence import DENSE, Layer, check_flush_every, check_window
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.allocation import Allocation
@@ -31,7 +31,7 @@ FORMAT = FileFormat(
     3,
     ("omega", "projection", "ranks"),
     PlanFileError,
-    older={2: {"sketch_dtype": "bfloat16", "wide": None}},
+    older={2: {"sketch_dtype": "bfloat16", "wide": None, "flush_every": None}},
 )
 
 
@@ -45,7 +45,7 @@ class SketchPlan:
     ranks : array_like of int, (heads,), or Allocation
         Rank of each head; `DENSE` for a head that reads its full state.
     window : int, optional
-        Tokens from one flush to the next (W). Default: the basis's window.
+        Tokens that are buffered exactly until the sketch is made anew (W). Default: the basis's window.
     map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, optional
@@ -54,6 +54,10 @@ class SketchPlan:
     wide : array_like of int, (heads,), optional
         "int8+int4" only: columns of each head in 8 bits, 0 to its rank; the others have 4. Default: those of an
         `Allocation`.
+    flush_every : int, optional
+        Tokens from one flush to the next: a multiple of the window, at most 128. At the windows between two flushes
+        the sketch is refreshed from itself and the buffered tokens, and the state is not read. Default: the window,
+        that is, no refreshes.
 
     Attributes
     ----------
@@ -74,11 +78,14 @@ class SketchPlan:
         Format of sketches and maps.
     wide : ndarray of int64, (heads,), or None
         Columns in 8 bits of "int8+int4"; None for any other format.
+    flush_every : int
+        As given; the window if there are no refreshes.
 
     Raises
     ------
     ValueError
-        If a setting, a rank or a width is out of range, or a basis holds NaN.
+        If a setting, a rank or a width is out of range, a basis holds NaN, or a head that reads its full state is
+        combined with refreshes.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class SketchPlan:
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
         wide: npt.ArrayLike | None = None,
+        flush_every: int | None = None,
     ) -> None:
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
@@ -101,7 +109,8 @@ class SketchPlan:
         map = CoefficientMap.of(map)
         omega, projection = basis.columns(used, weighted=map.weighted)
         tensors = {"omega": omega, "projection": projection, "ranks": table}
-        self._fill(basis.layer, tensors, basis.window if window is None else window, map, sketch_dtype, wide)
+        settings = basis.window if window is None else window, map, sketch_dtype, wide, flush_every
+        self._fill(basis.layer, tensors, *settings)
 
     def _fill(
         self,
@@ -111,9 +120,11 @@ class SketchPlan:
         map: CoefficientMap,
         sketch_dtype: str,
         wide: npt.ArrayLike | None,
+        flush_every: int | None = None,
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
+        self.flush_every = check_flush_every(flush_every, self.window)
         self.omega, self.projection = (_columns(layer, name, tensors[name]) for name in ("omega", "projection"))
         if self.omega.shape != self.projection.shape:
             raise ValueError(f"projection: expected omega's shape {self.omega.shape}, got {self.projection.shape}")
@@ -124,6 +135,12 @@ class SketchPlan:
         wrong = ranks[(ranks != DENSE) & ((ranks < 1) | (ranks > limit))]
         if wrong.size:
             raise ValueError(f"ranks: expected DENSE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
+        if self.flush_every > self.window and (ranks == DENSE).any():
+            full = int(np.argmin(ranks != DENSE))
+            raise ValueError(
+                f"flush_every: expected the window ({self.window}), as head {full} reads its full state, "
+                f"got {self.flush_every}"
+            )
         self.layer = layer
         self.ranks = ranks.astype(np.int64)
         self.map = map
@@ -156,6 +173,7 @@ class SketchPlan:
         return tensors, {
             "layer": asdict(self.layer),
             "window": self.window,
+            "flush_every": self.flush_every,
             "map": asdict(self.map),
             "sketch_dtype": self.sketch_dtype,
             "wide": None if self.wide is None else self.wide.tolist(),
@@ -200,18 +218,21 @@ class SketchPlan:
         shard = SketchPlan.__new__(SketchPlan)
         wide = None if self.wide is None else self.wide[heads]
         layer = self.layer.shard(rank, world)
-        shard._fill(layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype, wide)
+        shard._fill(
+            layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype, wide, self.flush_every
+        )
         return shard
 
     def __repr__(self) -> str:
         """Kind, shape, ranks and settings in one line."""
         sketched = self.ranks[self.ranks != DENSE]
+        flushes = f", flush_every={self.flush_every}" if self.flush_every > self.window else ""
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
         wide = "" if self.wide is None else f", wide={self.wide.min()}..{self.wide.max()}"
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
             f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
-            f"dense={int((self.ranks == DENSE).sum())}, window={self.window}, map={self.map}, "
+            f"dense={int((self.ranks == DENSE).sum())}, window={self.window}{flushes}, map={self.map}, "
             f"sketch_dtype={self.sketch_dtype}{wide})"
         )
 
@@ -250,12 +271,19 @@ class SketchPlan:
 
     @classmethod
     def _build(
-        cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any, map: Any, sketch_dtype: Any, wide: Any
+        cls,
+        tensors: dict[str, npt.NDArray[Any]],
+        layer: Any,
+        window: Any,
+        map: Any,
+        sketch_dtype: Any,
+        wide: Any,
+        flush_every: Any,
     ) -> SketchPlan:
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
-        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype, wide)
+        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype, wide, flush_every)
         return plan
 
 

@@ -3,8 +3,8 @@
 A cursor word (int32) has these bits:
 
 =======  ==========================================================================================
-0 to 5   `POSITION`: tokens that the slot has buffered, 0 to W - 1
-6        `DUE`: the next plain token flushes the slot, whatever its position
+0 to 6   `POSITION`: tokens that the slot has buffered since its last flush
+7        `DUE`: the next plain token flushes the slot, whatever its position
 8 to 11  drafted: tokens of the slot's last draft, until `commit` or any other call that uses the slot
 =======  ==========================================================================================
 
@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 __all__ = ["DRAFTED_SHIFT", "DUE", "MAX_DRAFTS", "POSITION", "SlotPart", "check_memory", "drafted"]
 
-POSITION = 63
-"""Bits of a cursor word that hold the window position."""
+POSITION = 127
+"""Bits of a cursor word that hold the position."""
 
-DUE = 64
+DUE = 128
 """Bit of a cursor word: flush with the next plain token."""
 
 DRAFTED_SHIFT = 8

@@ -27,7 +27,7 @@ class SnapshotFileError(FileFormatError):
     """A snapshot file that can't be used: damaged, not a snapshot, of another version, or inconsistent."""
 
 
-FORMAT = FileFormat("sketchssm-snapshot", 1, (), SnapshotFileError, "take the snapshot again")
+FORMAT = FileFormat("sketchssm-snapshot", 2, (), SnapshotFileError, "take the snapshot again")
 """Raise the version whenever a backend lays a part out in another way."""
 
 
@@ -104,7 +104,7 @@ class Snapshot:
         for name, shape, dtype in self.owner["parts"]:
             stored = "uint16" if dtype == "bfloat16" else dtype
             check_array(name, self.arrays[name], (len(self), *shape), stored)
-        cursor, last = self.arrays.get("cursor", np.zeros(1)), self.owner["window"] - 1
+        cursor, last = self.arrays.get("cursor", np.zeros(1)), self.owner["flush_every"] - 1
         wrong = cursor[(cursor < 0) | (cursor > last)]
         if wrong.size:
             raise ValueError(f"cursor: expected positions from 0 to {last}, got {wrong[0]}")
@@ -133,7 +133,7 @@ def owner_of(
     system: str,
     backend: str,
     layer: Layer,
-    window: int,
+    windows: tuple[int, int],
     plan: SketchPlan | None,
     gate: GateInput | None,
     state_dtype: str,
@@ -149,8 +149,8 @@ def owner_of(
         Where it runs.
     layer : Layer
         Kind and shape.
-    window : int
-        Tokens from one flush to the next.
+    windows : tuple of int
+        Tokens of a window, and from one flush to the next.
     plan : SketchPlan or None
         Plan of a sketch.
     gate : GateInput or None
@@ -169,7 +169,8 @@ def owner_of(
         "system": system,
         "backend": backend,
         "layer": asdict(layer),
-        "window": window,
+        "window": windows[0],
+        "flush_every": windows[1],
         "plan": None if plan is None else plan.fingerprint,
         "gate": None if gate is None else _gate_digest(gate),
         "state_dtype": state_dtype,

@@ -37,7 +37,7 @@ def same(a, b):
         first, second = getattr(a, name), getattr(b, name)
         assert first.dtype == second.dtype
         assert first.tobytes() == second.tobytes()
-    for name in ("window", "map", "sketch_dtype"):
+    for name in ("window", "map", "sketch_dtype", "flush_every"):
         assert getattr(a, name) == getattr(b, name)
         assert type(getattr(a, name)) is type(getattr(b, name))
     assert (a.wide is None) == (b.wide is None)
@@ -403,6 +403,8 @@ class TestBadFiles:
             ("window", 1),
             ("window", 10**30),
             ("window", "16"),
+            ("flush_every", 12),
+            ("flush_every", 16),
             ("map", "best"),
             ("map", {"name": "best"}),
             ("map", {"name": ["prior"]}),

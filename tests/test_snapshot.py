@@ -229,8 +229,8 @@ class TestFiles:
 
     def test_another_version(self, path):
         fields, tensors = parts_of(path)
-        save_file(path, FORMAT._replace(version=2), tensors, fields)
-        with pytest.raises(ss.SnapshotFileError, match=r"expected version 1 of .*, got 2: take the snapshot again"):
+        save_file(path, FORMAT._replace(version=3), tensors, fields)
+        with pytest.raises(ss.SnapshotFileError, match=r"expected version 2 of .*, got 3: take the snapshot again"):
             ss.Snapshot.load(path)
 
     def test_any_program_can_read_the_arrays(self, path):

@@ -73,6 +73,10 @@ def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[
     """Place the sketches of a plan; return their places and the parts of a slot."""
     if sketch_dtype not in ("bfloat16", "float32"):
         raise UnsupportedError(f"sketch_dtype: backend 'cpu' has no kernels for {sketch_dtype!r}")
+    if plan.flush_every != plan.window:
+        raise UnsupportedError(
+            f"flush_every: backend 'cpu' has no refreshes, expected the window ({plan.window}), got {plan.flush_every}"
+        )
     # a master copy of U would keep digits that a 16-bit state has lost
     packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and state_dtype == "float32")
     return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)

@@ -16,7 +16,7 @@ MAX_GROUP = 16
 MAX_PIVOTS = 8
 SUPPORTED = (
     f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
-    f"up to {MAX_PIVOTS} pivots"
+    f"up to {MAX_PIVOTS} pivots, flush_every equal to the window"
 )
 STATIC_SHARED = 128
 """Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
@@ -46,6 +46,8 @@ def check_plan(plan: SketchPlan) -> None:
     """Refuse a plan, or a plan's layer, that the kernels do not support."""
     check_layer(plan.layer)
     check_window(plan.window)
+    if plan.flush_every != plan.window:
+        _refuse("flush_every", plan.flush_every)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
 

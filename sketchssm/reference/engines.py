@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import numpy.typing as npt
 from sketchssm.formats import SketchFormat
 from sketchssm.host_arrays import HostArrays, slot_memory
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Layer, Tokens
-from sketchssm.reference import narrow
+from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, per_head, step
+from sketchssm.reference.sketched import SlotSketches
 from sketchssm.reference.window import Ring, fold, read_window
 from sketchssm.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
 
@@ -40,7 +40,7 @@ class StandardEngine:
     """
 
     arrays = HostArrays(np.float64)
-    window = 1
+    window = flush_every = 1
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StandardEngine:
         """Move the clock on by a plain token; at its stroke, mark these slots due."""
         if self._clock is None:
             return
-        last = self.window - 1
+        last = self.flush_every - 1
         flushes = self._clock & DUE or self._clock & POSITION == last
         position = 0 if flushes else (self._clock & POSITION) + 1
         self._clock = position | (DUE if position == last else 0)
@@ -193,15 +193,15 @@ class StandardEngine:
         if self.layer.erases:
             self.memory["betas"][slot, :, place] = token.beta
 
-    def _ring(self, slot: int, count: int) -> Ring:
-        """The first tokens of the slot's ring, with a key per value head."""
-        k, v, g = (self.memory[name][slot, :, :count] for name in ("keys", "values", "gates"))
-        beta = self.memory["betas"][slot, :, :count] if self.layer.erases else None
+    def _ring(self, slot: int, stop: int, start: int = 0) -> Ring:
+        """Tokens from `start` to `stop` of the slot's ring, with a key per value head."""
+        k, v, g = (self.memory[name][slot, :, start:stop] for name in ("keys", "values", "gates"))
+        beta = self.memory["betas"][slot, :, start:stop] if self.layer.erases else None
         return Ring(self.layer.expand_keys(k, axis=0), v, g, beta)
 
 
 class ReplayEngine(StandardEngine):
-    """Buffered replay: a ring keeps the raw inputs, and the window's last token folds them into the state.
+    """Buffered replay: a ring keeps the raw inputs, and its last token folds them into the state.
 
     Parameters
     ----------
@@ -210,7 +210,9 @@ class ReplayEngine(StandardEngine):
     num_slots : int
         Number of state slots.
     window : int
-        Tokens from one flush to the next (W).
+        Tokens of a window (W): a read weights those of its own window one by one.
+    flush_every : int, optional
+        Tokens of the ring, from one flush to the next; default one window.
     state_dtype, memory
         See `StandardEngine`. A 16-bit state is rounded after its flush's outputs are read.
     phase : int, optional
@@ -223,14 +225,16 @@ class ReplayEngine(StandardEngine):
         num_slots: int,
         window: int,
         *,
+        flush_every: int | None = None,
         state_dtype: str = "float32",
         memory: Mapping[str, Any] | None = None,
         phase: int | None = None,
     ) -> None:
-        self.window, self.drafts = window, min(MAX_DRAFTS, window - 1)
-        self._open(layer, num_slots, window, state_dtype, memory)
+        self.window, self.flush_every = window, flush_every or window
+        self.drafts = min(MAX_DRAFTS, window - 1)
+        self._open(layer, num_slots, self.flush_every, state_dtype, memory)
         if phase is not None:
-            self._clock = phase | (DUE if phase == window - 1 else 0)
+            self._clock = phase | (DUE if phase == self.flush_every - 1 else 0)
             self._cursor[:] = self._stroke
 
     @staticmethod
@@ -244,7 +248,7 @@ class ReplayEngine(StandardEngine):
         word = int(self._cursor[slot])
         position = word & POSITION
         self._buffer(slot, position, token)
-        if word & DUE or position == self.window - 1:
+        if word & DUE or position == self.flush_every - 1:
             state = self._fold(slot, position + 1)
             self._begin(slot, 0)
             return np.einsum("hvk,hk->hv", state, self.layer.expand_keys(token.q))
@@ -253,12 +257,14 @@ class ReplayEngine(StandardEngine):
 
     def _output(self, slot: int, count: int, query: Array) -> Array:
         """Output ``(heads, V)`` of the last of so many buffered tokens."""
-        ring = self._ring(slot, count)
+        start = (count - 1) // self.window * self.window
+        ring = self._ring(slot, count, start)
         reads = read_window(self.layer.expand_keys(query)[:, None, :], ring)
-        return self._read(slot, reads.queries[:, 0, :]) + np.einsum("hs,hsv->hv", reads.weights[:, 0, :], ring.v)
+        buffer = np.einsum("hs,hsv->hv", reads.weights[:, 0, :], ring.v)
+        return self._read(slot, start, reads.queries[:, 0, :]) + buffer
 
-    def _read(self, slot: int, queries: Array) -> Array:
-        """State-read outputs ``(heads, V)`` of effective queries ``(heads, K)``."""
+    def _read(self, slot: int, start: int, queries: Array) -> Array:
+        """State-read outputs ``(heads, V)`` of effective queries ``(heads, K)`` of the window from `start` on."""
         return np.einsum("hvk,hk->hv", self.state[slot], queries)
 
     def _fold(self, slot: int, count: int) -> Array:
@@ -272,10 +278,13 @@ class ReplayEngine(StandardEngine):
         out[...] = 0.0
         for row in np.flatnonzero(slots >= 0):
             slot, length = slots[row], int(lengths[row])
-            position = self._room(int(self._cursor[slot]), length)
-            if position == 0 and self.position[slot]:
-                self._fold(slot, self.position[slot])
+            kept, position = self.position[slot], self._room(int(self._cursor[slot]), length)
+            if position == 0 and kept:
+                self._fold(slot, kept)
                 self._begin(slot, 0)
+            for name in ("keys", "values", "gates", "betas"):
+                if name in self.memory:
+                    self.memory[name][slot, :, kept:position] = 0.0
             for t in range(length):
                 token = _at(tokens, row, t)
                 self._buffer(slot, position + t, token)
@@ -286,9 +295,15 @@ class ReplayEngine(StandardEngine):
             self._clock = self._room(self._clock, length) | length << DRAFTED_SHIFT
 
     def _room(self, word: int, length: int) -> int:
-        """Position of a slot at which a draft may begin: 0 if the slot has to flush before."""
+        """Position of a slot at which a draft may begin: 0 if the slot has to flush before.
+
+        A draft that its window has no room for begins at the next window. Tokens that change nothing fill the gap.
+        """
         position = word & POSITION
-        return 0 if word & DUE or position + length > self.window - 1 else position
+        if word & DUE or position + length > self.flush_every - 1:
+            return 0
+        used = position % self.window
+        return position if used + length < self.window else position - used + self.window
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.ExactEngine`."""
@@ -299,7 +314,7 @@ class ReplayEngine(StandardEngine):
         if self._clock is not None and slots.size:
             length = drafted(self._clock)
             self._clock = (self._clock & (POSITION | DUE)) + length
-            if (self._clock & POSITION) + length > self.window - 1:
+            if (self._clock & POSITION) + length > self.flush_every - 1:
                 self._clock |= DUE
                 self._cursor[index] |= DUE
 
@@ -317,38 +332,24 @@ class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
     Formats with codes are rounded as every backend rounds them; "float32" and "bfloat16" stay float64. Sketches are no
-    part of a slot's memory: a read compares the state with the one it was sketched from.
+    part of a slot's memory: a read compares the state and the buffered tokens with those that the sketches were made
+    from.
     """
 
     def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", **settings: Any) -> None:
-        super().__init__(plan.layer, num_slots, plan.window, **settings)
-        self.plan, self._form = plan, SketchFormat.of(sketch_dtype)
-        self._sketches: list[tuple[Array, list[Callable[[Array], Array]]] | None] = [None] * num_slots
+        super().__init__(plan.layer, num_slots, plan.window, flush_every=plan.flush_every, **settings)
+        self.plan = plan
+        self._sketches = [SlotSketches(plan, SketchFormat.of(sketch_dtype)) for _ in range(num_slots)]
 
     @staticmethod
     def parts_of(  # type: ignore[override]
         plan: SketchPlan, sketch_dtype: str = "float32", *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
-        return _parts(plan.layer, plan.window)
+        return _parts(plan.layer, plan.flush_every)
 
-    def _read(self, slot: int, queries: Array) -> Array:
-        sketched = self._sketches[slot]
-        if sketched is None or not np.array_equal(sketched[0], self.state[slot]):
-            reads = [self._sketch(slot, head) for head in range(self.layer.heads)]
-            sketched = self._sketches[slot] = self.state[slot].copy(), reads
-        return np.stack([read(x) for read, x in zip(sketched[1], queries, strict=True)])
-
-    def _sketch(self, slot: int, head: int) -> Callable[[Array], Array]:
-        """Sketch one head's state and return how to read it: effective query ``(K,)`` to output ``(V,)``."""
-        state = self.state[slot, head].T.copy()
-        rank = int(self.plan.ranks[head])
-        if rank == DENSE:
-            return lambda x: state.T @ x
-        omega, projection = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
-        wide = 0 if self.plan.wide is None else int(self.plan.wide[head])
-        read = narrow.sketched_read(self._form, self.plan.map, state, omega, projection, wide)
-        return lambda x: read @ x
+    def _read(self, slot: int, start: int, queries: Array) -> Array:
+        return self._sketches[slot].read(self.state[slot], self._ring(slot, start), queries)
 
 
 def _at(tokens: Tokens, row: Any, t: int) -> Tokens:

@@ -34,7 +34,7 @@ from sketchssm.formats import Code, SketchFormat
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["SHRINKS", "Codes", "encode", "energy_order", "sketched_read", "split_form"]
+__all__ = ["SHRINKS", "Codes", "encode", "energy_order", "sketched_read", "split_form", "stored"]
 
 SHRINKS = tuple(1 - i / 16 for i in range(8))
 """Scales that int4 tries, relative to ``max|x| / 7``, in this order: the first of the best is taken. All are exact in
@@ -164,16 +164,15 @@ def sketched_read(
     """
     if form.splits(map):
         return _split_read(form, *split_form(state, omega, map.effective_ridge), wide)
-    sketch: Array = state.swapaxes(-1, -2) @ omega
+    sketch = stored(form, (state.swapaxes(-1, -2) @ omega).swapaxes(-1, -2)).swapaxes(-1, -2)
     if not form.scaled:
         return sketch @ maps.coefficient_map(map, state, omega, projection)
-    sketch = _stored(sketch.swapaxes(-1, -2), form.code).swapaxes(-1, -2)
     if map.storage == "shared":
         return sketch @ projection.T
     factors = maps.map_factors(map, state, omega, projection)
     shared = factors.w[..., :, None] * projection.T
     rows = factors.b.swapaxes(-1, -2) - factors.l.swapaxes(-1, -2) @ shared  # B - Pi Diag(w) L, by rows
-    return sketch @ (shared + factors.f @ _stored(rows, form.code))
+    return sketch @ (shared + factors.f @ stored(form, rows))
 
 
 def _split_read(form: SketchFormat, q: Array, b: Array, wide: int) -> Array:
@@ -194,9 +193,24 @@ def _product(columns: Array, rows: Array, code: Code) -> Array:
     return (left.codes * scale[..., None]).swapaxes(-1, -2) @ right.codes
 
 
-def _stored(x: Array, code: Code) -> Array:
-    """Vectors as their codes and float32 scales hold them."""
-    codes, scale = encode(x, code)
+def stored(form: SketchFormat, x: Array) -> Array:
+    """Vectors as a format stores them.
+
+    Parameters
+    ----------
+    form : SketchFormat
+        Format; float32 and bfloat16 stay float64.
+    x : ndarray, (..., n)
+        Vectors.
+
+    Returns
+    -------
+    ndarray, (..., n)
+        The vectors that codes and float32 scales stand for.
+    """
+    if not form.scaled:
+        return x
+    codes, scale = encode(x, form.code)
     return codes * _float32(scale)[..., None]
 
 

@@ -19,7 +19,7 @@ Arrays have any leading axes, with the ``t`` tokens on axis -2 of k and v. All a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,10 @@ class Ring(NamedTuple):
     v: Array
     g: Array
     beta: Array | None
+
+    def at(self, index: Any) -> Ring:
+        """Return the same part of every array, as views."""
+        return Ring(self.k[index], self.v[index], self.g[index], None if self.beta is None else self.beta[index])
 
 
 class WindowReads(NamedTuple):

@@ -8,9 +8,7 @@ import numpy as np
 from samples import at
 
 from sketchssm.recurrence import Tokens
-
-DUE = 64
-"""Bit of a cursor word."""
+from sketchssm.slots import DUE
 
 
 def layout(parts):
