@@ -83,7 +83,7 @@ def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=1
             omega[head] /= np.sqrt(spectrum[:width])
         projection[head] = (axes * spectrum) @ axes.T @ omega[head] if weighted else omega[head]
     plan = SketchPlan.__new__(SketchPlan)
-    plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map)
+    plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map, "bfloat16", None)
     return plan
 
 
