@@ -17,7 +17,7 @@ FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
 # Modules that may import a framework: they convert arrays, time other libraries, or serve users of PyTorch.
 KNOW_FRAMEWORKS = {
     f"sketchssm.{name}" for name in ("interop", "cuda.frameworks", "bench.peers", "distributed", "torch")
-} | {module for module in FILES if module.startswith("sketchssm.transformers")}
+} | {module for module in FILES if module.startswith(("sketchssm.transformers", "sketchssm.vllm"))}
 # Below the heads: equations, calibration, plans and their costs.
 MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence")
 ABOVE = tuple(

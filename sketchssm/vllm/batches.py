@@ -1,0 +1,200 @@
+"""The rows of a batch: which decode, which are prefilled, which begin anew. Decisions are made on the host.
+
+vLLM orders the rows of a batch: requests that decode come first, then continued prefills, then new requests. A row's
+`length` is the number of its tokens in the batch, `computed` the number of its tokens before. Heads decode the first
+rows of a batch; all others are left to vLLM's own prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["DecodeRows", "PrefillRows", "RowBuffers", "Split", "split_rows"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of a batch are treated.
+
+    Parameters
+    ----------
+    decodes : int
+        Number of first rows that heads decode, padding included.
+    decode_tokens : int
+        Tokens of these rows.
+    fresh : ndarray of int
+        Rows among them that begin a request, as a prompt of one token does: their state is zero.
+    whole : ndarray of int
+        Rows among them whose tokens are no drafts, though there are several: all are kept.
+    prefills : int
+        Number of rows behind.
+    continued : bool
+        Whether any row behind continues a request: its exact state must stand in the block.
+    """
+
+    decodes: int
+    decode_tokens: int
+    fresh: Array
+    whole: Array
+    prefills: int
+    continued: bool
+
+
+def split_rows(
+    lengths: Array, computed: Array, prefilling: Array | None = None, drafts: int = 0, drafted: Array | None = None
+) -> Split:
+    """Split the rows of a batch.
+
+    Without speculative decoding a row of one token decodes, whatever its phase: vLLM may replay the graph of a decode
+    step for a batch of such rows. With it, a row of several tokens decodes if the tokens are drafts. If all rows have
+    ``1 + drafts`` tokens, all decode, as vLLM replays a graph for them too.
+
+    Parameters
+    ----------
+    lengths : ndarray of int, (rows,)
+        Tokens of each row; 0 for padding.
+    computed : ndarray of int, (rows,)
+        Tokens of each row's request before this step.
+    prefilling : ndarray of bool, (rows,), optional
+        Whether tokens of the request's prompt have not been computed. Needed with `drafts`.
+    drafts : int, default 0
+        Most draft tokens of a row.
+    drafted : ndarray of int, (rows,), optional
+        Draft tokens of each row; -1 for none. Default: no row has drafts.
+
+    Returns
+    -------
+    Split
+        The rows.
+    """
+    decoding = lengths <= 1
+    whole = np.zeros(len(lengths), dtype=bool)
+    if drafts:
+        trial = np.zeros_like(whole) if drafted is None else (drafted >= 0) & (lengths == 1 + drafted)
+        decoding = (lengths == 0) | ((lengths == 1) & ~np.asarray(prefilling)) | trial
+        if ((lengths == 1 + drafts) | (lengths == 0)).all():
+            decoding, whole = np.ones_like(decoding), (lengths > 0) & ~trial
+    decodes = len(lengths) if decoding.all() else int(np.argmin(decoding))
+    begun = computed > 0
+    return Split(
+        decodes,
+        int(lengths[:decodes].sum()),
+        np.flatnonzero(~begun[:decodes] & (lengths[:decodes] > 0)),
+        np.flatnonzero(whole[:decodes]),
+        len(lengths) - decodes,
+        bool((begun[decodes:] & (lengths[decodes:] > 0)).any()),
+    )
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Rows that a head decodes.
+
+    Parameters
+    ----------
+    slots : torch.Tensor of int, (rows,)
+        Slots, padding included.
+    tokens : int
+        Tokens of all rows.
+    width : int, default 1
+        Most tokens of a row.
+    lengths : torch.Tensor of int, (rows,), optional
+        Tokens of each row, on the device. None without drafts.
+    accepted : torch.Tensor of int, (rows,), optional
+        How many tokens of the row's last draft are kept. None without drafts.
+    gather : torch.Tensor of int64, (rows * width,), optional
+        Token of each place of ``(rows, width)``; any token where the row has none. None if all rows have `width`
+        tokens.
+    places : torch.Tensor of int64, (tokens,), optional
+        Place of each token, the reverse of `gather`.
+    """
+
+    slots: torch.Tensor
+    tokens: int
+    width: int = 1
+    lengths: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
+    gather: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """Rows that vLLM prefills.
+
+    Parameters
+    ----------
+    slots : torch.Tensor of int, (rows,)
+        Slots.
+    continued : bool
+        Whether any row continues a request.
+    accepted : torch.Tensor of int, (rows,), optional
+        How many tokens of the row's last draft are kept. None without drafts.
+    """
+
+    slots: torch.Tensor
+    continued: bool
+    accepted: torch.Tensor | None = None
+
+
+class RowBuffers:
+    """Slots, lengths and accepted counts at fixed addresses, as captured graphs need them.
+
+    Parameters
+    ----------
+    rows : int
+        Most rows of a batch.
+    drafts : int
+        Most draft tokens of a row; 0 without speculative decoding.
+    device : torch.device
+        Where.
+    """
+
+    def __init__(self, rows: int, drafts: int, device: torch.device) -> None:
+        self._drafts = drafts
+        self._slots, self._lengths, self._accepted = (
+            torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3)
+        )
+
+    def fill(self, slots: torch.Tensor, lengths: Array, accepted: torch.Tensor | None = None) -> DecodeRows:
+        """Set the buffers.
+
+        Parameters
+        ----------
+        slots : torch.Tensor of int, (rows,)
+            Slot of each row.
+        lengths : ndarray of int, (rows,)
+            Tokens of each row, on the host.
+        accepted : torch.Tensor of int, (rows,), optional
+            How many tokens of each row's last draft are kept. Needed with drafts.
+
+        Returns
+        -------
+        DecodeRows
+            The rows, with views of the buffers.
+        """
+        rows, tokens = len(lengths), int(lengths.sum())
+        own = self._slots[:rows]
+        own.copy_(slots, non_blocking=True)
+        if accepted is None:
+            return DecodeRows(own, tokens)
+        kept, counts = self._accepted[:rows], self._lengths[:rows]
+        kept.copy_(accepted, non_blocking=True)
+        kept.clamp_(min=1)  # a row's first token is never on trial
+        counts.copy_(torch.from_numpy(np.ascontiguousarray(lengths, dtype=np.int32)), non_blocking=True)
+        width = 1 + self._drafts
+        if tokens == rows * width:
+            return DecodeRows(own, tokens, width, counts, kept)
+        width = max(int(lengths.max(initial=0)), 1)
+        starts, inside = np.cumsum(lengths) - lengths, np.arange(width)
+        places = np.flatnonzero((inside < lengths[:, None]).reshape(-1))
+        gather = np.minimum(starts[:, None] + inside, max(tokens - 1, 0)).reshape(-1)
+        gather, places = (torch.from_numpy(x).to(own.device, non_blocking=True) for x in (gather, places))
+        return DecodeRows(own, tokens, width, counts, kept, gather, places)

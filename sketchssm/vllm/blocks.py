@@ -1,0 +1,99 @@
+"""Parts of a slot behind the state of a block: where they lie, how many bytes they take, views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sketchssm.slots import SlotPart
+
+__all__ = ["BlockLayout", "as_memory"]
+
+TYPES = {
+    "bfloat16": torch.uint16,  # the bits, which every version of CuPy takes
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int32": torch.int32,
+}
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the parts of a slot but its state lie in the bytes behind the state.
+
+    Parameters
+    ----------
+    parts : tuple of SlotPart
+        The parts, without the state.
+    offsets : tuple of int
+        First byte of each part, counted from the end of the engine's own states.
+    bytes : int
+        Bytes of all parts with what aligns them; 0 without parts.
+    state_bytes : int
+        Bytes of a slot's state.
+    """
+
+    parts: tuple[SlotPart, ...]
+    offsets: tuple[int, ...]
+    bytes: int
+    state_bytes: int
+
+    @classmethod
+    def behind(cls, start: int, parts: Iterable[SlotPart]) -> BlockLayout:
+        """Lay out a head's parts behind the engine's own states of a block.
+
+        Parameters
+        ----------
+        start : int
+            Bytes of the engine's own states. Blocks themselves are aligned.
+        parts : iterable of SlotPart
+            All parts of a slot, one of which is the state.
+
+        Returns
+        -------
+        BlockLayout
+            The layout.
+        """
+        side, offsets, end, state = [], [], start, 0
+        for part in parts:
+            if part.name == "state":
+                state = part.bytes
+                continue
+            first = -(-end // part.alignment) * part.alignment
+            side.append(part)
+            offsets.append(first - start)
+            end = first + part.bytes
+        return cls(tuple(side), tuple(offsets), end - start, state)
+
+    @property
+    def share(self) -> float:
+        """Bytes behind the states, as a share of the states' bytes."""
+        return self.bytes / self.state_bytes
+
+    def views(self, side: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of the parts of all blocks.
+
+        Parameters
+        ----------
+        side : torch.Tensor of uint8, (blocks, bytes)
+            The bytes behind the states; there may be more of them than the layout has.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            ``(blocks, *shape)`` by the parts' names; bfloat16 as its bits.
+        """
+        found = {}
+        for part, offset in zip(self.parts, self.offsets, strict=True):
+            flat = side[:, offset : offset + part.bytes].view(TYPES[part.dtype])
+            found[part.name] = flat.view(side.shape[0], *part.shape) if part.shape else flat[:, 0]
+        return found
+
+
+def as_memory(tensor: torch.Tensor) -> Any:
+    """Memory as heads take it: a tensor on a device as it is, a tensor on the host as a NumPy array."""
+    return tensor if tensor.is_cuda else tensor.numpy()

@@ -1,0 +1,246 @@
+"""The head of one layer, and all that a layer of vLLM asks of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sketchssm.baselines import ReplayHead, StandardHead
+from sketchssm.exact import ExactHead, SketchHead
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer
+from sketchssm.slots import SlotPart, drafted
+from sketchssm.vllm.batches import DecodeRows, PrefillRows
+from sketchssm.vllm.blocks import BlockLayout, as_memory
+
+__all__ = ["LayerDecoder", "Recipe"]
+
+NULL_BLOCK = 0
+"""vLLM's block of padding rows."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the heads of one layer have in common, whatever memory they work on.
+
+    Parameters
+    ----------
+    system : {"standard", "replay", "sketch"}
+        Which head.
+    source : Layer or SketchPlan
+        Shape of this process's share of the layer, or its plan.
+    backend : str
+        Backend of the head.
+    window : int
+        Tokens from one flush to the next, for "replay".
+    drafts : int
+        Most draft tokens of a row; 0 without speculative decoding.
+    phase : int or None
+        Phase of the clock, any number from 0; None for no clock.
+    state_dtype : str
+        Type of the states.
+    activation_dtype : str or None
+        Type of q, k and v on ``cuda``.
+    gate : GateInput or None
+        Of kda: parameters of the raw gates.
+    """
+
+    system: str
+    source: Layer | SketchPlan
+    backend: str = "cuda"
+    window: int = 16
+    drafts: int = 0
+    phase: int | None = None
+    state_dtype: str = "float32"
+    activation_dtype: str | None = "bfloat16"
+    gate: Any = None
+
+    @property
+    def _types(self) -> dict[str, Any]:
+        return {"gate": self.gate, "activation_dtype": self.activation_dtype, "state_dtype": self.state_dtype}
+
+    @property
+    def _tokens(self) -> int:
+        """Most tokens of a draft: a row's drafts and the token before them."""
+        return 1 + self.drafts if self.drafts else 0
+
+    def parts(self, source: Layer | SketchPlan | None = None) -> tuple[SlotPart, ...]:
+        """Describe the memory of a slot.
+
+        Parameters
+        ----------
+        source : Layer or SketchPlan, optional
+            Another process's share. Default: this process's.
+
+        Returns
+        -------
+        tuple of SlotPart
+            All parts of a slot.
+        """
+        source = self.source if source is None else source
+        if isinstance(source, SketchPlan):
+            return SketchHead.parts_of(source, self.backend, **self._types)
+        if self.system == "replay":
+            return ReplayHead.parts_of(source, self.backend, window=self.window, **self._types)
+        return StandardHead.parts_of(source, self.backend, drafts=self._tokens, **self._types)
+
+    def head(self, num_slots: int, memory: Mapping[str, Any] | None = None) -> ExactHead:
+        """Make a head.
+
+        Parameters
+        ----------
+        num_slots : int
+            Number of slots.
+        memory : mapping of str to array, optional
+            Memory of the parts. Default: the head's own.
+
+        Returns
+        -------
+        ExactHead
+            The head.
+        """
+        common = {"memory": memory, "pad_slot": NULL_BLOCK, **self._types}
+        source = self.source
+        if isinstance(source, SketchPlan):
+            return SketchHead(source, num_slots, self.backend, phase=self._phase(source.window), **common)
+        if self.system == "replay":
+            phase = self._phase(self.window)
+            return ReplayHead(source, num_slots, self.backend, window=self.window, phase=phase, **common)
+        return StandardHead(source, num_slots, self.backend, drafts=self._tokens, **common)
+
+    def _phase(self, window: int) -> int | None:
+        return None if self.phase is None else self.phase % window
+
+    def warm(self, head: ExactHead, device: torch.device) -> None:
+        """Load all kernels of a head, those of drafts included, as captured graphs need them.
+
+        Parameters
+        ----------
+        head : ExactHead
+            A head of this recipe.
+        device : torch.device
+            Where the head computes.
+        """
+        head.warmup()
+        if not self.drafts:
+            return
+        layer, kind = head.layer, getattr(torch, self.activation_dtype or "float32")
+        tokens = 1, self._tokens
+        q = torch.zeros(*tokens, layer.key_heads, layer.key_dim, dtype=kind, device=device)
+        v = torch.zeros(*tokens, layer.heads, layer.value_dim, dtype=kind, device=device)
+        g = torch.zeros(*tokens, layer.heads, *([layer.key_dim] if layer.kind == "kda" else []), device=device)
+        beta = torch.zeros(*tokens, layer.heads, device=device) if layer.erases else None
+        pad = torch.full((1,), NULL_BLOCK, dtype=torch.int32, device=device)
+        head.step(q, q, v, g, beta, slots=pad, draft=True, lengths=torch.ones_like(pad))
+        head.commit(torch.ones_like(pad), pad)
+
+
+class LayerDecoder:
+    """The head of one layer, on the blocks of an engine's pool.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        What to make.
+    states : torch.Tensor, (blocks, heads, V, K)
+        States of all blocks, contiguous within a block.
+    side : torch.Tensor of uint8, (blocks, bytes), optional
+        Bytes behind the states of all blocks. None if slots hold only states.
+    layout : BlockLayout
+        Where the other parts lie in them.
+
+    Attributes
+    ----------
+    head : ExactHead
+        The head; its slots are the blocks, of which block 0 is padding.
+    """
+
+    def __init__(self, recipe: Recipe, states: torch.Tensor, side: torch.Tensor | None, layout: BlockLayout) -> None:
+        memory = {"state": as_memory(states)}
+        if side is not None:
+            memory |= {name: as_memory(view) for name, view in layout.views(side).items()}
+        self.head = recipe.head(states.shape[0], memory)
+        self._cursor = memory.get("cursor")
+
+    def decode(self, q: Any, k: Any, v: Any, g: Any, beta: Any, rows: DecodeRows, out: Any) -> None:
+        """Decode the tokens of some rows; with drafts, after the kept tokens of the rows' last drafts.
+
+        Parameters
+        ----------
+        q, k, v, g, beta : torch.Tensor, (tokens, ...)
+            See `DecodeHead.step`.
+        rows : DecodeRows
+            The rows.
+        out : torch.Tensor, (tokens, heads, V)
+            Where the outputs go.
+        """
+        if rows.lengths is None:
+            self.head.step(q, k, v, g, beta, slots=rows.slots, out=out)
+            return
+        self._commit(rows.accepted, rows.slots)
+        shape = rows.slots.shape[0], rows.width
+        place: Callable[[Any], Any]
+        if rows.gather is None:
+            place = lambda x: None if x is None else x.unflatten(0, shape)  # noqa: E731
+        else:
+            place = lambda x: None if x is None else x.index_select(0, rows.gather).unflatten(0, shape)  # noqa: E731
+        tokens = [place(x) for x in (q, k, v, g, beta)]
+        settings = {"slots": rows.slots, "draft": True, "lengths": rows.lengths}
+        if rows.gather is None:
+            self.head.step(*tokens, out=out.unflatten(0, shape), **settings)
+        else:
+            drafts = self.head.step(*tokens, **settings)
+            out.copy_(drafts.flatten(0, 1).index_select(0, rows.places))
+
+    def restart(self, slots: torch.Tensor) -> None:
+        """Begin requests whose first token will be decoded: their states are zero.
+
+        Parameters
+        ----------
+        slots : torch.Tensor of int, (rows,)
+            The rows' slots.
+        """
+        self.head.reset(slots)
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """Keep all tokens of the rows' last drafts: they are tokens of a prompt that were decoded like drafts.
+
+        Parameters
+        ----------
+        slots : torch.Tensor of int, (rows,)
+            The rows' slots.
+        """
+        self._commit(torch.full_like(slots, self.head.drafts), slots)
+
+    def settle(self, rows: PrefillRows) -> None:
+        """Make the states of rows exact in their blocks, before a prefill continues from them.
+
+        Parameters
+        ----------
+        rows : PrefillRows
+            The rows.
+        """
+        if not rows.continued:
+            return
+        if rows.accepted is not None:
+            self._commit(rows.accepted, rows.slots)
+        self.head.flush(rows.slots)
+
+    def adopt(self, rows: PrefillRows) -> None:
+        """Take over the states that a prefill has left in the rows' blocks.
+
+        Parameters
+        ----------
+        rows : PrefillRows
+            The rows.
+        """
+        self.head.adopt(rows.slots)
+
+    def _commit(self, accepted: Any, slots: torch.Tensor) -> None:
+        if self.head.backend != "cuda":  # kernels limit counts to the rows' drafts; other backends refuse them
+            most = torch.from_numpy(drafted(self._cursor[slots.numpy()]))  # type: ignore[index]
+            accepted = torch.minimum(accepted, most.to(accepted))
+        self.head.commit(accepted, slots)

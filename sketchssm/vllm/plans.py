@@ -1,0 +1,113 @@
+"""The plans of a model, and which of them belongs to a layer of vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sketchssm.model_plans import ModelPlans
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Layer
+
+__all__ = ["load_plans", "plan_of", "sharded"]
+
+NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
+
+
+def load_plans(path: str) -> Mapping[str, SketchPlan]:
+    """Read the plans of a model.
+
+    Parameters
+    ----------
+    path : str
+        A file of `ModelPlans`, or a folder with a plan ``NAME.safetensors`` for each layer.
+
+    Returns
+    -------
+    mapping of str to SketchPlan
+        Plans by the layers' names.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file or folder.
+    PlanFileError
+        If a file is damaged or holds something else.
+    ValueError
+        If the folder has no plans.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"plans: expected 'standard', 'replay', or a file or folder of plans, got {path!r}")
+    if not place.is_dir():
+        return ModelPlans.load(place)
+    plans = {file.name.removesuffix(".safetensors"): file for file in sorted(place.glob("*.safetensors"))}
+    if not plans:
+        raise ValueError(f"plans: expected files NAME.safetensors in {path}, got none")
+    return {name: SketchPlan.load(file) for name, file in plans.items()}
+
+
+def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:
+    """Find the plan of a layer.
+
+    Names of the same layer may differ between transformers and vLLM, such as ``backbone.layers.3.mixer`` and
+    ``model.layers.3.mixer``. Without a plan of the layer's full name the number behind ``layers.`` decides.
+
+    Parameters
+    ----------
+    plans : mapping of str to SketchPlan
+        Plans by the layers' names.
+    prefix : str
+        vLLM's name of the layer.
+
+    Returns
+    -------
+    SketchPlan
+        The layer's plan.
+
+    Raises
+    ------
+    ValueError
+        If there is no plan for the layer, or more than one.
+    """
+    if prefix in plans:
+        return plans[prefix]
+    number = NUMBER.findall(prefix)
+    found = [name for name in plans if number and NUMBER.findall(name) == number]
+    if len(found) != 1:
+        raise ValueError(
+            f"plans: expected one plan for layer {prefix}, got {', '.join(found) or 'none'} of {len(plans)}"
+        )
+    return plans[found[0]]
+
+
+def sharded(plan: SketchPlan, layer: Layer, prefix: str, world: int) -> list[SketchPlan]:
+    """Split a plan over the processes of a tensor-parallel group.
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        Plan of the whole layer.
+    layer : Layer
+        Kind and shape of one process's share, as vLLM has it.
+    prefix : str
+        vLLM's name of the layer.
+    world : int
+        Processes in the group.
+
+    Returns
+    -------
+    list of SketchPlan
+        One plan for each process.
+
+    Raises
+    ------
+    ValueError
+        If a share has another kind or shape than vLLM's layer.
+    """
+    shares = [plan.shard(rank, world) for rank in range(world)]
+    for share in shares:
+        if share.layer != layer:
+            raise ValueError(f"plans: expected a plan of {layer} for {prefix}, got one of {share.layer}")
+    return shares

@@ -1,0 +1,180 @@
+"""How the plugin is switched on, and which engines the plugin refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sketchssm.slots import MAX_DRAFTS
+
+__all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
+
+VARIABLE = "SKETCHSSM_VLLM"
+"""Environment variable that switches the plugin on."""
+
+KEY = "sketchssm"
+"""Key of vLLM's ``additional_config`` that switches the plugin on."""
+
+SYSTEMS = ("standard", "replay")
+"""Words that stand for a system without plans."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the plugin decodes with.
+
+    Parameters
+    ----------
+    plans : str
+        Path of a model's plans, or "standard" or "replay" for exact heads in all layers.
+    window : int, default 16
+        Tokens from one flush to the next, for "replay". Plans have windows of their own.
+    phases : bool, default True
+        Whether the heads have clocks: all rows of a layer then flush at the same step, and about one layer in W
+        flushes at each step.
+
+    Raises
+    ------
+    TypeError
+        If a value has another type.
+    ValueError
+        If `plans` is empty, or a window is given where plans have their own.
+    """
+
+    plans: str
+    window: int = 16
+    phases: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plans, str):
+            raise TypeError(f"plans: expected a path, 'standard' or 'replay', got {type(self.plans).__name__}")
+        if not self.plans:
+            raise ValueError("plans: expected a path, 'standard' or 'replay', got an empty string")
+        if isinstance(self.window, bool) or not isinstance(self.window, int):
+            raise TypeError(f"window: expected an integer, got {type(self.window).__name__}")
+        if self.window != 16 and self.plans != "replay":
+            raise ValueError(f"window: expected none with plans={self.plans!r}, got {self.window}; only replay has it")
+        if not isinstance(self.phases, bool):
+            raise TypeError(f"phases: expected True or False, got {type(self.phases).__name__}")
+
+    @property
+    def system(self) -> str:
+        """Which heads: "standard", "replay" or "sketch"."""
+        return self.plans if self.plans in SYSTEMS else "sketch"
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str], additional: Any) -> Settings | None:
+        """Read the settings of an engine.
+
+        Parameters
+        ----------
+        environment : mapping of str to str
+            Environment variables.
+        additional : mapping or None
+            vLLM's ``additional_config``. The value of `KEY` is `plans`, or a mapping with all fields. It has
+            precedence over the environment.
+
+        Returns
+        -------
+        Settings or None
+            None if neither switches the plugin on.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a value is wrong or a field is unknown.
+        """
+        given = additional.get(KEY) if isinstance(additional, Mapping) else None
+        if given is None:
+            given = environment.get(VARIABLE) or None
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            return cls(given)
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{KEY}: expected fields among {', '.join(known)}, got {name!r}")
+        if "plans" not in given:
+            raise ValueError(f"{KEY}: expected a field 'plans', got {', '.join(given) or 'no field'}")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine is configured to do, as far as it matters here.
+
+    Parameters
+    ----------
+    version : str
+        vLLM's version.
+    platform : str
+        Where vLLM runs: "cuda" or another word.
+    cache_mode : str
+        vLLM's mode of caching recurrent states: "none", "align" or "all". Modes but "none" cache prefixes.
+    kind : {"mamba2", "gdn", "kda"}
+        Kind of the layer.
+    drafts : int
+        Most draft tokens of a step; 0 without speculative decoding.
+    window : int
+        Tokens from one flush to the next; 1 for standard decode.
+    transfers : bool
+        Whether states go to other engines (vLLM's ``kv_transfer_config``).
+    microbatches : bool
+        Whether a step is split into microbatches (dual batch overlap).
+    second_runner : bool
+        Whether vLLM's second model runner runs the model.
+    """
+
+    version: str
+    platform: str
+    cache_mode: str
+    kind: str
+    drafts: int
+    window: int
+    transfers: bool = False
+    microbatches: bool = False
+    second_runner: bool = False
+
+
+def check_engine(facts: EngineFacts) -> None:
+    """Refuse an engine in which the plugin would be wrong.
+
+    Parameters
+    ----------
+    facts : EngineFacts
+        The engine's configuration.
+
+    Raises
+    ------
+    ValueError
+        Naming the setting of vLLM, what the plugin expects, and what the engine has.
+    """
+    if not facts.version.startswith("0.26."):
+        raise ValueError(f"vllm: expected version 0.26, for which the plugin is made, got {facts.version}")
+    if facts.platform != "cuda":
+        raise ValueError(f"platform: expected CUDA, got {facts.platform}")
+    if facts.cache_mode != "none":
+        raise ValueError(
+            "enable_prefix_caching: expected False, as blocks of recurrent states between two flushes are not exact, "
+            f"got a cache of mode {facts.cache_mode!r}"
+        )
+    if facts.transfers:
+        raise ValueError("kv_transfer_config: expected None, as states go to no other engine, got a configuration")
+    if facts.microbatches:
+        raise ValueError("enable_dbo: expected False, as the plugin does not split batches, got True")
+    if facts.second_runner:
+        raise ValueError("VLLM_USE_V2_MODEL_RUNNER: expected 0, as the plugin is made for the first runner, got 1")
+    if not facts.drafts:
+        return
+    if facts.kind == "kda":
+        raise ValueError(
+            f"speculative_config: expected None, as vLLM's KDA layers take no drafts, got {facts.drafts} draft tokens"
+        )
+    most = MAX_DRAFTS if facts.window == 1 else min(MAX_DRAFTS, facts.window - 1)
+    if 1 + facts.drafts > most:
+        raise ValueError(
+            f"num_speculative_tokens: expected at most {most - 1}, as a head takes drafts of up to {most} tokens "
+            f"with the token before them, got {facts.drafts}"
+        )

@@ -1,0 +1,196 @@
+"""How the plugin is switched on, what it refuses, plans by layer, rows of batches, memory of blocks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from samples import LAYERS, plan_of
+
+torch = pytest.importorskip("torch")
+
+import sketchssm as ss  # noqa: E402
+from sketchssm import bench  # noqa: E402
+from sketchssm.slots import SlotPart  # noqa: E402
+from sketchssm.vllm import plans  # noqa: E402
+from sketchssm.vllm.batches import RowBuffers, split_rows  # noqa: E402
+from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
+from sketchssm.vllm.decoder import Recipe  # noqa: E402
+from sketchssm.vllm.settings import EngineFacts, Settings, check_engine  # noqa: E402
+
+FACTS = EngineFacts("0.26.0", "cuda", "none", "gdn", 0, 16)
+
+
+def test_off_by_default():
+    assert Settings.find({}, None) is None
+    assert Settings.find({"SKETCHSSM_VLLM": ""}, {"other": 1}) is None
+
+
+def test_switched_on():
+    assert Settings.find({"SKETCHSSM_VLLM": "replay"}, {}).system == "replay"
+    found = Settings.find({"SKETCHSSM_VLLM": "replay"}, {"sketchssm": {"plans": "/plans", "phases": False}})
+    assert found == Settings("/plans", phases=False)
+    assert found.system == "sketch"
+    assert Settings.find({}, {"sketchssm": "standard"}).system == "standard"
+
+
+@pytest.mark.parametrize(
+    "given, kind, words",
+    [
+        ({"plans": "standard", "window": 8}, ValueError, "window: expected none"),
+        ({"plans": "replay", "window": "8"}, TypeError, "window: expected an integer"),
+        ({"plans": "replay", "phases": 1}, TypeError, "phases: expected True or False"),
+        ({"plan": "replay"}, ValueError, "expected fields among plans, window, phases, got 'plan'"),
+        ({}, ValueError, "expected a field 'plans'"),
+        ("", ValueError, "got an empty string"),
+        (3, TypeError, "plans: expected a path"),
+    ],
+)
+def test_wrong_settings(given, kind, words):
+    with pytest.raises(kind, match=words):
+        Settings.find({}, {"sketchssm": given})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"version": "0.27.0"}, "vllm: expected version 0.26"),
+        ({"platform": "cpu"}, "platform: expected CUDA"),
+        ({"cache_mode": "align"}, "enable_prefix_caching: expected False"),
+        ({"cache_mode": "all"}, "enable_prefix_caching: expected False"),
+        ({"transfers": True}, "kv_transfer_config: expected None"),
+        ({"microbatches": True}, "enable_dbo: expected False"),
+        ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER: expected 0"),
+        ({"kind": "kda", "drafts": 2}, "speculative_config: expected None"),
+        ({"drafts": 8}, "num_speculative_tokens: expected at most 7"),
+        ({"drafts": 3, "window": 4}, "num_speculative_tokens: expected at most 2"),
+    ],
+)
+def test_refusals(change, words):
+    with pytest.raises(ValueError, match=words):
+        check_engine(replace(FACTS, **change))
+
+
+def test_engines_that_are_taken():
+    check_engine(FACTS)
+    check_engine(replace(FACTS, drafts=7))
+    check_engine(replace(FACTS, drafts=7, window=1))
+    check_engine(replace(FACTS, kind="kda"))
+
+
+def test_plan_of_a_layer(rng):
+    one, other = (plan_of(rng, LAYERS["gdn"]) for _ in range(2))
+    named = {"model.layers.3.mixer": one, "model.layers.13.mixer": other}
+    assert plans.plan_of(named, "model.layers.3.mixer") is one
+    assert plans.plan_of(named, "backbone.layers.13.mixer") is other
+    with pytest.raises(ValueError, match=r"expected one plan for layer backbone.layers.4.mixer, got none of 2"):
+        plans.plan_of(named, "backbone.layers.4.mixer")
+    with pytest.raises(ValueError, match="expected one plan for layer lm_head, got none"):
+        plans.plan_of(named, "lm_head")
+    with pytest.raises(ValueError, match=r"got model.layers.3.mixer, draft.layers.3.mixer of 3"):
+        plans.plan_of(named | {"draft.layers.3.mixer": other}, "other.layers.3.mixer")
+
+
+def test_plans_of_a_folder(rng, tmp_path):
+    plan = plan_of(rng, LAYERS["gdn"])
+    with pytest.raises(FileNotFoundError, match="a file or folder of plans"):
+        plans.load_plans(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="got none"):
+        plans.load_plans(str(tmp_path))
+    plan.save(tmp_path / "model.layers.0.mixer.safetensors")
+    found = plans.load_plans(str(tmp_path))
+    assert {name: p.fingerprint for name, p in found.items()} == {"model.layers.0.mixer": plan.fingerprint}
+    with pytest.raises(ValueError, match="model-plans"):
+        plans.load_plans(str(tmp_path / "model.layers.0.mixer.safetensors"))
+
+
+def test_shares_of_a_plan(rng):
+    plan = plan_of(rng, LAYERS["gdn"])
+    shares = plans.sharded(plan, plan.layer.shard(0, 2), "model.layers.0", 2)
+    assert [share.fingerprint for share in shares] == [plan.shard(r, 2).fingerprint for r in range(2)]
+    with pytest.raises(ValueError, match=r"expected a plan of .* for model.layers.0"):
+        plans.sharded(plan, plan.layer, "model.layers.0", 2)
+
+
+def test_rows_without_drafts():
+    split = split_rows(np.array([1, 1, 1, 5, 1]), np.array([4, 0, 9, 3, 0]))
+    assert (split.decodes, split.decode_tokens, split.prefills, split.continued) == (3, 3, 2, True)
+    assert split.fresh.tolist() == [1]
+    assert split.whole.size == 0
+    assert not split_rows(np.array([1, 5]), np.array([4, 0])).continued
+    assert split_rows(np.array([1, 1, 0]), np.array([4, 2, 0])).decodes == 3
+
+
+def test_rows_with_drafts():
+    lengths, computed = np.array([3, 1, 2, 2, 4]), np.array([8, 9, 7, 5, 0])
+    prefilling, drafted = np.array([0, 0, 0, 1, 1], bool), np.array([2, -1, 1, -1, -1])
+    split = split_rows(lengths, computed, prefilling, 3, drafted)
+    assert (split.decodes, split.decode_tokens, split.prefills, split.continued) == (3, 6, 2, True)
+    assert split.whole.size == 0
+    # one token of a prompt, which vLLM will not sample after
+    assert split_rows(np.array([1]), np.array([3]), np.array([True]), 3).prefills == 1
+    # known tokens, as after a preemption
+    assert split_rows(np.array([3]), np.array([9]), np.array([False]), 3, np.array([-1])).prefills == 1
+
+
+def test_rows_of_a_graph_of_drafts():
+    """vLLM replays a graph for any batch of rows of 1 + drafts tokens: heads must decode all of them."""
+    split = split_rows(np.array([4, 4, 0]), np.array([8, 8, 0]), np.array([0, 1, 0], bool), 3, np.array([3, -1, -1]))
+    assert (split.decodes, split.prefills) == (3, 0)
+    assert split.whole.tolist() == [1]
+
+
+def test_buffers_stay_where_they_are():
+    buffers = RowBuffers(4, 2, torch.device("cpu"))
+    slots, accepted = torch.tensor([5, 6], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    full = buffers.fill(slots, np.array([3, 3]), accepted)
+    assert full.gather is None
+    assert (full.width, full.tokens) == (3, 6)
+    assert full.accepted.tolist() == [1, 3]  # at least a row's first token, which is never on trial
+    ragged = buffers.fill(slots.flip(0), np.array([1, 2]), accepted)
+    assert (ragged.width, ragged.tokens) == (2, 3)
+    assert ragged.gather.tolist() == [0, 1, 1, 2]
+    assert ragged.places.tolist() == [0, 2, 3]
+    for name in ("slots", "lengths", "accepted"):
+        assert getattr(full, name).data_ptr() == getattr(ragged, name).data_ptr()
+    assert buffers.fill(slots, np.array([1, 1])).lengths is None
+
+
+def test_parts_behind_a_state():
+    parts = (
+        SlotPart("state", (2, 3), "float32", 16),
+        SlotPart("keys", (3,), "bfloat16", 16),
+        SlotPart("gates", (2, 2), "float32", 16),
+        SlotPart("cursor", (), "int32", 4),
+    )
+    layout = BlockLayout.behind(40, parts)
+    assert layout.offsets == (8, 24, 40)  # bytes 48, 64 and 80 of a block
+    assert (layout.bytes, layout.state_bytes) == (44, 24)
+    pool = torch.zeros(3, 128, dtype=torch.uint8)
+    views = layout.views(pool[:, 40:84])
+    assert {name: tuple(view.shape) for name, view in views.items()} == {
+        "keys": (3, 3),
+        "gates": (3, 2, 2),
+        "cursor": (3,),
+    }
+    views["gates"][1, 1, 0] = 1.0
+    views["cursor"][2] = 7
+    assert pool[1, 72:76].view(torch.float32).item() == 1.0
+    assert pool[2, 80].item() == 7
+    assert BlockLayout.behind(40, parts[:1]).bytes == 0
+
+
+def recipe_of(shape, map, window=16):
+    layer = bench.SHAPES[shape]
+    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
+    gate = None
+    if layer.kind == "kda":
+        gate = ss.GateInput(np.zeros(layer.heads), np.zeros((layer.heads, layer.key_dim)))
+    return Recipe("sketch", bench.random_plan(layer, ranks, window, map), gate=gate)
+
+
+@pytest.mark.parametrize("map", ("lowrank", "ridge"))
+@pytest.mark.parametrize("shape", bench.SHAPES)
+def test_memory_beside_the_states(shape, map):
+    """At most a quarter of the states', with windows of 16 tokens, the mean ranks of the benchmarks, bf16 rings."""
+    parts = recipe_of(shape, map).parts()
+    assert BlockLayout.behind(0, parts).share <= 0.25
