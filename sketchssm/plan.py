@@ -118,8 +118,8 @@ class SketchPlan:
         tensors: dict[str, npt.NDArray[Any]],
         window: int,
         map: CoefficientMap,
-        sketch_dtype: str,
-        wide: npt.ArrayLike | None,
+        sketch_dtype: str = DEFAULT_FORMAT,
+        wide: npt.ArrayLike | None = None,
         flush_every: int | None = None,
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
@@ -159,8 +159,8 @@ class SketchPlan:
         """Traffic reduction: how many times fewer bytes than standard decoding, by the byte model."""
         layer = self.layer
         shape = layer.kind, layer.key_dim, layer.value_dim
-        narrow: Any = {"sketch_dtype": self.sketch_dtype, "wide": self.wide}
-        return traffic.reduction(*shape, self.ranks, self.window, self.map, **narrow)
+        more: Any = {"sketch_dtype": self.sketch_dtype, "wide": self.wide, "flush_every": self.flush_every}
+        return traffic.reduction(*shape, self.ranks, self.window, self.map, **more)
 
     @property
     def fingerprint(self) -> str:

@@ -1,9 +1,10 @@
 """The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
 
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
-averaged over a window. A full state is ``D = 4 K V`` bytes in float32, and half of that in 16 bits. As in the paper,
-three things are not counted: ring buffers, writes of sketches and maps, and the bases and projections that all
-sequences share.
+averaged over the tokens from one flush to the next. A full state is ``D = 4 K V`` bytes in float32, and half of that
+in 16 bits. As in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases and
+projections that all sequences share. A refresh therefore counts one read of the sketch and its map. `ring_bytes` has
+the ring's memory.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import numpy.typing as npt
 
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import DENSE, KINDS
+from sketchssm.recurrence import DENSE, KINDS, Layer, check_flush_every
 
 __all__ = [
     "compressed",
     "read_only_copy",
     "reduction",
     "replay",
+    "ring_bytes",
     "sketch",
     "sketch_read",
     "standard",
@@ -234,6 +236,7 @@ def sketch(
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
     wide: npt.ArrayLike | None = None,
+    flush_every: int | None = None,
 ) -> Bytes:
     """Bytes per token of sketched decoding, flushes included.
 
@@ -253,20 +256,32 @@ def sketch(
         Type of states in memory.
     sketch_dtype, wide
         See `sketch_read`.
+    flush_every : int, optional
+        Tokens from one flush to the next (F), a multiple of W; default W.
 
     Returns
     -------
     ndarray of float64
-        ``((W - 1) T_G + 2 D) / W`` in the shape of `rank`, with ``T_G`` from `sketch_read`.
+        ``((F - 1) T_G + (F / W - 1) R_G + 2 D) / F`` in the shape of `rank`, with ``T_G`` from `sketch_read` and the
+        bytes ``R_G`` of the sketch and its map, which a refresh reads.
 
     Raises
     ------
     ValueError
-        If the kind, the map, the window, a rank, a width or a type is invalid.
+        If the kind, the map, the window, `flush_every`, a rank, a width or a type is invalid, or a head that reads its
+        full state is combined with refreshes.
     """
     narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
+    every = check_flush_every(flush_every, _checked(window))
     read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
-    return ((window - 1) * read + standard(key_dim, value_dim, state_dtype)) / _checked(window)
+    if every == window:
+        refreshed: Any = 0.0
+    elif (np.asarray(rank) == DENSE).any():
+        raise ValueError(f"flush_every: expected the window ({window}) for heads that read full states, got {every}")
+    else:
+        refreshed = SketchFormat.of(sketch_dtype).bytes(CoefficientMap.of(map), rank, key_dim, value_dim, wide)
+    flush = standard(key_dim, value_dim, state_dtype)
+    return ((every - 1) * read + (every // window - 1) * refreshed + flush) / every
 
 
 def reduction(
@@ -280,6 +295,7 @@ def reduction(
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
     wide: npt.ArrayLike | None = None,
+    flush_every: int | None = None,
 ) -> float:
     """Traffic reduction of sketched decoding relative to standard decoding with float32 states.
 
@@ -300,6 +316,8 @@ def reduction(
         Type of states in memory.
     sketch_dtype, wide
         See `sketch_read`.
+    flush_every : int, optional
+        See `sketch`.
 
     Returns
     -------
@@ -309,7 +327,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the map, the window, a rank, a width or a type is invalid.
+        If the kind, the map, the window, `flush_every`, a rank, a width or a type is invalid.
 
     Examples
     --------
@@ -318,10 +336,49 @@ def reduction(
     >>> import sketchssm as ss
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
     8.93
+
+    The same with a flush every 64 tokens, and refreshes of the sketch in between:
+
+    >>> round(ss.traffic.reduction("mamba2", 128, 64, 9, flush_every=64), 2)
+    14.2
     """
-    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
+    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide, "flush_every": flush_every}
     used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
     return float(standard(key_dim, value_dim) / used.mean())
+
+
+def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16", raw_gates: bool = True) -> int:
+    """Memory of one slot's ring of raw tokens, all heads together.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    flush_every : int
+        Tokens of the ring, from one flush to the next.
+    activation_dtype : {"bfloat16", "float16", "float32"}, default "bfloat16"
+        Type of keys and values.
+    raw_gates : bool, default True
+        For kda: whether gates are raw inputs of a `GateInput`, which have the type of the activations, and not
+        log-decays in float32.
+
+    Returns
+    -------
+    int
+        Bytes. Keys are stored once for each key head; log-decays and write gates are float32.
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown.
+    """
+    if activation_dtype not in STATE_BYTES:
+        raise ValueError(f"activation_dtype: expected one of {', '.join(STATE_BYTES)}, got {activation_dtype!r}")
+    size = STATE_BYTES[activation_dtype]
+    keys_and_values = size * (layer.key_heads * layer.key_dim + layer.heads * layer.value_dim)
+    gate = size if layer.kind == "kda" and raw_gates else 4
+    gates = layer.heads * (gate * layer.gate_channels + (4 if layer.erases else 0))
+    return flush_every * (keys_and_values + gates)
 
 
 def _quantised(key_dim: int, value_dim: int, bits: float) -> float:

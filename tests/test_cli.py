@@ -87,6 +87,16 @@ def test_calibrate_then_evaluate(traces, tmp_path):
     assert systems[1]["reduction"] == pytest.approx(2 / (1 + 1 / 8), rel=1e-5)  # the window of the plan
 
 
+def test_calibrate_says_what_refreshes_add(traces, tmp_path):
+    plan = tmp_path / "plan.safetensors"
+    settings = ["--mean-rank", 3, "--window", 4, "--flush-every", 8, "--method", "uniform"]
+    result = invoke("calibrate", traces, "--out", plan, *settings, "--json", "-")
+    facts = json.loads(result.stdout)["plans"][0]
+    assert SketchPlan.load(plan).flush_every == 8
+    assert 0 < facts["output_error_flushed"] < facts["output_error"] < 1
+    assert "what the refreshes add" in " ".join(invoke("calibrate", traces, "--out", plan, *settings).output.split())
+
+
 def test_several_layers_share_a_budget(tmp_path):
     files = [write_traces(tmp_path / f"layer{i}.npz", "kda", seed=i) for i in range(2)]
     report = json.loads(

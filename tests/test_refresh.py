@@ -8,7 +8,9 @@ from samples import LAYERS, Basis, at, plan_of, relative, states_of, tokens_of
 from test_reference_window import prefix, ring_of
 
 import sketchssm as ss
+from sketchssm import traffic
 from sketchssm.backends import UnsupportedError
+from sketchssm.calibrate.refreshes import refresh_errors
 from sketchssm.coefficients import MAPS
 from sketchssm.cuda.limits import check_plan
 from sketchssm.formats import SketchFormat
@@ -330,3 +332,62 @@ def test_sketches_in_few_bits(kind, name, form, rng):
         states.append(head.state)
     np.testing.assert_array_equal(*states)
     assert 0 < relative(outputs[1], outputs[0]) < (0.3 if form == "int8+int4" else 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_on_traces_are_those_of_the_head(kind, rng):
+    """`refresh_errors` decodes window by window; the reference head decodes token by token."""
+    layer = LAYERS[kind]
+    tokens = tokens_of(rng, layer, 2, 2 * EVERY, np.float64)
+    want = run(layer, *tokens)[0]
+    plans = [plan_of(np.random.default_rng(1), layer, [1, 2, 3, 4], window=WINDOW, flush_every=x) for x in (4, EVERY)]
+    measured = refresh_errors(plans[1], *tokens)
+    for plan, whole, each in zip(plans, measured[:2], measured[2:], strict=True):
+        away = np.square(ss.SketchHead(plan, 2, "reference").step(*tokens) - want).sum(axis=(0, 1, 3))
+        size = np.square(want).sum(axis=(0, 1, 3))
+        np.testing.assert_allclose(each, np.sqrt(away / size), rtol=1e-6)
+        np.testing.assert_allclose(whole, np.sqrt(away.sum() / size.sum()), rtol=1e-6)
+    assert measured.refreshed > measured.flushed
+
+
+def test_no_whole_window(rng):
+    layer = LAYERS["gdn"]
+    with pytest.raises(ValueError, match=r"^v: expected at least one window of 4 tokens, got 3"):
+        refresh_errors(plan_of(rng, layer, 2, window=4), *tokens_of(rng, layer, 1, 3))
+
+
+class TestTraffic:
+    def test_bytes(self):
+        """127 reads of G (V + K), 7 refreshes that read the same, and one flush, in 128 tokens."""
+        read, state = 2 * 8 * (64 + 128), 4 * 64 * 128
+        want = (127 * read + 7 * read + 2 * state) / 128
+        assert traffic.sketch("mamba2", 128, 64, 8, 16, flush_every=128) == want
+        # the projected erase vectors, 2 G W bytes, belong to reads alone
+        read, state = 2 * 8 * 256, 4 * 128 * 128
+        want = (31 * (read + 2 * 8 * 16) + read + 2 * state) / 32
+        assert traffic.sketch("kda", 128, 128, 8, 16, flush_every=32) == want
+        assert traffic.sketch("kda", 128, 128, 8, 16, flush_every=16) == traffic.sketch("kda", 128, 128, 8, 16)
+
+    def test_refuses(self):
+        with pytest.raises(ValueError, match=r"^flush_every: expected a multiple of the window"):
+            traffic.sketch("gdn", 128, 128, 8, 16, flush_every=24)
+        with pytest.raises(ValueError, match=r"^flush_every: expected the window \(16\) for heads"):
+            traffic.sketch("gdn", 128, 128, [8, DENSE], 16, flush_every=32)
+
+    def test_a_plan_counts_its_refreshes(self, rng):
+        plans = [plan_of(rng, LAYERS["gdn"], 1, window=4, flush_every=x) for x in (4, 64)]
+        assert plans[1].reduction > plans[0].reduction
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_ring_bytes(self, kind, dtype):
+        """Every raw input of a token, keys once for each key head."""
+        layer, size = LAYERS[kind], 2 if dtype == "bfloat16" else 4
+        shapes = layer.token_shapes()
+        count = {name: int(np.prod(shapes[name])) for name in shapes}
+        want = size * (count["k"] + count["v"]) + 4 * (count["g"] + count.get("beta", 0))
+        assert traffic.ring_bytes(layer, 32, dtype, raw_gates=False) == 32 * want
+        raw = want - (4 - size) * count["g"] if kind == "kda" else want
+        assert traffic.ring_bytes(layer, 32, dtype) == 32 * raw
+        with pytest.raises(ValueError, match=r"^activation_dtype: expected one of"):
+            traffic.ring_bytes(layer, 32, "int8")

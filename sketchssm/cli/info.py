@@ -92,12 +92,14 @@ def _plan(path: Path) -> dict[str, Any]:
         plan.map,
         sketch_dtype=plan.sketch_dtype,
         wide=plan.wide,
+        flush_every=plan.flush_every,
     )
     return {
         "file": str(path),
         "kind": layer.kind,
         "heads": f"{layer.heads} ({layer.key_heads} key heads), K = {layer.key_dim}, V = {layer.value_dim}",
         "window": plan.window,
+        "flush_every": plan.flush_every,
         "map": f"{plan.map} (stored as {plan.map.storage})",
         "sketch_dtype": plan.sketch_dtype,
         "mean_rank": plan.mean_rank,

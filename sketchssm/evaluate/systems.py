@@ -113,5 +113,6 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, st
         state_dtype,
         sketch_dtype=plan.sketch_dtype,
         wide=plan.wide,
+        flush_every=plan.flush_every,
     )
     return System(name, partial(SketchHead, plan, **same), reduction, plan, **same)
