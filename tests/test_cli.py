@@ -285,6 +285,12 @@ def test_bench(monkeypatch):
     results = json.loads(result.stdout)["results"]
     assert len(results) == 2 * 4
     assert all(entry["error"] == 0 and entry["fraction"] > 0 for entry in results)
+    narrow = ["--map", "ridge", "--sketch-dtype", "float32", "--sketch-dtype", "int8+int4"]
+    result = invoke("bench", *arguments[:8], *narrow, "--backend", "reference", "--seconds", 0, "--json", "-")
+    wide, mixed = (r for r in json.loads(result.stdout)["results"] if r["batch"] == 1 and "sketch" in r["system"])
+    assert wide["system"].endswith(" ridge float32")
+    assert mixed["system"].endswith(" ridge int8+int4")
+    assert mixed["bytes"] < wide["bytes"]
     assert "invalid value" in invoke("bench", "--shape", "nemotron", code=2).output.lower()
 
 

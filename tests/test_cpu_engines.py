@@ -15,7 +15,7 @@ from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
 from sketchssm.slots import DUE, POSITION, drafted
 
 SLOTS = 4
-SYSTEMS = ("standard", "replay", "sketch")
+SYSTEMS = ("standard", "replay", "sketch", "codes")
 RANKS = [DENSE, 1, 4, 3, DENSE, 2]
 SHAPES = {
     "odd": {"heads": 6, "key_dim": 33, "value_dim": 20, "key_heads": 2},
@@ -25,6 +25,9 @@ SHAPES = {
 CLOSE = 2e-5
 # The same through a coefficient map (here a ridge of 1e-2), which amplifies the roundings by at most 1 / sqrt(ridge).
 SKETCHED = 10 * CLOSE
+# Where float32 and float64 round a number to different codes, or take different scales of 4 bits: two codes of 4 bits
+# of the largest element. tests/test_head_codes.py compares codes that are not halfway.
+CODED = 2 / 7
 
 
 def engines(system, layer, window, phase=None, **options):
@@ -37,8 +40,15 @@ def engines(system, layer, window, phase=None, **options):
         elif system == "replay":
             yield each[1].ReplayEngine(layer, SLOTS, window, phase=phase, **options, **own)
         else:
-            plan = plan_of(np.random.default_rng(7), layer, RANKS, window=window, ridge=1e-2)
-            yield each[2].SketchEngine(plan, SLOTS, "float32", phase=phase, **options, **own)
+            plan = sketch_plan(system, layer, window)
+            dtype = "float32" if system == "sketch" else plan.sketch_dtype
+            yield each[2].SketchEngine(plan, SLOTS, dtype, phase=phase, **options, **own)
+
+
+def sketch_plan(system, layer, window):
+    """Plan of a sketch; of "codes" with heads of 8 bits only, of 4 bits only, and of both."""
+    mixed = {"sketch_dtype": "int8+int4", "wide": [0, 1, 2, 0, 0, 1]} if system == "codes" else {}
+    return plan_of(np.random.default_rng(7), layer, RANKS, window=window, ridge=1e-2, **mixed)
 
 
 def block(parts, rng):
@@ -61,6 +71,7 @@ class Pair:
         self.layer = layer
         self.mine, self.twin = engines(system, layer, window, **options)
         self.tolerance = SKETCHED if system == "sketch" else CLOSE
+        self.outputs = CODED if system == "codes" else self.tolerance
 
     def call(self, name, *arguments):
         for engine in (self.mine, self.twin):
@@ -74,17 +85,17 @@ class Pair:
         wide = Tokens(*(None if x is None else x.astype(np.float64) for x in tokens))
         getattr(self.mine, name)(tokens, *arguments, got)
         getattr(self.twin, name)(wide, *arguments, want)
-        self.close(got, want)
+        self.close(got, want, self.outputs)
         self.check()
 
-    def close(self, got, want):
+    def close(self, got, want, tolerance):
         got = got.astype(np.float64)
-        np.testing.assert_allclose(got, want, rtol=0, atol=self.tolerance * max(1.0, np.abs(want).max(initial=0)))
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max(initial=0)))
 
     def check(self):
         np.testing.assert_array_equal(self.mine.position, self.twin.position)
         np.testing.assert_array_equal(self.mine.memory["cursor"], self.twin.memory["cursor"])
-        self.close(self.mine.state, self.twin.state)
+        self.close(self.mine.state, self.twin.state, self.tolerance)
 
 
 some_slots = st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True)
@@ -215,6 +226,7 @@ def test_states_of_16_bits(system, layer, dtype, rng):
     """
     pair = Pair(system, layer, 6, state_dtype=dtype)
     pair.tolerance = {"bfloat16": 2**-8, "float16": 2**-11}[dtype] * 4
+    pair.outputs = max(pair.outputs, pair.tolerance)
     slots = np.array([3, 1])
     pair.call("load_state", states_of(rng, layer, 2), slots)
     assert pair.mine.state.dtype.name == dtype
@@ -230,8 +242,9 @@ def test_parts_without_an_engine(system, layer):
     """`parts_of` describes what an engine allocates."""
     for dtype in ("float32", "bfloat16", "float16"):
         engine, _ = engines(system, layer, 12, state_dtype=dtype)
-        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=12)
-        arguments = {"standard": (layer,), "replay": (layer, 12), "sketch": (plan, "float32")}[system]
+        plan = sketch_plan(system, layer, 12)
+        sketch = {"sketch": (plan, "float32"), "codes": (plan, "int8+int4")}
+        arguments = ({"standard": (layer,), "replay": (layer, 12)} | sketch)[system]
         options = {"drafts": 5} if system == "standard" else {}
         parts = type(engine).parts_of(*arguments, state_dtype=dtype, **options)
         assert parts == engine.parts

@@ -8,7 +8,6 @@ from hypothesis.extra import numpy as arrays
 from samples import LAYERS, plan_of, relative, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.backends import UnsupportedError
 from sketchssm.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
 from sketchssm.formats import FORMATS, FP8, INT4, INT8, SketchFormat
 from sketchssm.recurrence import DENSE
@@ -19,7 +18,7 @@ CODES = {"int8": INT8, "fp8": FP8, "int4": INT4}
 VECTORS = arrays.arrays(
     np.float64,
     st.tuples(st.integers(1, 4), st.integers(1, 19)),
-    elements=st.one_of(st.just(0.0), st.floats(-1, 1, allow_subnormal=False)),
+    elements=st.one_of(st.just(0.0), st.floats(-1, 1, width=32, allow_subnormal=False)),
 )
 
 
@@ -61,7 +60,7 @@ class TestCodes:
             assert (error <= np.maximum(np.abs(x) / 16, largest / 448 * 2.0**-10) + tiny).all()
         else:
             plain = np.rint(np.divide(7 * x, largest, out=np.zeros_like(x), where=largest > 0)) * largest / 7
-            assert (np.square(error).sum(-1) <= np.square(plain - x).sum(-1) + (tiny**2)[..., 0]).all()
+            assert (np.square(error).sum(-1) <= np.square(plain - x).sum(-1) + (tiny * largest)[..., 0]).all()
 
     @given(x=VECTORS, exponent=st.integers(-60, 60))
     def test_powers_of_two(self, x, exponent, code):
@@ -209,11 +208,3 @@ class TestReads:
             reads[stored] = head.step(*tokens)
         np.testing.assert_array_equal(reads[None][:, :, 0], reads["float32"][:, :, 0])  # the dense head
         assert 1e-4 < relative(reads[None][:, :, 1:], reads["float32"][:, :, 1:]) < 0.2
-
-    @pytest.mark.parametrize("backend", ["cpu"])
-    def test_backends_without_a_format_refuse(self, backend, rng):
-        plan = plan_of(rng, LAYERS["gdn"], sketch_dtype="int8")
-        with pytest.raises(UnsupportedError, match=r"^sketch_dtype: backend 'cpu' has no kernels for 'int8'"):
-            ss.SketchHead(plan, 2, backend)
-        with pytest.raises(UnsupportedError, match=r"^sketch_dtype: backend 'cpu' has no kernels for 'int8'"):
-            ss.SketchHead.parts_of(plan, backend)

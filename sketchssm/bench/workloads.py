@@ -11,6 +11,7 @@ import numpy.typing as npt
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
+from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
@@ -146,7 +147,12 @@ def token_at(tokens: Tokens, t: int) -> Tokens:
 
 
 def random_plan(
-    layer: Layer, rank: int | npt.NDArray[np.int64], window: int, map: str | CoefficientMap, seed: int = 0
+    layer: Layer,
+    rank: int | npt.NDArray[np.int64],
+    window: int,
+    map: str | CoefficientMap,
+    seed: int = 0,
+    sketch_dtype: str = DEFAULT_FORMAT,
 ) -> SketchPlan:
     """Make a plan with random bases: times do not depend on the values.
 
@@ -162,6 +168,8 @@ def random_plan(
         Coefficient map.
     seed : int, default 0
         Seed of the bases.
+    sketch_dtype : str, default "bfloat16"
+        Format of sketches and maps. In a mixed format half of a head's columns, rounded up, have 8 bits.
 
     Returns
     -------
@@ -170,7 +178,8 @@ def random_plan(
     """
     ranks = np.broadcast_to(rank, layer.heads)
     basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
-    return SketchPlan(basis, ranks, window, map)
+    wide = np.maximum(ranks + 1, 0) // 2 if SketchFormat.of(sketch_dtype).mixed else None
+    return SketchPlan(basis, ranks, window, map, sketch_dtype, wide)
 
 
 def systems(
@@ -201,5 +210,11 @@ def systems(
         For `measure_host` and `measure_device`.
     """
     return exact_systems(layer, window, gate, state_dtype) + [
-        sketch_system(plan, f"sketch G={plan.mean_rank:g} {plan.map.name}", gate, state_dtype) for plan in plans
+        sketch_system(plan, _name(plan), gate, state_dtype) for plan in plans
     ]
+
+
+def _name(plan: SketchPlan) -> str:
+    """Name of a sketch in tables."""
+    form = "" if plan.sketch_dtype == DEFAULT_FORMAT else f" {plan.sketch_dtype}"
+    return f"sketch G={plan.mean_rank:g} {plan.map.name}{form}"

@@ -19,6 +19,7 @@ from sketchssm.cli import options
 from sketchssm.cli.arrivals import time_and_show
 from sketchssm.cli.options import Numbers
 from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
+from sketchssm.formats import DEFAULT_FORMAT, FORMATS
 
 if TYPE_CHECKING:
     from sketchssm.bench import BenchResult, Case
@@ -51,6 +52,14 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 )
 @click.option(
     "--pivots", type=click.IntRange(min=1), help="Pivot count of lowrank and prior.  [default: the map's own]"
+)
+@click.option(
+    "--sketch-dtype",
+    "sketch_dtypes",
+    type=click.Choice(list(FORMATS)),
+    multiple=True,
+    help="Format of sketches and maps; may be repeated. In int8+int4 half of the columns have 8 bits.  "
+    f"[default: {DEFAULT_FORMAT}]",
 )
 @click.option(
     "--plan",
@@ -111,6 +120,7 @@ def command(
     ranks: tuple[int, ...] | None,
     maps: tuple[str, ...],
     pivots: int | None,
+    sketch_dtypes: tuple[str, ...],
     plan_files: tuple[Path, ...],
     seconds: float | None,
     duty: float,
@@ -154,7 +164,7 @@ def command(
     if raw_gate and peers:
         raise click.BadParameter("other libraries are timed with log-decays only", param_hint="--raw-gate")
     if plan_files:
-        options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots"))
+        options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots", "sketch_dtypes"))
     if plot is not None:
         check(plot)
     batches = batches or (ARRIVING if arrivals else BATCHES)["cuda" if backend == "cuda" else "cpu"]
@@ -162,8 +172,11 @@ def command(
         cases = _plan_cases(plan_files)
     else:
         chosen = [CoefficientMap(name, pivots) for name in maps or (DEFAULT_MAP,)]
+        formats = sketch_dtypes or (DEFAULT_FORMAT,)
         cases = [
-            _shape_case(name, window, ranks, chosen, seed) for name in shapes or bench.SHAPES for window in windows
+            _shape_case(name, window, ranks, chosen, formats, seed)
+            for name in shapes or bench.SHAPES
+            for window in windows
         ]
     if raw_gate:
         cases = [_raw(case, seed) for case in cases]
@@ -194,14 +207,21 @@ def command(
 
 
 def _shape_case(
-    name: str, window: int, ranks: Sequence[int] | None, maps: Sequence[CoefficientMap], seed: int
+    name: str,
+    window: int,
+    ranks: Sequence[int] | None,
+    maps: Sequence[CoefficientMap],
+    formats: Sequence[str],
+    seed: int,
 ) -> Case:
-    """A shape of a model in use, with random plans at every rank and map; the batch is set later."""
+    """A shape of a model in use, with random plans at every rank, map and format; the batch is set later."""
     from sketchssm import bench
 
     layer = bench.SHAPES[name]
     spread = [bench.spread_ranks(layer.heads, mean, layer.key_dim) for mean in ranks or (bench.MEAN_RANKS[name],)]
-    plans = [bench.random_plan(layer, own, window, map, seed) for own in spread for map in maps]
+    plans = [
+        bench.random_plan(layer, own, window, map, seed, form) for own in spread for map in maps for form in formats
+    ]
     return bench.Case(name, layer, 1, window, plans)
 
 

@@ -17,7 +17,16 @@ from sketchssm.files import source_digest
 
 __all__ = ["Kernel", "entry", "njit", "pasted"]
 
-SOURCES = ("cpu/*.py", "recurrence.py", "slots.py", "coefficients.py", "plan.py", "reference/maps.py")
+SOURCES = (
+    "cpu/*.py",
+    "recurrence.py",
+    "slots.py",
+    "coefficients.py",
+    "formats.py",
+    "plan.py",
+    "reference/maps.py",
+    "reference/narrow.py",
+)
 """Files that machine code depends on: modules with kernels, and modules whose constants kernels use."""
 
 OPTIONS = {"error_model": "numpy", "nogil": True}

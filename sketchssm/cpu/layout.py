@@ -77,9 +77,9 @@ CALL = ("task", "in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "count
 """One call: its task, the addresses of its inputs, of its output, of its rows' slots and of their numbers of drafts,
 its sizes, its current token."""
 
-SETTINGS = ("clocked", "state_type", "tracked", "map", "bfloat", "columns", "pending_share")
+SETTINGS = ("clocked", "state_type", "tracked", "map", "sketch_type", "columns", "pending_share")
 """Settings: whether the head has a clock; the type of stored states; whether flushes advance a master copy of U; the
-coefficient map; whether sketches are bfloat16; the largest rank padded; a token's share of `pending`."""
+coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`."""
 
 GRIDS = ("top", "shift", "residual_top", "residual_shift")
 """Largest codes and shifts of the grids that `sketchssm.cpu.quantised` rounds to."""

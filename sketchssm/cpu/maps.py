@@ -12,18 +12,23 @@ multiplied by a power of two, the *unit*, before anything is squared; T carries 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
+from sketchssm.cpu.codes import encode, encode_4
 from sketchssm.cpu.columns import COLUMN_LANES, columns_8
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
 from sketchssm.cpu.packed import (
+    BFLOAT,
     EXACT,
     FACTORS,
+    INT8,
     LOWRANK,
     MAP,
     MASTER,
+    MIXED,
     OMEGA,
     PI,
     PRIOR,
@@ -31,6 +36,7 @@ from sketchssm.cpu.packed import (
     RIDGE,
     ROWS,
     SKETCH,
+    WIDE,
     field,
 )
 from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
@@ -44,6 +50,9 @@ lanes_up = njit(padded)
 
 LEAST_SQUARES, MOST_SQUARES = 2.0**-60, 2.0**80
 """Range of squared norms that need no unit. The margins to float32's range are for small and for large columns."""
+
+TAKEN = -1.0
+"""Stands for the norm of a row that has its place."""
 
 MOST_UNIT = 2.0**100
 """Bound on the unit. The map of a state with a norm below its inverse falls to zero with the state."""
@@ -90,7 +99,10 @@ def refresh(
     """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
-    _pack_rows(m, buf, at.sketch, own, rank * m.values)
+    split = m.sketch_type >= INT8 and (m.map == EXACT or m.map == RIDGE)
+    scales = slot * m.factors_stride + field(m, head, FACTORS)
+    if not split:
+        _pack_rows(m, buf, at.sketch, own, rank, m.values, scales)
     if m.tracked:
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
@@ -99,7 +111,7 @@ def refresh(
     if unit != 1.0:
         _multiply(buf, at.sketch, rank * m.values, unit)
     if m.map == EXACT or m.map == RIDGE:
-        _ridge_span(m, at, buf, rank, mu, unit)
+        _ridge_span(m, at, buf, rank, mu, unit, split)
     else:
         _pivots(m, at, buf, rows, mu, unit)
     for c in range(0, rows * m.keys, LANES):
@@ -108,7 +120,10 @@ def refresh(
                         state, first, m.keys, m.values)  # fmt: skip
     if m.map == LOWRANK or m.map == PRIOR:
         _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
-    _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows * m.keys)
+    if split:
+        _pack_split(m, at, buf, slot, head, mu / unit / unit)
+    else:
+        _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows, m.keys, scales + rank)
 
 
 @njit
@@ -138,20 +153,62 @@ def _multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
 
 
 @njit
-def _pack_rows(m: Record, buf: Pointer, source: int, target: int, size: int) -> None:
-    """Store numbers from scratch, rounded to the sketch's type."""
-    if m.bfloat:
-        for c in range(0, size, LANES):
+def _pack_rows(m: Record, buf: Pointer, source: int, target: int, rows: int, width: int, scales: int) -> None:
+    """Store rows from scratch, rounded to the sketch's type, and the scales of codes."""
+    if m.sketch_type >= INT8:
+        for i in range(rows):
+            scale = encode(m.sketch_type, buf, source + i * width, width, m.packed + target + i * width)
+            floats(m.factors)[scales + i] = np.float32(scale)
+    elif m.sketch_type == BFLOAT:
+        for c in range(0, rows * width, LANES):
             store(bfloats(m.packed), target + c, load(buf, source + c))
     else:
-        copy(floats(m.packed), target, buf, source, size)
+        copy(floats(m.packed), target, buf, source, rows * width)
 
 
 @njit
-def _inner(m: Record, buf: Pointer, a: int, b: int) -> float:
-    """Inner product of two vectors over V."""
+def _pack_split(m: Record, at: Record, buf: Pointer, slot: int, head: int, factor: float) -> None:
+    """Store Q and B of the split inverse as codes; of the mixed form in order of the norms of the rows of B.
+
+    Scratch has ``Q / factor`` in `span`, and B in `rows`.
+    """
+    rank, wide = field(m, head, RANK), field(m, head, WIDE)
+    own, scales = m.packed + slot * m.packed_stride, slot * m.factors_stride + field(m, head, FACTORS)
+    column, row = own + field(m, head, SKETCH), own + field(m, head, MAP)
+    norms = doubles(buf, at.doubles)
+    if m.sketch_type == MIXED:
+        for g in range(rank):
+            norms[g] = _inner(buf, at.rows + g * m.keys, at.rows + g * m.keys, m.keys)
+    for place in range(rank):
+        g = place
+        if m.sketch_type == MIXED:
+            g = _largest(norms, rank)
+            norms[g] = TAKEN
+        q, b = at.span + g * m.values, at.rows + g * m.keys
+        if place < wide:
+            scale = encode(m.sketch_type, buf, q, m.values, column) * encode(m.sketch_type, buf, b, m.keys, row)
+            column, row = column + m.values, row + m.keys
+        else:
+            scale = encode_4(buf, q, m.values, column) * encode_4(buf, b, m.keys, row)
+            column, row = column + m.values // 2, row + m.keys // 2
+        floats(m.factors)[scales + place] = np.float32(factor * scale)
+
+
+@njit
+def _largest(norms: Any, count: int) -> int:
+    """Index of the first of the largest norms that are not taken; of NaN, any."""
+    best = -1
+    for g in range(count):
+        if norms[g] != TAKEN and (best < 0 or norms[g] > norms[best]):
+            best = g
+    return best
+
+
+@njit
+def _inner(buf: Pointer, a: int, b: int, size: int) -> float:
+    """Inner product of two vectors."""
     value = splat(np.float32(0.0))
-    for c in range(0, m.values, LANES):
+    for c in range(0, size, LANES):
         value = fma(load(buf, a + c), load(buf, b + c), value)
     return total(value)
 
@@ -167,8 +224,8 @@ def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float, unit: flo
             for j in range(i):
                 buf[at.low + j] = -buf[at.low + j]
             accumulate(buf, residual, 0, 1, m.values, buf, at.ones, buf, at.low, 1, 0, buf, at.span, m.values, i)
-        length = math.sqrt(_inner(m, buf, residual, residual))
-        independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(m, buf, column, column))
+        length = math.sqrt(_inner(buf, residual, residual, m.values))
+        independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(buf, column, column, m.values))
         _multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
     _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
 
@@ -184,6 +241,8 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
     if unit != 1.0:
         _multiply(buf, at.low, rows * lanes, 1.0 / unit)
     factors = slot * m.factors_stride + field(m, head, FACTORS)
+    if m.sketch_type >= INT8:
+        factors += rank + rows
     inverse = doubles(buf, at.doubles)
     small = doubles(buf, at.doubles + 2 * rank)
     solution = doubles(buf, at.doubles + 2 * rank + 2 * rows * rows)
@@ -191,7 +250,7 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
         residual = max(missed, 0.0)
         if m.map == LOWRANK:
             column = at.sketch + g * m.values
-            residual = _inner(m, buf, column, column) / mu
+            residual = _inner(buf, column, column, m.values) / mu
             for i in range(rows):
                 residual -= np.float64(buf[at.low + i * lanes + g]) ** 2
             residual = max(residual, 0.0)
@@ -216,8 +275,11 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
 
 
 @njit
-def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit: float) -> None:
-    """``(U^T U / mu + ridge I)^-1 U^T unit / mu``; the matrix is factored in float64."""
+def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit: float, split: bool) -> None:
+    """``(U^T U / mu + ridge I)^-1 U^T unit / mu``; the matrix is factored in float64.
+
+    With `split` its Cholesky factor takes its place.
+    """
     gram = doubles(buf, at.doubles)
     lanes, share, v = m.columns, 1.0 / mu, m.values
     for g in range(0, rank, 2):
@@ -235,7 +297,10 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit:
     for g in range(1, rank):
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, at.low + g * lanes, 1, 0, buf, at.span, v, g)
     for g in range(rank):
-        _multiply(buf, at.span + g * v, v, unit * share * gram[g * rank + g] ** 2)
+        diagonal = gram[g * rank + g]
+        _multiply(buf, at.span + g * v, v, unit * share * diagonal * (1.0 if split else diagonal))
+    if split:
+        return
     for g in range(rank - 2, -1, -1):
         below, right = at.span + (g + 1) * v, at.low + (g + 1) * lanes + g
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, right, lanes, 0, buf, below, v, rank - 1 - g)

@@ -2,15 +2,15 @@
 
 Each slot has these parts, head after head:
 
-==========  ======================================================  =============
-part        contents                                                type
-==========  ======================================================  =============
-SKETCH      sketch U, G rows of V                                   sketch's type
-MAP         rows of the coefficient map, of K                       sketch's type
+==========  =======================================================  ===============
+part        contents                                                 type
+==========  =======================================================  ===============
+SKETCH      sketch U, G rows of V                                    sketch's format
+MAP         rows of the coefficient map, of K                        sketch's format
 MASTER      a master copy of U, for scalar gates and float32 states  float32
-FACTORS     w and F of the map                                      float32
-PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token  float32
-==========  ======================================================  =============
+FACTORS     scales of codes; w and F of the map                      float32
+PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token   float32
+==========  =======================================================  ===============
 
 All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A
 table holds the place of every part of every head. Flushes advance the master copy (see `sketchssm.cpu.maps`).
@@ -19,6 +19,25 @@ For `lowrank` and `prior`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B,
 z = Pi^T x,
 
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
+
+**Codes** (`sketchssm.reference.narrow`). SKETCH and MAP are bytes; K and V below are padded to multiples of 16. For
+`exact` and `ridge`, SKETCH holds Q and MAP holds B of the split form. With p rows of the map and w columns in 8 bits
+(``w = G`` except in the mixed format), a head's bytes are, in this order:
+
+=======================  ===========================  ==============================================
+part                     bytes                        contents
+=======================  ===========================  ==============================================
+SKETCH                   ``w V``                      columns of U or Q, 8 bits an element
+SKETCH, mixed            ``(G - w) V / 2``            the other columns of Q, 4 bits an element
+MAP                      ``min(p, w) K``              rows of the map, 8 bits an element
+MAP, mixed               ``(G - w) K / 2``            the other rows of B, 4 bits an element
+FACTORS                  ``4 G``                      scales of the columns; of Q and B, of their products
+FACTORS, lowrank, prior  ``4 p``, ``4 G``, ``4 G p``  scales of the rows, w, F
+=======================  ===========================  ==============================================
+
+4-bit elements come in groups of 16 in 8 bytes: byte i holds element i in its low half and element i + 8 in its high
+half. Scales of fp8 have the factor `E4M3_UNIT` for each vector that they scale (see `sketchssm.cpu.simd`). The w
+columns of a mixed sketch are those whose rows of B have the largest norms.
 """
 
 from __future__ import annotations
@@ -33,15 +52,21 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Memory, Record
 from sketchssm.cpu.parts import Array, Run, flat
 from sketchssm.cpu.simd import LANES, integers, padded
+from sketchssm.cpu.tiles import DOT_ROWS
+from sketchssm.formats import FORMATS
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer
 
 __all__ = [
+    "BFLOAT",
     "EXACT",
     "FACTORS",
+    "FP8",
+    "INT8",
     "LOWRANK",
     "MAP",
     "MASTER",
+    "MIXED",
     "OMEGA",
     "PENDING",
     "PI",
@@ -50,6 +75,7 @@ __all__ = [
     "RIDGE",
     "ROWS",
     "SKETCH",
+    "WIDE",
     "Packing",
     "dense",
     "field",
@@ -59,8 +85,12 @@ __all__ = [
 EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
 
 # Columns of the table: a head's rank, the number of its map's rows, and where its parts begin.
-RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(9)
-COLUMNS = 9
+RANK, ROWS, WIDE, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(10)
+COLUMNS = 10
+
+SKETCH_TYPES = tuple(FORMATS)
+BFLOAT, INT8, FP8, MIXED = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8", "fp8", "int8+int4"))
+"""Types of stored sketches. From INT8 on, sketches and map rows are codes."""
 
 
 @njit
@@ -75,8 +105,9 @@ class Packing:
 
     Attributes
     ----------
-    table : ndarray of int64, (heads, 9)
-        A head's rank, the number of its map's rows, and where its parts begin.
+    table : ndarray of int64, (heads, 10)
+        A head's rank, the number of its map's rows, the number of its columns that do not have 4 bits, and where its
+        parts begin.
     omega, pi : ndarray of float32
         Bases and projections of all heads.
     runs : tuple of Run
@@ -84,7 +115,7 @@ class Packing:
     settings : dict
         Fields of the record.
     rank : int
-        The largest rank in use.
+        Columns for which scratch memory has room: at least the largest rank.
     """
 
     table: Array
@@ -115,8 +146,8 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     ----------
     plan : SketchPlan
         Ranks, bases and settings.
-    dtype : {"bfloat16", "float32"}
-        Type in which sketches and map rows are stored.
+    dtype : str
+        Format in which sketches and map rows are stored.
     tracked : bool
         Whether flushes advance a master copy of U.
 
@@ -125,7 +156,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     Packing
         Places, bases and sizes.
     """
-    keys, values = padded(plan.layer.key_dim), padded(plan.layer.value_dim)
+    keys, values, kind = padded(plan.layer.key_dim), padded(plan.layer.value_dim), SKETCH_TYPES.index(dtype)
     table = dense(plan.layer).table
     used = np.zeros(COLUMNS, dtype=np.int64)
     omega: list[Array] = []
@@ -134,12 +165,16 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         if rank == DENSE:
             continue
         rows = int(plan.map.rows(rank))
+        wide = rank if kind != MIXED or plan.wide is None else int(plan.wide[head])
         table[head] = used
-        table[head, [RANK, ROWS]] = rank, rows
-        table[head, MAP] = used[SKETCH] + rank * values
-        used[SKETCH] += rank * values + rows * keys
+        table[head, [RANK, ROWS, WIDE]] = rank, rows, wide
+        table[head, MAP] = used[SKETCH] + _size(rank, wide, values)
+        used[SKETCH] += _size(rank, wide, values) + _size(rows, min(rows, wide), keys)
         used[MASTER] += rank * values if tracked else 0
         used[FACTORS] += int(plan.map.elements(rank, keys)) - rows * keys
+        if kind >= INT8:
+            # scales; columns and rows of a split inverse share theirs
+            used[FACTORS] += rank + (rows if plan.map.storage == "factors" else 0)
         used[PENDING] += rank if plan.layer.erases else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
         across[: plan.layer.key_dim, :rank] = plan.omega[head, :, :rank]
@@ -153,18 +188,25 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     sizes = {name: int(used[column]) for name, column in (("packed", SKETCH), ("master", MASTER))}
     # kernels load 16 numbers at once, even from a last row of fewer
     sizes |= {"factors": int(used[FACTORS]) + LANES, "pending": plan.window * int(used[PENDING]) + LANES}
-    types = {"packed": np.uint16 if dtype == "bfloat16" else np.float32}
+    types = {"packed": (np.float32, np.uint16)[kind] if kind < INT8 else np.uint8}
     # what reads use comes first
     order = ("packed", "factors", "pending", "master")
     runs = tuple(Run(name, (sizes[name],), types.get(name, np.float32)) for name in order)
     settings = {
         "map": MAPS.index(plan.map.name),
-        "bfloat": dtype == "bfloat16",
+        "sketch_type": kind,
         "tracked": tracked,
         "ridge": plan.map.effective_ridge,
         "pending_share": int(used[PENDING]),
     }
-    return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, max(int(plan.ranks.max()), 0))
+    # products of 4-bit rows are written four at a time, behind those of 8-bit rows
+    rank = max(int(plan.ranks.max()), 0) + (DOT_ROWS - 1 if kind == MIXED else 0)
+    return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, rank)
+
+
+def _size(rows: int, wide: int, width: int) -> int:
+    """Elements of some rows, of which all but the first `wide` have two elements to a byte."""
+    return wide * width + (rows - wide) * width // 2
 
 
 def _joined(parts: list[Array]) -> Array:

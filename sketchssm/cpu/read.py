@@ -10,8 +10,40 @@ import numpy as np
 
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, KDA, MAMBA2, Record, blank
-from sketchssm.cpu.packed import EXACT, FACTORS, LOWRANK, MAP, PENDING, PI, PRIOR, RANK, RIDGE, ROWS, SKETCH, field
-from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, exp, floats, fma, load, prefetch, splat, store
+from sketchssm.cpu.packed import (
+    BFLOAT,
+    EXACT,
+    FACTORS,
+    FP8,
+    INT8,
+    LOWRANK,
+    MAP,
+    PENDING,
+    PI,
+    PRIOR,
+    RANK,
+    RIDGE,
+    ROWS,
+    SKETCH,
+    WIDE,
+    field,
+)
+from sketchssm.cpu.simd import (
+    LANES,
+    Pointer,
+    bfloats,
+    copy,
+    e4m3s,
+    exp,
+    floats,
+    fma,
+    int4s,
+    int8s,
+    load,
+    prefetch,
+    splat,
+    store,
+)
 from sketchssm.cpu.states import widen
 from sketchssm.cpu.tiles import combine, dots
 from sketchssm.cpu.window import buffer_token, carry_decays, dense_query, weigh
@@ -102,9 +134,9 @@ def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
         for line in range(first, first + m.values, LANES):
             prefetch(floats(m.v), line)
     # in float32 numbers, 16 to a line
-    share = 2 if m.bfloat else 1
+    share = 4 if m.sketch_type >= INT8 else (2 if m.sketch_type == BFLOAT else 1)
     own = (slot * m.packed_stride + field(m, head, SKETCH)) // share + LINES_AHEAD * LANES
-    size = (field(m, head, RANK) * m.values + field(m, head, ROWS) * m.keys) // share
+    size = (field(m, head, MAP) - field(m, head, SKETCH) + field(m, head, ROWS) * m.keys) // share
     for line in range(own, own + size, LANES):
         prefetch(floats(m.packed), line)
 
@@ -122,8 +154,15 @@ def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -
              buf, spot, m.columns)  # fmt: skip
         spot += 2 * m.columns
     rows, own = field(m, head, ROWS), slot * m.packed_stride + field(m, head, MAP)
-    if m.bfloat:
+    if m.sketch_type == BFLOAT:
         dots(bfloats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
+    elif m.sketch_type == FP8:
+        dots(e4m3s(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
+    elif m.sketch_type >= INT8:
+        wide = min(field(m, head, WIDE), rows)
+        dots(int8s(m.packed), own, m.keys, wide, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
+        dots(int4s(m.packed + own + wide * m.keys), 0, m.keys, rows - wide, buf, x, m.keys, vectors, m.keys,
+             buf, spot + wide, m.columns)  # fmt: skip
     else:
         dots(floats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
 
@@ -135,9 +174,15 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
     ``C x_t = C D_{1:t} q_t - sum_j c_tj h_j``, with the projected keys ``h_j = C D_{1:j} k_j`` of all tokens so far.
     """
     rank, rows, erases = field(m, head, RANK), field(m, head, ROWS), m.kind != MAMBA2
+    scales = slot * m.factors_stride + field(m, head, FACTORS)
     if m.map == LOWRANK or m.map == PRIOR:
-        factors = slot * m.factors_stride + field(m, head, FACTORS)
+        factors = scales
+        if m.sketch_type >= INT8:
+            factors += rank + rows
         for result in range(spot, spot + (2 if erases else 1) * m.columns, m.columns):
+            if m.sketch_type >= INT8:
+                for i in range(rows):
+                    buf[result + 2 * m.columns + i] *= floats(m.factors)[scales + rank + i]
             for g in range(0, rank, LANES):
                 value = load(floats(m.factors), factors + g) * load(buf, result + g)
                 for i in range(rows):
@@ -149,9 +194,12 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
     )
     weights, pending = at.weights + head * m.tokens, slot * m.pending_stride + field(m, head, PENDING)
     for g in range(0, rank, LANES):
-        value = scale * load(buf, spot + g)
+        each = scale
+        if m.sketch_type >= INT8:
+            each = scale * load(floats(m.factors), scales + g)
+        value = each * load(buf, spot + g)
         if erases:
-            newest = scale * load(buf, spot + m.columns + g)
+            newest = each * load(buf, spot + m.columns + g)
             store(buf, spot + m.columns + g, newest)
             value = fma(splat(-buf[weights + cursor]), newest, value)
             for j in range(cursor):
@@ -187,9 +235,19 @@ def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int,
     if rank == DENSE:
         combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
-    elif m.bfloat:
+    elif m.sketch_type == BFLOAT:
         combine(buf, output, m.values, buf, spot, bfloats(m.packed), own, m.values, rank,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
+    elif m.sketch_type == FP8:
+        combine(buf, output, m.values, buf, spot, e4m3s(m.packed), own, m.values, rank,
+                buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
+    elif m.sketch_type >= INT8:
+        wide = field(m, head, WIDE)
+        combine(buf, output, m.values, buf, spot, int8s(m.packed), own, m.values, wide,
+                buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
+        if wide < rank:
+            combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
+                    buf, spot + wide, int4s(m.packed + own + wide * m.values), 0, m.values, rank - wide)  # fmt: skip
     else:
         combine(buf, output, m.values, buf, spot, floats(m.packed), own, m.values, rank,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip

@@ -16,8 +16,25 @@ standard decode of a token     1.03 times as long
 =============================  ============================================
 
 Kernels use plain pointers and element offsets. Arrays would be passed with descriptors and reference counts, which
-cost more than a small kernel does. A pointer to uint16 stands for bfloat16 numbers and a pointer to int16 for float16
-numbers: `load` widens them and `store` rounds to nearest even.
+cost more than a small kernel does. `load` widens narrow elements and `store` rounds to nearest even. The pointer's
+type names the elements:
+
+=======  ==================================================================
+pointer  elements
+=======  ==================================================================
+float32  float32
+uint16   bfloat16
+int16    float16
+INT8     8-bit integers
+E4M3     fp8 with 4 bits of exponent and 3 of mantissa, as 2^-8 of its value
+INT4     4-bit integers, two to a byte
+=======  ==================================================================
+
+Codes (the last three) are loaded and stored 16 at a time, from places that are multiples of 16. Of 16 elements of INT4
+the first 8 are the low halves of 8 bytes and the last 8 are the high halves.
+
+An e4m3 code moved 7 bits to the left is a float16 number of 2^-8 times its value, subnormals included. CPUs widen
+float16 in one instruction. Its users put the factor 2^8 into the scale of the codes (`E4M3_UNIT`).
 """
 
 from __future__ import annotations
@@ -32,15 +49,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 __all__ = [
+    "E4M3_UNIT",
     "LANES",
     "Pointer",
     "bfloats",
     "copy",
     "doubles",
+    "e4m3s",
     "exp",
     "floats",
     "fma",
     "halves",
+    "int4s",
+    "int8s",
     "integers",
     "load",
     "padded",
@@ -55,7 +76,10 @@ __all__ = [
 LANES = 16
 
 Pointer = Any
-"""In signatures of compiled functions: a pointer to float32, to uint16 for bfloat16, or to int16 for float16."""
+"""In signatures of compiled functions: a pointer to elements of one of the types in the table above."""
+
+E4M3_UNIT = 2.0**8
+"""Value of an e4m3 code over what `load` makes of it."""
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
@@ -84,6 +108,21 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # the base is u
         super().__init__(manager, fe_type, vector_type())
 
 
+class Code(types.Type):  # type: ignore[misc]
+    """Numba type of codes, for pointers: never a value itself."""
+
+
+@register_model(Code)
+class CodeModel(models.PrimitiveModel):  # type: ignore[misc]
+    """Data model: a byte."""
+
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, ir.IntType(8))
+
+
+INT8, E4M3, INT4 = (Code(name=name) for name in ("int8 codes", "e4m3 codes", "int4 codes"))
+
+
 def vector_type(lanes: int = LANES) -> Any:
     """Return LLVM's type of a vector of float32 lanes."""
     return ir.VectorType(FLOAT, lanes)
@@ -100,13 +139,44 @@ def broadcast(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
     return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT32, lanes), [INT32(0)] * lanes))
 
 
+def every(number: int, lanes: int = LANES, bits: int = 32) -> Any:
+    """Return a vector with one integer in every lane."""
+    kind = ir.IntType(bits)
+    return ir.Constant(ir.VectorType(kind, lanes), [kind(number)] * lanes)
+
+
+def place(builder: Any, pointer: Any, index: Any, dtype: Any) -> Any:
+    """Return the address of an element; of INT4, `index` is a multiple of 16."""
+    return builder.gep(pointer, [builder.ashr(index, ir.Constant(index.type, 1)) if dtype == INT4 else index])
+
+
+def load_codes(builder: Any, pointer: Any, dtype: Any) -> Any:
+    """Load 16 codes and widen them to float32."""
+    wide, size = ir.VectorType(INT32, LANES), LANES // 2 if dtype == INT4 else LANES
+    raw = ir.VectorType(ir.IntType(8), size)
+    codes = builder.load(builder.bitcast(pointer, raw.as_pointer()), align=1)
+    if dtype == E4M3:
+        half = ir.VectorType(ir.IntType(16), LANES)
+        moved = builder.shl(builder.sext(codes, half), every(7, bits=16))
+        # the sign was extended over the top bit of the exponent, which is 0
+        moved = builder.and_(moved, every(0xBFFF, bits=16))
+        return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), vector_type())
+    if dtype == INT4:
+        twice = ir.Constant(wide, [INT32(i % size) for i in range(LANES)])
+        pairs = builder.zext(builder.shuffle_vector(codes, codes, twice), wide)
+        up = ir.Constant(wide, [INT32(28 if i < size else 24) for i in range(LANES)])
+        return builder.sitofp(builder.ashr(builder.shl(pairs, up), every(28)), vector_type())
+    return builder.sitofp(builder.sext(codes, wide), vector_type())
+
+
 def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> Any:
-    """Load float32 lanes, or bfloat16 or float16 ones widened to float32."""
+    """Load lanes, widened to float32."""
+    if isinstance(dtype, Code):
+        return load_codes(builder, pointer, dtype)
     if dtype == types.uint16:
         half = ir.VectorType(ir.IntType(16), lanes)
         raw = builder.load(builder.bitcast(pointer, half.as_pointer()), align=2)
-        wide = ir.VectorType(INT32, lanes)
-        shifted = builder.shl(builder.zext(raw, wide), ir.Constant(wide, [INT32(16)] * lanes))
+        shifted = builder.shl(builder.zext(raw, ir.VectorType(INT32, lanes)), every(16, lanes))
         return builder.bitcast(shifted, vector_type(lanes))
     if dtype == types.int16:
         half = ir.VectorType(ir.HalfType(), lanes)
@@ -114,20 +184,46 @@ def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> An
     return builder.load(builder.bitcast(pointer, vector_type(lanes).as_pointer()), align=4)
 
 
+def store_codes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
+    """Store 16 numbers as codes, which can hold their size: 127, 7 or 448 at most."""
+    wide, narrow = ir.VectorType(INT32, LANES), ir.VectorType(ir.IntType(8), LANES)
+    if dtype == E4M3:
+        bits = builder.bitcast(value, wide)
+        size = builder.and_(bits, every(0x7FFFFFFF))
+        odd = builder.and_(builder.lshr(size, every(20)), every(1))
+        normal = builder.lshr(builder.add(builder.add(size, every(0x7FFFF)), odd), every(20))
+        normal = builder.sub(normal, every(120 << 3))
+        # below the least normal number, 2^-6, codes count multiples of 2^-9: those of float32 numbers from 2^14 on
+        steps = builder.fadd(builder.bitcast(size, vector_type()), constant(2.0**14))
+        steps = builder.sub(builder.bitcast(steps, wide), every((127 + 14) << 23))
+        small = builder.icmp_unsigned("<", size, every((127 - 6) << 23))
+        sign = builder.shl(builder.lshr(bits, every(31)), every(7))
+        codes = builder.or_(builder.select(small, steps, normal), sign)
+    else:
+        # the low bits of a sum with 1.5 * 2^23 are the nearest integer
+        codes = builder.bitcast(builder.fadd(value, constant(12582912.0)), wide)
+    if dtype == INT4:
+        half = ir.VectorType(INT32, LANES // 2)
+        low, high = (ir.Constant(half, [INT32(i + first) for i in range(LANES // 2)]) for first in (0, LANES // 2))
+        low, high = (builder.shuffle_vector(codes, codes, lanes) for lanes in (low, high))
+        low = builder.and_(low, every(15, LANES // 2))
+        codes = builder.or_(low, builder.shl(high, every(4, LANES // 2)))
+        narrow = ir.VectorType(ir.IntType(8), LANES // 2)
+    builder.store(builder.trunc(codes, narrow), builder.bitcast(pointer, narrow.as_pointer()), align=1)
+
+
 def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
-    """Store lanes as float32, or as bfloat16 or float16 rounded to nearest even."""
+    """Store lanes as float32, or as narrower elements rounded to nearest even."""
+    if isinstance(dtype, Code):
+        store_codes(builder, value, pointer, dtype)
+        return
     lanes = value.type.count
     if dtype == types.uint16:
-        wide = ir.VectorType(INT32, lanes)
-
-        def every(number: int) -> Any:
-            return ir.Constant(wide, [INT32(number)] * lanes)
-
-        bits = builder.bitcast(value, wide)
-        odd = builder.and_(builder.lshr(bits, every(16)), every(1))
-        rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+        bits = builder.bitcast(value, ir.VectorType(INT32, lanes))
+        odd = builder.and_(builder.lshr(bits, every(16, lanes)), every(1, lanes))
+        rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF, lanes)), odd), every(16, lanes))
         # rounding up would carry the digits of a NaN into its sign
-        rounded = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0), rounded)
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0, lanes), rounded)
         value = builder.trunc(rounded, ir.VectorType(ir.IntType(16), lanes))
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
         return
@@ -200,6 +296,7 @@ def pointer_cast(kind: Any) -> Any:
 floats = pointer_cast(types.CPointer(types.float32))
 bfloats = pointer_cast(types.CPointer(types.uint16))
 halves = pointer_cast(types.CPointer(types.int16))
+int8s, e4m3s, int4s = (pointer_cast(types.CPointer(codes)) for codes in (INT8, E4M3, INT4))
 integers = pointer_cast(types.CPointer(types.int64))
 short_integers = pointer_cast(types.CPointer(types.int32))
 
@@ -209,7 +306,7 @@ def load(typingctx: Any, pointer: Any, index: Any) -> Any:
     """Read 16 consecutive elements as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return load_lanes(builder, builder.gep(args[0], [args[1]]), pointer.dtype)
+        return load_lanes(builder, place(builder, args[0], args[1], pointer.dtype), pointer.dtype)
 
     return VECTOR(pointer, types.intp), codegen
 
@@ -219,7 +316,7 @@ def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Write 16 consecutive elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store_lanes(builder, args[2], builder.gep(args[0], [args[1]]), pointer.dtype)
+        store_lanes(builder, args[2], place(builder, args[0], args[1], pointer.dtype), pointer.dtype)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, VECTOR), codegen
@@ -290,7 +387,7 @@ def exp(typingctx: Any, vector: Any) -> Any:
         value = constant(EXP_TERMS[0])
         for term in EXP_TERMS[1:]:
             value = fused(builder, value, r, constant(term))
-        exponent = builder.shl(builder.bitcast(shifted, wide), ir.Constant(wide, [INT32(23)] * LANES))
+        exponent = builder.shl(builder.bitcast(shifted, wide), every(23))
         scaled = builder.bitcast(builder.add(builder.bitcast(value, wide), exponent), vector_type())
         return builder.select(vanished, constant(0.0), scaled)
 

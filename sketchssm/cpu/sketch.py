@@ -28,8 +28,8 @@ class SketchEngine(ReplayEngine):
         Bases, ranks and settings of the layer.
     num_slots : int
         Number of state slots.
-    sketch_dtype : {"bfloat16", "float32"}
-        How sketches and coefficient maps are stored.
+    sketch_dtype : str
+        Format in which sketches and coefficient maps are stored, of `sketchssm.formats`. A mixed format is the plan's.
     state_dtype, memory, phase
         See `ReplayEngine`.
     """
@@ -71,8 +71,6 @@ class SketchEngine(ReplayEngine):
 
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
-    if sketch_dtype not in ("bfloat16", "float32"):
-        raise UnsupportedError(f"sketch_dtype: backend 'cpu' has no kernels for {sketch_dtype!r}")
     if plan.flush_every != plan.window:
         raise UnsupportedError(
             f"flush_every: backend 'cpu' has no refreshes, expected the window ({plan.window}), got {plan.flush_every}"

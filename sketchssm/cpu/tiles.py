@@ -18,7 +18,17 @@ from sketchssm.cpu import simd
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, splat, total
 
-__all__ = ["accumulate", "accumulate_tile_rows", "add_product", "combine", "dots", "element", "fixed", "zero_sums"]
+__all__ = [
+    "DOT_ROWS",
+    "accumulate",
+    "accumulate_tile_rows",
+    "add_product",
+    "combine",
+    "dots",
+    "element",
+    "fixed",
+    "zero_sums",
+]
 
 TILE_ROWS = 4
 """Rows of a tile of `accumulate`."""
@@ -184,7 +194,7 @@ def _tile_combine(chunks: int) -> Any:
                     weight = builder.load(builder.gep(weights, [builder.add(start, loop.index)]))
                     every, place = simd.broadcast(builder, weight), element(builder, first, (loop.index, step))
                     for chunk, variable in enumerate(accumulators):
-                        pointer = builder.gep(rows, [builder.add(place, fixed(LANES * chunk))])
+                        pointer = simd.place(builder, rows, builder.add(place, fixed(LANES * chunk)), kind)
                         add_product(builder, variable, every, simd.load_lanes(builder, pointer, kind))
             for chunk, variable in enumerate(accumulators):
                 pointer = builder.gep(args[0], [builder.add(args[1], fixed(LANES * chunk))])
@@ -248,7 +258,8 @@ def _tile_dots(rows: int, vectors: int) -> Any:
                     for n in range(vectors)
                 ]
                 for row, start in enumerate(starts):
-                    value = simd.load_lanes(builder, at(0, builder.add(start, shift)), r.dtype)
+                    place = simd.place(builder, args[0], builder.add(start, shift), r.dtype)
+                    value = simd.load_lanes(builder, place, r.dtype)
                     for n in range(vectors):
                         add_product(builder, accumulators[n * rows + row], value, lanes[n])
             values = [builder.load(variable) for variable in accumulators]
