@@ -17,8 +17,8 @@ from sketchssm.recurrence import Layer
 
 __all__ = ["AllocationSummary", "LayerFingerprint", "ModelFingerprint", "ModelPlans"]
 
-FORMAT = FileFormat("sketchssm-model-plans", 1, (), PlanFileError)
-"""A tensor has the name of its layer, a dot, and its name in the plan."""
+FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError)
+"""The version is that of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
 
 
 class LayerFingerprint(NamedTuple):

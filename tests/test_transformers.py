@@ -6,7 +6,9 @@ Models are tiny, in float32, with large random weights: outputs then depend on t
 import copy
 import gc
 import sys
+import tomllib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,6 +21,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 st = ss.transformers
+ROOT = Path(__file__).parents[1]
 
 # Heads sum float32 products in another order. Layers of large weights amplify the rounding: logits of up to 4 differed
 # by at most 2e-5. A wrong state changes them by more than 0.1.
@@ -444,8 +447,32 @@ def test_bad_plans(qwen):
         st.patch(qwen, {"x": None})
 
 
-@pytest.mark.parametrize("version", ("5.19.2", "4.57.0.dev0"))
-def test_old_versions(qwen, version, monkeypatch):
+@pytest.mark.parametrize("version", ("5.19.2", "4.57.0.dev0", "6.0.0"))
+def test_other_versions(qwen, version, monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # may not be the one imported above
-    with pytest.raises(ValueError, match=r"transformers: expected version 5\.20 or later, got " + version):
+    with pytest.raises(ValueError, match=r"transformers: expected a version >=5\.20,<6, got " + version):
         st.layers(qwen)
+
+
+def test_the_extra_names_the_versions():
+    from sketchssm.transformers.modeling import LEAST_VERSION, NEXT_VERSION
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    least, after = (".".join(map(str, x)) for x in (LEAST_VERSION, NEXT_VERSION))
+    assert extras["transformers"] == ["torch", f"transformers>={least},<{after}"]
+
+
+def test_repeated_key_heads(qwen, monkeypatch):
+    """Versions before 5.23 repeat queries and keys for all value heads."""
+    want = unpatched(qwen, prompt())
+    rule = next(iter(st.layers(qwen).values())).rule
+    module = sys.modules[type(qwen).__module__]
+    with st.patch(qwen, "standard", slots=2, backend="cpu"), monkeypatch.context() as repeated:
+        for name in (rule.prefill, rule.decode):
+            run = getattr(module, name)
+
+            def repeat(query, key, *given, run=run, **named):
+                return run(query.repeat_interleave(2, 2), key.repeat_interleave(2, 2), *given, **named)
+
+            repeated.setattr(module, name, repeat)
+        assert_same(generate(qwen, prompt()), want)

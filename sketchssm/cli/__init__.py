@@ -16,8 +16,8 @@ __all__ = ["main"]
 
 COMMANDS = {
     "demo": "Calibrate, plan, decode and compare on the shipped traces.",
-    "calibrate": "Make plans from traces.",
-    "evaluate": "Compare the sketch with every other system on traces, or check a plan.",
+    "calibrate": "Make plans from traces, or of a whole model.",
+    "evaluate": "Compare the sketch with every other system on traces, or check plans.",
     "bench": "Time decode systems on this machine's GPU or CPU.",
     "info": "Describe this installation, or a plan file.",
 }

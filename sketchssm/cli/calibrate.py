@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from sketchssm.cli import options
+from sketchssm.cli.models import ModelText, calibrate_model, model_options
 
 if TYPE_CHECKING:
     from sketchssm.evaluate import Settings
@@ -21,7 +22,7 @@ __all__ = ["command"]
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="Plan file or, for several trace files, a folder with one plan each.",
+    help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
 @click.option(
     "--mean-rank",
@@ -37,6 +38,7 @@ __all__ = ["command"]
     "refreshed without reading the state.  [default: the window]",
 )
 @options.map_settings
+@model_options
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -44,19 +46,38 @@ def command(
     mean_rank: float,
     flush_every: int | None,
     settings: Settings,
+    source: ModelText | None,
     json_file: str | None,
 ) -> None:
-    """Make plans from TRACES, one npz file per layer.
+    """Make plans from TRACES, one npz file per layer, or of all layers of a --model.
 
     Bases are fitted on the first two thirds of the calibration sequences and ranks are scored on the rest. Several
-    files share one budget: ranks go to the layers and heads that need them.
+    files share one budget: ranks go to the layers and heads that need them. So do the layers of a model.
     """
+    if source is not None:
+        from sketchssm.cli.output import Output
+
+        check_outputs((source.text,), [out], json_file)
+        calibrate_model(source, out, mean_rank, flush_every, settings, Output(json_file))
+    else:
+        calibrate_traces(traces, out, mean_rank, flush_every, settings, json_file)
+
+
+def calibrate_traces(
+    traces: tuple[Path, ...],
+    out: Path,
+    mean_rank: float,
+    flush_every: int | None,
+    settings: Settings,
+    json_file: str | None,
+) -> None:
+    """Make one plan for each trace file."""
     import numpy as np
 
     from sketchssm import traffic
     from sketchssm.calibrate.allocation import allocate_ranks
     from sketchssm.calibrate.refreshes import refresh_errors
-    from sketchssm.cli.output import Output, percent, scientific
+    from sketchssm.cli.output import Output, percent, ranks_text, scientific
     from sketchssm.evaluate import calibrate
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import DENSE, check_flush_every
@@ -136,7 +157,7 @@ def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
 
 
 def check_outputs(traces: tuple[Path, ...], plans: list[Path], json_file: str | None) -> None:
-    """Refuse to write a file over a trace file, or a report over a plan."""
+    """Refuse to write a file over one that is read, or a report over a plan."""
     outputs = [("--out", path) for path in plans]
     if json_file not in (None, "-"):
         outputs.append(("--json", Path(str(json_file))))
@@ -145,14 +166,3 @@ def check_outputs(traces: tuple[Path, ...], plans: list[Path], json_file: str | 
         if path.resolve() in taken:
             raise click.UsageError(f"{option}: expected a file of its own, got {path}")
         taken.add(path.resolve())
-
-
-def ranks_text(ranks: Any) -> str:
-    """Ranks of the heads of a layer; a summary for more than 16 heads."""
-    from sketchssm.recurrence import DENSE
-
-    if len(ranks) <= 16:
-        return " ".join("full" if rank == DENSE else str(rank) for rank in ranks)
-    sketched = ranks[ranks != DENSE]
-    span = f"{sketched.min()} to {sketched.max()}, mean {sketched.mean():.2f}" if sketched.size else "none"
-    return f"{span}; {int((ranks == DENSE).sum())} full"

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING
 import click
 
 from sketchssm.cli import options
+from sketchssm.cli.models import ModelText, evaluate_model, model_options
 from sketchssm.cli.options import Numbers
 
 if TYPE_CHECKING:
     from sketchssm.evaluate import Settings
 
 __all__ = ["command"]
+
+
+TRACE_OPTIONS = (
+    *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix", "report"),
+    *options.MAP_SETTINGS,
+)
+"""Names of the options that have no effect on a model."""
 
 
 @click.command("evaluate")
@@ -62,6 +70,12 @@ __all__ = ["command"]
     callback=options.needs_matplotlib,
     help="Write everything as one page of HTML (needs matplotlib).",
 )
+@model_options
+@click.option(
+    "--plans",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Plans of --model, from sketchssm calibrate --model.",
+)
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -77,12 +91,25 @@ def command(
     plots: bool,
     suffix: str,
     report: Path | None,
+    source: ModelText | None,
+    plans: Path | None,
     json_file: str | None,
 ) -> None:
     """Decode the test sequences of TRACES with every system and say what each retains, costs and loses.
 
     Each file is calibrated first. Finished results are kept in the folder of --out; an interrupted run goes on there.
+
+    With --model, say what the --plans of a whole model cost and lose on a text.
     """
+    if source is not None:
+        options.refuse("with --model", TRACE_OPTIONS)
+        if plans is None:
+            raise click.UsageError("--plans: expected plans of the model")
+        from sketchssm.cli.output import Output
+
+        evaluate_model(source, plans, backend, Output(json_file))
+        return
+    options.refuse("without --model", ("plans",))
     if plots and out is None:
         raise click.UsageError("--plots: expected --out FOLDER to draw into")
     if not plots:

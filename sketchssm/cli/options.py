@@ -99,10 +99,8 @@ def seed(command: F) -> F:
 
 
 def trace_files(command: F) -> F:
-    """``TRACES...``."""
-    return click.argument(
-        "traces", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-    )(command)
+    """``TRACES...``, which a command may leave out where `sketchssm.cli.models.model_options` has a model."""
+    return click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))(command)
 
 
 def map_settings(command: F) -> F:

@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sketchssm.files import write_whole
+from sketchssm.recurrence import DENSE
 
-__all__ = ["Output", "percent", "plain", "scientific"]
+__all__ = ["Output", "percent", "plain", "ranks_text", "scientific"]
 
 
 class Output:
@@ -124,3 +125,12 @@ def percent(share: float, digits: int = 2) -> str:
 def scientific(number: float) -> str:
     """Format an error."""
     return f"{number:.1e}" if number else "0"
+
+
+def ranks_text(ranks: Any) -> str:
+    """Ranks of the heads of a layer; a summary for more than 16 heads."""
+    if len(ranks) <= 16:
+        return " ".join("full" if rank == DENSE else str(rank) for rank in ranks)
+    sketched = ranks[ranks != DENSE]
+    span = f"{sketched.min()} to {sketched.max()}, mean {sketched.mean():.2f}" if sketched.size else "none"
+    return f"{span}; {int((ranks == DENSE).sum())} full"

@@ -6,6 +6,13 @@ modeling file of transformers calls its recurrence through two functions of the 
 patched layer runs (`sketchssm.transformers.modeling`).
 """
 
+from importlib.util import find_spec
+
+if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+    raise ModuleNotFoundError(
+        f"sketchssm.transformers needs {' and '.join(missing)}; install with: pip install 'sketchssm[transformers]'"
+    )
+
 from sketchssm.model_plans import ModelPlans
 from sketchssm.transformers.calibration import calibrate, fingerprint
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate

@@ -202,7 +202,8 @@ def _traffic(layer: RecurrentLayer, head: ExactHead | None) -> LayerTraffic:
         return LayerTraffic(standard, standard)
     if isinstance(head, SketchHead):
         plan = head.plan
-        cost = traffic.sketch(shape.kind, *sizes, plan.ranks, plan.window, plan.map, head.state_dtype)
+        narrow: Any = {"sketch_dtype": plan.sketch_dtype, "wide": plan.wide}
+        cost = traffic.sketch(shape.kind, *sizes, plan.ranks, plan.window, plan.map, head.state_dtype, **narrow)
         return LayerTraffic(standard, float(cost.sum()))
     if isinstance(head, StandardHead):
         return LayerTraffic(standard, shape.heads * traffic.standard(*sizes, head.state_dtype))

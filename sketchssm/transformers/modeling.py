@@ -17,8 +17,8 @@ from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
 
-LEAST_VERSION = (5, 20)
-"""Of transformers: from here on every modeling file calls its recurrence through the functions of `RULES`."""
+LEAST_VERSION, NEXT_VERSION = (5, 20), (6,)
+"""Of transformers. In the versions between, every modeling file calls its recurrence by the functions of `RULES`."""
 
 NORM_EPSILON = 1e-6
 """Of the squared norm of queries and keys, as in transformers."""
@@ -188,7 +188,7 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     Raises
     ------
     ValueError
-        If the version of transformers is too old, or no layer has a recurrence that is known.
+        If the version of transformers is not supported, or no layer has a recurrence that is known.
     """
     check_version()
     found = {}
@@ -210,9 +210,9 @@ def check_version() -> None:
     import transformers
 
     version = transformers.__version__
-    if tuple(int(x) for x in version.split(".")[:2]) < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
-        raise ValueError(f"transformers: expected version {least} or later, got {version}")
+    if not LEAST_VERSION <= tuple(int(x) for x in version.split(".")[:2]) < NEXT_VERSION:
+        least, after = (".".join(map(str, x)) for x in (LEAST_VERSION, NEXT_VERSION))
+        raise ValueError(f"transformers: expected a version >={least},<{after}, got {version}")
 
 
 class Handler(Protocol):
@@ -308,6 +308,10 @@ def _dispatcher(original: Any, name: str) -> Callable[..., Any]:
 
         decoding = name == layer.rule.decode
         call = layer.rule.call(given, decoding)
+        repeats = call.tokens.q.shape[-2] // layer.layer.key_heads
+        if repeats > 1:  # transformers before 5.23 repeats the key heads of gdn for their value heads
+            q, k = (x[..., ::repeats, :] for x in call.tokens[:2])
+            call = call._replace(tokens=call.tokens._replace(q=q, k=k))
         return (handler.decode if decoding else handler.prefill)(run, given, call, cache)
 
     return dispatch

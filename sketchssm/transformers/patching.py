@@ -66,7 +66,7 @@ def patch(
     ------
     ValueError
         If plans were made for another model, a plan's layer does not exist or has another shape, or the version of
-        transformers is too old.
+        transformers is not supported.
     FileNotFoundError
         If there is no such file of plans.
     PlanFileError

@@ -1,0 +1,178 @@
+"""`sketchssm calibrate --model` and `evaluate --model` on a tiny model on disk."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from test_cli import invoke
+from test_transformers import make, prompt
+
+import sketchssm as ss
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+st = ss.transformers
+
+SHORT = ["--length", 24, "--rows", 3, "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model and a tokenizer of 63 words, ids as text and as an array."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("model")
+    make("Qwen3Next").save_pretrained(path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    ids = prompt(1, 100)[0].numpy()
+    (path / "text.txt").write_text(" ".join(f"w{i}" for i in ids))
+    np.save(path / "text.npy", ids)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plans(folder):
+    path = folder / "plans.safetensors"
+    arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--mean-rank", 3]
+    result = invoke("calibrate", *arguments, "--out", path, "--json", folder / "report.json")
+    return path, result.output
+
+
+def test_calibrate(folder, plans):
+    """The file is that of `calibrate` with the same settings."""
+    path, output = plans
+    got = st.ModelPlans.load(path)
+    want = st.calibrate(make("Qwen3Next"), prompt(1, 100)[0, :72], length=24, window=4, mean_rank=3)
+    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
+    assert got.fingerprint == want.fingerprint
+    assert "model.layers.1.linear_attn" in output
+    assert f"{got.reduction:.2f}x less state traffic" in output
+    report = json.loads((folder / "report.json").read_text())
+    assert report["layers"]["model.layers.0.linear_attn"]["ranks"] == got["model.layers.0.linear_attn"].ranks.tolist()
+    assert (report["tokens"], report["method"]) == (72, "gradient")
+
+
+def test_token_ids_in_place_of_text(folder, plans, tmp_path):
+    out = tmp_path / "new" / "plans.safetensors"
+    arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--window", 4, "--mean-rank", 3]
+    invoke("calibrate", *arguments, "--out", out)
+    assert out.read_bytes() == plans[0].read_bytes()
+
+
+def test_evaluate(folder, plans):
+    arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--backend", "cpu"]
+    result = invoke("evaluate", *arguments, "--plans", plans[0], "--json", "-")
+    report = json.loads(result.stdout)
+    rows = prompt(1, 100)[0, :72].view(3, 24)
+    want = st.evaluate(make("Qwen3Next"), rows, plans[0], backend="cpu")
+    assert report["loss"] == pytest.approx(want.loss, abs=1e-6)
+    assert report["patched_loss"] == pytest.approx(want.patched_loss, abs=1e-6)
+    assert report["divergence"] == pytest.approx(want.divergence, abs=1e-6)
+    assert report["agreement"] == want.agreement
+    assert report["layers"]["model.layers.0.linear_attn"]["standard"] == 3072
+    assert f"{want.patched_perplexity:.2f}" in result.stderr
+    assert "3.1" in result.stderr  # kB
+
+
+def test_types_of_parameters(folder, plans):
+    """The same plans serve the model in other types."""
+    arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--backend", "cpu", "--dtype", "bfloat16"]
+    report = json.loads(invoke("evaluate", *arguments, "--plans", plans[0], "--json", "-").stdout)
+    assert report["patched_loss"] == pytest.approx(report["loss"], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (["calibrate", "--out", "x"], "TRACES: expected trace files, or --model DIR"),
+        (["calibrate", "--out", "x", "--rows", "3"], "--rows: has no effect without --model"),
+        (["calibrate", "--out", "x", "--model", "{}"], "--text: expected a text for the model to read"),
+        (["calibrate", "--out", "x", "--model", "{}", "{}/text.npy"], "--model: expected no trace files beside"),
+        (
+            ["calibrate", "--out", "{}", "--model", "{}", "--text", "{}/text.npy"],
+            "--out: expected a file for the plans",
+        ),
+        (
+            ["calibrate", "--out", "{}/text.npy", "--model", "{}", "--text", "{}/text.npy"],
+            "--out: expected a file of its own",
+        ),
+        (
+            ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/text.npy"],
+            "text.npy: text: expected at least 2 rows, got 0",
+        ),
+        (
+            ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/model.safetensors"],
+            "--text: expected UTF-8 text or an npy file",
+        ),
+        (
+            ["calibrate", "--out", "x", "--model", "{}/..", "--text", "{}/text.npy", "--length", "24"],
+            "--model: AutoModelForCausalLM of transformers can't read",
+        ),
+        (
+            [
+                "calibrate",
+                "--out",
+                "x",
+                "--model",
+                "{}",
+                "--text",
+                "{}/text.npy",
+                "--length",
+                "24",
+                "--device",
+                "none",
+            ],
+            "--device: 'none' can't be used",
+        ),
+        (["evaluate", "--model", "{}", "--text", "{}/text.npy"], "--plans: expected plans of the model"),
+        (
+            ["evaluate", "--model", "{}", "--text", "{}/text.npy", "--window", "8"],
+            "--window: has no effect with --mod",
+        ),
+        (["evaluate", "--model", "{}", "--text", "{}/text.npy", "--out", "x"], "--out: has no effect with --model"),
+        (["evaluate", "{}/text.npy", "--plans", "{}/text.npy"], "--plans: has no effect without --model"),
+        (
+            ["evaluate", "--model", "{}", "--text", "{}/text.npy", "--plans", "{}/text.npy"],
+            "text.npy: not a whole safetensors file",
+        ),
+    ),
+)
+def test_errors(folder, arguments, message):
+    result = invoke(*(argument.format(folder) for argument in arguments), code=2)
+    assert message in " ".join(result.stderr.split())
+
+
+def test_ids_of_another_shape(folder, tmp_path):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.zeros((2, 9), np.int64))
+    result = invoke("calibrate", "--out", "x", "--model", folder, "--text", path, code=2)
+    assert "--text: expected token ids of shape (tokens,), got (2, 9)" in result.stderr
+
+
+def test_plans_of_another_model(folder, plans, tmp_path):
+    other = make("Qwen3Next")
+    with torch.no_grad():
+        other.model.layers[1].linear_attn.in_proj_ba.weight.zero_()
+    other.save_pretrained(tmp_path)
+    arguments = ["--model", tmp_path, "--text", folder / "text.npy", *SHORT, "--plans", plans[0]]
+    result = invoke("evaluate", *arguments, code=2)
+    assert "Error: plans: made for another model: layer model.layers.1.linear_attn: expected param" in result.stderr
+
+
+@pytest.mark.parametrize("package", ("torch", "transformers"))
+def test_missing_packages(package, folder):
+    """One line says which package is missing and how to install it."""
+    script = f"""
+import sys
+sys.modules["{package}"] = None
+from sketchssm.cli import main
+main(["calibrate", "--out", "x", "--model", {str(folder)!r}, "--text", {str(folder / "text.npy")!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"Error: sketchssm.transformers needs {package}; install with: pip install 'sketchssm[transformers]'"
+    ]
