@@ -118,6 +118,13 @@ def test_rows_that_are_cut(qwen, plans):
         assert all(got[name].fingerprint == want[name].fingerprint for name in want)
 
 
+def test_refreshed_sketches(qwen):
+    plans = st.calibrate(qwen, text(), mean_rank=2, window=WINDOW, flush_every=8)
+    assert all((plan.window, plan.flush_every) == (WINDOW, 8) for plan in plans.values())
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.linear_attn: flush_every: .* reads its full state"):
+        st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW, flush_every=8)
+
+
 def test_progress(qwen):
     labels = []
     st.calibrate(qwen, text(5), window=WINDOW, progress=labels.append)
@@ -139,6 +146,7 @@ def test_progress(qwen):
         ({"method": "best"}, r"method: expected one of gradient, error, .* got 'best'"),
         ({"mean_rank": 0.5}, r"mean_rank: expected a finite number of at least 1, got 0.5"),
         ({"rank_max": 0}, r"rank_max: expected an integer of at least 1, got 0"),
+        ({"flush_every": 6}, r"flush_every: expected a multiple of the window \(4\)"),
         ({"window": 1}, r"window: expected an integer from 2"),
         ({"weighting": "none"}, r"weighting: expected one of"),
     ),

@@ -18,7 +18,7 @@ from sketchssm.calibrate.scores import RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Tokens, check_window
+from sketchssm.recurrence import DENSE, Tokens, check_flush_every, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, run_row, token_rows
@@ -40,6 +40,7 @@ def calibrate(
     length: int | None = None,
     mean_rank: float = 7.0,
     window: int = 16,
+    flush_every: int | None = None,
     map: str | CoefficientMap = DEFAULT_MAP,
     method: str = "gradient",
     weighting: str = "uniform",
@@ -67,7 +68,9 @@ def calibrate(
     mean_rank : float, default 7
         Budget: the read traffic of all heads of all layers at this rank.
     window : int, default 16
-        Tokens from one flush to the next.
+        Tokens that a sketch is read for.
+    flush_every : int, optional
+        Tokens from one flush to the next, see `SketchPlan`. Default: the window.
     map : CoefficientMap or str, default "ridge"
         Coefficient map of the plans.
     method : {"gradient", "error", "sensitivity", "uniform"}, default "gradient"
@@ -104,7 +107,8 @@ def calibrate(
         raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
     map = CoefficientMap.of(map)
     found = layers(model)
-    rows = token_rows(text, tokenizer, length, least=check_window(window) + 2, rows=2)
+    every = check_flush_every(flush_every, check_window(window))
+    rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
     step = progress or (lambda label: None)
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
 
@@ -131,7 +135,10 @@ def calibrate(
     allocation = allocate_ranks(list(scores.values()), mean_rank, method, map=map)
     plans, retained = {}, {}
     for name, ranks in zip(found, allocation.ranks, strict=True):
-        plans[name] = SketchPlan(bases[name], ranks, map=map)
+        try:
+            plans[name] = SketchPlan(bases[name], ranks, map=map, flush_every=every)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         energy = scores[name].retained[range(len(ranks)), ranks]
         retained[name] = float(np.where(ranks == DENSE, 1.0, energy).mean())
     tokens = sum(row.size for row in rows)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from sketchssm import traffic
-from sketchssm.baselines import StandardHead
+from sketchssm.baselines import ReplayHead
+from sketchssm.evaluate.systems import exact_systems, sketch_system
 from sketchssm.exact import ExactHead, SketchHead
 from sketchssm.plan import SketchPlan
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
@@ -196,15 +197,13 @@ class _Decoder:
 
 def _traffic(layer: RecurrentLayer, head: ExactHead | None) -> LayerTraffic:
     shape = layer.layer
-    sizes = shape.key_dim, shape.value_dim
-    standard = shape.heads * traffic.standard(*sizes)
+    standard = shape.heads * traffic.standard(shape.key_dim, shape.value_dim)
     if head is None:
         return LayerTraffic(standard, standard)
     if isinstance(head, SketchHead):
-        plan = head.plan
-        narrow: Any = {"sketch_dtype": plan.sketch_dtype, "wide": plan.wide}
-        cost = traffic.sketch(shape.kind, *sizes, plan.ranks, plan.window, plan.map, head.state_dtype, **narrow)
-        return LayerTraffic(standard, float(cost.sum()))
-    if isinstance(head, StandardHead):
-        return LayerTraffic(standard, shape.heads * traffic.standard(*sizes, head.state_dtype))
-    return LayerTraffic(standard, shape.heads * traffic.replay(*sizes, head.window, head.state_dtype))
+        system = sketch_system(head.plan, "sketch", state_dtype=head.state_dtype)
+    else:
+        window = head.window if isinstance(head, ReplayHead) else 1
+        systems = exact_systems(shape, window, state_dtype=head.state_dtype)
+        system = systems[isinstance(head, ReplayHead)]
+    return LayerTraffic(standard, standard / system.reduction)
