@@ -24,6 +24,12 @@ _HOME = {
     "RankScores": "calibrate.scores",
     "Allocation": "calibrate.allocation",
     "allocate_ranks": "calibrate.allocation",
+    "autoplan": "planning",
+    "Candidate": "planning",
+    "candidates": "planning",
+    "PlanPoint": "planning",
+    "PlanSearch": "planning",
+    "StepTimes": "planning",
     "PlanFileError": "plan",
     "SketchPlan": "plan",
     "DecodeHead": "head",
@@ -48,6 +54,7 @@ _MODULES = ("distributed", "models", "torch", "traffic", "transformers")
 __all__ = [
     "DENSE",
     "Allocation",
+    "Candidate",
     "ChannelScores",
     "CoefficientMap",
     "CopyReadHead",
@@ -60,6 +67,8 @@ __all__ = [
     "Layer",
     "Moments",
     "PlanFileError",
+    "PlanPoint",
+    "PlanSearch",
     "PrunedHead",
     "QuantisedHead",
     "RankScores",
@@ -71,9 +80,12 @@ __all__ = [
     "Snapshot",
     "SnapshotFileError",
     "StandardHead",
+    "StepTimes",
     "Tokens",
     "Traces",
     "allocate_ranks",
+    "autoplan",
+    "candidates",
     "distributed",
     "fit_basis",
     "low_rank_plan",
@@ -104,6 +116,7 @@ if TYPE_CHECKING:
     from sketchssm.gates import GateInput
     from sketchssm.head import DecodeHead
     from sketchssm.plan import PlanFileError, SketchPlan
+    from sketchssm.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
     from sketchssm.recurrence import DENSE, Layer, Tokens
     from sketchssm.slots import SlotPart
     from sketchssm.snapshot import Snapshot, SnapshotFileError

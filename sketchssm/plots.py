@@ -14,9 +14,10 @@ from sketchssm.bench.results import BenchResult
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
+from sketchssm.planning import PlanPoint, PlanSearch
 from sketchssm.recurrence import DENSE, ROUNDING
 
-__all__ = ["check", "draw", "load_pyplot", "rank_heatmap", "save", "step_times"]
+__all__ = ["check", "draw", "draw_frontier", "load_pyplot", "rank_heatmap", "save", "step_times"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with any colour vision."""
@@ -178,6 +179,48 @@ def step_times(results: Sequence[BenchResult], path: str | os.PathLike[str]) -> 
         figure.supxlabel("batch", fontsize=10)
         figure.supylabel("step, microseconds", fontsize=10)
         return save(figure, path)
+
+
+def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
+    """Draw the points of a search for plans, one curve per settings, and the frontier.
+
+    Parameters
+    ----------
+    found : PlanSearch
+        The search.
+    path : str or PathLike
+        Where to write; the suffix is the format.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    """
+    curves: dict[str, list[PlanPoint]] = {}
+    for point in found.points:
+        curves.setdefault(str(point.candidate), []).append(point)
+    best = {str(point.candidate) for point in found.frontier}
+    timed = found.chosen.seconds is not None
+    scale = 1e6 if timed else 1.0
+    pyplot = load_pyplot()
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(9.0, 4.2), layout="constrained")
+        for i, name in enumerate(sorted(best)):
+            own = sorted(curves[name], key=lambda point: point.cost)
+            axes.plot([scale * p.cost for p in own], [p.error for p in own], label=name, **_look(i))
+        others = [point for name, own in curves.items() if name not in best for point in own]
+        axes.plot([scale * p.cost for p in others], [p.error for p in others], ".", color="#bbbbbb", label="others")
+        line = found.frontier
+        axes.plot([scale * p.cost for p in line], [p.error for p in line], color="black", linewidth=0.8, zorder=1)
+        axes.plot(scale * found.chosen.cost, found.chosen.error, "o", color="black", markersize=11, fillstyle="none")
+        axes.set_yscale("log")
+        figure.supxlabel("microseconds of a step" if timed else "bytes of a step, share of standard decoding's")
+        return _finish(figure, [axes], "relative error of the outputs", Path(path))
 
 
 def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:

@@ -254,8 +254,10 @@ def sketch(
         Coefficient map, see `sketch_read`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
-    sketch_dtype, wide
-        See `sketch_read`.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps, see `sketch_read`.
+    wide : array_like, optional
+        Columns with 8 bits, see `sketch_read`.
     flush_every : int, optional
         Tokens from one flush to the next (F), a multiple of W; default W.
 
@@ -314,8 +316,10 @@ def reduction(
         Coefficient map, see `sketch_read`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
-    sketch_dtype, wide
-        See `sketch_read`.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps, see `sketch_read`.
+    wide : array_like, optional
+        Columns with 8 bits, see `sketch_read`.
     flush_every : int, optional
         See `sketch`.
 
@@ -340,7 +344,7 @@ def reduction(
     The same with a flush every 64 tokens, and refreshes of the sketch in between:
 
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9, flush_every=64), 2)
-    14.2
+    14.28
     """
     narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide, "flush_every": flush_every}
     used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)

@@ -160,7 +160,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     batch : int
         Rows of a step.
     window : int
-        Tokens from one flush to the next.
+        Tokens from one flush to the next; of a plan with refreshes, its `flush_every`.
     on_device : bool, default False
         Whether q, k, v, raw gate inputs and outputs are bf16 and sketches are packed as in the CUDA kernels. Else
         inputs are float32, and sketches as in the byte model.
@@ -169,8 +169,8 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     -------
     StepBytes
         States, sketches and maps as in `sketchssm.traffic`, plus the parts that this model leaves out: inputs and
-        outputs, the ring (a token is written once and read at each later token of the window), and the sketch that a
-        flush writes.
+        outputs, the ring (a token is written once and read at each later token of the window, and by the flush), and
+        the sketch that a flush or a refresh writes.
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
@@ -181,13 +181,16 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     if system.name == "standard":
         return StepBytes(batch * (whole + moved), batch * (whole + moved))
     buffered = taken - activation * sizes["q"]  # queries are not kept
-    read, written = whole / 2, 0.0
+    read, written, between = whole / 2, 0.0, window
     if system.plan is not None:
+        between = system.plan.window
         sketches = _sketch_bytes(system.plan, on_device, system.state_dtype)
         read, written = float(sketches.sum()), float(sketches[system.plan.ranks != DENSE].sum())
-    earlier = max(window - 2, 0) / 2  # tokens in the ring, mean over the positions before the flush
+    # means over the positions before the flush: tokens of the window in the ring, refreshes
+    earlier = float(np.mean(np.arange(max(window - 1, 1)) % between))
+    refreshes = (window // between - 1) / max(window - 1, 1)
     return StepBytes(
-        batch * (read + moved + buffered * (1 + earlier)),
+        batch * (read + moved + buffered * (1 + earlier) + refreshes * written),
         batch * (whole + moved + buffered * (window - 1) + written),
     )
 

@@ -1,4 +1,4 @@
-"""The command line: ``sketchssm demo | calibrate | evaluate | bench | info``.
+"""The command line: ``sketchssm demo | calibrate | plan | evaluate | bench | info``.
 
 Each command is a module of its own, imported when it is called, so that ``sketchssm --help`` is instant.
 """
@@ -17,6 +17,7 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": "Calibrate, plan, decode and compare on the shipped traces.",
     "calibrate": "Make plans from traces, or of a whole model.",
+    "plan": "Choose map, format, window, flushes and ranks for a target, by measurement.",
     "evaluate": "Compare the sketch with every other system on traces, or check plans.",
     "bench": "Time decode systems on this machine's GPU or CPU.",
     "info": "Describe this installation, or a plan file.",

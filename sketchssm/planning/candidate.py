@@ -1,0 +1,95 @@
+"""Settings that all layers of a model share in a plan: map, format, window and flushes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from sketchssm.coefficients import CoefficientMap
+from sketchssm.formats import SketchFormat
+from sketchssm.recurrence import check_window
+
+__all__ = ["Candidate", "candidates"]
+
+MAPS = (
+    CoefficientMap("ridge"),
+    CoefficientMap("ridge", ridge=0.01),
+    CoefficientMap("lowrank"),
+    CoefficientMap("prior"),
+    CoefficientMap("offline"),
+)
+SKETCH_DTYPES = ("bfloat16", "int8", "int8+int4")
+WINDOWS = (16, 32)
+FLUSHES = (1, 4)
+MOST_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of a plan besides its ranks.
+
+    Parameters
+    ----------
+    map : CoefficientMap
+        Coefficient map.
+    sketch_dtype : str
+        Format of sketches and maps, see `SketchFormat`.
+    window : int
+        Tokens from one sketch to the next (W).
+    flush_every : int
+        Tokens from one flush of the state to the next, a multiple of `window`.
+    """
+
+    map: CoefficientMap
+    sketch_dtype: str = "bfloat16"
+    window: int = 16
+    flush_every: int = 16
+
+    def __str__(self) -> str:
+        """All settings: ``ridge(ridge=0.001), int8, window 16, flush 64``."""
+        return f"{self.map}, {self.sketch_dtype}, window {self.window}, flush {self.flush_every}"
+
+
+def candidates(
+    maps: Iterable[str | CoefficientMap] = MAPS,
+    sketch_dtypes: Sequence[str] = SKETCH_DTYPES,
+    windows: Sequence[int] = WINDOWS,
+    flushes: Sequence[int] = FLUSHES,
+) -> list[Candidate]:
+    """List all combinations of settings that exist.
+
+    Parameters
+    ----------
+    maps : iterable of CoefficientMap or str
+        Coefficient maps; a name stands for the map with its default parameters. Default: `ridge` with 0.001 and 0.01,
+        `lowrank`, `prior` and `offline`.
+    sketch_dtypes : sequence of str, default ("bfloat16", "int8", "int8+int4")
+        Formats. Combinations with a map that a format does not serve are left out.
+    windows : sequence of int, default (16, 32)
+        Tokens from one sketch to the next.
+    flushes : sequence of int, default (1, 4)
+        Windows from one flush of the state to the next. Combinations of more than 128 tokens are left out.
+
+    Returns
+    -------
+    list of Candidate
+        The combinations.
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or no combination exists.
+    """
+    known = [CoefficientMap.of(map) for map in maps]
+    formats = [SketchFormat.of(name) for name in sketch_dtypes]
+    for window in windows:
+        check_window(window)
+    found = [
+        Candidate(map, form.name, window, window * flush)
+        for map, form, window, flush in product(known, formats, windows, flushes)
+        if (form.splits(map) or not form.mixed) and window * flush <= MOST_TOKENS
+    ]
+    if not found:
+        raise ValueError("candidates: expected at least one map, format, window and flush that go together, got none")
+    return found

@@ -1,0 +1,189 @@
+"""One layer of a model to plan: its calibration, and the errors of a plan."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.scores import RankScores
+from sketchssm.evaluate.calibrated import Calibrated, calibrate
+from sketchssm.exact import SketchHead
+from sketchssm.interop import to_host
+from sketchssm.plan import SketchPlan
+from sketchssm.planning.candidate import Candidate
+from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.reference.recurrence import Array, run
+from sketchssm.traces import Traces
+
+__all__ = ["Energies", "PlannedLayer", "ScoredLayer", "TracedLayer"]
+
+Energies = npt.NDArray[np.float64]
+
+
+class PlannedLayer(Protocol):
+    """What the search needs of a layer.
+
+    Attributes
+    ----------
+    layer : Layer
+        Kind and shape.
+    graded : bool
+        Whether errors can be weighted by the gradient of the loss.
+    """
+
+    layer: Layer
+    graded: bool
+
+    def refusal(self, candidate: Candidate) -> str:
+        """Why the errors of a candidate can't be measured; empty if they can."""
+
+    def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
+        """Basis and rank scores for a window."""
+
+    def error(self, plan: SketchPlan, graded: bool) -> Energies:
+        """Energy ``(2, heads)`` of the error and of the signal, weighted by the gradient of the loss if `graded`."""
+
+    def test_error(self, plan: SketchPlan) -> Energies:
+        """Energy ``(2, heads)`` of the error and of the signal on text that the search has not seen."""
+
+
+class TracedLayer:
+    """Traces of one layer, calibrated once for each window. Errors are those of a head that decodes them.
+
+    Parameters
+    ----------
+    traces : Traces
+        Traces of the layer.
+    weighting : {"uniform", "output"}
+        Weight of a sample in the basis, see `Moments`.
+    backend : str
+        Where to decode.
+    """
+
+    def __init__(self, traces: Traces, weighting: str, backend: str) -> None:
+        self.layer = traces.layer
+        self.traces = traces
+        self._weighting, self._backend = weighting, backend
+        self._scored, self._grad = traces.score_part()
+        self._calibrated: dict[int, Calibrated] = {}
+        self.graded = self._grad is not None
+
+    def refusal(self, candidate: Candidate) -> str:
+        """See `PlannedLayer`."""
+        return ""
+
+    def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
+        """Return basis and rank scores for a window.
+
+        Parameters
+        ----------
+        window : int
+            Tokens from one sketch to the next.
+
+        Returns
+        -------
+        basis : SketchBasis
+            Fitted to `Traces.fit_part`.
+        scores : RankScores
+            Measured on `Traces.score_part`.
+        """
+        if window not in self._calibrated:
+            self._calibrated[window] = calibrate(self.traces, window, weighting=self._weighting)
+        return self._calibrated[window].basis, self._calibrated[window].scores
+
+    def error(self, plan: SketchPlan, graded: bool) -> Energies:
+        """Decode the scored sequences with a plan and compare with float64.
+
+        Parameters
+        ----------
+        plan : SketchPlan
+            Plan of the layer.
+        graded : bool
+            Whether to weight errors by the gradient of the loss.
+
+        Returns
+        -------
+        ndarray of float64, (2, heads)
+            Energy of the error and of the outputs: sums of ``|delta|^2`` and ``|o|^2``, or of ``(grad^T delta)^2`` and
+            ``(grad^T o)^2``.
+        """
+        error = self._decoded(plan, self._scored) - self._output
+        if not graded or self._grad is None:
+            return np.stack([np.square(x).sum(axis=(0, 1, 3)) for x in (error, self._output)])
+        return np.stack([np.square((x * self._grad).sum(axis=-1)).sum(axis=(0, 1)) for x in (error, self._output)])
+
+    def test_error(self, plan: SketchPlan) -> Energies:
+        """Decode the test sequences with a plan and compare with float64.
+
+        Parameters
+        ----------
+        plan : SketchPlan
+            Plan of the layer.
+
+        Returns
+        -------
+        ndarray of float64, (2, heads)
+            Sums of ``|delta|^2`` and ``|o|^2``.
+        """
+        want = run(self.layer, *self.traces.test)[0]
+        error = self._decoded(plan, self.traces.test) - want
+        return np.stack([np.square(x).sum(axis=(0, 1, 3)) for x in (error, want)])
+
+    @cached_property
+    def _output(self) -> Array:
+        """Outputs of the scored sequences in float64."""
+        return run(self.layer, *self._scored)[0]
+
+    def _decoded(self, plan: SketchPlan, tokens: Tokens) -> Array:
+        """Outputs ``(sequences, tokens, heads, V)`` of a head with the plan."""
+        head = SketchHead(plan, tokens.v.shape[0], self._backend)
+        if head.backend == "cuda":
+            head.warmup("float32")
+        return np.asarray(to_host(head.step(*tokens), "output"), dtype=np.float64)
+
+
+class ScoredLayer:
+    """Basis and rank scores of one layer, without its traces.
+
+    Errors are those of the ideal map, relative to the state reads, which `ridge` nearly attains. The errors of other
+    maps, of other windows and of refreshes are unknown.
+
+    Parameters
+    ----------
+    basis : SketchBasis
+        Basis of the layer.
+    scores : RankScores
+        Scores of the basis.
+    """
+
+    def __init__(self, basis: SketchBasis, scores: RankScores) -> None:
+        self.layer = basis.layer
+        self.graded = bool(scores.graded)
+        self._basis, self._scores = basis, scores
+
+    def refusal(self, candidate: Candidate) -> str:
+        """See `PlannedLayer`."""
+        window = self._scores.window
+        if candidate.map.storage != "dense":
+            return f"without traces, only the errors of exact and ridge are known, got {candidate.map}"
+        if (candidate.window, candidate.flush_every) != (window, window):
+            return f"without traces, expected the window and flush of the scores, {window} tokens, got {candidate}"
+        return ""
+
+    def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
+        """See `PlannedLayer`."""
+        return self._basis, self._scores
+
+    def error(self, plan: SketchPlan, graded: bool) -> Energies:
+        """See `PlannedLayer`."""
+        curves = self._scores.paired if graded else self._scores.error
+        lost = np.where(plan.ranks == DENSE, 0.0, curves[np.arange(self.layer.heads), plan.ranks])
+        return np.stack([lost, curves[:, 0]])
+
+    def test_error(self, plan: SketchPlan) -> Energies:
+        """See `PlannedLayer`; there is no such text."""
+        raise ValueError("traces: expected traces of every layer for errors on the test sequences, got scores")

@@ -1,0 +1,264 @@
+"""The search for plans against its definitions, on small random traces."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import invoke
+from test_traces import write_traces
+
+from sketchssm.calibrate.allocation import allocate_ranks
+from sketchssm.evaluate import calibrate
+from sketchssm.exact import SketchHead
+from sketchssm.plan import SketchPlan
+from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
+from sketchssm.planning.search import PlanPoint, frontier
+from sketchssm.reference.recurrence import run
+from sketchssm.traces import Traces
+
+WINDOW = 8
+TRIED = candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW), (1,))
+RANKS = (1, 2, 4)
+SETTINGS = {"candidates": TRIED, "mean_ranks": RANKS, "backend": "reference"}
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory):
+    """Two layers of different kinds; only the first has gradients."""
+    folder = tmp_path_factory.mktemp("traces")
+    first, second = (Traces.load(write_traces(folder / f"{kind}.npz", kind)) for kind in ("gdn", "mamba2"))
+    return [first, replace(second, grad=None)]
+
+
+@pytest.fixture(scope="module")
+def search(layers):
+    return autoplan(layers, error=10.0, **SETTINGS)
+
+
+def point(cost, error):
+    return PlanPoint(TRIED[0], 1.0, (), error, cost)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12))
+def test_frontier(pairs):
+    points = [point(*pair) for pair in pairs]
+    line = frontier(points)
+    assert [p.cost for p in line] == sorted({p.cost for p in line})
+    for p in points:
+        assert any(q.cost <= p.cost and q.error <= p.error for q in line)
+    for p in line:
+        assert not any(
+            q.cost <= p.cost and q.error <= p.error and (q.cost, q.error) != (p.cost, p.error) for q in points
+        )
+
+
+def test_points_are_measured(layers, search):
+    """Plans are those of one allocation over both layers, and errors those of the float64 recurrence."""
+    assert [(p.candidate, p.mean_rank) for p in search.points] == [(c, r) for c in TRIED for r in RANKS]
+    assert not search.graded
+    found = search.points[4]
+    calibrated = [calibrate(traces, found.candidate.window) for traces in layers]
+    allocation = allocate_ranks([own.scores for own in calibrated], found.mean_rank, map=found.candidate.map)
+    shares = []
+    for traces, own, ranks, plan in zip(layers, calibrated, allocation.ranks, found.plans, strict=True):
+        want = SketchPlan(own.basis, ranks, map=found.candidate.map)
+        assert plan.fingerprint == want.fingerprint
+        tokens = traces.score_part()[0]
+        exact = run(traces.layer, *tokens)[0]
+        away = SketchHead(want, tokens.v.shape[0], "reference").step(*tokens) - exact
+        shares += (np.square(away).sum(axis=(0, 1, 3)) / np.square(exact).sum(axis=(0, 1, 3))).tolist()
+    assert found.error == pytest.approx(np.sqrt(np.mean(shares)), rel=1e-12)  # the same float64 numbers
+
+
+def test_errors_weighted_by_gradients(layers):
+    traces = layers[0]
+    found = autoplan([traces], error=10.0, candidates=TRIED[:1], mean_ranks=(2,), backend="reference")
+    assert found.graded
+    tokens, grad = traces.score_part()
+    exact = run(traces.layer, *tokens)[0]
+    away = SketchHead(found.plans[0], tokens.v.shape[0], "reference").step(*tokens) - exact
+    lost, whole = (np.square((grad * x).sum(axis=-1)).sum(axis=(0, 1)) for x in (away, exact))
+    assert found.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
+
+
+def test_traffic_counts_the_ring(search):
+    """A longer window flushes less often but reads more of its ring."""
+    by_window = {p.candidate.window: p.traffic for p in search.points if p.mean_rank == 2}
+    assert set(by_window) == {WINDOW, 2 * WINDOW}
+    reductions = {p.candidate.window: p.plans[0].reduction for p in search.points if p.mean_rank == 2}
+    gain = reductions[2 * WINDOW] / reductions[WINDOW]
+    assert by_window[WINDOW] / by_window[2 * WINDOW] < gain  # the byte model of plans leaves the ring out
+
+
+def test_refreshes(layers, search):
+    """A plan that flushes less often moves fewer bytes and errs more; heads with full reads have no such plans."""
+    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1, 2))
+    points = autoplan(layers, error=10.0, **(SETTINGS | {"candidates": tried})).points
+    often, seldom = ([p for p in points if p.candidate == c] for c in tried)
+    ranks = {p.mean_rank for p in often if all((plan.ranks > 0).all() for plan in p.plans)}
+    assert {p.mean_rank for p in seldom} == ranks
+    assert ranks
+    for before, after in zip([p for p in often if p.mean_rank in ranks], seldom, strict=True):
+        assert after.traffic < before.traffic
+        assert after.error > before.error
+
+
+def test_target_error(layers, search):
+    bound = float(np.median([p.error for p in search.points]))
+    chosen = autoplan(layers, error=bound, **SETTINGS).chosen
+    within = [p for p in search.points if p.error <= bound]
+    assert chosen.cost == min(p.cost for p in within)
+    assert chosen.error <= bound
+
+
+def test_target_traffic(layers, search):
+    bound = float(np.median([p.traffic for p in search.points]))
+    chosen = autoplan(layers, traffic=bound, **SETTINGS).chosen
+    assert chosen.error == min(p.error for p in search.points if p.traffic <= bound)
+    assert chosen.traffic <= bound
+
+
+def test_target_seconds(layers, search):
+    """Times are measured for the points that are best in bytes and error among those of the same settings."""
+    timed = []
+
+    def time_of(plans):
+        timed.append(plans)
+        return float(sum(plan.mean_rank * plan.window for plan in plans))
+
+    found = autoplan(layers, seconds=40.0, time_of=time_of, **SETTINGS)
+    best = [p for c in TRIED for p in frontier(p for p in search.points if p.candidate == c)]
+    assert [(p.candidate, p.mean_rank) for p in found.points] == [(p.candidate, p.mean_rank) for p in best]
+    assert len(timed) == len(best)
+    assert all(p.cost == p.seconds for p in found.points)
+    assert found.chosen.error == min(p.error for p in found.points if p.seconds <= 40.0)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_target_loss(layers, search, place):
+    """The bisection finds the cheapest point of the frontier that the loss allows, with few measurements."""
+    line = search.frontier
+    bound = line[place * (len(line) - 1) // 2].error ** 2
+    asked = []
+
+    def loss_of(plans):
+        asked.append(plans)
+        names = [plan.fingerprint for plan in plans]
+        return next(p.error for p in line if [plan.fingerprint for plan in p.plans] == names) ** 2
+
+    found = autoplan(layers, loss=bound, loss_of=loss_of, **SETTINGS)
+    assert found.chosen.cost == min(p.cost for p in line if p.error**2 <= bound)
+    assert found.chosen.loss == found.chosen.error**2
+    assert len(asked) <= np.log2(len(line)) + 1
+    assert sum(p.loss is not None for p in found.points) == len(asked)
+
+
+def test_scores_alone(layers):
+    """Without traces, errors are those of the ideal map, and other maps are not tried."""
+    own = calibrate(layers[0], WINDOW)
+    found = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
+        ("ridge",), ("bfloat16",), (WINDOW,), (1,)))  # fmt: skip
+    ranks = found.plans[0].ranks
+    heads = np.arange(len(ranks))
+    lost = own.scores.paired[heads, ranks] / own.scores.paired[:, 0]
+    assert found.chosen.error == pytest.approx(np.sqrt(lost.mean()), rel=1e-12)  # the same float64 numbers
+    with pytest.raises(ValueError, match="traces: expected traces"):
+        found.test_error()
+    with pytest.raises(ValueError, match=r"candidates: without traces, only .* exact and ridge .* got offline"):
+        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[-1].map)])
+    with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
+        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4, flush_every=4)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "target: expected one of error, traffic, seconds, loss, got none"),
+        ({"error": 0.1, "traffic": 0.1}, "target: expected one of .* got error, traffic"),
+        ({"error": -0.1}, "error: expected a finite number above 0, got -0.1"),
+        ({"error": float("nan")}, "error: expected a finite number above 0"),
+        ({"seconds": 1.0}, "time_of: expected a measurement"),
+        ({"loss": 1.0}, "loss_of: expected a measurement"),
+        ({"error": 1.0, "loss_of": lambda plans: 0.0}, "loss_of: .* target error"),
+        ({"error": 1e-9}, r"error: expected a target that a point meets, got 1e-09; nearest: .*mean rank"),
+        ({"loss": 1.0, "loss_of": lambda plans: 2.0}, "loss: expected a target that a point meets, got 1; nearest: 2"),
+        ({"error": 1.0, "mean_ranks": (99,)}, "mean_ranks: expected at least one from 1 to 8"),
+        ({"error": 1.0, "candidates": []}, "candidates: expected at least one, got none"),
+    ],
+)
+def test_refusals(layers, settings, message):
+    with pytest.raises(ValueError, match=message):
+        autoplan(layers, **(SETTINGS | {"candidates": TRIED[:1]} | settings))
+
+
+def test_no_layers():
+    with pytest.raises(ValueError, match="layers: expected at least one, got none"):
+        autoplan([], error=0.1)
+
+
+def test_candidates():
+    listed = candidates()
+    assert len(set(listed)) == len(listed)
+    assert {c.map.name for c in listed if c.sketch_dtype == "int8+int4"} == {"ridge"}
+    assert {c.flush_every // c.window for c in listed} == {1, 4}
+    assert [c.flush_every for c in candidates(("ridge",), ("int8",), (32, 64), (4,))] == [128]
+    with pytest.raises(ValueError, match="candidates: expected at least one map"):
+        candidates(("lowrank",), ("int8+int4",))
+    with pytest.raises(ValueError, match="sketch_dtype: expected one of"):
+        candidates(sketch_dtypes=("int7",))
+
+
+def test_step_times(search):
+    times = StepTimes("cpu", 2, seconds=0.001)
+    plans = search.plans
+    taken = times(plans)
+    assert 0 < taken < 10
+    assert times(plans) == taken  # each plan is timed once
+    assert times([*plans, *plans]) == pytest.approx(2 * taken)  # a sum of the same numbers
+    assert times.standard(plans) > 0
+    with pytest.raises(ValueError, match="backend: expected 'cpu' or 'cuda'"):
+        StepTimes("reference", 2)
+    with pytest.raises(ValueError, match="batch: expected a positive integer"):
+        StepTimes("cpu", 0)
+
+
+def test_command(tmp_path):
+    paths = [write_traces(tmp_path / f"{kind}.npz", kind) for kind in ("gdn", "kda")]
+    settings = ["--maps", "ridge:0.01,offline", "--sketch-dtypes", "bfloat16", "--windows", "8", "--flushes", "1"]
+    settings += ["--mean-ranks", "2,4", "--backend", "reference", "--out", tmp_path / "plans"]
+    told = invoke("plan", *paths, *settings, "--error", "10", "--json", tmp_path / "out.json")
+    assert "Frontier of 4 points" in told.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [SketchPlan.load(path).layer.kind for path in report["plans"]] == ["gdn", "kda"]
+    assert report["chosen"] in report["frontier"]
+    assert {p["map"] for p in report["points"]} == {"ridge(ridge=0.01)", "offline"}
+    assert (
+        "has no effect without --time-on"
+        in invoke("plan", *paths, *settings, "--error", 1, "--batch", 2, code=2).output
+    )
+    assert "expected one of --error" in invoke("plan", *paths, *settings, code=2).output
+    assert "expected names from" in invoke("plan", *paths, "--maps", "rigde", code=2).output
+    assert "--maps: ridge" in invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2).output
+
+
+def test_command_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = write_traces(tmp_path / "gdn.npz", "gdn")
+    settings = [
+        "--maps",
+        "ridge",
+        "--sketch-dtypes",
+        "bfloat16",
+        "--windows",
+        "8",
+        "--flushes",
+        "1",
+        "--mean-ranks",
+        "2,4",
+    ]
+    invoke("plan", path, *settings, "--traffic", "5", "--backend", "reference", "--out", tmp_path / "plan.safetensors",
+           "--plots", tmp_path / "frontier.svg")  # fmt: skip
+    assert (tmp_path / "frontier.svg").read_bytes().startswith(b"<?xml")
