@@ -19,6 +19,10 @@ from host.compiler import CompileError, compile_library
 order = 0
 """Seed of the random order of threads and blocks, which changes with every launch; 0: one warp after another."""
 
+sizes_only = False
+"""Whether modules that are only asked for sizes are compiled as such. Otherwise they are the module with the kernel,
+which most tests need anyway, so that g++ runs once."""
+
 MULTIPROCESSORS = 3  # few, so that a persistent block processes several items
 
 
@@ -166,7 +170,8 @@ class RawModule:
 
     def __init__(self, code, options=()):
         self._code = code
-        self._constants = [option for option in options if option.startswith("-D")]
+        left_out = () if sizes_only else ("-DSIZES_ONLY=1",)
+        self._constants = [option for option in options if option.startswith("-D") and option not in left_out]
         self._module = None
 
     def compile(self):
