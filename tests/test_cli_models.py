@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from test_cli import invoke
-from test_transformers import make, prompt
+from tiny_models import make, prompt
 
 import sketchssm as ss
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from samples import relative
-from test_transformers import SETTINGS, generate, make, prompt
+from tiny_models import SETTINGS, generate, make, prompt
 
 import sketchssm as ss
 from sketchssm.calibrate.allocation import allocate_ranks

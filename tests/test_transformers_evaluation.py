@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_transformers import SETTINGS, cache_argument, forward, make, prompt
+from tiny_models import SETTINGS, cache_argument, forward, make, prompt
 
 import sketchssm as ss
 from sketchssm import traffic

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -234,6 +236,7 @@ class _Active(threading.local):
 
 _active = _Active()
 _replaced: dict[tuple[str, str], list[Any]] = {}  # original functions of modeling files, and how many users they have
+_forwards: weakref.WeakKeyDictionary[torch.nn.Module, _Forward] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -255,22 +258,68 @@ def intercepted(handlers: dict[str, Handler], found: dict[str, RecurrentLayer]) 
             layer = found[name]
             for function in (layer.rule.prefill, layer.rule.decode):
                 stack.enter_context(_dispatching(type(layer.module).__module__, function))
-            before, after = _hooks(layer, handler)
-            stack.callback(layer.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(layer.module.register_forward_hook(after, always_call=True).remove)
+            stack.enter_context(_announcing(layer, handler))
         yield
 
 
-def _hooks(layer: RecurrentLayer, handler: Handler) -> tuple[Callable[..., None], Callable[..., None]]:
-    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("cache_params")
-        _active.stack.append((layer, handler, cache))
+@contextmanager
+def _announcing(layer: RecurrentLayer, handler: Handler) -> Iterator[None]:
+    """Let a mixer's forward say, while it runs, which layer it is.
 
-    def after(module: Any, args: Any, output: Any) -> None:
-        if _active.stack and _active.stack[-1][0].module is module:
-            _active.stack.pop()
+    The forward is replaced, since hooks of a module do not see the end of a forward that Ctrl-C ends.
+    """
+    module, user = layer.module, (layer, handler)
+    with _lock:
+        if module not in _forwards:
+            _forwards[module] = _Forward(module)
+        forward = _forwards[module]
+        forward.users.append(user)
+    try:
+        yield
+    finally:
+        with _lock:
+            forward.users.remove(user)
+            if not forward.users:
+                _forwards.pop(module).remove(module)
 
-    return before, after
+
+class _Forward:
+    """Replaces the forward of a mixer.
+
+    Attributes
+    ----------
+    users : list of tuple
+        Layers and handlers; the last runs the layer.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.users: list[tuple[RecurrentLayer, Handler]] = []
+        users = self.users
+        self._before = vars(module).get("forward")  # of a module that accelerate has wrapped
+        forward = module.forward
+        cache_place = list(inspect.signature(forward).parameters).index("cache_params")
+
+        @functools.wraps(forward)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            if not users:
+                return forward(*args, **kwargs)
+            cache = args[cache_place] if len(args) > cache_place else kwargs.get("cache_params")
+            _active.stack.append((*users[-1], cache))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _active.stack.pop()
+
+        self._forward = module.forward = announced
+
+    def remove(self, module: torch.nn.Module) -> None:
+        """Undo the replacement; a function that was wrapped since stays, and does nothing without users."""
+        if vars(module).get("forward") is not self._forward:
+            return
+        if self._before is None:
+            del module.forward
+        else:
+            module.forward = self._before
 
 
 @contextmanager
@@ -292,19 +341,15 @@ def _dispatching(module: str, name: str) -> Iterator[None]:
 
 
 def _dispatcher(original: Any, name: str) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+    parameters = [x for x in inspect.signature(original).parameters.values() if x.kind is not x.VAR_KEYWORD]
+    names = [x.name for x in parameters]
+    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not _active.stack:
             return original(*args, **kwargs)
         layer, handler, cache = _active.stack[-1]
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        more = given.pop("kwargs", {})
-
-        def run(**changed: Any) -> Any:
-            return original(**changed, **more)
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
 
         decoding = name == layer.rule.decode
         call = layer.rule.call(given, decoding)
@@ -312,6 +357,6 @@ def _dispatcher(original: Any, name: str) -> Callable[..., Any]:
         if repeats > 1:  # transformers before 5.23 repeats the key heads of gdn for their value heads
             q, k = (x[..., ::repeats, :] for x in call.tokens[:2])
             call = call._replace(tokens=call.tokens._replace(q=q, k=k))
-        return (handler.decode if decoding else handler.prefill)(run, given, call, cache)
+        return (handler.decode if decoding else handler.prefill)(original, given, call, cache)
 
     return dispatch

@@ -15,6 +15,7 @@ from sketchssm.baselines import ReplayHead, StandardHead
 from sketchssm.exact import ExactHead, SketchHead
 from sketchssm.model_plans import ModelPlans
 from sketchssm.plan import SketchPlan
+from sketchssm.torch import DecodeLayer
 from sketchssm.transformers.calibration import fingerprint
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
@@ -38,7 +39,8 @@ def patch(
     Prefill stays with transformers. A call of one token, with a cache, is a step of the layer's head; states begin
     from the prefill's. Caches are transformers' own: reordering for beam search copies slots, a second prompt on a
     cache begins from the exact state, a deep copy of a cache has slots of its own, and a cache's slots are free again
-    when the cache is. Outputs of decoding carry no gradients.
+    when the cache is. Outputs of decoding carry no gradients. `torch.compile` takes a step as one graph, and breaks
+    the graph at each layer of a prompt.
 
     Parameters
     ----------
@@ -176,6 +178,7 @@ class _HeadHandler:
     def __init__(self, layer: RecurrentLayer, head: ExactHead) -> None:
         self.head = head
         self.free = list(range(head.num_slots))
+        self._step = DecodeLayer(head)  # calls an operator, so that torch.compile does not trace the head
         self._layer = layer
         self._held: weakref.WeakKeyDictionary[Any, _Rows] = weakref.WeakKeyDictionary()
 
@@ -193,11 +196,10 @@ class _HeadHandler:
     def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         place = cache.layers[self._layer.index]
-        if place not in self._held:  # a cache from before the patch
+        if not isinstance(place.reorder_cache, _Rows):  # a cache from before the patch
             self._load(place, call.state)
-        tokens = (x if x is None else x.detach() for x in call.tokens)
-        out = self.head.step(*tokens, slots=self._held[place].slots)
-        out = call.finished(out)
+        tokens = [x if x is None else x.detach() for x in call.tokens]
+        out = call.finished(self._step(*tokens, place.reorder_cache.slots))
         if self._layer.rule.kind == "mamba2":
             return out[:, 0]
         return out, call.state  # the cache's own tensor: its copy onto itself does nothing
@@ -219,11 +221,13 @@ class _HeadHandler:
         """Write the exact states of all caches into them, and free their slots."""
         for place, held in list(self._held.items()):
             state = place.recurrent_states[0]
-            state.copy_(self._states(place).to(state))
+            with torch.inference_mode(state.is_inference()):  # as the cache was made
+                state.copy_(self._states(place).to(state))
             if vars(place).get("reorder_cache") is held:
                 del place.reorder_cache
         self._held.clear()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _load(self, place: Any, states: torch.Tensor) -> None:
         """Begin from states of a cache, in slots of its rows."""
         held, rows = self._held.get(place), states.shape[0]
@@ -235,6 +239,7 @@ class _HeadHandler:
         """A state in the head's layout for one in the cache's, and the other way round."""
         return state.transpose(-1, -2) if self._layer.rule.transposed else state
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _states(self, place: Any) -> torch.Tensor:
         """Exact states of a cache's rows, in the cache's layout."""
         slots = self._held[place].slots

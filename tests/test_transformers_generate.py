@@ -1,0 +1,305 @@
+"""`generate` of a patched model gives what the model gives without heads, in all nine classes."""
+
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from tiny_models import (
+    ATTENTION,
+    BASE,
+    SETTINGS,
+    TOLERANCE,
+    assert_same,
+    forward,
+    generate,
+    make,
+    plain,
+    prompt,
+    unpatched,
+)
+
+import sketchssm as ss
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+st = ss.transformers
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def case(request):
+    return request.param, make(request.param)
+
+
+@pytest.fixture
+def model(case):
+    return case[1]
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return make("Qwen3Next")
+
+
+@pytest.fixture(params=("standard", "replay"))
+def patched(request, model):
+    backend = {"standard": "cpu", "replay": "reference"}[request.param]  # Numba compiles for half a minute for replay
+    with st.patch(model, request.param, slots=8, window=4, backend=backend) as patch:
+        yield patch
+
+
+def test_greedy_with_padding(model, patched):
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = ids[0, :2] = 0
+    steps = {name: mock.Mock(wraps=head.step) for name, head in patched.heads.items()}
+    for name, step in steps.items():
+        patched.heads[name].step = step
+    got = generate(model, ids, attention_mask=mask)
+    assert_same(got, unpatched(model, ids, attention_mask=mask))
+    # The prompt's last token gives the first of 8 new tokens.
+    assert all(step.call_count == 7 for step in steps.values())
+
+
+def test_states_return_to_the_cache(model, patched):
+    """States of the heads are the states of transformers; afterwards the cache goes on without heads."""
+    ids = prompt()
+    got = generate(model, ids).past_key_values
+    patched.stop()
+    want = generate(plain(model), ids).past_key_values
+    for layer in st.layers(model).values():
+        states = [cache.layers[layer.index].recurrent_states[0] for cache in (got, want)]
+        assert states[1].abs().max() > 0.05
+        torch.testing.assert_close(*states, **TOLERANCE)
+    logits = [forward(model, ids[:, :1], cache)[0] for cache in (got, want)]
+    torch.testing.assert_close(*logits, **TOLERANCE)
+
+
+def test_sampling(model, patched):
+    plain(model)  # random weights, made before the seed is set
+    torch.manual_seed(5)
+    got = generate(model, prompt(), do_sample=True, num_return_sequences=2)
+    torch.manual_seed(5)
+    assert_same(got, unpatched(model, prompt(), do_sample=True, num_return_sequences=2))
+
+
+def test_beams(model, patched):
+    got, want = (run(model, prompt(), num_beams=3) for run in (generate, unpatched))
+    assert torch.equal(got.sequences, want.sequences)
+
+
+def two_turns(model, ids):
+    """A second prompt, and a second answer, on the cache of the first."""
+    first = generate(model, ids)
+    ids = torch.cat([first.sequences, prompt(seed=2)], 1)
+    return generate(model, ids, past_key_values=first.past_key_values)
+
+
+def test_two_turns(model, patched):
+    assert_same(two_turns(model, prompt()), unpatched(model, prompt(), two_turns))
+
+
+def test_static_cache(model, patched):
+    settings = {"cache_implementation": "static", "disable_compile": True}
+    try:
+        want = unpatched(model, prompt(), **settings)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert_same(generate(model, prompt(), **settings), want)
+
+
+def test_slots_are_freed(model, patched):
+    """At once, not at the next garbage collection."""
+    result = generate(model, prompt(3))
+    assert patched.free == 5
+    del result
+    assert patched.free == 8
+
+
+def test_copied_caches(model):
+    """A copy of a cache goes on by itself: a prompt's cache can begin several answers."""
+    ids, more = prompt(1, 6), prompt(1, 3, seed=3)
+    with st.patch(model, "replay", slots=3, window=4, backend="reference") as patch:
+        first = generate(model, ids)
+        beginning = torch.cat([first.sequences, more], 1)
+        copies = [copy.deepcopy(first.past_key_values) for _ in range(2)]
+        assert patch.free == 0
+        with pytest.raises(ValueError, match=r"slots: expected room for 1 sequences, got 0 free slots of 3"):
+            copy.deepcopy(first.past_key_values)
+        answers = [SimpleNamespace(**generate(model, beginning, past_key_values=x)) for x in copies]
+        steps = [forward(model, more[:, :1], x)[0] for x in (first.past_key_values, copies[0])]
+        for answer in answers:
+            del answer.past_key_values
+        del copies
+        gc.collect()  # the copy that failed
+        assert patch.free == 2
+    want = generate(model, ids)
+    step = copy.deepcopy(want.past_key_values)
+    torch.testing.assert_close(steps[0], forward(model, more[:, :1], step)[0], **TOLERANCE)
+    want = generate(model, beginning, past_key_values=want.past_key_values)
+    for answer in answers:
+        assert_same(answer, want)
+    torch.testing.assert_close(steps[1], forward(model, more[:, :1], want.past_key_values)[0], **TOLERANCE)
+
+
+def test_copies_reorder_their_own_slots(qwen):
+    ids = prompt(2)
+    order = torch.tensor([1, 1])
+
+    def steps(model):
+        cache = generate(model, ids).past_key_values
+        other = copy.deepcopy(cache)
+        other.reorder_cache(order)
+        return [forward(model, prompt(2, 1), x)[0] for x in (cache, other)]
+
+    with st.patch(qwen, "standard", backend="reference"):
+        got = steps(qwen)
+    want = steps(qwen)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    assert not torch.allclose(*want, **TOLERANCE)
+
+
+def test_copies_outlive_the_patch(qwen):
+    """Also of a cache whose patch is gone."""
+    patch = st.patch(qwen, "standard", backend="reference").start()
+    cache = generate(qwen, prompt()).past_key_values
+    patch.stop()
+    del patch
+    other = copy.deepcopy(cache)
+    other.reorder_cache(torch.tensor([1, 0]))
+    layer = next(iter(st.layers(qwen).values())).index
+    states = [x.layers[layer].recurrent_states[0] for x in (cache, other)]
+    assert torch.equal(states[0].flip(0), states[1])
+
+
+def test_caches_from_before_the_patch(model):
+    """The patch goes on from the states of transformers."""
+
+    def answer(model, **settings):
+        return generate(model, ids, past_key_values=generate(model, prompt()).past_key_values, tokens=6)
+
+    ids = torch.cat([generate(model, prompt()).sequences, prompt(2, 1)], 1)
+    want = answer(model)
+    cache = generate(model, prompt()).past_key_values
+    with st.patch(model, "standard", backend="reference"):
+        assert_same(generate(model, ids, past_key_values=cache, tokens=6), want)
+
+
+def test_going_on_after_an_exception(model, patched):
+    """Ctrl-C within the last recurrent layer: new sequences are right, and the cache goes on as without heads."""
+
+    def answers(model, _):
+        fails = mock.Mock(side_effect=[None] * 6 + [KeyboardInterrupt])
+        mixer = list(st.layers(model).values())[-1].module
+        projection = [x for x in mixer.modules() if isinstance(x, torch.nn.Linear)][-1]
+        hook = projection.register_forward_pre_hook(lambda *_: fails())
+        _, cache = forward(model, prompt())
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(9):
+                forward(model, prompt(2, 1), cache)
+        hook.remove()
+        return generate(model, prompt(seed=4)), forward(model, prompt(2, 1), cache)[0]
+
+    (got, after), (want, expected) = answers(model, None), unpatched(model, prompt(), answers)
+    assert_same(got, want)
+    torch.testing.assert_close(after, expected, **TOLERANCE)
+
+
+def test_exceptions_leave_no_layer_active(qwen):
+    """A call that fails within a layer does not mislead the next call."""
+    with st.patch(qwen, "standard", slots=2, backend="reference") as patch:
+        with pytest.raises(ValueError, match=r"slots: "):
+            generate(qwen, prompt(3))
+        assert_same(generate(plain(qwen), prompt()), unpatched(qwen, prompt()))
+        assert patch.free == 2
+
+
+def test_reset_caches(model, patched):
+    """A cache that is reset begins from zero, with slots in use or not."""
+
+    def answers(model, _):
+        cache = generate(model, prompt()).past_key_values
+        cache.reset()
+        return forward(model, prompt(seed=2), cache)[0], forward(model, prompt(2, 1), cache)[0]
+
+    torch.testing.assert_close(answers(model, None), unpatched(model, prompt(), answers), **TOLERANCE)
+
+
+def test_prompts_in_chunks(model, patched):
+    settings = {"prefill_chunk_size": 3}
+    if type(model).__name__ == "Mamba2ForCausalLM":
+        with pytest.raises(ValueError, match="Cannot use prefill chunking without a cache"):
+            generate(model, prompt(2, 7), **settings)
+    else:
+        assert_same(generate(model, prompt(2, 7), **settings), unpatched(model, prompt(2, 7), **settings))
+
+
+@pytest.mark.parametrize("settings", ("prompt_lookup_num_tokens", "assistant_model"))
+def test_assisted_decoding_is_refused(model, patched, settings):
+    """By transformers, for all nine classes: their states can't go back to an earlier token."""
+    value = 2 if settings == "prompt_lookup_num_tokens" else plain(model)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        generate(model, prompt(1), **{settings: value})
+
+
+def test_assistants(model, patched):
+    """A patched model proposes the tokens to a model of attention layers, which it proposes without heads."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**BASE | ATTENTION | {"num_hidden_layers": 2})
+    target, ids = transformers.LlamaForCausalLM(config).eval(), prompt(1)
+
+    def proposals(assistant, _):
+        with mock.patch.object(target, "forward", wraps=target.forward) as spied:
+            generate(target, ids, assistant_model=assistant)
+        return [call.kwargs["input_ids"].tolist() for call in spied.call_args_list]
+
+    if type(model).__name__ == "Mamba2ForCausalLM":
+        with pytest.raises(ValueError, match="`get_seq_length` can only be called on Attention layers"):
+            proposals(model, None)
+    else:
+        got = proposals(model, None)
+        assert got == unpatched(model, ids, proposals)
+        assert max(len(x[0]) for x in got[1:]) > 1
+        assert patched.free == 8
+
+
+def test_threads(qwen):
+    """Each thread decodes its own sequences."""
+    seeds = range(4)
+    want = [unpatched(qwen, prompt(seed=seed)) for seed in seeds]
+    with st.patch(qwen, "replay", slots=8, window=4, backend="reference"), ThreadPoolExecutor(4) as pool:
+        for got, expected in zip(pool.map(lambda seed: generate(qwen, prompt(seed=seed)), seeds), want, strict=True):
+            assert_same(got, expected)
+
+
+def test_inference_mode(qwen):
+    """Outside of it, a patch can be undone whose caches were made in inference mode."""
+
+    def steps(model, patch):
+        with patch, torch.inference_mode():
+            cache = forward(model, prompt())[1]
+            forward(model, prompt(2, 1), cache)
+        with torch.inference_mode():
+            return forward(model, prompt(2, 1, seed=2), cache)[0]
+
+    got = steps(qwen, st.patch(qwen, "standard", backend="reference"))
+    torch.testing.assert_close(got, steps(plain(qwen), nullcontext()), **TOLERANCE)
+
+
+def test_bfloat16(case):
+    """Activations in bfloat16: one step from the same states, as tokens may differ after a rounding."""
+    name, _ = case
+    model = make(name).to(torch.bfloat16)
+    logits = []
+    for system in (None, "standard"):
+        _, cache = forward(model, prompt())
+        with st.patch(model, system, backend="reference") if system else nullcontext():
+            logits.append(forward(model, prompt(2, 1), cache)[0])
+    assert logits[0].dtype == logits[1].dtype
+    # Two layers with a few roundings each, of 2^-8: 7 of them were the largest difference.
+    scale = logits[0].abs().max()
+    assert (logits[0] - logits[1]).abs().max() < 16 * 2**-8 * scale
