@@ -129,7 +129,7 @@ class Engine:
                 self._compare(group, request, out[first : first + kept].numpy(), kept)
                 first += count
         if split.prefills:
-            prefill = PrefillRows(slots[n:], split.continued, accepted[n:] if self.drafts else None)
+            prefill = PrefillRows.behind(split, slots, accepted if self.drafts else None)
             decoder.settle(prefill)
             for request, count, *_ in rows[n:]:
                 place = self.states[request.blocks[group]].numpy()
@@ -151,7 +151,7 @@ class Engine:
                     continue
                 slots = torch.tensor([request.blocks[group]], dtype=torch.int32)
                 accepted = torch.tensor([request.accepted], dtype=torch.int32) if self.drafts else None
-                self.decoders[group].settle(PrefillRows(slots, True, accepted))
+                self.decoders[group].settle(PrefillRows(slots, slots, accepted))
                 _, want = oracle(self.layer, at(request.tokens[group], np.s_[0, : request.computed]))
                 assert relative(self.states[slots[0]].numpy(), want) < TOLERANCE
 

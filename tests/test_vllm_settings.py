@@ -113,10 +113,10 @@ def test_shares_of_a_plan(rng):
 
 def test_rows_without_drafts():
     split = split_rows(np.array([1, 1, 1, 5, 1]), np.array([4, 0, 9, 3, 0]))
-    assert (split.decodes, split.decode_tokens, split.prefills, split.continued) == (3, 3, 2, True)
+    assert (split.decodes, split.decode_tokens, split.prefills, split.continued.tolist()) == (3, 3, 2, [3])
     assert split.fresh.tolist() == [1]
     assert split.whole.size == 0
-    assert not split_rows(np.array([1, 5]), np.array([4, 0])).continued
+    assert not split_rows(np.array([1, 5]), np.array([4, 0])).continued.size
     assert split_rows(np.array([1, 1, 0]), np.array([4, 2, 0])).decodes == 3
 
 
@@ -124,7 +124,7 @@ def test_rows_with_drafts():
     lengths, computed = np.array([3, 1, 2, 2, 4]), np.array([8, 9, 7, 5, 0])
     prefilling, drafted = np.array([0, 0, 0, 1, 1], bool), np.array([2, -1, 1, -1, -1])
     split = split_rows(lengths, computed, prefilling, 3, drafted)
-    assert (split.decodes, split.decode_tokens, split.prefills, split.continued) == (3, 6, 2, True)
+    assert (split.decodes, split.decode_tokens, split.prefills, split.continued.tolist()) == (3, 6, 2, [3])
     assert split.whole.size == 0
     # one token of a prompt, which vLLM will not sample after
     assert split_rows(np.array([1]), np.array([3]), np.array([True]), 3).prefills == 1

@@ -1,15 +1,34 @@
-"""Decoding of the recurrent layers of vLLM 0.26 with heads: the parts that know nothing of vLLM.
+"""Plugin for vLLM 0.26: the recurrent layers of a model decode with heads.
 
-==========  =====================================================================================
-module      content
-==========  =====================================================================================
-`settings`  how decoding with heads is switched on, and which engines are refused
-`blocks`    the parts of a slot behind the state of a block of vLLM's pool, and their size
-`plans`     the plan of a layer of vLLM
-`batches`   which rows of a batch decode, which are prefilled, which begin anew
-`decoder`   the head of one layer, and all that the layer asks of the head
-==========  =====================================================================================
+vLLM loads the plugin through the entry point ``sketchssm`` of the group ``vllm.general_plugins``, in every process.
+The plugin changes nothing until it is switched on, by the environment variable ``SKETCHSSM_VLLM`` or by vLLM's
+``additional_config={"sketchssm": ...}``; see `sketchssm.vllm.settings.Settings`.
+
+=============  =====================================================================================
+module         content
+=============  =====================================================================================
+`settings`     how the plugin is switched on, and what the plugin refuses; knows nothing of vLLM
+`blocks`       the parts of a slot behind the state of a block of vLLM's pool, and their size
+`plans`        the plan of a layer of vLLM
+`batches`      which rows of a batch decode, which are prefilled, which begin anew
+`decoder`      the head of one layer, and all that the layer asks of the head
+`inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same in Triton
+`metadata`     vLLM's metadata builders, with the rows of a batch
+`layers`       vLLM's layers, with heads
+`plugin`       registers the layers
+=============  =====================================================================================
 
 A head's slots are the blocks of vLLM's pool: a slot's ring, sketch and cursor stand behind the state, in the same
 block. Nothing is mapped, and joining, leaving, preemption and reuse of blocks are vLLM's own.
 """
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register the layers of the plugin with vLLM; called by vLLM in each of its processes, maybe more than once."""
+    from sketchssm.vllm.plugin import register as run
+
+    run()

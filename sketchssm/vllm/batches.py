@@ -35,8 +35,8 @@ class Split:
         Rows among them whose tokens are no drafts, though there are several: all are kept.
     prefills : int
         Number of rows behind.
-    continued : bool
-        Whether any row behind continues a request: its exact state must stand in the block.
+    continued : ndarray of int
+        Rows behind that continue a request, as rows of the batch: their exact states must stand in their blocks.
     """
 
     decodes: int
@@ -44,7 +44,7 @@ class Split:
     fresh: Array
     whole: Array
     prefills: int
-    continued: bool
+    continued: Array
 
 
 def split_rows(
@@ -89,7 +89,7 @@ def split_rows(
         np.flatnonzero(~begun[:decodes] & (lengths[:decodes] > 0)),
         np.flatnonzero(whole[:decodes]),
         len(lengths) - decodes,
-        bool((begun[decodes:] & (lengths[decodes:] > 0)).any()),
+        decodes + np.flatnonzero(begun[decodes:] & (lengths[decodes:] > 0)),
     )
 
 
@@ -133,15 +133,39 @@ class PrefillRows:
     ----------
     slots : torch.Tensor of int, (rows,)
         Slots.
-    continued : bool
-        Whether any row continues a request.
-    accepted : torch.Tensor of int, (rows,), optional
-        How many tokens of the row's last draft are kept. None without drafts.
+    continued : torch.Tensor of int, optional
+        Slots of the rows that continue a request. None without such rows. Other slots may hold anything.
+    accepted : torch.Tensor of int, optional
+        How many tokens of the last draft of each row of `continued` are kept. None without drafts.
     """
 
     slots: torch.Tensor
-    continued: bool
+    continued: torch.Tensor | None = None
     accepted: torch.Tensor | None = None
+
+    @classmethod
+    def behind(cls, split: Split, slots: torch.Tensor, accepted: torch.Tensor | None = None) -> PrefillRows:
+        """Take the rows behind the decoding ones.
+
+        Parameters
+        ----------
+        split : Split
+            How the rows of the batch are treated.
+        slots : torch.Tensor of int, (rows,)
+            Slots of all rows of the batch.
+        accepted : torch.Tensor of int, (rows,), optional
+            How many tokens of each row's last draft are kept. None without drafts.
+
+        Returns
+        -------
+        PrefillRows
+            The rows.
+        """
+        behind = slots[split.decodes :].contiguous()
+        if not split.continued.size:
+            return cls(behind)
+        index = torch.from_numpy(split.continued).to(slots.device, non_blocking=True)
+        return cls(behind, slots[index], None if accepted is None else accepted[index].clamp(min=1))
 
 
 class RowBuffers:
@@ -184,7 +208,7 @@ class RowBuffers:
         own = self._slots[:rows]
         own.copy_(slots, non_blocking=True)
         if accepted is None:
-            return DecodeRows(own, tokens)
+            return DecodeRows(own[:tokens], tokens)  # padding stands at the end
         kept, counts = self._accepted[:rows], self._lengths[:rows]
         kept.copy_(accepted, non_blocking=True)
         kept.clamp_(min=1)  # a row's first token is never on trial

@@ -223,11 +223,11 @@ class LayerDecoder:
         rows : PrefillRows
             The rows.
         """
-        if not rows.continued:
+        if rows.continued is None:
             return
         if rows.accepted is not None:
-            self._commit(rows.accepted, rows.slots)
-        self.head.flush(rows.slots)
+            self._commit(rows.accepted, rows.continued)
+        self.head.flush(rows.continued)
 
     def adopt(self, rows: PrefillRows) -> None:
         """Take over the states that a prefill has left in the rows' blocks.

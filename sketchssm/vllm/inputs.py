@@ -1,0 +1,104 @@
+"""From the activations of vLLM's layers to the inputs of heads, in PyTorch; on a GPU, one Triton kernel each."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
+
+EPSILON = 1e-6
+"""Of the squared norms of queries and keys, as in vLLM's kernels."""
+
+
+def mamba_inputs(
+    x: torch.Tensor, dt: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and log-decays of mamba2: ``v = step x`` and ``g = rate step`` with ``step = softplus(dt + bias)``.
+
+    Parameters
+    ----------
+    x : torch.Tensor, (tokens, heads, V)
+        Inputs behind the convolution.
+    dt : torch.Tensor, (tokens, heads)
+        Raw steps.
+    rate, bias : torch.Tensor, (heads,)
+        Rates of decay, negative, and the steps' bias.
+
+    Returns
+    -------
+    v : torch.Tensor, (tokens, heads, V)
+        Values, of x's type.
+    g : torch.Tensor of float32, (tokens, heads)
+        Log-decays.
+    """
+    if x.is_cuda:
+        from sketchssm.vllm import kernels
+
+        return kernels.mamba_inputs(x, dt, rate, bias)
+    step = F.softplus(dt.float() + bias.float())
+    return (step[..., None] * x.float()).to(x.dtype), rate.float() * step
+
+
+def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
+    """Add ``skip x`` to the outputs of mamba2.
+
+    Parameters
+    ----------
+    out, x : torch.Tensor, (tokens, heads, V)
+        Outputs, which are changed, and inputs behind the convolution.
+    skip : torch.Tensor, (heads,)
+        The layer's D.
+    """
+    if x.is_cuda:
+        from sketchssm.vllm import kernels
+
+        kernels.add_skip(out, x, skip)
+        return
+    out.copy_((out.float() + skip.float()[:, None] * x.float()).to(out.dtype))
+
+
+def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of norm one, queries divided by the root of K.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, (tokens, heads, K)
+        Queries and keys behind the convolution.
+
+    Returns
+    -------
+    q, k : torch.Tensor, (tokens, heads, K)
+        As heads take them, of the same type.
+    """
+    if q.is_cuda:
+        from sketchssm.vllm import kernels
+
+        return kernels.normalised(q, k)
+    wide = (x.float() for x in (q, k))
+    unit, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in wide)
+    return (unit * q.shape[-1] ** -0.5).to(q.dtype), key.to(k.dtype)
+
+
+def delta_inputs(
+    a: torch.Tensor, b: torch.Tensor, rate_log: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-decays and write gates of gdn: ``g = -exp(rate_log) softplus(a + bias)``, ``beta = sigmoid(b)``.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor, (tokens, heads)
+        Raw gates.
+    rate_log, bias : torch.Tensor, (heads,)
+        The layer's A_log and dt_bias.
+
+    Returns
+    -------
+    g, beta : torch.Tensor of float32, (tokens, heads)
+        Log-decays and write gates.
+    """
+    if a.is_cuda:
+        from sketchssm.vllm import kernels
+
+        return kernels.delta_inputs(a, b, rate_log, bias)
+    return -rate_log.float().exp() * F.softplus(a.float() + bias.float()), b.float().sigmoid()
