@@ -6,7 +6,7 @@
 #include "ptx.cuh"
 
 enum { MAMBA2 = 0, GDN = 1, KDA = 2 };
-enum { BF16 = 0, FP16 = 1, FP32 = 2 };
+enum { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, FP8 = 4 };  // the last two: codes of sketches (codes.cuh)
 
 constexpr bool ERASES = KIND != MAMBA2;
 constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
@@ -16,6 +16,8 @@ constexpr u32 ALL = 0xffffffffu;
 
 template <int TYPE> struct Element { typedef u16 type; };
 template <> struct Element<FP32> { typedef float type; };
+template <> struct Element<INT8> { typedef unsigned char type; };
+template <> struct Element<FP8> { typedef unsigned char type; };
 typedef Element<ACT>::type act_t;
 typedef Element<OUT>::type out_t;
 typedef Element<STATE>::type state_t;
@@ -35,7 +37,7 @@ template <int TYPE> __device__ __forceinline__ typename Element<TYPE>::type narr
 // N neighbouring elements as stored: loaded by one instruction, widened when used.
 template <int TYPE, int N> struct Packed {
     static constexpr int BYTES = N * sizeof(typename Element<TYPE>::type);
-    static constexpr int WORDS = BYTES / 4;
+    static constexpr int WORDS = BYTES < 4 ? 1 : BYTES / 4;
     u32 word[WORDS];
 
     __device__ __forceinline__ void load(const typename Element<TYPE>::type* from) {

@@ -129,7 +129,7 @@ __device__ __forceinline__ void project_drafts_lanes(const Arguments& arg, const
     }
     if (MAP == FACTORS) {
         LaneRows<PIVOTS_2> pivots;
-        pivots.load(buffer.sketches() + rank * V, 0, pivots_of(rank));
+        pivots.load(pivots_in_lanes(buffer, rank), 0, pivots_of(rank));
 #pragma unroll
         for (int t = 0; t < GROUP; t++) pivots.multiply(x[t], scratch.y[t]);
     }
@@ -138,7 +138,7 @@ __device__ __forceinline__ void project_drafts_lanes(const Arguments& arg, const
 // The same on the tensor cores, for bf16 storage: rows are left operands as stored, and a right operand has the two
 // slices of two queries, slice p % 2 of query p / 2 in columns 2p and 2p + 1.
 __device__ __forceinline__ void project_drafts_slices(const Arguments& arg, const DraftBuffer& buffer,
-                                                      const TileHeads& heads, const RowFragment& first_rows,
+                                                      const TileHeads& heads, const MapRow& first_rows,
                                                       DraftScratch& scratch) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     QueryFragment queries[GROUP / 2];
@@ -153,12 +153,12 @@ __device__ __forceinline__ void project_drafts_slices(const Arguments& arg, cons
         }
     }
     for_operand_tiles(arg, buffer, heads, first_rows, scratch,
-                      [&](const RowFragment& rows, float* to, int stride, int, int) {
+                      [&](const auto& rows, float* to, int stride, int, int) {
 #pragma unroll
                           for (int f = 0; f < GROUP / 2; f++) {
                               float d[4] = {};
 #pragma unroll
-                              for (int i = 0; i < KEY_CHUNKS; i++) queries[f].multiply(d, rows.x[i], i);
+                              for (int i = 0; i < KEY_CHUNKS; i++) queries[f].multiply(d, rows.of(i), i);
                               const float slice = QueryFragment::product(d);
                               const float whole = slice + __shfl_xor_sync(ALL, slice, 1);
                               if (c % 2 == 0) to[(2 * f + c / 2) * stride + r] = whole;

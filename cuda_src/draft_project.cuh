@@ -9,9 +9,10 @@
 // and 2t + 1 hold the two halves of query t, so that <row r, query t> is `product` in lane (r, t). `row(t)` is query t.
 template <class Row> __device__ __forceinline__ void load_queries(QueryFragment& to, const Row& row) {
     const int column = threadIdx.x % 32 / 4;
-    const u32* const words = reinterpret_cast<const u32*>(row(column / 2)) + threadIdx.x % 4 * 4 + column % 2;
+    const u32* const words = reinterpret_cast<const u32*>(row(column / 2)) + column % 2;
 #pragma unroll
-    for (int i = 0; i < KEY_CHUNKS; i++) to.x[i][0] = words[16 * i], to.x[i][1] = words[16 * i + 2];
+    for (int i = 0; i < KEY_CHUNKS; i++)
+        to.x[i][0] = words[4 * piece_of(i)], to.x[i][1] = words[4 * piece_of(i) + 2];
 }
 
 // Token weights of each draft, and the tokens' parts of its effective query, as in `solve` (read_sketch.cuh). The
@@ -77,17 +78,17 @@ __device__ __forceinline__ void solve_drafts(const float (*with_query)[16], cons
 // Without erasure (mamba2): eight rows with all queries of the group at a time.
 __device__ __forceinline__ void project_drafts_query(const Arguments& arg, const DraftBuffer& buffer,
                                                      const TileHeads& heads, const DraftScalars& gates,
-                                                     const RowFragment& first_rows, const float (*scores)[16],
+                                                     const MapRow& first_rows, const float (*scores)[16],
                                                      int first, DraftScratch& scratch) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     QueryFragment queries;
     load_queries(queries, [&](int t) { return buffer.query(min(first + t, buffer.length - 1)); });
     solve_drafts(scores, gates, buffer.pos + first, buffer.count() - 1, scratch);
     for_operand_tiles(arg, buffer, heads, first_rows, scratch,
-                      [&](const RowFragment& rows, float* to, int stride, int, int) {
+                      [&](const auto& rows, float* to, int stride, int, int) {
                           float d[4] = {};
 #pragma unroll
-                          for (int i = 0; i < KEY_CHUNKS; i++) queries.multiply(d, rows.x[i], i);
+                          for (int i = 0; i < KEY_CHUNKS; i++) queries.multiply(d, rows.of(i), i);
                           to[c * stride + r] = QueryFragment::product(d);
                       });
 }
@@ -110,7 +111,7 @@ __device__ __forceinline__ float sum_over_rows(float (&x)[8]) {
 // queries are never formed.
 __device__ __forceinline__ void project_drafts_matrix(const Arguments& arg, const DraftBuffer& buffer,
                                                       const TileHeads& heads, const DraftScalars& gates,
-                                                      const RowFragment& first_rows, int first,
+                                                      const MapRow& first_rows, int first,
                                                       DraftScratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, count = buffer.count();
     const u32 none = count < 0;
@@ -147,13 +148,13 @@ __device__ __forceinline__ void project_drafts_matrix(const Arguments& arg, cons
         for (int h = 0; h < TILE_HEADS; h++)
             parts[t][h][0] = scratch.part[t][h][r], parts[t][h][1] = scratch.part[t][h][r + 8];
     for_operand_tiles(arg, buffer, heads, first_rows, scratch,
-                      [&](const RowFragment& rows, float* to, int stride, int head, int place) {
+                      [&](const auto& rows, float* to, int stride, int head, int place) {
                           float z[4] = {}, own[4] = {};  // tokens, queries
 #pragma unroll
                           for (int i = 0; i < KEY_CHUNKS; i++) {
                               const uint4 x = chunk(query, i);
-                              LeftFragment(chunk(lower, i), chunk(upper, i), none).multiply(z, rows.x[i]);
-                              LeftFragment(x, x, none).multiply(own, rows.x[i]);
+                              LeftFragment(chunk(lower, i), chunk(upper, i), none).multiply(z, rows.of(i));
+                              LeftFragment(x, x, none).multiply(own, rows.of(i));
                           }
                           // Columns 2c and 2c + 1 belong to one head.
                           const int h = head >= 0 ? head : min((place + 2 * c) / PIVOT_SLOTS, TILE_HEADS - 1);

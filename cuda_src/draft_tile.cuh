@@ -138,21 +138,21 @@ struct DraftScratch {
 // memory.
 template <class Multiply>
 __device__ __forceinline__ void for_operand_tiles(const Arguments& arg, const DraftBuffer& buffer,
-                                                  const TileHeads& heads, const RowFragment& first_rows,
+                                                  const TileHeads& heads, const MapRow& first_rows,
                                                   DraftScratch& scratch, const Multiply& multiply) {
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++) {
-        RowFragment pivots;
+        PivotRow pivots;
         pivots.load(pivot_row(buffer, heads, n));
         multiply(pivots, &scratch.y[0][8 * n], static_cast<int>(sizeof scratch.y[0] / sizeof(float)), -1, 8 * n);
     }
-    RowFragment rows = first_rows;
+    MapRow rows = first_rows;
     int h = 0, first = 0;
     while (h < TILE_HEADS) {
         const int own = h, from = first;
         first += 8;
         if (first >= heads.rank[h]) first = 0, h++;
-        RowFragment next = rows;
+        MapRow next = rows;
         if (h < TILE_HEADS) next = load_map(arg, buffer, heads, h, first);
         multiply(rows, &scratch.c[0][own][from], TILE_HEADS * WEIGHTS, own, 0);
         rows = next;

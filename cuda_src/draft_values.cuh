@@ -13,13 +13,18 @@ struct ColumnFactors {
     float w = 1, f[PIVOTS] = {};
 
     __device__ __forceinline__ ColumnFactors(const DraftBuffer& buffer, const TileHeads& heads, int h, int column) {
+        const SmallPart<const small_t> small(buffer.sketches() + heads.at[h], heads.rank[h]);
+        const float scale = CODED ? widen<SMALL>(small.scale[column]) : 1.f;
         if constexpr (MAP == FACTORS) {
-            const int rank = heads.rank[h], p = pivots_of(rank);
-            const sketch_t* const own = buffer.sketches() + heads.at[h] + rank * V + p * K;
-            w = widen<SKETCH>(own[rank * p + column]);
+            const int p = pivots_of(heads.rank[h]);
+            w = scale * widen<SMALL>(small.w[column]);
 #pragma unroll
             for (int i = 0; i < PIVOTS; i++)
-                if (i < p) f[i] = widen<SKETCH>(own[column * p + i]);
+                if (i < p)
+                    f[i] = scale * widen<SMALL>(small.f[column * p + i]) *
+                           (CODED ? widen<SMALL>(small.pivot_scale[i]) : 1.f);
+        } else if (CODED) {
+            w = scale;
         }
     }
     __device__ __forceinline__ float of(const DraftScratch& scratch, int h, int t, float z) const {
@@ -38,7 +43,8 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
                                                       int many, out_t* output, DraftScratch& scratch) {
     constexpr int ELEMENT = sizeof(act_t), VALUE = TileBuffer::VALUE;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos, rank = heads.rank[h];
-    const int rows = rank + buffer.count(), end = (rows + 15) / 16 * 16;
+    const int tokens = CODED ? (rank + 15) / 16 * 16 : rank;  // number of the first token's row, as in read_values.cuh
+    const int rows = tokens + buffer.count(), end = (rows + 15) / 16 * 16;
 #pragma unroll 1
     for (int n = lane; n < end; n += 32) {
         float weight[GROUP];
@@ -47,8 +53,9 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
 #pragma unroll
             for (int t = 0; t < GROUP; t++) weight[t] = factors.of(scratch, h, t, scratch.c[t][h][n]);
         } else {
+            const int s = min(n - tokens, W - 1);
 #pragma unroll
-            for (int t = 0; t < GROUP; t++) weight[t] = scratch.weight[t][h][min(n - rank, W - 1)];
+            for (int t = 0; t < GROUP; t++) weight[t] = CODED && s < 0 ? 0.f : scratch.weight[t][h][s];
         }
 #pragma unroll
         for (int t = 0; t < GROUP; t++) {
@@ -61,18 +68,41 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
     const int columns = buffer.sketches_at() + heads.at[h] * ELEMENT, half = lane / 8 % 2 * 16;
     const float* weights = &scratch.c[r / 2][h][2 * c];
     float sums[V / 16][4] = {};
-#pragma unroll 1
-    for (int first = 0; first < end; first += 16, weights += 16) {
-        u32 slices[2];
+    auto load_slices = [&](u32(&slices)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float2 pair = *reinterpret_cast<const float2*>(weights + 8 * i);
             slices[i] = __byte_perm(__float_as_uint(pair.x), __float_as_uint(pair.y), r % 2 ? 0x5410 : 0x7632);
         }
+    };
+    int first = 0;
+    if constexpr (CODED) {
+        const int codes = buffer.sketches_at() + heads.at[h];
+#pragma unroll 1
+        for (; first < tokens; first += 16, weights += 16) {
+            u32 slices[2];
+            load_slices(slices);
+            const int row = min(first + lane % 8 + lane / 16 * 8, rank - 1), turn = code_swizzle(row) ^ half;
+#pragma unroll
+            for (int channel = 0; channel < V; channel += 32) {
+                u32 x[4];
+                load_transposed(x, buffer.data,
+                                codes + row * V + channel / CODE_SPAN * CODE_SPAN + (channel % CODE_SPAN ^ turn));
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (channel + 16 * i < V) multiply_codes(sums[channel / 16 + i], x[i], x[2 + i], slices);
+            }
+        }
+    }
+#pragma unroll 1
+    for (; first < end; first += 16, weights += 16) {
+        u32 slices[2];
+        load_slices(slices);
         // Missing rows are the newest value, with weight 0.
-        const int n = min(first + lane % 8 + lane / 16 * 8, rows - 1), s = n - rank;
-        const int from = s < 0 ? columns + n * VALUE : buffer.value_at(h, s);
-        const int turn = swizzle(s < 0 ? n : s < pos ? s : 0) * ELEMENT ^ half;
+        const int n = min(first + lane % 8 + lane / 16 * 8, rows - 1), s = n - tokens;
+        const bool column = !CODED && s < 0;
+        const int from = column ? columns + n * VALUE : buffer.value_at(h, s);
+        const int turn = swizzle(column ? n : s < pos ? s : 0) * ELEMENT ^ half;
 #pragma unroll
         for (int channel = 0; channel < V; channel += 16) {
             u32 x[4];
@@ -120,7 +150,7 @@ __device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, cons
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
-            Packed<SKETCH, Own::WIDTH> x;
+            ColumnShare<Own::WIDTH> x;
             x.load(u + j * V + Own::at(i));
 #pragma unroll
             for (int t = 0; t < GROUP; t++) add(x, t, scratch.c[t][0][j], i);

@@ -35,7 +35,7 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
         if (length > 0) {
             const act_t* const ring = Ring(arg.memory, entry.x, head).k;
             auto token = [&](int t) { return arg.token(row, min(t, length - 1), head); };
-            RowFragment tokens[2];
+            TokenRow tokens[2];
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = r + 8 * n;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
                 for (int n = 0; n < 2; n++) {
                     float d[4] = {};
 #pragma unroll
-                    for (int j = 0; j < KEY_CHUNKS; j++) queries.multiply(d, tokens[n].x[j], j);
+                    for (int j = 0; j < KEY_CHUNKS; j++) queries.multiply(d, tokens[n].of(j), j);
                     scores[i].of[from + c][8 * n + r] = QueryFragment::product(d);
                 }
             }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void read_group(const DraftReader& of, const DraftTil
     const TileHeads& own = of.heads_of(tile);
     const Arguments& arg = of.arg;
     const int many = min(tile.length - first, GROUP);
-    RowFragment first_rows;  // a shared projection's: loaded long before they are needed
+    MapRow first_rows;  // a shared projection's: loaded long before they are needed
     if (MATRIX || (QUERY_SLICED && MAP != OWN)) first_rows = load_map(arg, buffer, own, 0, 0);
     if constexpr (MATRIX && ERASES) {
         project_drafts_matrix(arg, buffer, own, scalars, first_rows, first, scratch);

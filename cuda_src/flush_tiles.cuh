@@ -148,7 +148,7 @@ struct Flush {
     BlockMemory& m;
     Memory memory;
     const float* gate_input;
-    const sketch_t* projection;
+    const projection_t* projection;
     const uint2* basis;
     const int4* heads;
     Inputs inputs;

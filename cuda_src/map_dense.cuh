@@ -1,6 +1,9 @@
 // Dense map (ridge, exact) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T /
 // mu.
 //
+// In codes the split form is stored: Q = U (W / sqrt(mu))^T and B = (W / sqrt(mu)) (S U)^T, whose product is U times the
+// map.
+//
 // One elimination gives the lower triangle W with U^T U / mu + ridge I = W^-1 W^-T; the map is W^T W (S U)^T / mu, two
 // products on the tensor cores. Places past the rank hold zeros, with the ridge on the diagonal.
 #pragma once
@@ -106,27 +109,95 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
     }
 }
 
+// W times rows of LENGTH numbers, in place, 32 channels at a time. `load(row, channel, x)` and `at(row, channel)` are
+// four neighbouring channels.
+template <int TILES, int LENGTH, class Load, class At>
+__device__ __forceinline__ void multiply_in_place(const float (&w)[TILES][TILES][2], int rank, const Load& load,
+                                                  const At& at) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll 1
+    for (int first = 0; first < LENGTH; first += 32) {
+        const int channel = first + 4 * r;
+        float x[2 * TILES][4], rows[2][TILES][4] = {};
+#pragma unroll
+        for (int q = 0; q < 2 * TILES; q++) {
+            x[q][0] = x[q][1] = x[q][2] = x[q][3] = 0;
+            if (4 * q + c < rank && channel < LENGTH) load(4 * q + c, channel, x[q]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            LeftOperand left;
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) left.a[n][e] = x[2 * n + e / 2][2 * half + e % 2];
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+                for (int n = 0; n <= i; n++)
+                    left.multiply<false, false>(n, rows[half][i], rows[half][i], w[i][n][0], w[i][n][1]);
+        }
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int row = 8 * n + 2 * c + e;
+                if (row < rank && channel < LENGTH)
+                    *reinterpret_cast<float4*>(at(row, channel)) =
+                        make_float4(rows[0][n][e], rows[0][n][2 + e], rows[1][n][e], rows[1][n][2 + e]);
+            }
+    }
+    __syncwarp();
+}
+
+// Q and B, in place of U and of the sums. Calls `then` when W has been read.
+template <int TILES, class Then>
+__device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, int rank, Then then) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float w[TILES][TILES][2];
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int n = 0; n <= i; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) w[i][n][e] = m.gram[8 * i + r][8 * n + c + 4 * e];
+    then();
+    multiply_in_place<TILES, V>(
+        w, rank, [&](int row, int channel, float(&x)[4]) { load_floats(x, &m.columns[0].of[row][channel]); },
+        [&](int row, int channel) { return &m.columns[0].of[row][channel]; });
+    multiply_in_place<TILES, K>(
+        w, rank, [&](int row, int channel, float(&x)[4]) { sum_parts(sums, row, channel, x); },
+        [&](int row, int channel) { return sums.at(0, row, channel); });
+}
+
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(SketchMemory& m, const Sums& sums,
-                                            SketchBarriers& barriers, sketch_t* map, int rank, float mu,
-                                            float ridge, int sketch_n, Wait wait_sums) {
+__device__ __forceinline__ void store_tiles(SketchMemory& m, Sums& sums,
+                                            SketchBarriers& barriers, sketch_t* packed, int rank, float mu,
+                                            float ridge, float missing, int sketch_n, Wait wait_sums) {
     gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
-        barriers.columns_empty[0].arrive();
+        if (!CODED) barriers.columns_empty[0].arrive();
         if (EPILOGUE_WARPS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
     });
     eliminate<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
-    multiply_dense<TILES>(m, sums, map, rank, [&] {
+    auto w_is_read = [&] {
         if (EPILOGUE_WARPS > 1) barriers.gram_empty.arrive();
-    });
+    };
+    if constexpr (CODED) {
+        split_dense<TILES>(m, sums, rank, w_is_read);
+        store_split(m.columns[0], sums, packed, rank, missing);
+        barriers.columns_empty[0].arrive();
+    } else {
+        multiply_dense<TILES>(m, sums, packed + rank * V, rank, w_is_read);
+    }
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, const Sums& sums,
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums,
                                             SketchBarriers& barriers, sketch_t* packed, int rank, float mu,
-                                            float ridge, int sketch_n, Wait wait_sums) {
+                                            float ridge, float missing, int sketch_n, Wait wait_sums) {
     if (RANK_MAX > 8 && rank > 8)
-        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed + rank * V, rank, mu, ridge,
-                                           sketch_n, wait_sums);
-    else store_tiles<1>(m, sums, barriers, packed + rank * V, rank, mu, ridge, sketch_n, wait_sums);
+        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
+    else store_tiles<1>(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
 }

@@ -36,13 +36,14 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
 template <class Wait>
 __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u,
                                               WarpMbarrier& columns_empty, WarpMbarrier& sums_empty, sketch_t* packed,
-                                              const sketch_t* projection, int rank, float mu, float ridge,
+                                              const projection_t* projection, int rank, float mu, float ridge,
                                               Wait wait_sums) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
-    sketch_t *const b = packed + rank * V, *const f = b + p * K, *const w = f + rank * p;
+    sketch_t* const b = packed + rank * V;
+    const SmallPart<small_t> small(packed, rank);
     const float root = rsqrtf(mu);
     constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; few, for short code, if roles share the cache
-    Packed<SKETCH, MINE> rows[AHEAD];
+    Packed<CODED ? BF16 : SKETCH, MINE> rows[AHEAD];
 #pragma unroll
     for (int g = 0; g < AHEAD; g++) {
         rows[g].clear();
@@ -128,7 +129,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
         }
         residual[e] = PRIOR ? missed : fmaxf(residual[e], 0.f);
         const float over = 1.f / (residual[e] + ridge);
-        if (g < rank) w[g] = narrow<SKETCH>(residual[e] * over);
+        if (g < rank) small.w[g] = narrow<SMALL>(residual[e] * over);
 #pragma unroll
         for (int i = 0; i < PIVOTS; i++) {
             scaled[e][i] = low[e][i] * over;
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
         for (int n = 0; n < AHEAD; n++) {
             const int g = first + n;
             if (g >= rank) break;
-            const Packed<SKETCH, MINE> row = rows[n];
+            const Packed<CODED ? BF16 : SKETCH, MINE> row = rows[n];
             if (g + AHEAD < rank) rows[n].load(projection + (g + AHEAD) * K + MINE * lane);
 #pragma unroll
             for (int i = 0; i < PIVOTS; i++)
@@ -166,9 +167,22 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     __syncwarp();  // before the next products are stored
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
-        Packed<SKETCH, MINE> rounded;
-        rounded.set(image[i]);
-        if (i < p) rounded.store(b + i * K + MINE * lane);
+        if constexpr (CODED) {
+            if (i >= p) break;
+            float four[4];  // of the lane's word
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                four[n] = MINE == 4 ? image[i][n % MINE] : __shfl_sync(ALL, image[i][n % MINE], (2 * lane + n / 2) % 32);
+            const float scale = store_row_codes(b + i * K, [&](int, float(&x)[4]) {
+#pragma unroll
+                for (int n = 0; n < 4; n++) x[n] = four[n];
+            });
+            if (lane == 0) small.pivot_scale[i] = scale;
+        } else {
+            Packed<SKETCH, MINE> rounded;
+            rounded.set(image[i]);
+            if (i < p) rounded.store(b + i * K + MINE * lane);
+        }
     }
 
     float l[PIVOTS][PIVOTS];  // Cholesky factor of I + L^T D^-1 L; the diagonal holds its inverse
@@ -199,6 +213,6 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
         }
 #pragma unroll
         for (int i = 0; i < PIVOTS; i++)
-            if (i < p && lane + 32 * e < rank) f[(lane + 32 * e) * p + i] = narrow<SKETCH>(x[i]);
+            if (i < p && lane + 32 * e < rank) small.f[(lane + 32 * e) * p + i] = narrow<SMALL>(x[i]);
     }
 }

@@ -1,5 +1,5 @@
 // Dense map (ridge, exact) of more than 16 columns, from exact blocks, by one warp, by Cholesky:
-// (U^T U / mu + ridge I)^-1 (S U)^T / mu.
+// (U^T U / mu + ridge I)^-1 (S U)^T / mu. In codes the split form of the same product, without the back substitution.
 //
 // Works on panels of 8 columns of U in registers. Places past the rank hold zeros, with the ridge on the diagonal.
 #pragma once
@@ -76,65 +76,81 @@ __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank, float rid
     }
 }
 
-// Solves for the map by forward and back substitution, in place of the sums. A lane has its own channels of all rows.
-template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchBarriers& barriers,
-                                            sketch_t* packed, int rank, float mu, float ridge,
-                                            [[maybe_unused]] int sketch_n, Wait wait_sums) {
-    const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
-    const float inverse = 1.f / mu;
-    gram_of_columns(m, rank, mu, ridge);
-    barriers.columns_empty[0].arrive();
-    factor_gram(m, rank, ridge);
-    wait_sums();
-    float x[PANEL][MINE], l[PANEL];
-    auto solved = [&](int i) { return sums.at(0, i, channel); };
-    auto keep = [&](int first) {
+// A lane's N neighbouring channels of the rows of a panel.
+template <int N> struct Panel {
+    float x[PANEL][N];
+
+    // Stores the rows from `first` on at(row).
+    template <class At> __device__ __forceinline__ void store(const At& at, int first, int rank) const {
 #pragma unroll
         for (int i = 0; i < PANEL; i++) {
-            Packed<FP32, MINE> row;
+            Packed<FP32, N> row;
             row.set(x[i]);
-            if (first + i < rank) row.store(solved(first + i));
+            if (first + i < rank) row.store(at(first + i));
         }
-    };
-    auto subtract = [&](int i, float factor, const Packed<FP32, MINE>& row) {
+    }
+    __device__ __forceinline__ void subtract(int i, float factor, const Packed<FP32, N>& row) {
 #pragma unroll
-        for (int n = 0; n < MINE; n++) x[i][n] -= factor * row[n];
-    };
-    for (int first = 0; first <= last; first += PANEL) {
-#pragma unroll
-        for (int i = 0; i < PANEL; i++) {
-#pragma unroll
-            for (int n = 0; n < MINE; n++) x[i][n] = 0;
-            if (first + i < rank) sum_parts(sums, first + i, channel, x[i]);
-#pragma unroll
-            for (int n = 0; n < MINE; n++) x[i][n] *= inverse;
-        }
-#pragma unroll 1
-        for (int j = 0; j < first; j += 4) {
-            Packed<FP32, MINE> rows[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++) rows[n].load(solved(j + n));
+        for (int n = 0; n < N; n++) x[i][n] -= factor * row[n];
+    }
+
+    // Row panels of L^-1 x from the first to the last one, a lane its own channels of all rows. `load(row, to)` gets a
+    // row of x. Panels are stored at(row), which may be where they were loaded; the last one only if LAST.
+    template <bool LAST, class Load, class At>
+    __device__ __forceinline__ void substitute_forward(const SketchMemory& m, int rank, const Load& load,
+                                                       const At& at) {
+        const int last = (rank - 1) / PANEL * PANEL;
+        float l[PANEL];
+        for (int first = 0; first <= last; first += PANEL) {
 #pragma unroll
             for (int i = 0; i < PANEL; i++) {
-                float factors[4];
-                load_floats(factors, &m.gram[first + i][j]);
 #pragma unroll
-                for (int n = 0; n < 4; n++) subtract(i, factors[n], rows[n]);
+                for (int n = 0; n < N; n++) x[i][n] = 0;
+                if (first + i < rank) load(first + i, x[i]);
             }
-        }
+#pragma unroll 1
+            for (int j = 0; j < first; j += 4) {
+                Packed<FP32, N> rows[4];
 #pragma unroll
-        for (int i = 0; i < PANEL; i++) {
-            load_floats(l, &m.gram[first + i][first]);
+                for (int n = 0; n < 4; n++) rows[n].load(at(j + n));
 #pragma unroll
-            for (int n = 0; n < MINE; n++) {
+                for (int i = 0; i < PANEL; i++) {
+                    float factors[4];
+                    load_floats(factors, &m.gram[first + i][j]);
 #pragma unroll
-                for (int j = 0; j < i; j++) x[i][n] -= l[j] * x[j][n];
-                x[i][n] *= l[i];
+                    for (int n = 0; n < 4; n++) subtract(i, factors[n], rows[n]);
+                }
             }
+#pragma unroll
+            for (int i = 0; i < PANEL; i++) {
+                load_floats(l, &m.gram[first + i][first]);
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+#pragma unroll
+                    for (int j = 0; j < i; j++) x[i][n] -= l[j] * x[j][n];
+                    x[i][n] *= l[i];
+                }
+            }
+            if (LAST || first < last) store(at, first, rank);
         }
-        if (first < last) keep(first);
     }
+};
+
+// Solves for the map by forward and back substitution, in place of the sums. A lane has its own channels of all rows.
+__device__ __forceinline__ void solve_dense(const SketchMemory& m, Sums& sums, sketch_t* map, int rank, float mu) {
+    const int channel = MINE * (threadIdx.x % 32), last = (rank - 1) / PANEL * PANEL;
+    const float inverse = 1.f / mu;
+    Panel<MINE> panel;
+    float(&x)[PANEL][MINE] = panel.x, l[PANEL];
+    auto solved = [&](int i) { return sums.at(0, i, channel); };
+    panel.substitute_forward<false>(
+        m, rank,
+        [&](int i, float(&row)[MINE]) {
+            sum_parts(sums, i, channel, row);
+#pragma unroll
+            for (int n = 0; n < MINE; n++) row[n] *= inverse;
+        },
+        solved);
     for (int first = last; first >= 0; first -= PANEL) {
         if (first < last) {
 #pragma unroll
@@ -150,7 +166,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchB
                 row.load(solved(j));
                 load_floats(l, &m.gram[j][first]);
 #pragma unroll
-                for (int i = 0; i < PANEL; i++) subtract(i, l[i], row);
+                for (int i = 0; i < PANEL; i++) panel.subtract(i, l[i], row);
             }
         }
 #pragma unroll
@@ -163,12 +179,49 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchB
                 for (int j = 0; j < i; j++) x[j][n] -= l[j] * x[i][n];
             }
         }
-        if (first > 0) keep(first);
+        if (first > 0) panel.store(solved, first, rank);
 #pragma unroll
         for (int i = 0; i < PANEL; i++) {
             Packed<SKETCH, MINE> rounded;
             rounded.set(x[i]);
-            if (first + i < rank) rounded.store(packed + rank * V + (first + i) * K + channel);
+            if (first + i < rank) rounded.store(map + (first + i) * K + channel);
         }
+    }
+}
+
+// Q = U L^-T and B = L^-1 (S U)^T / mu, in place of U and of the sums, four channels a lane.
+__device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, int rank, float mu) {
+    const int lane = threadIdx.x % 32, channel = 4 * lane;
+    const float inverse = 1.f / mu;
+    Panel<4> panel;
+    auto column = [&](int i) { return &m.columns[0].of[i][channel]; };
+    if (lane < V / 4)
+        panel.substitute_forward<true>(m, rank, [&](int i, float(&row)[4]) { load_floats(row, column(i)); }, column);
+    if (lane >= K / 4) return;
+    panel.substitute_forward<true>(
+        m, rank,
+        [&](int i, float(&row)[4]) {
+            sum_parts(sums, i, channel, row);
+#pragma unroll
+            for (int n = 0; n < 4; n++) row[n] *= inverse;
+        },
+        [&](int i) { return sums.at(0, i, channel); });
+}
+
+template <class Wait>
+__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchBarriers& barriers,
+                                            sketch_t* packed, int rank, float mu, float ridge, float missing,
+                                            [[maybe_unused]] int sketch_n, Wait wait_sums) {
+    gram_of_columns(m, rank, mu, ridge);
+    if (!CODED) barriers.columns_empty[0].arrive();
+    factor_gram(m, rank, ridge);
+    wait_sums();
+    if constexpr (CODED) {
+        split_dense(m, sums, rank, mu);
+        __syncwarp();
+        store_split(m.columns[0], sums, packed, rank, missing);
+        barriers.columns_empty[0].arrive();
+    } else {
+        solve_dense(m, sums, packed + rank * V, rank, mu);
     }
 }

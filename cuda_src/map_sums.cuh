@@ -32,6 +32,21 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
+// Stores the split form as codes: Q, which has taken the place of U, and B, which has taken the place of the first
+// group's sums. By one warp. `missing`: what the scales lack.
+__device__ __forceinline__ void store_split(const Columns& q, const Sums& b, sketch_t* packed, int rank,
+                                            float missing) {
+    const SmallPart<float> small(packed, rank);
+#pragma unroll 1
+    for (int g = 0; g < rank; g++) {
+        const float scale = store_column_codes(q.of[g], g, packed) *
+                            store_row_codes(packed + rank * V + g * K, [&](int channel, float(&x)[4]) {
+                                load_floats(x, b.at(0, g, channel));
+                            });
+        if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
+    }
+}
+
 // Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of
 // columns i + r and i + 8 + r, in all four lanes of r. Places past the rank are zeros.
 __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j,

@@ -55,7 +55,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
     if (FOLD_WARPS_SKETCH && PRODUCT_COLUMNS > 0)
         group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
     if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
-    if constexpr (COLUMN_STAGES == 1) {
+    if constexpr (!EPILOGUE_STORES) {
 #pragma unroll 1
         for (int i = member; i < GROUP_BLOCKS && !extreme; i += GROUP_WARPS)
             store_columns(u, group * GROUP_BLOCKS + i, packed, rank);
@@ -70,14 +70,15 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
 template <class Then>
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& barriers,
                                               [[maybe_unused]] sketch_t* packed,
-                                              [[maybe_unused]] const sketch_t* projection, int rank,
+                                              [[maybe_unused]] const projection_t* projection, int rank,
                                               [[maybe_unused]] float ridge, int sketch_n, Then then) {
     barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
 #if MAP == 2
-    if constexpr (COLUMN_STAGES > 1) store_columns(u, packed, rank);
+    if constexpr (CODED) store_column_codes(u, packed, rank, 1.f);
+    else if constexpr (EPILOGUE_STORES) store_columns(u, packed, rank);
     columns_empty.arrive();
 #else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
@@ -87,16 +88,18 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& b
         wait_sums();
         if (STORED_BARRIER) barriers.columns_stored.wait(sketch_n);
         power = scale_sketch(u, sums, packed, rank);
-    } else if (COLUMN_STAGES > 1) {
+    } else if constexpr (EPILOGUE_STORES && !CODED) {
         store_columns(u, packed, rank);
     }
+    [[maybe_unused]] const float missing = CODED ? inverse_of_power(power) : 1.f;  // what scales of U lack
     const float norm = power * u.norm<ROW_BLOCKS>(0), squares = warp_sum(norm * norm);
     const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the bound is for zeros
 #if MAP == 0
+    if constexpr (CODED) store_column_codes(u, packed, rank, missing);
     store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(m, sums, barriers, packed, rank, mu, ridge, sketch_n, wait_sums);
+    store_dense(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

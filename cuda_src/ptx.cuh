@@ -347,6 +347,25 @@ __device__ __forceinline__ u32 floats_to_bf16(float x, float y) {
     return z;
 }
 
+// Products of bf16 pairs plus pairs, rounded. Subnormal numbers are kept.
+__device__ __forceinline__ u32 fma_bf16(u32 x, u32 y, u32 z) {
+    u32 sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+    return sum;
+}
+
+// Bytes 0 and 2 (1 and 3) of a word as half-words, whose upper bytes repeat the sign bits.
+__device__ __forceinline__ u32 extend_bytes_0_2(u32 x) {
+    u32 y;
+    asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ u32 extend_bytes_1_3(u32 x) {
+    u32 y;
+    asm("prmt.b32 %0, %1, 0, 0xb391;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // A pair rounded to fp16, the first in the low half-word, and back.
 __device__ __forceinline__ u32 floats_to_halves(float x, float y) {
     u32 z;

@@ -9,7 +9,8 @@
 // (read_warp.cuh).
 //
 // -D constants besides common.cuh's: W, DENSE_HEADS, SKETCHED_HEADS, RANK_MAX, PIVOTS, MAP (0 factors, 1 dense,
-// 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32).
+// 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32,
+// 3 int8, 4 fp8).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"
@@ -25,7 +26,7 @@ constexpr int BLOCK_BYTES = sizeof(BlockMemory);
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
-    read_step(MEMORY_PARAMETERS, const float* gate_input, const sketch_t* projection, const int4* heads,
+    read_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const int4* heads,
               const int* order, INPUT_PARAMETERS, SLOT_PARAMETERS, int batch, Schedule* schedule, SLOT_LIMITS,
               int shared_bytes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

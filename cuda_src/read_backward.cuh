@@ -14,12 +14,12 @@ __device__ __forceinline__ void walk_back(const TileBuffer& buffer, const TokenS
     if constexpr (QUERY_SLICED) scratch.query.set(x);
 }
 
-// N rows of a map or of the pivots, LK channels a lane.
+// N rows of a map or of the pivots, stored in float32, LK channels a lane.
 template <int N> struct LaneRows {
-    Packed<SKETCH, LK> of[N];
+    Packed<SMALL, LK> of[N];
 
     // Rows first, first + 1, ... of `count` > 0; indices past the end load the last row.
-    __device__ __forceinline__ void load(const sketch_t* rows, int first, int count) {
+    __device__ __forceinline__ void load(const small_t* rows, int first, int count) {
 #pragma unroll
         for (int j = 0; j < N; j++) of[j].load(rows + min(first + j, count - 1) * K + threadIdx.x % 32 * LK);
     }
@@ -37,9 +37,16 @@ template <int N> struct LaneRows {
 
 // Rows of a head's map: the shared projection, or the map of this state.
 template <class Buffer>
-__device__ __forceinline__ const sketch_t* map_of(const Arguments& arg, const Buffer& buffer,
-                                                  const TileHeads& heads) {
-    return MAP == OWN ? buffer.sketches() + heads.rank[0] * V : arg.projection + heads.projection[0];
+__device__ __forceinline__ const small_t* map_of(const Arguments& arg, const Buffer& buffer,
+                                                 const TileHeads& heads) {
+    const void* const rows = MAP == OWN ? static_cast<const void*>(buffer.sketches() + heads.rank[0] * V)
+                                        : arg.projection + heads.projection[0];
+    return static_cast<const small_t*>(rows);
+}
+
+template <class Buffer>
+__device__ __forceinline__ const small_t* pivots_in_lanes(const Buffer& buffer, int rank) {
+    return static_cast<const small_t*>(static_cast<const void*>(buffer.sketches() + rank * V));
 }
 
 // Products of the query with maps and pivots that are stored in float32.
@@ -56,14 +63,14 @@ __device__ __forceinline__ void project_lanes(const Arguments& arg, const TileBu
     }
     if (MAP == FACTORS) {
         LaneRows<PIVOTS_2> pivots;
-        pivots.load(buffer.sketches() + rank * V, 0, pivots_of(rank));
+        pivots.load(pivots_in_lanes(buffer, rank), 0, pivots_of(rank));
         pivots.multiply(x, scratch.y);
     }
 }
 
 // The same on the tensor cores, for bf16 storage. The caller has loaded the map's first and second eight rows, if any.
 __device__ __forceinline__ void project_slices(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                               const RowFragment& first_rows, const RowFragment& second_rows,
+                                               const MapRow& first_rows, const MapRow& second_rows,
                                                Scratch& scratch) {
     const int rank = heads.rank[0], lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     QueryFragment query;
@@ -71,12 +78,12 @@ __device__ __forceinline__ void project_slices(const Arguments& arg, const TileB
     __syncwarp();  // the results below overwrite the query's slices (a union in Scratch)
     float z[4] = {}, y[4] = {};
 #pragma unroll
-    for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(z, first_rows.x[i], i);
+    for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(z, first_rows.of(i), i);
     if constexpr (MAP == FACTORS) {
         static_assert(PIVOT_SLOTS <= 8, "one operand has them all");
         const void* const pivots = pivot_row(buffer, heads, 0);
 #pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(y, chunk(pivots, i), i);
+        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(y, pivot_chunk(pivots, i), i);
     }
     // Even c: product with the leading slice of the query. Odd c: product with the second slice.
     auto whole = [](float x) { return x + __shfl_xor_sync(ALL, x, 1); };
@@ -84,11 +91,11 @@ __device__ __forceinline__ void project_slices(const Arguments& arg, const TileB
     if (c % 2 == 0) (c == 0 ? scratch.c[0] : scratch.y)[r] = sum;
 #pragma unroll 1
     for (int first = 8; first < rank; first += 8) {
-        RowFragment rows = second_rows;
+        MapRow rows = second_rows;
         if (first > 8) rows = load_map(arg, buffer, heads, 0, first);
         float d[4] = {};
 #pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.x[i], i);
+        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.of(i), i);
         const float more = whole(QueryFragment::product(d));
         if (c == 0) scratch.c[0][first + r] = more;
     }

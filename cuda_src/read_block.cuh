@@ -73,7 +73,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arg, const Block
             const act_t* const ring = arg.memory.keys.of(entry.x) + head * W * K;
             const act_t* const newest = arg.inputs.k.of(row) + head * K;
             QueryFragment query;
-            RowFragment tokens[2];
+            TokenRow tokens[2];
             query.load(arg.inputs.q.of(row) + head * K);
 #pragma unroll
             for (int n = 0; n < 2; n++) tokens[n].load(r + 8 * n < entry.y ? ring + (r + 8 * n) * K : newest);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arg, const Block
 #pragma unroll
             for (int j = 0; j < KEY_CHUNKS; j++) {
 #pragma unroll
-                for (int n = 0; n < 2; n++) query.multiply(d[n], tokens[n].x[j], j);
+                for (int n = 0; n < 2; n++) query.multiply(d[n], tokens[n].of(j), j);
             }
             if (c < 2) scores[i].of[8 * c + r] = c ? QueryFragment::product(d[1]) : QueryFragment::product(d[0]);
         }

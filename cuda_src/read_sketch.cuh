@@ -5,13 +5,24 @@
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 // Room for a head's weights in whole tiles: the map's coefficients (eights), or with SWIZZLED all summed rows
-// (sixteens).
-constexpr int WEIGHTS = SWIZZLED ? (RANK_MAX + W - 1 + 15) / 16 * 16 : (RANK_MAX + 7) / 8 * 8;
+// (sixteens; with codes, columns and tokens apart).
+constexpr int WEIGHTS = !SWIZZLED ? (RANK_MAX + 7) / 8 * 8
+                        : CODED   ? (RANK_MAX + 15) / 16 * 16 + (W - 1 + 15) / 16 * 16
+                                  : (RANK_MAX + W - 1 + 15) / 16 * 16;
 
 // Token-by-token path with bf16 storage: map and pivots still use the tensor cores. Their rows are operands as stored,
 // the effective query comes in two bf16 slices (2^-16).
-constexpr bool QUERY_SLICED = TWO_HALVES && SKETCH == BF16;
+constexpr bool QUERY_SLICED = TWO_HALVES && SKETCH != FP32;
 constexpr int KEY_CHUNKS = K / 32;
+
+// Operand order of this kernel for m16n8k16: lane (r, c) has chunks of 8 channels of row r, chunk i at piece
+// piece_of(i) of 16 bytes. The order of channels within a product is the same for all operands, so it does not change
+// the sum. With codes, chunks 2i and 2i + 1 are neighbours: one 16-byte load has the codes of both.
+__device__ __forceinline__ int piece_of(int i) {
+    const int c = threadIdx.x % 4;
+    return CODED ? 8 * (i / 2) + 2 * c + i % 2 : 4 * i + c;
+}
+
 struct QuerySlices {
     alignas(16) u32 of[QUERY_SLICED ? 32 * KEY_CHUNKS : 4];
 
@@ -24,11 +35,10 @@ struct QuerySlices {
     __device__ __forceinline__ void set(const float (&x)[LK]) {
 #pragma unroll
         for (int n = 0; n < LK; n += 2) {
-            const int word = (threadIdx.x % 32 * LK + n) / 2;
+            const int word = (threadIdx.x % 32 * LK + n) / 2, piece = word / 4;
+            const int c = CODED ? piece / 2 % 4 : piece % 4, i = CODED ? piece / 8 * 2 + piece % 2 : piece / 4;
             const u32 low = __float_as_uint(x[n]), high = __float_as_uint(x[n + 1]);
-            auto put = [&](int slice, u32 pair) {
-                words(slice, word % 2, word / 4 % 4)[word / 16 * 2 + word / 2 % 2] = pair;
-            };
+            auto put = [&](int slice, u32 pair) { words(slice, word % 2, c)[i * 2 + word / 2 % 2] = pair; };
             put(0, __byte_perm(low, high, 0x7632));
             put(1, floats_to_bf16(x[n] - __uint_as_float(low & 0xffff0000u),
                                   x[n + 1] - __uint_as_float(high & 0xffff0000u)));
@@ -59,18 +69,26 @@ struct KeyScores {
     WarpMbarrier full;
 };
 
-// Operand order of this kernel for m16n8k16: lane (r, c) loads channels 32 i + 8 c to 32 i + 8 c + 7 of row r with one
-// 16-byte load. The order of channels within a product is the same for all operands, so it does not change the sum.
-__device__ __forceinline__ uint4 chunk(const void* row, int i) {
-    return static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
-}
-struct RowFragment {
-    uint4 x[KEY_CHUNKS];
+__device__ __forceinline__ uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[piece_of(i)]; }
+
+// A lane's row of 16-bit numbers, or of codes, which are widened when they are used.
+template <bool CODES> struct RowFragment {
+    static constexpr int LOADS = CODES ? K / 64 : KEY_CHUNKS;
+    uint4 x[LOADS];
+
     __device__ __forceinline__ void load(const void* row) {
 #pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i++) x[i] = chunk(row, i);
+        for (int i = 0; i < LOADS; i++)
+            x[i] = CODES ? static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4] : chunk(row, i);
+    }
+    __device__ __forceinline__ uint4 of(int i) const {
+        if constexpr (!CODES) return x[i];
+        else return widen_codes(i % 2 ? make_uint2(x[i / 2].z, x[i / 2].w) : make_uint2(x[i / 2].x, x[i / 2].y));
     }
 };
+typedef RowFragment<false> TokenRow;
+typedef RowFragment<CODED && MAP == OWN> MapRow;
+typedef RowFragment<CODED> PivotRow;
 
 // Left operand from the lane's rows r and r + 8; multiply: d[m][n] += <row m, row n> with row n = r of another
 // fragment. `none` is 0 at run time, which the compiler does not know: without it, the words would be moved again for
@@ -153,17 +171,17 @@ __device__ __forceinline__ void solve(const float* with_query, const TokenScalar
 
 // Eight rows of a head's map. A dense head has no map and loads arbitrary valid rows.
 template <class Buffer>
-__device__ __forceinline__ RowFragment load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
+__device__ __forceinline__ MapRow load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
                                                 int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
-    RowFragment rows;
+    MapRow rows;
     if (MAP == OWN) rows.load(rank ? buffer.sketches() + heads.at[h] + rank * V + row * K : buffer.sketches());
     else rows.load(arg.projection + heads.projection[h] + row * K);
     return rows;
 }
 // The eight rows of each head of a tile, if it has that many.
 struct MapFragments {
-    RowFragment of[TILE_HEADS];
+    MapRow of[TILE_HEADS];
     __device__ __forceinline__ void load(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
                                          int first) {
 #pragma unroll
@@ -181,6 +199,10 @@ __device__ __forceinline__ const void* pivot_row(const Buffer& buffer, const Til
     if (TILE_HEADS > 1 && rank == 0) return buffer.query();
     return buffer.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
 }
+__device__ __forceinline__ uint4 pivot_chunk(const void* row, int i) {
+    if constexpr (CODED) return widen_codes(static_cast<const uint2*>(row)[piece_of(i)]);
+    else return chunk(row, i);
+}
 
 // The query as right operand for rows that are left operands as stored. The four words of a lane's 16 bytes take the
 // places (r, c), (r + 8, c), (r, c + 4), (r + 8, c + 4) of the left operand. Even columns of the right operand hold
@@ -192,7 +214,7 @@ struct QueryFragment {
         const int odd = threadIdx.x / 4 % 2;
 #pragma unroll
         for (int i = 0; i < KEY_CHUNKS; i++) {
-            const u32* const words = static_cast<const u32*>(row) + 16 * i + threadIdx.x % 4 * 4 + odd;
+            const u32* const words = static_cast<const u32*>(row) + 4 * piece_of(i) + odd;
             x[i][0] = words[0], x[i][1] = words[2];
         }
     }
@@ -229,9 +251,9 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const TileBu
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
 #pragma unroll
-        for (int h = 0; h < TILE_HEADS; h++) query.multiply(z[h], first_rows.of[h].x[i], i);
+        for (int h = 0; h < TILE_HEADS; h++) query.multiply(z[h], first_rows.of[h].of(i), i);
 #pragma unroll
-        for (int n = 0; n < PIVOT_TILES; n++) query.multiply(y[n], chunk(pivots[n], i), i);
+        for (int n = 0; n < PIVOT_TILES; n++) query.multiply(y[n], pivot_chunk(pivots[n], i), i);
     }
     scores.full.wait(0);
     __syncwarp();
@@ -246,10 +268,10 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const TileBu
     for (int h = 0; h < TILE_HEADS; h++) {
 #pragma unroll 1
         for (int first = 8; first < heads.rank[h]; first += 8) {
-            const RowFragment rows = load_map(arg, buffer, heads, h, first);
+            const MapRow rows = load_map(arg, buffer, heads, h, first);
             float d[4] = {};
 #pragma unroll
-            for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.x[i], i);
+            for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.of(i), i);
             if (c == 0) scratch.c[h][first + r] = QueryFragment::product(d);
         }
     }
@@ -283,11 +305,11 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const TileB
         tokens.multiply(scores[0], low);
         tokens.multiply(scores[1], high);
 #pragma unroll
-        for (int h = 0; h < TILE_HEADS; h++) tokens.multiply(z[h], first_rows.of[h].x[i]);
+        for (int h = 0; h < TILE_HEADS; h++) tokens.multiply(z[h], first_rows.of[h].of(i));
 #pragma unroll
-        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(z[PIVOT + n], chunk(pivots[n], i));
+        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(z[PIVOT + n], pivot_chunk(pivots[n], i));
 #pragma unroll
-        for (int n = SECOND; n < TILES; n++) tokens.multiply(z[n], second_rows.of[n - SECOND].x[i]);
+        for (int n = SECOND; n < TILES; n++) tokens.multiply(z[n], second_rows.of[n - SECOND].of(i));
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -340,11 +362,11 @@ __device__ __forceinline__ void project_matrix(const Arguments& arg, const TileB
             if (heads.rank[h] > 8) put(x[SECOND + h], &scratch.c[h][8]);
 #pragma unroll 1
         for (int first = 16; first < heads.rank[h]; first += 8) {
-            const RowFragment rows = load_map(arg, buffer, heads, h, first);
+            const MapRow rows = load_map(arg, buffer, heads, h, first);
             float d[4] = {}, more[1][2];
 #pragma unroll
             for (int i = 0; i < KEY_CHUNKS; i++)
-                LeftFragment(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.x[i]);
+                LeftFragment(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.of(i));
             sum(d, h, more[0]);
             add_lanes(more);
             put(more[0], &scratch.c[h][first]);

@@ -1,10 +1,10 @@
 // The work tile of a read step: one row of the batch and TILE_HEADS neighbouring heads that share a key head.
 #pragma once
-#include "sketch_layout.cuh"
+#include "codes.cuh"
 #include "read_window.cuh"
 
 // Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
-constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH == BF16 && W <= 16;
+constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH != FP32 && W <= 16;
 constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
 constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
 constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
@@ -24,7 +24,7 @@ constexpr int TURNS = (TILE_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 struct Arguments {
     Memory memory;
     const float* gate_input;
-    const sketch_t* projection;
+    const projection_t* projection;
     const int4* heads;
     Inputs inputs;
     TokenSteps steps;  // of drafts

@@ -10,31 +10,43 @@
 
 // Coefficients for the columns of a head's U: c = w z + F (B^T x).
 struct Coefficients {
-    const sketch_t *f, *w;
+    const SmallPart<const small_t> small;
     int p;
     float whole, y[PIVOTS];
 
     __device__ __forceinline__ Coefficients(const TileBuffer& buffer, const TileHeads& heads, const Scratch& scratch,
                                             int h)
-        : p(pivots_of(heads.rank[h])),
+        : small(buffer.sketches() + heads.at[h], heads.rank[h]),
+          p(pivots_of(heads.rank[h])),
           whole(TWO_HALVES ? 1.f : scratch.window_decay[h]) {
-        const int rank = heads.rank[h];
-        f = buffer.sketches() + heads.at[h] + rank * V + p * K, w = f + rank * p;
         if (MAP == FACTORS)
 #pragma unroll
-            for (int i = 0; i < PIVOTS; i++) y[i] = scratch.y[h * PIVOT_SLOTS + i];
+            for (int i = 0; i < PIVOTS; i++) {
+                y[i] = scratch.y[h * PIVOT_SLOTS + i];
+                if constexpr (CODED)
+                    if (i < p) y[i] *= small.pivot_scale[i];
+            }
     }
     __device__ __forceinline__ float of(int j, float z) const {
         float own = z;
         if constexpr (MAP == FACTORS) {
-            own *= widen<SKETCH>(w[j]);
+            own *= widen<SMALL>(small.w[j]);
 #pragma unroll
             for (int i = 0; i < PIVOTS; i++)
-                if (i < p) own += widen<SKETCH>(f[j * p + i]) * y[i];
+                if (i < p) own += widen<SMALL>(small.f[j * p + i]) * y[i];
         }
+        if constexpr (CODED) own *= small.scale[j];
         return whole * own;
     }
 };
+
+// Adds the products of eight codes each of two groups of columns of U, as `load_transposed` gives them, with weights.
+// Bytes 2n and 2n + 1 of 16 codes are channels n and n + 8: rows n and n + 8 of the operand.
+__device__ __forceinline__ void multiply_codes(float (&sums)[4], u32 low, u32 high, const u32 (&weights)[2]) {
+    const u32 x[4] = {widen_codes<false>(low), widen_codes<true>(low), widen_codes<false>(high),
+                      widen_codes<true>(high)};
+    mma_bf16(sums, x, weights[0], weights[1]);
+}
 
 // On the tensor cores. The heads of a tile take as many rows as the longest; missing rows are the newest with weight 0.
 __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
@@ -45,15 +57,23 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     constexpr int ELEMENT = sizeof(act_t), VALUE = TileBuffer::VALUE;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
     // A dense head uses a row of the other head: its own values may be infinite and must not even be multiplied by 0.
-    const int h = lane / HEAD_LANES, rank = heads.rank[h], rows = rank > 0 ? rank + pos + 1 : 1;
+    const int h = lane / HEAD_LANES, rank = heads.rank[h];
+    int tokens = rank;  // number of the first token's row: columns of U come first, codes of them in whole operands
+    if constexpr (CODED) {
+#pragma unroll
+        for (int i = 0; i < TILE_HEADS; i++) tokens = max(tokens, heads.rank[i]);
+        tokens = (tokens + ROWS - 1) / ROWS * ROWS;
+    }
+    const int rows = rank > 0 ? tokens + pos + 1 : 1;
     int end = rows;
 #pragma unroll
-    for (int i = 0; i < TILE_HEADS; i++) end = max(end, heads.rank[i] + pos + 1);
+    for (int i = 0; i < TILE_HEADS; i++) end = max(end, (CODED ? tokens : heads.rank[i]) + pos + 1);
     end = (end + ROWS - 1) / ROWS * ROWS;
     const Coefficients coefficients(buffer, heads, scratch, h);
 #pragma unroll 1
     for (int n = lane % HEAD_LANES; n < end; n += HEAD_LANES) {
-        float weight = n < rank ? scratch.c[h][n] : scratch.weight[h][min(n - rank, W - 1)];
+        const int s = min(n - tokens, W - 1);
+        float weight = n < rank ? scratch.c[h][n] : CODED && s < 0 ? 0.f : scratch.weight[h][s];
         if (n < rank) weight = coefficients.of(n, weight);
         const float leading = __uint_as_float(__float_as_uint(weight) & 0xffff0000u);
         scratch.c[h][n] = __uint_as_float(floats_to_bf16(weight - leading, leading));
@@ -61,15 +81,12 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     __syncwarp();
 
     // byte offsets of row 0 of U and of the values, as if the rows of both were numbered through
-    const int columns = TileBuffer::sketches_at(pos) + heads.at[h] * ELEMENT, values = (h * pos - rank) * VALUE;
+    const int columns = TileBuffer::sketches_at(pos) + heads.at[h] * ELEMENT, values = (h * pos - tokens) * VALUE;
     const int newest = TileBuffer::newest_at(pos) + (rank > 0 ? h : TILE_HEADS - 1 - h) * VALUE,
               half = lane / 8 % 2 * 16;
     const float* weights = &scratch.c[r / 2 % TILE_HEADS][2 * c];
     float sums[SUMS][4] = {};
-#pragma unroll 1
-    for (int n = TILE_HEADS > 1 ? lane % 8 : lane % 8 + lane / 16 * 8; end > 0;
-         end -= ROWS, n += ROWS, weights += ROWS) {
-        u32 slices[SERVED][2];
+    auto load_slices = [&](u32(&slices)[SERVED][2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float2 pair = *reinterpret_cast<const float2*>(weights + (TILE_HEADS > 1 ? 0 : 8 * i));
@@ -77,9 +94,37 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
 #pragma unroll
             for (int j = 0; j < SERVED; j++) slices[j][i] = r / 2 == (TILE_HEADS > 1 ? 2 * j + i : j) ? slice : 0;
         }
+    };
+    int n = TILE_HEADS > 1 ? lane % 8 : lane % 8 + lane / 16 * 8;
+    if constexpr (CODED) {
+        const int own = rank > 0 ? h : TILE_HEADS - 1 - h;
+        const int codes = TileBuffer::sketches_at(pos) + heads.at[own];
+#pragma unroll 1
+        for (; tokens > 0; tokens -= ROWS, end -= ROWS, n += ROWS, weights += ROWS) {
+            u32 slices[SERVED][2];
+            load_slices(slices);
+            const int row = min(n, heads.rank[own] - 1), from = codes + row * V, turn = code_swizzle(row) ^ half;
+#pragma unroll
+            for (int channel = 0; channel < V; channel += 32) {
+                u32 x[4];
+                load_transposed(x, buffer.rest,
+                                from + channel / CODE_SPAN * CODE_SPAN + (channel % CODE_SPAN ^ turn));
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int at = channel + 16 * i;
+                    if (at < V) multiply_codes(sums[at / APART], x[i], x[2 + i], slices[at / 16 % SERVED]);
+                }
+            }
+        }
+    }
+#pragma unroll 1
+    for (; end > 0; end -= ROWS, n += ROWS, weights += ROWS) {
+        u32 slices[SERVED][2];
+        load_slices(slices);
         const bool last = n >= rows - 1;
-        const int from = last ? newest : n * VALUE + (n < rank ? columns : values);
-        const int turn = swizzle(last ? 0 : n < rank ? n : n - rank) * ELEMENT ^ half;
+        const bool column = !CODED && n < rank;
+        const int from = last ? newest : n * VALUE + (column ? columns : values);
+        const int turn = swizzle(last ? 0 : column ? n : n - tokens) * ELEMENT ^ half;
 #pragma unroll
         for (int channel = 0; channel < V; channel += 16) {
             u32 x[4];
@@ -109,6 +154,10 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     }
 }
 
+// Neighbouring channels of a column of U.
+template <int N, bool CODES = CODED> struct ColumnShare : Packed<SKETCH, N> {};
+template <int N> struct ColumnShare<N, true> : Codes<N> {};
+
 // Row by row, for other types.
 __device__ __forceinline__ void add_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
                                            Scratch& scratch) {
@@ -130,7 +179,7 @@ __device__ __forceinline__ void add_values(const TileBuffer& buffer, const TileH
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
-            Packed<SKETCH, Own::WIDTH> x;
+            ColumnShare<Own::WIDTH> x;
             x.load(u + j * V + Own::at(i));
             add(x, scratch.c[h][j], i);
         }

@@ -176,7 +176,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         full[0].wait(phase);
         copy_async_wait<0>();
         __syncwarp();
-        RowFragment first_rows, second_rows;
+        MapRow first_rows, second_rows;
         auto load_rows = [&] {
             first_rows = load_map(arg, buffer, own, 0, 0);
             if (own.rank[0] > 8) second_rows = load_map(arg, buffer, own, 0, 8);

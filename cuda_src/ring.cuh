@@ -6,12 +6,19 @@
 // each of eight rows. Rows come to shared memory by bulk copies, as stored, so those 16-byte pieces would all be in the
 // same banks. Therefore the rows are stored swizzled in global memory: pieces of 16 bytes are exchanged within
 // SWIZZLE_SPAN channels, differently in neighbouring rows.
-constexpr bool SWIZZLED = ACT == BF16 && SKETCH == BF16 && SKETCHED_HEADS > 0;
+constexpr bool SWIZZLED = ACT == BF16 && SKETCH != FP32 && SKETCHED_HEADS > 0;
 constexpr int SWIZZLE_SPAN = V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
 
 // Channel n of ring place `row`, or of column `row` of U, is stored at n ^ swizzle(row).
 __device__ __forceinline__ constexpr int swizzle(u32 row) {
     return SWIZZLED ? row / (64 / SWIZZLE_SPAN) % (SWIZZLE_SPAN / 8) * 8 : 0;
+}
+
+// Codes (codes.cuh) have half the bytes: 16 bytes of a row are 16 channels. Byte n of column `row` of U is stored at
+// n ^ code_swizzle(row).
+constexpr int CODE_SPAN = V % 128 == 0 ? 128 : V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
+__device__ __forceinline__ constexpr int code_swizzle(u32 row) {
+    return SWIZZLED ? row / (128 / CODE_SPAN) % (CODE_SPAN / 16) * 16 : 0;
 }
 
 // A slot's ring of raw inputs, at one head.

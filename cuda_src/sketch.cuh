@@ -10,7 +10,7 @@
 #pragma once
 #include "warp_mbarrier.cuh"
 #include "flush_stages.cuh"
-#include "sketch_layout.cuh"
+#include "codes.cuh"
 
 constexpr int COLUMN = V + 4;  // padded, so that fragment stores of U hit all banks
 constexpr int PRODUCT_COLUMNS = MAP == OWN       ? RANK_MAX
@@ -22,9 +22,9 @@ constexpr bool FOLD_WARPS_SKETCH = RAW_KEYS;  // each loads its own row block, w
 constexpr int OWN_STEPS = (STEPS + GROUP_WARPS - 1) / GROUP_WARPS;          // a warp's steps along K
 constexpr int OWN_BLOCKS = (GROUP_BLOCKS + GROUP_WARPS - 1) / GROUP_WARPS;  // a warp's row blocks
 
-// A head's basis as operands of 8 columns, in the host's layout (sketchssm/cuda/layout.py): one bf16 slice for bf16
-// sketches, two for float32.
-constexpr int BASIS_SLICES = SKETCH == BF16 ? 1 : 2, BASIS_TILES = (RANK_MAX + 7) / 8, RANKS = 8 * BASIS_TILES;
+// A head's basis as operands of 8 columns, in the host's layout (sketchssm/cuda/layout.py): two bf16 slices for float32
+// sketches, one otherwise.
+constexpr int BASIS_SLICES = SKETCH == FP32 ? 2 : 1, BASIS_TILES = (RANK_MAX + 7) / 8, RANKS = 8 * BASIS_TILES;
 struct Basis {
     alignas(16) uint2 columns[BASIS_TILES][STEPS][BASIS_SLICES][32];
     CopyBarrier full;
@@ -79,6 +79,8 @@ struct Columns {
 };
 // Two, where this does not cost a state stage.
 constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;
+// An epilogue warp stores U, which must not be overwritten meanwhile or whose columns need scales.
+constexpr bool EPILOGUE_STORES = COLUMN_STAGES > 1 || CODED;
 
 struct SketchMemory {
     Basis basis;
@@ -202,6 +204,16 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
         Packed<SKETCH, 4> rounded;
         rounded.set({x[0], x[1], x[2], x[3]});
         rounded.store(packed + g * V + (row ^ swizzle(g)));
+    }
+}
+
+// Stores all of U as codes, by one warp. `missing`: what the scales lack.
+__device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* packed, int rank, float missing) {
+    const SmallPart<float> small(packed, rank);
+#pragma unroll 2
+    for (int g = 0; g < rank; g++) {
+        const float scale = store_column_codes(u.of[g], g, packed);
+        if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
     }
 }
 

@@ -4,6 +4,12 @@
 //     U (G, V)  |  C (G, K)                       dense map of this state (exact, ridge)
 //     U (G, V)                                    shared map (offline)
 //
+// and in codes of 8 bits (codes.cuh), with scales in float32 for columns g of U and for pivots:
+//
+//     U (G, V)  |  B~ (p, K)  |  scale (G)  pivots' scale (p)  F (G, p)  w (G)
+//     Q (G, V)  |  B (G, K)   |  scale (G)        split form: C = W^T B and Q = U W^T, with W of map_dense.cuh
+//     U (G, V)  |  scale (G)
+//
 // padded to a multiple of ALIGN bytes: reads that copy whole memory lines are faster. Rows of U are swizzled like
 // values (ring.cuh). B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu), leaves out what the diagonal part of
 // the map already sees, so that C x = w z + F (B~^T x) with z = Pi^T x, and L is not stored.
@@ -15,6 +21,10 @@
 
 enum { FACTORS = 0, OWN = 1, SHARED = 2 };
 typedef Element<SKETCH>::type sketch_t;
+constexpr bool CODED = SKETCH == INT8 || SKETCH == FP8;
+constexpr int SMALL = CODED ? FP32 : SKETCH;  // type of F and w
+typedef Element<SMALL>::type small_t;
+typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
 constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
@@ -22,7 +32,19 @@ __device__ __forceinline__ int pivots_of(int rank) { return MAP != FACTORS ? 0 :
 
 // Elements of a head's sketch and map, padded; 0 for a dense head.
 __device__ __forceinline__ constexpr int sketch_elements(int rank) {
-    constexpr int LINE = ALIGN / static_cast<int>(sizeof(sketch_t));
+    constexpr int LINE = ALIGN / static_cast<int>(sizeof(sketch_t)), EACH = sizeof(small_t) / sizeof(sketch_t);
     const int p = rank < PIVOTS ? rank : PIVOTS;
-    return (rank * V + (MAP == FACTORS ? p * K + rank * p + rank : MAP == OWN ? rank * K : 0) + LINE - 1) / LINE * LINE;
+    const int small = (MAP == FACTORS ? rank * p + rank : 0) + (CODED ? rank + (MAP == FACTORS ? p : 0) : 0);
+    return (rank * V + (MAP == FACTORS ? p * K : MAP == OWN ? rank * K : 0) + small * EACH + LINE - 1) / LINE * LINE;
 }
+
+// Parts of a packed head behind U and the map's rows. Scales stand for codes as `widen_codes` makes them.
+template <class T> struct SmallPart {
+    T *scale, *pivot_scale, *f, *w;
+
+    template <class P> __device__ __forceinline__ SmallPart(P* packed, int rank) {
+        const int p = pivots_of(rank);
+        scale = reinterpret_cast<T*>(packed + rank * V + (MAP == OWN ? rank : p) * K);
+        pivot_scale = scale + (CODED ? rank : 0), f = pivot_scale + (CODED ? p : 0), w = f + rank * p;
+    }
+};

@@ -7,7 +7,7 @@
 #include "sketch.cuh"
 
 // The epilogue scales U only after the warps that sketch have stored all of it. With one group, they have: it is extreme.
-constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0;
+constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && !EPILOGUE_STORES && PRODUCT_COLUMNS > 0;
 
 __device__ __forceinline__ float group_power(const Columns& u, int group) {
     const int first = group * GROUP_BLOCKS;
@@ -18,7 +18,7 @@ __device__ __forceinline__ float group_power(const Columns& u, int group) {
 __device__ __noinline__ void scale_group(Columns& u, int group, int member, sketch_t* packed, int rank) {
     const float power = group_power(u, group);
     for (int i = group * GROUP_BLOCKS + member; i < (group + 1) * GROUP_BLOCKS; i += GROUP_WARPS) {
-        if (COLUMN_STAGES == 1) store_columns(u, i, packed, rank);
+        if constexpr (!EPILOGUE_STORES) store_columns(u, i, packed, rank);
         __syncwarp();
         u.scale<1>(i, rank, power);
     }
@@ -26,12 +26,12 @@ __device__ __noinline__ void scale_group(Columns& u, int group, int member, sket
 }
 
 // Step 2, by the epilogue warp, once U is scaled and stored and the sums are complete. Stores U where the epilogue warp
-// stores it. Returns the power of the state by which U is now multiplied; S U has its square.
+// stores it, except as codes. Returns the power of the state by which U is now multiplied; S U has its square.
 __device__ __noinline__ float scale_sketch(Columns& u, Sums& sums, sketch_t* packed, int rank) {
     const float power = u.power<ROW_BLOCKS>(0);
     float powers[SKETCH_GROUPS];
     for (int i = 0; i < SKETCH_GROUPS; i++) powers[i] = group_power(u, i);
-    if (COLUMN_STAGES > 1) {
+    if constexpr (COLUMN_STAGES > 1 && !CODED) {
         for (int i = 0; i < SKETCH_GROUPS; i++)
             u.scale<GROUP_BLOCKS>(i * GROUP_BLOCKS, rank, inverse_of_power(powers[i]));
         __syncwarp();
@@ -40,7 +40,7 @@ __device__ __noinline__ float scale_sketch(Columns& u, Sums& sums, sketch_t* pac
     }
     for (int group = 0; group < SKETCH_GROUPS; group++) {
         const float missing = power * inverse_of_power(powers[group]);
-        u.scale<GROUP_BLOCKS>(group * GROUP_BLOCKS, rank, COLUMN_STAGES > 1 ? power : missing);
+        u.scale<GROUP_BLOCKS>(group * GROUP_BLOCKS, rank, COLUMN_STAGES > 1 && !CODED ? power : missing);
         float* const part = &sums.parts[group][0][0];
         for (int i = threadIdx.x % 32; i < static_cast<int>(sizeof(sums.parts[0]) / sizeof(float)); i += 32)
             part[i] *= power * missing;

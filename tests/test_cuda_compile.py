@@ -93,6 +93,13 @@ def variants():
             f"{name}-bf16-states": StandardEngine(layer, 1, **stored),
             f"{name}-bf16-states-lowrank": SketchEngine(plan, 1, **stored),
         }
+    for name, kind, coded in (
+        ("nemotron-3-super", "ridge", "int8"),
+        ("qwen3-next", "ridge", "fp8"),
+        ("kimi-linear", "lowrank", "int8"),
+    ):
+        plan = make_plan(LAYERS[name], np.resize([7, 1, 16, 3], LAYERS[name].heads), rng, map=kind)
+        engines[f"{name}-{coded}"] = SketchEngine(plan, 1, coded)
     layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
     plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")
     engines |= {

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
 # as in test_cuda_host.py, and for the same reasons
 EXACT = 2e-6
-STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
+STORED = {"bfloat16": 1.2e-2, "float32": 1e-4, "int8": 1.2e-2, "fp8": 2e-2}  # codes: as in test_cuda_host_codes.py
 
 LAYERS = {
     "mamba2": Layer("mamba2", 16, 128, 64, 2),
@@ -188,6 +188,12 @@ def test_replay(name, window, activation, rng, cupy):
         ("gdn", 32, "lowrank", "bfloat16", "bfloat16"),
         ("mamba2", 32, "ridge", "bfloat16", "float32"),
         ("kda-64-bounded", 32, "lowrank", "float32", "float32"),
+        ("mamba2", 16, "ridge", "int8", "bfloat16"),
+        ("gdn", 16, "ridge", "int8", "bfloat16"),
+        ("gdn-96", 8, "lowrank", "fp8", "bfloat16"),
+        ("kda", 16, "lowrank", "int8", "bfloat16"),
+        ("kda-64", 8, "ridge", "fp8", "bfloat16"),
+        ("mamba2-80", 8, "prior", "int8", "float16"),
     ],
 )
 def test_sketch(name, window, kind, stored, activation, rng, cupy):
@@ -195,7 +201,7 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     gate = named_gate(name, layer, rng)
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
     device = SketchEngine(plan, SLOTS, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
-    oracle = reference.SketchEngine(plan, SLOTS)
+    oracle = reference.SketchEngine(plan, SLOTS, "float32" if stored == "bfloat16" else stored)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     everything = cupy.arange(SLOTS)
     device.reset(everything)

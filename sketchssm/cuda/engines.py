@@ -12,7 +12,7 @@ from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
-from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit, slices_of
+from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import ALIGNMENT, allocate, cursor_part, ring_parts, state_part
 from sketchssm.cuda.modules import Variant, size_of
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
@@ -93,7 +93,6 @@ class ReplayEngine(StandardEngine):
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
         self.window = window
         self._packed = packed = pack_dense(layer) if packed is None else packed
-        narrow = packed.constants["SKETCH"] == 0
         if packed.dense < layer.heads:
             self.memory |= allocate((_sketch_part(packed),), num_slots, self._given)
             self.sketch = self.memory["sketch"]
@@ -103,7 +102,9 @@ class ReplayEngine(StandardEngine):
         self.cursor = self.memory["cursor"]
         self.cursor[...] = stroke
         self._set_sketch = SlotWriter(self.sketch, self.cursor, self._slot_limits, self._clock)
-        rows = packed.projection.astype(ml_dtypes.bfloat16).view(np.uint16) if narrow else packed.projection
+        rows = packed.projection
+        if packed.dtype != "float32":
+            rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16)
         self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
         self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
@@ -356,8 +357,7 @@ class ReplayEngine(StandardEngine):
 
 def _sketch_part(packed: PackedPlan) -> SlotPart:
     """Sketches and their maps."""
-    dtype = "bfloat16" if packed.constants["SKETCH"] == 0 else "float32"
-    return SlotPart("sketch", (packed.slot_elements,), dtype, ALIGNMENT)
+    return SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT)
 
 
 def _parts(
@@ -396,7 +396,7 @@ class SketchEngine(ReplayEngine):
         **memory: Any,
     ) -> None:
         check_plan(plan)
-        packed = pack_plan(plan, slices_of(sketch_dtype))
+        packed = pack_plan(plan, sketch_dtype)
         super().__init__(plan.layer, num_slots, plan.window, packed=packed, phase=phase, **memory)
         self.plan = plan
 
@@ -410,6 +410,6 @@ class SketchEngine(ReplayEngine):
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
-        packed = pack_plan(plan, slices_of(sketch_dtype))
+        packed = pack_plan(plan, sketch_dtype)
         activation = activation_dtype or "bfloat16"
         return _parts(plan.layer, plan.window, packed, state_dtype, activation, gate is not None)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.coefficients import RIDGE_FLOOR
+from sketchssm.cuda.limits import check_format
+from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer
 
@@ -23,6 +25,12 @@ LEAST_ELEMENTS = 8
 
 MAPS = {"factors": 0, "dense": 1, "shared": 2}
 """How maps are stored, as the kernels number it."""
+
+TYPES = {"bfloat16": 0, "float32": 2, "int8": 3, "fp8": 4}
+"""Formats of sketches, as the kernels number them; see ``cuda_src/common.cuh``."""
+
+ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8", "fp8": "uint8"}
+"""Type of a slot's sketches in memory, by format."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class PackedPlan:
         Number of dense heads.
     slot_elements : int
         Elements of one slot's sketches.
+    dtype : str
+        Type of these elements; bytes for codes.
     projection : ndarray of float32
         Rows ``Pi^T (G, K)`` of all sketched heads, one after the other.
     basis : ndarray of uint16
@@ -53,6 +63,7 @@ class PackedPlan:
     order: npt.NDArray[np.int32]
     dense: int
     slot_elements: int
+    dtype: str
     projection: npt.NDArray[np.float32]
     basis: npt.NDArray[np.uint16]
     ridge: float
@@ -89,32 +100,35 @@ def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint
     return np.ascontiguousarray(grid.reshape(tiles, key_dim // 16, slices, 32, 4))
 
 
-def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
+def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     """Lay a plan out for the kernels.
 
     Parameters
     ----------
     plan : SketchPlan
         The plan.
-    slices : int
-        bf16 slices of a basis: 1 for sketches in bf16, 2 for float32.
+    sketch_dtype : str
+        Format of the sketches, one of `TYPES`.
 
     Returns
     -------
     PackedPlan
         Arrays and constants of the kernels.
     """
-    layer = plan.layer
+    check_format(sketch_dtype)
+    layer, form = plan.layer, SketchFormat.of(sketch_dtype)
+    dtype = ELEMENTS[form.name]
+    size, slices = np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize, 2 if dtype == "float32" else 1
     heads = np.zeros((layer.heads, 4), dtype=np.int32)
     projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
     bases: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.uint16)]
     offset = rows = fragments = 0
-    align = ALIGN // (2 * slices)
+    align = ALIGN // size
     for head, rank in enumerate(map(int, plan.ranks)):
         if rank == DENSE:
             continue
         heads[head] = rank, offset, rows, fragments
-        elements = rank * layer.value_dim + int(plan.map.elements(rank, layer.key_dim))
+        elements = int(form.bytes(plan.map, rank, layer.key_dim, layer.value_dim)) // size
         offset += -(-elements // align) * align
         projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
         bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))
@@ -126,6 +140,7 @@ def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
         np.concatenate([dense, np.flatnonzero(plan.ranks != DENSE)]).astype(np.int32),
         dense.size,
         max(offset, align),
+        dtype,
         np.concatenate(projections),
         np.concatenate(bases),
         plan.map.effective_ridge,
@@ -133,7 +148,7 @@ def pack_plan(plan: SketchPlan, slices: int) -> PackedPlan:
             "MAP": MAPS[plan.map.storage],
             "PIVOTS": plan.map.pivots or 1,
             "PRIOR": int(plan.map.name == "prior"),
-            "SKETCH": 0 if slices == 1 else 2,
+            "SKETCH": TYPES[form.name],
         },
     )
 
@@ -154,4 +169,4 @@ def pack_dense(layer: Layer) -> PackedPlan:
     heads, order = np.zeros((layer.heads, 4), dtype=np.int32), np.arange(layer.heads, dtype=np.int32)
     constants = {"MAP": MAPS["shared"], "PIVOTS": 1, "PRIOR": 0, "SKETCH": 0}
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)
-    return PackedPlan(heads, order, layer.heads, LEAST_ELEMENTS, *nothing, RIDGE_FLOOR, constants)
+    return PackedPlan(heads, order, layer.heads, LEAST_ELEMENTS, "bfloat16", *nothing, RIDGE_FLOOR, constants)

@@ -28,16 +28,21 @@ def test_fragments_hold_the_basis(rank, key_dim, slices, rng):
     assert not columns[rank:].any()
 
 
-@pytest.mark.parametrize(
-    ("kind", "per_map"),
-    [("lowrank", lambda g: min(g, 4) * (64 + g) + g), ("ridge", lambda g: g * 64), ("offline", lambda g: 0)],
-)
-@pytest.mark.parametrize("slices", [1, 2])
-def test_packed_heads_do_not_overlap(kind, per_map, slices, rng):
+# scales of columns and pivots, and the factors F and w, are float32 where the rest are codes
+PER_MAP = {
+    "lowrank": (lambda g: min(g, 4) * (64 + g) + g, lambda g: min(g, 4) * (64 + 4 * g + 4) + 8 * g),
+    "ridge": (lambda g: g * 64, lambda g: g * 64 + 4 * g),
+    "offline": (lambda g: 0, lambda g: 4 * g),
+}
+
+
+@pytest.mark.parametrize("kind", PER_MAP)
+@pytest.mark.parametrize(("stored", "size"), [("bfloat16", 2), ("float32", 4), ("int8", 1), ("fp8", 1)])
+def test_packed_heads_do_not_overlap(kind, stored, size, rng):
     layer = Layer("gdn", 5, 64, 80)
     ranks = np.array([3, DENSE, 17, 1, 8])
     plan = make_plan(layer, ranks, rng, map=kind)
-    packed = pack_plan(plan, slices)
+    packed = pack_plan(plan, stored)
     assert packed.order.tolist() == [1, 0, 2, 3, 4]
     assert packed.dense == 1
     end = 0
@@ -45,11 +50,11 @@ def test_packed_heads_do_not_overlap(kind, per_map, slices, rng):
         rank, offset, rows, _ = packed.heads[head]
         assert rank == ranks[head]
         assert offset >= end
-        assert offset * 2 * slices % ALIGN == 0
+        assert offset * size % ALIGN == 0
         assert np.array_equal(packed.projection[rows : rows + 64], plan.projection[head, :, 0])
-        end = offset + rank * 80 + per_map(int(rank))
+        end = offset + rank * 80 + PER_MAP[kind][size == 1](int(rank))
     assert packed.slot_elements >= end
-    assert packed.slot_elements * 2 * slices % ALIGN == 0  # so that every slot's heads do
+    assert packed.slot_elements * size % ALIGN == 0  # so that every slot's heads do
 
 
 @pytest.mark.parametrize("operation", ["standard", "read", "flush"])

@@ -266,5 +266,21 @@ inline u16 float_to_half(float x) {
     return bits;
 }
 inline u32 floats_to_bf16(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
+// In double precision, as the host flushes subnormal float32 numbers. The result is not subnormal where kernels use this.
+inline u32 fma_bf16(u32 x, u32 y, u32 z) {
+    auto wide = [](u32 pair, int i) {
+        const int bits = static_cast<int>(pair >> 16 * i & 0xffff), exponent = bits >> 7 & 0xff;
+        const double most = exponent ? std::ldexp(128 + (bits & 0x7f), exponent - 134) : std::ldexp(bits & 0x7f, -133);
+        return bits >> 15 ? -most : most;
+    };
+    auto one = [&](int i) { return static_cast<float>(wide(x, i) * wide(y, i) + wide(z, i)); };
+    return floats_to_bf16(one(0), one(1));
+}
+
+inline u32 extend_bytes_0_2(u32 x) {
+    auto one = [&](int i) { return static_cast<u16>(static_cast<signed char>(x >> 8 * i)); };
+    return one(0) | static_cast<u32>(one(2)) << 16;
+}
+inline u32 extend_bytes_1_3(u32 x) { return extend_bytes_0_2(x >> 8); }
 inline u32 floats_to_halves(float x, float y) { return float_to_half(x) | static_cast<u32>(float_to_half(y)) << 16; }
 inline float2 halves_to_floats(u32 x) { return {host::half_at(x, 0), host::half_at(x, 1)}; }

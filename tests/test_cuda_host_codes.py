@@ -1,0 +1,216 @@
+"""Sketches in codes of 8 bits on the CUDA kernels, run on the host, against the reference of the same format."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import (
+    SketchEngine,
+    error,
+    make_plan,
+    make_tokens,
+    round_to,
+    run_pair,
+    slot_table,
+    tokens_to_device,
+)
+from host import compiler, heads, kernels
+from host.kernels import EXACT, LAYERS, RANKS, RIDGE, poisoned
+
+import sketchssm as ss
+from sketchssm.backends import UnsupportedError
+from sketchssm.recurrence import DENSE, Layer
+from sketchssm.reference import engines as reference
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# engines without a warmup() compile at their first step
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+# The kernels make U and S U with 11 bits of the state and 8 of the basis, so a part of their codes is the neighbour of
+# the reference's: 1 / 127 of the largest number (int8), up to 2^-3 of the number itself (fp8). Measured: up to 8.5e-3
+# and 1.5e-2.
+NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2}
+# Both err by the same codes, the kernels also by these roundings. Measured: up to 1.07.
+AS_GOOD = 1.1
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    return kernels.install(monkeypatch)
+
+
+class Oracle:
+    """The reference in a format; `exact` gets the outputs of one whose sketches are not rounded."""
+
+    def __init__(self, plan, slots, stored):
+        self.coded, self.plain = (reference.SketchEngine(plan, slots, name) for name in (stored, "float32"))
+        self.exact = []
+
+    def __getattr__(self, name):
+        return getattr(self.coded, name)
+
+    def load_state(self, state, slots):
+        self.coded.load_state(state, slots)
+        self.plain.load_state(state, slots)
+
+    def step(self, tokens, slots, out):
+        self.coded.step(tokens, slots, out)
+        self.exact.append(np.empty_like(out))
+        self.plain.step(tokens, slots, self.exact[-1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "kind", "stored", "window", "activation"),
+    [
+        ("mamba2", RANKS["mamba2"], "ridge", "int8", 16, "bfloat16"),
+        ("gdn", RANKS["gdn"], "ridge", "int8", 16, "bfloat16"),
+        ("kda", RANKS["kda"], "ridge", "fp8", 16, "bfloat16"),
+        ("kda", [9, DENSE, 16], "ridge", "int8", 16, "bfloat16"),  # two epilogue warps
+        ("mamba2", RANKS["mamba2"], "lowrank", "int8", 16, "bfloat16"),
+        ("gdn", RANKS["gdn"], "lowrank", "fp8", 16, "bfloat16"),
+        ("kda", [9, DENSE, 16], "lowrank", "int8", 16, "bfloat16"),  # two places for columns of U
+        ("mamba2-80", [9, 33, 1], "lowrank", "fp8", 8, "bfloat16"),
+        ("gdn-96", [9, 33], "exact", "int8", 8, "bfloat16"),
+        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8", 4, "float16"),
+        ("gdn-96", [5, 18], "prior", "int8", 16, "float32"),
+        ("kda-64", [5, 17], "ridge", "int8", 32, "float32"),
+        ("kda-64", [9, 3], "prior", "fp8", 16, "bfloat16"),
+        ("mamba2", [9, 16, DENSE, 40], "offline", "int8", 16, "bfloat16"),
+        ("kda", [9, 16, 1], "offline", "fp8", 8, "bfloat16"),
+    ],
+)
+def test_reads(layer, ranks, kind, stored, window, activation, rng, cupy):
+    """Mixed ranks, dense heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
+    layer = LAYERS[layer]
+    plan = make_plan(layer, np.resize(ranks, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    device = SketchEngine(plan, 5, stored, activation_dtype=activation, output_dtype="float32")
+    oracle = Oracle(plan, 5, stored)
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    device.reset(cupy.arange(5))
+    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(5))
+    oracle.load_state(start.astype(np.float64), np.arange(5))
+    length = 2 * window + 4
+    tokens = make_tokens(layer, 4, length, activation, rng)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation)
+    exact = np.stack([x[:, 0] for x in oracle.exact], axis=1)
+    flushes, dense = where == window - 1, plan.ranks == DENSE
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+    got, want, exact = got[~flushes], want[~flushes], exact[~flushes]
+    if dense.any():
+        assert error(got[:, dense], want[:, dense]) < EXACT
+    got, want, exact = got[:, ~dense], want[:, ~dense], exact[:, ~dense]
+    assert error(got, want) < NEIGHBOURS[stored]
+    assert error(got, exact) < AS_GOOD * error(want, exact)
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "mamba2-80", "kda-64"])
+def test_codes_of_what_bf16_holds(name, stored, rng, cupy):
+    """U and its scales are exact here, so that every code is the reference's, also in ties and next to zero.
+
+    The error is what two slices of weights and queries leave out.
+    """
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
+    plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
+    device, oracle = SketchEngine(plan, 3, stored, output_dtype="float32"), reference.SketchEngine(plan, 3, stored)
+    start = rng.standard_normal((3, *layer.state_shape))
+    start[1] *= np.linspace(0, 1, layer.value_dim)[:, None] ** 8
+    start = round_to(np.clip(start, -3.4, 3.4), "bfloat16")
+    start[:, :, 5] = {"int8": 127 / 32, "fp8": 3.5}[stored]  # the largest number of all columns: scales of 2^-5, 2^-7
+    poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
+    oracle.load_state(start.astype(np.float64), np.arange(3))
+    length = plan.window - 1
+    tokens = make_tokens(layer, 3, length, "bfloat16", rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), "bfloat16")
+    assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored"),
+    [("gdn", "ridge", "int8"), ("mamba2", "lowrank", "fp8"), ("kda", "ridge", "int8"), ("kda", "lowrank", "fp8")],
+)
+def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
+    """Also where float32 cannot hold the squares of states. Powers of two change no code."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize([7, 16, 3], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    engine = poisoned(SketchEngine(plan, 2, stored, output_dtype="float32"))
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    start[:, :, layer.value_dim // 2 :] *= 2.0**-12  # groups of warps that scale their parts differently
+    tokens = make_tokens(layer, 2, 5, "bfloat16", rng, hard_gates=False)
+
+    def run(exponent):
+        engine.load_state(cupy.asarray(np.ldexp(start, exponent)), cupy.arange(2))
+        out = cupy.empty((2, 5, layer.heads, layer.value_dim), np.float32)
+        scaled = tokens_to_device(tokens._replace(v=np.ldexp(tokens.v, exponent)), "bfloat16")
+        engine.step(scaled, cupy.arange(2), out)
+        return np.ldexp(out.get(), -exponent)
+
+    want = run(0)
+    for exponent in (-80, -62, -40, 30, 40, 62, 100):
+        assert error(run(exponent), want) < 1e-9
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("kind", "stored"), [("ridge", "int8"), ("lowrank", "fp8"), ("offline", "int8")])
+def test_a_state_that_is_not_finite(kind, stored, bad, rng, cupy):
+    """Its reads are NaN; no other head's are."""
+    layer = Layer("gdn", 4, 64, 64, 2)
+    plan = make_plan(layer, [7, 5, 3, DENSE], rng, map=kind, ridge=RIDGE[kind], window=8)
+    engine = poisoned(SketchEngine(plan, 2, stored, activation_dtype="bfloat16", output_dtype="float32"))
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    start[1, 1, 5, 7] = bad
+    engine.load_state(cupy.asarray(start), cupy.arange(2))
+    out = cupy.zeros((2, 3, 4, 64), np.float32)
+    engine.step(tokens_to_device(make_tokens(layer, 2, 3, "bfloat16", rng), "bfloat16"), cupy.arange(2), out)
+    spoilt = ~np.isfinite(out.get())
+    assert spoilt[1, :, 1].any()
+    spoilt[1, :, 1] = False
+    assert not spoilt.any()
+
+
+def test_a_state_of_zeros_reads_as_zeros(rng, cupy):
+    layer = Layer("gdn", 4, 64, 64, 2)
+    plan = make_plan(layer, [7, 5, 3, DENSE], rng, map="ridge", ridge=1e-3, window=8)
+    engine = poisoned(SketchEngine(plan, 1, "int8", activation_dtype="bfloat16", output_dtype="float32"))
+    engine.load_state(cupy.zeros((1, *layer.state_shape), np.float32), cupy.arange(1))
+    out = cupy.full((1, 1, 4, 64), np.nan, np.float32)
+    tokens = make_tokens(layer, 1, 1, "bfloat16", rng)
+    engine.step(tokens_to_device(tokens._replace(v=np.zeros_like(tokens.v)), "bfloat16"), cupy.arange(1), out)
+    assert not out.get().any()
+
+
+class TestHeads:
+    @pytest.fixture(autouse=True)
+    def device(self, monkeypatch):
+        yield from heads.install(monkeypatch)
+
+    @pytest.mark.parametrize("stored", ["int8", "fp8"])
+    def test_bytes(self, stored, rng):
+        """A slot's sketches are the bytes of the format, each head padded to 128."""
+        plan = make_plan(heads.LAYER, [7, DENSE], rng, map="ridge", window=4, sketch_dtype=stored)
+        head = ss.SketchHead(plan, 2, "cuda", activation_dtype="bfloat16")
+        part = {part.name: part for part in head.parts}["sketch"]
+        assert part.dtype == "uint8"
+        assert part.shape == (-(-(7 * (64 + 80) + 4 * 7) // 128) * 128,)
+
+    def test_snapshot_and_copy(self, tmp_path, rng):
+        """Codes travel as bytes: the copies decode bitwise as the first slot does."""
+        head, other = (heads.sketch(sketch_dtype="int8", activation="bfloat16") for _ in range(2))
+        head.step(*heads.narrow(heads.tokens_of(rng, 4, 6)))
+        head.copy([1], [3])
+        head.snapshot([1]).save(tmp_path / "slots")
+        other.restore(ss.Snapshot.load(tmp_path / "slots"), [0])
+        tokens = heads.narrow(heads.tokens_of(rng, 1, 5))
+        want = head.step(*tokens, slots=[1])
+        for each, slot in ((head, 3), (other, 0)):
+            np.testing.assert_array_equal(each.step(*tokens, slots=[slot]).view(np.uint16), want.view(np.uint16))
+
+    def test_the_mixed_form_is_refused(self, rng):
+        plan = make_plan(heads.LAYER, [7, DENSE], rng, map="ridge", sketch_dtype="int8+int4", wide=[3, 0])
+        with pytest.raises(UnsupportedError, match=r"^sketch_dtype: the CUDA kernels don't support 'int8\+int4'"):
+            ss.SketchHead(plan, 2, "cuda")
