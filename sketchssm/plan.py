@@ -16,7 +16,7 @@ from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import DENSE, Layer, check_flush_every, check_window
 
 if TYPE_CHECKING:
-    from sketchssm.calibrate.allocation import Allocation
+    from sketchssm.calibrate.allocation import Allocation, RankTable
     from sketchssm.calibrate.basis import SketchBasis
 
 __all__ = ["PlanFileError", "SketchPlan"]
@@ -42,7 +42,7 @@ class SketchPlan:
     ----------
     basis : SketchBasis
         Calibrated bases, from `fit_basis`.
-    ranks : array_like of int, (heads,), or Allocation
+    ranks : array_like of int, (heads,), Allocation or RankTable
         Rank of each head; `DENSE` for a head that reads its full state.
     window : int, optional
         Tokens that are buffered exactly until the sketch is made anew (W). Default: the basis's window.
@@ -91,7 +91,7 @@ class SketchPlan:
     def __init__(
         self,
         basis: SketchBasis,
-        ranks: npt.ArrayLike | Allocation,
+        ranks: npt.ArrayLike | Allocation | RankTable,
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,

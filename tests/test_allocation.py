@@ -13,6 +13,7 @@ from sketchssm import traffic
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.coefficients import MAPS
+from sketchssm.formats import SketchFormat
 from sketchssm.recurrence import Layer
 
 SMALL = Layer("gdn", 4, 32, 24)
@@ -81,6 +82,92 @@ def test_against_exhaustive_search(seed, mean_rank, map, monotone):
     assert allocation.bound <= optimum + 1e-12 * curves.max()
     assert optimum <= allocation.objective + 1e-12 * curves.max()
     assert allocation.objective - optimum <= allocation.gap * allocation.objective + 1e-11 * curves.max()
+
+
+def pairs_of(form, rank_max):
+    """Ranks and columns in 8 bits that a head may take."""
+    return [(G, w) for G in range(1, rank_max + 1) for w in (range(G + 1) if form.mixed else (G,))]
+
+
+def score_of(form, curve, rank, wide):
+    """The docstring's equation."""
+    lead, tail = form.code.noise, (form.tail or form.code).noise
+    return curve[rank] + lead * (curve[0] - curve[wide]) + tail * (curve[wide] - curve[rank])
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    mean_rank=st.floats(1, 5),
+    name=st.sampled_from(["float32", "int8", "fp8", "int8+int4"]),
+)
+def test_widths_against_exhaustive_search(seed, mean_rank, name):
+    """Three heads of rank 4 and less: ranks and widths within the budget, certified."""
+    form, layer = SketchFormat.of(name), Layer("gdn", 3, 32, 24)
+    curves = falling(np.random.default_rng(seed), 3, 4)
+    allocation = ss.allocate_ranks(scores_of(layer, curves), mean_rank, sketch_dtype=name)
+    assert allocation.sketch_dtype == name
+    assert (allocation.wide is None) == (not form.mixed)
+
+    def cost(rank, wide):
+        narrow = {"sketch_dtype": name, "wide": wide if form.mixed else None}
+        return float(traffic.sketch_read("gdn", 32, 24, rank, 16, **narrow))
+
+    assert allocation.budget == pytest.approx(3 * cost(mean_rank, mean_rank / 2), rel=1e-14)
+    wide = allocation.ranks if allocation.wide is None else allocation.wide
+    chosen = [(int(G), 0 if ss.DENSE == G else int(w)) for G, w in zip(allocation.ranks, wide, strict=True)]
+    assert sum(cost(*pair) for pair in chosen) == allocation.traffic.read_bytes <= allocation.budget
+    value = sum(0 if G == ss.DENSE else score_of(form, curves[h], G, w) for h, (G, w) in enumerate(chosen))
+    assert value == pytest.approx(allocation.objective, rel=1e-12, abs=1e-300)
+    tables = [
+        (sum(cost(*pair) for pair in table), sum(score_of(form, curves[h], *pair) for h, pair in enumerate(table)))
+        for table in itertools.product(pairs_of(form, 4), repeat=3)
+    ]
+    best = min(value for used, value in tables if used <= allocation.budget)
+    # sums of a few float64, whose largest terms may cancel
+    assert allocation.bound <= best + 1e-12 * curves.max()
+    assert allocation.objective - best <= allocation.gap * allocation.objective + 1e-11 * curves.max()
+
+
+def test_widths_go_where_energy_is():
+    """One column with nearly all energy has 8 bits, as 4 would lose more of it than the others hold."""
+    curves = np.array([np.r_[1.0, 0.02 * 0.9 ** np.arange(12)]])
+    allocation = ss.allocate_ranks(scores_of(Layer("gdn", 1, 32, 24), curves), 6, sketch_dtype="int8+int4")
+    assert 1 <= allocation.wide < allocation.ranks
+
+
+def test_uniform_widths_and_plans(rng):
+    layers = [SMALL, Layer("mamba2", 5, 16, 40)]
+    scores = [scores_of(layer, falling(rng, layer.heads, 8)) for layer in layers]
+    allocation = ss.allocate_ranks(scores, 7.5, "uniform", sketch_dtype="int8+int4")
+    for layer, table in zip(layers, allocation.tables, strict=True):
+        plan = ss.SketchPlan(SketchBasis.random(layer, 8), table)
+        assert plan.sketch_dtype == "int8+int4"
+        assert (plan.ranks == 7).all()
+        assert (plan.wide == 3).all()
+    assert allocation.traffic.read_bytes <= allocation.budget
+    one = ss.allocate_ranks(scores[0], 3, sketch_dtype="int8")
+    assert ss.SketchPlan(SketchBasis.random(SMALL, 8), one).sketch_dtype == "int8"
+    assert [table.ranks.tolist() for table in one.tables] == [one.ranks.tolist()]
+
+
+def test_half_the_bytes_for_the_same_ranks(rng):
+    """In int8 a mean rank costs half, but for the scales and the erase vectors."""
+    scores = scores_of(Layer("mamba2", 4, 32, 24), falling(rng, 4, 12))
+    wide, narrow = (ss.allocate_ranks(scores, 5, sketch_dtype=name) for name in ("bfloat16", "int8"))
+    assert narrow.budget == wide.budget / 2 + 4 * 5 * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sketch_dtype": "int4"}, "sketch_dtype: expected one of"),
+        ({"sketch_dtype": "int8+int4", "map": "prior"}, r"sketch_dtype: 'int8\+int4' serves the maps exact and ridge"),
+    ],
+)
+def test_refuses_a_format(settings, message, rng):
+    with pytest.raises(ValueError, match="^" + message):
+        ss.allocate_ranks(scores_of(SMALL, falling(rng, 4, 6)), 3, **settings)
 
 
 def test_budget_is_the_mean_ranks(rng):

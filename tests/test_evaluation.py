@@ -58,7 +58,7 @@ def test_settings_of_the_paper(study):
     bits = [f"quantised/dsq-{n}-bits" for n in (10, 8, 6, 4)]
     reduced = "key-reduced/drrqr" if study.traces.layer.kind == "gdn" else "pruned/ghost"
     sparse = [f"{reduced}-{share}" for share in (37.5, 50.0, 62.5, 75.0)]
-    copies = [f"read-only/{n}-bit-copy" for n in (4, 2)]
+    copies = [f"read-only/{n}-bit-copy" for n in (8, 6, 4, 2)]
     compressed = ("quantised", "pruned", "key-reduced", "read-only")
     found = [name for name in names_of(study) if name.startswith(compressed) and "low-rank" not in name]
     assert found == [*bits, *(f"{name}-with-feedback" for name in bits), *sparse, *copies]
@@ -109,6 +109,7 @@ def test_selection(tmp_path):
                 "sketch/prior-3",
                 "sketch/offline-3",
                 "sketch/random-basis-3",
+                *(f"narrow/{name}-3" for name in ("int8", "fp8", "int8+int4")),
             ],
         ),
     ):

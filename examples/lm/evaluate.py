@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.cli.output import Output, percent
 from sketchssm.coefficients import DEFAULT_MAP, MAPS
+from sketchssm.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,8 @@ def listed(options, calibrations):
     systems = catalogue.baselines(calibrations, "exact", options.window)
     for family in options.systems:
         if family == "sketch":
-            for name in options.maps:
-                systems += catalogue.sketches(calibrations, options.ranks, options.window, name, method=options.method)
+            for name, form in product(options.maps, options.formats):
+                systems += catalogue.sketches(calibrations, options.ranks, options.window, name, options.method, form)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
     return systems
@@ -204,6 +206,7 @@ def arguments(given=None):
     add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
     add("--ranks", nargs="+", type=float, default=(4, 8, 16), help="mean ranks of sketches")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
+    add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
     add(
         "--weighting",

@@ -126,13 +126,13 @@ def graded(model, ids):
     return recorder
 
 
-def sketches(calibrations, ranks, window=16, map="ridge", method=None):
+def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16"):
     """Sketches of all layers under one budget, at each of several mean ranks."""
     systems = []
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
-        tables = ss.allocate_ranks(scores, rank, method, map=map).ranks
-        family = f"sketch, {map} map"
+        tables = ss.allocate_ranks(scores, rank, method, map=map, sketch_dtype=sketch_dtype).tables
+        family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
         name = f"{family}, rank {rank:g}"
         layers = {
             place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map), name)
@@ -157,7 +157,7 @@ FAMILIES = {
     "feedback": partial(quantised_systems, bits=(8, 6, 4), error_feedback=True),
     "pruned": pruned_systems,
     "key-reduced": key_reduced_systems,
-    "copy": partial(read_only_systems, bits=(4, 2), ranks=()),
+    "copy": partial(read_only_systems, bits=(8, 6, 4, 2), ranks=()),
     "low-rank": partial(read_only_systems, bits=(), ranks=(16, 8, 4)),
 }
 """Families of systems to compare: functions of a layer's shape, its calibration tokens and a window."""

@@ -4,13 +4,20 @@ This is the paper's appendix *Offline sketch-rank allocation*. Every head takes 
 minimises the sum of the scores within the budget (equation *m-allocation*), which is a multiple-choice knapsack. A
 price on traffic makes the heads independent and gives a lower bound (equation *alloc-dual*). The bound certifies how
 far a table can be from the optimum.
+
+A sketch of "int8+int4" has a second choice: w of its G columns in 8 bits. With J(G) the score of a rank and n8, n4 the
+noise of the codes (`sketchssm.formats`), the score of the pair is the loss of columns and of bits,
+
+    J(G, w) = J(G) + n8 (J(0) - J(w)) + n4 (J(w) - J(G)).
+
+"int8" and "fp8" are the case w = G.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +25,23 @@ import numpy.typing as npt
 from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import DENSE
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["METHODS", "Allocation", "Traffic", "allocate_ranks"]
+__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks"]
 
 METHODS = (*SCORES, "uniform")
 
 Choice = npt.NDArray[np.int64]
+
+
+class RankTable(NamedTuple):
+    """Ranks of one layer, for `SketchPlan`: those of an allocation, with its widths and its format."""
+
+    ranks: Choice
+    wide: Choice | None
+    sketch_dtype: str
 
 
 class Traffic(NamedTuple):
@@ -57,6 +73,10 @@ class Allocation:
         Read bytes and traffic reduction of the table.
     method : str
         Score that the table minimises.
+    sketch_dtype : str
+        Format of the sketches.
+    wide : ndarray of int64, (heads,), list of them, or None
+        "int8+int4" only: columns in 8 bits of each head, in the form of `ranks`.
     """
 
     ranks: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]
@@ -65,6 +85,15 @@ class Allocation:
     budget: float
     traffic: Traffic
     method: str
+    sketch_dtype: str = DEFAULT_FORMAT
+    wide: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]] | None = None
+
+    @property
+    def tables(self) -> list[RankTable]:
+        """Ranks of each layer, to make its `SketchPlan` of."""
+        ranks = self.ranks if isinstance(self.ranks, list) else [self.ranks]
+        wide = self.wide if isinstance(self.wide, list) else [self.wide] * len(ranks)
+        return [RankTable(*own, self.sketch_dtype) for own in zip(ranks, wide, strict=True)]
 
     @property
     def gap(self) -> float:
@@ -78,6 +107,7 @@ def allocate_ranks(
     method: str | None = None,
     *,
     map: str | CoefficientMap = DEFAULT_MAP,
+    sketch_dtype: str = DEFAULT_FORMAT,
 ) -> Allocation:
     """Allocate ranks to heads within the read traffic of a mean rank.
 
@@ -93,6 +123,9 @@ def allocate_ranks(
         if all layers have gradients, else "error".
     map : CoefficientMap or str, default "ridge"
         Coefficient map, which sets the cost of a rank; see `sketchssm.traffic.sketch_read`.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of the sketches, which sets the cost of a rank. For "int8+int4" the budget is the read traffic at the
+        mean rank with half of the columns in 8 bits, and "uniform" gives 8 bits to half of the columns, rounded down.
 
     Returns
     -------
@@ -103,7 +136,8 @@ def allocate_ranks(
     ------
     ValueError
         If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
-        that can be given, or the method is unknown or needs gradients that were not given.
+        that can be given, or the method is unknown or needs gradients that were not given. Also if the format is
+        unknown or does not serve the map.
     """
     single = isinstance(scores, RankScores)
     layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
@@ -115,61 +149,124 @@ def allocate_ranks(
                 f"scores: expected samples of at least one head of every layer, got none for layer {index}: sequences "
                 f"must be longer than the window of {layer.window} tokens and write a state"
             )
-    map = CoefficientMap.of(map)
+    cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype))
     default = "gradient" if all(layer.graded for layer in layers) else "error"
     method = method or default
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-    table = _Table.of(layers, default if method == "uniform" else method, map)
+    table = _Table.of(layers, default if method == "uniform" else method, cost)
     if not (np.isfinite(mean_rank) and mean_rank >= 1):
         raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
     if method == "uniform" and mean_rank > table.uniform_limit:
         raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
 
-    mean_reads = [_read(layer, np.asarray(mean_rank), map).item() for layer in layers]
-    budget = sum(layer.layer.heads * read for layer, read in zip(layers, mean_reads, strict=True))
-    choice, beyond, bound = _bisect(table, budget)
+    half = np.asarray(mean_rank / 2)
+    budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank), half).item() for layer in layers)
     if method == "uniform":
-        choice = np.full_like(choice, int(mean_rank) - 1)
+        bound = _bisect(table, budget)[2]
+        choice = table.find(int(mean_rank), int(cost.uniform(int(mean_rank))))
     else:
+        table = table.front()
+        choice, beyond, bound = _bisect(table, budget)
         choice = _spend(table, _upgrade(table, choice, beyond, budget), budget)
 
     objective, used = table.totals(choice)
-    ranks = np.where(choice == table.cost.shape[1] - 1, DENSE, choice + 1)
-    per_layer = np.split(ranks, np.cumsum([layer.layer.heads for layer in layers])[:-1])
-    cost = Traffic(used, _reduction(layers, per_layer, map))
-    return Allocation(per_layer[0] if single else per_layer, objective, bound, budget, cost, method)
+    rows, ends = np.arange(choice.size), np.cumsum([layer.layer.heads for layer in layers])[:-1]
+    ranks, wide = (np.split(x[rows, choice], ends) for x in (table.rank, table.wide))
+    after = sum(float(cost.token(layer, *own).sum()) for layer, *own in zip(layers, ranks, wide, strict=True))
+    shapes = [layer.layer for layer in layers]
+    before = sum(shape.heads * traffic.standard(shape.key_dim, shape.value_dim) for shape in shapes)
+    widths = (wide[0] if single else wide) if cost.form.mixed else None
+    spent = Traffic(used, before / after)
+    return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name, widths)
+
+
+class _Cost(NamedTuple):
+    """Cost of ranks and widths in a map and format."""
+
+    map: CoefficientMap
+    form: SketchFormat
+
+    def uniform(self, rank: Any) -> Any:
+        """Columns in 8 bits where all heads have one rank."""
+        return rank // 2 if self.form.mixed else rank
+
+    def read(self, layer: RankScores, rank: npt.NDArray[Any], wide: npt.NDArray[Any]) -> Array:
+        """Bytes of a read between flushes."""
+        return traffic.sketch_read(*self._arguments(layer, rank), **self._format(wide))
+
+    def token(self, layer: RankScores, rank: npt.NDArray[Any], wide: npt.NDArray[Any]) -> Array:
+        """Bytes per token, flushes included."""
+        return traffic.sketch(*self._arguments(layer, rank), **self._format(wide))
+
+    def _arguments(self, layer: RankScores, rank: npt.NDArray[Any]) -> Any:
+        shape = layer.layer
+        return shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, self.map
+
+    def _format(self, wide: npt.NDArray[Any]) -> Any:
+        return {"sketch_dtype": self.form.name, "wide": wide if self.form.mixed else None}
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Score and read bytes ``(N, actions)`` of ranks 1, 2, ... and, last, the full read.
+    """Score, read bytes, rank and columns in 8 bits ``(N, actions)``: sketches by rising cost, then the full read.
 
-    A score is inf for a rank that a head can't take: an unscored rank, or one as dear as the full read.
+    A score is inf for a sketch that a head can't take: one of an unscored rank, or one as dear as the full read.
     """
 
     score: Array
     cost: Array
+    rank: Choice
+    wide: Choice
     uniform_limit: int
 
     @classmethod
-    def of(cls, layers: Sequence[RankScores], method: str, map: CoefficientMap) -> _Table:
+    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost) -> _Table:
         width = max(layer.rank_max for layer in layers)
         decay = _shared_decay(layers, width) if method == "sensitivity" else None
-        scores, costs, limits = [], [], []
+        pairs = [(g, w) for g in range(1, width + 1) for w in (range(g + 1) if cost.form.mixed else (g,))]
+        ranks, wides = np.array(pairs, dtype=np.int64).T
+        lead, tail = cost.form.code.noise, (cost.form.tail or cost.form.code).noise
+        tables, limits = [], []
         for layer in layers:
-            heads, limit = layer.layer.heads, layer.rank_max
-            full = float(_read(layer, np.asarray(DENSE), map))
-            cost = _read(layer, np.arange(1, width + 1), map)
-            limit = min(limit, int((cost < full).sum()))  # G*: a wider sketch costs as much as the state
-            score = np.full((heads, width + 1), np.inf)
+            heads = layer.layer.heads
+            full = float(cost.read(layer, np.asarray(DENSE), np.asarray(0)))
+            used = cost.read(layer, ranks, wides)
+            order = np.argsort(used, kind="stable")
+            used, rank, wide = used[order], ranks[order], wides[order]
+            fits = (rank <= layer.rank_max) & (used < full)
             curves = layer.objective(method, None if decay is None else decay[: layer.rank_max + 1])
-            score[:, :limit] = curves[:, 1 : limit + 1]
+            whole, kept, wider = curves[:, :1], curves[:, rank[fits]], curves[:, wide[fits]]
+            score = np.full((heads, rank.size + 1), np.inf)
+            # scores of few samples may rise with the rank: coding more columns is no gain
+            noise = lead * np.maximum(whole - wider, 0) + tail * np.maximum(wider - kept, 0)
+            score[:, :-1][:, fits] = kept + noise
             score[:, -1] = 0.0
-            scores.append(score)
-            costs.append(np.broadcast_to(np.append(cost, full), score.shape))
-            limits.append(limit)
-        return cls(np.concatenate(scores), np.concatenate(costs), min(limits))
+            own = (np.append(used, full), np.append(rank, DENSE), np.append(wide, 0))
+            tables.append((score, *(np.broadcast_to(x, score.shape) for x in own)))
+            uniform = fits & (wide == cost.uniform(rank))
+            limits.append(int(rank[uniform].max(initial=0)))
+        scores, costs, rows, widths = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        return cls(scores, costs, rows, widths, min(limits))
+
+    def find(self, rank: int, wide: int) -> Choice:
+        """The action of a rank and width in every row."""
+        return ((self.rank == rank) & (self.wide == wide)).argmax(axis=1)
+
+    def front(self) -> _Table:
+        """The same table without the sketches that score no better than a cheaper one."""
+        before = np.minimum.accumulate(self.score[:, :-1], axis=1)
+        better = np.isfinite(before)
+        better[:, 1:] &= self.score[:, 1:-1] < before[:, :-1]
+        order = np.argsort(~better, axis=1, kind="stable")[:, : better.sum(axis=1).max(initial=0)]
+        order = np.concatenate([order, np.full((len(order), 1), better.shape[1])], axis=1)
+        kept = np.take_along_axis(np.append(better, np.ones((len(order), 1), dtype=bool), axis=1), order, axis=1)
+
+        def taken(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.take_along_axis(x, order, axis=1)
+
+        score = np.where(kept, taken(self.score), np.inf)
+        return _Table(score, taken(self.cost), taken(self.rank), taken(self.wide), self.uniform_limit)
 
     def totals(self, choice: Choice) -> tuple[float, float]:
         """Objective and read bytes of one action per head."""
@@ -233,22 +330,6 @@ def _spend(table: _Table, choice: Choice, budget: float) -> Choice:
         if gain[head, action] <= 0:
             return choice
         choice[head] = action
-
-
-def _read(layer: RankScores, rank: npt.NDArray[np.generic], map: CoefficientMap) -> Array:
-    shape = layer.layer
-    return traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, map)
-
-
-def _reduction(layers: Sequence[RankScores], ranks: Sequence[Choice], map: CoefficientMap) -> float:
-    """Traffic reduction over all heads of all layers: the ratio of the summed bytes."""
-    before = after = 0.0
-    for layer, own in zip(layers, ranks, strict=True):
-        shape = layer.layer
-        size = (shape.key_dim, shape.value_dim)
-        before += shape.heads * traffic.standard(*size)
-        after += float(traffic.sketch(shape.kind, *size, own, layer.window, map).sum())
-    return before / after
 
 
 def _shared_decay(layers: Sequence[RankScores], width: int) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -97,21 +97,25 @@ def calibrate_traces(
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     scores = [layer.scores for layer in layers]
-    allocation = allocate_ranks(scores, mean_rank, settings.method, map=settings.map)
+    allocation = allocate_ranks(
+        scores, mean_rank, settings.method, map=settings.map, sketch_dtype=settings.sketch_dtype
+    )
 
     rows, report = [], []
     standard = used = 0.0
-    for layer, ranks, path in zip(layers, allocation.ranks, target, strict=True):
-        plan = SketchPlan(layer.basis, ranks, map=settings.map, flush_every=every)
+    for layer, table, path in zip(layers, allocation.tables, target, strict=True):
+        plan, ranks = SketchPlan(layer.basis, table, map=settings.map, flush_every=every), table.ranks
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
         whole = plan.layer.heads * traffic.standard(plan.layer.key_dim, plan.layer.value_dim)
         standard, used = standard + whole, used + whole / plan.reduction
         ideal = layer.scores.retained[range(plan.layer.heads), ranks]
-        facts = {
+        facts: dict[str, Any] = {
             "plan": str(path),
             "kind": plan.layer.kind,
             "ranks": ranks,
+            "sketch_dtype": plan.sketch_dtype,
+            "wide": plan.wide,
             "reduction": plan.reduction,
             "retained_ideal": float(np.where(ranks == DENSE, 1.0, ideal).mean()),
         }
@@ -125,7 +129,8 @@ def calibrate_traces(
             str(path), plan.layer.kind, ranks_text(ranks), f"{plan.reduction:.2f}x", percent(facts["retained_ideal"]),
             *errors,
         ])  # fmt: skip
-    title = f"Plans at mean rank {mean_rank:g} ({settings.map}, window {settings.window}, by {allocation.method})"
+    made = f"{settings.map}, {settings.sketch_dtype}, window {settings.window}, by {allocation.method}"
+    title = f"Plans at mean rank {mean_rank:g} ({made})"
     columns = ["plan", "kind", "ranks", "less traffic", "retained (ideal map)"]
     if every > settings.window:
         columns += [f"error, flush every {settings.window}", f"error, flush every {every}"]

@@ -94,7 +94,9 @@ def _times(
 
     def case(study: Study) -> bench.Case:
         settings, layer = study.settings, study.calibrated()
-        plans = [layer.plan(rank, settings.map, settings.method) for rank in study.ranks]
+        plans = [
+            layer.plan(rank, settings.map, settings.method, sketch_dtype=settings.sketch_dtype) for rank in study.ranks
+        ]
         return bench.Case(study.traces.name, study.traces.layer, rows, settings.window, plans)
 
     cases = [case(study) for study in studies]

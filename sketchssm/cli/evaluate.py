@@ -150,9 +150,12 @@ def command(
 
 def _refuse_ignored(families: set[str]) -> None:
     """Refuse settings of sketches where none of the chosen families has sketches."""
-    if "sketch" not in families:
-        options.refuse("without the family sketch", ("ranks",))
+    if not families & {"sketch", "narrow"}:
+        options.refuse("without the families sketch and narrow", ("ranks",))
     if not families & {"ablation", "rounded-states"}:
         options.refuse("without the families ablation and rounded-states", ("mean_rank",))
-    if not families & {"sketch", "ablation", "rounded-states"}:
+    sketched = families & {"sketch", "narrow", "ablation", "rounded-states"}
+    if not sketched:
         options.refuse("without sketches", [name for name in options.MAP_SETTINGS if name != "window"])
+    if sketched == {"narrow"}:
+        options.refuse("on the family narrow, which has every format", ("sketch_dtype",))

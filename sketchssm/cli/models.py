@@ -177,6 +177,7 @@ def calibrate_model(
             window=settings.window,
             flush_every=flush_every,
             map=settings.map,
+            sketch_dtype=settings.sketch_dtype,
             method=settings.method or "gradient",
             weighting=settings.weighting,
             progress=step,
@@ -191,11 +192,14 @@ def calibrate_model(
         report[name] = {
             "kind": plan.layer.kind,
             "ranks": plan.ranks,
+            "sketch_dtype": plan.sketch_dtype,
+            "wide": plan.wide,
             "reduction": plan.reduction,
             "retained_ideal": retained,
         }
     title = (
-        f"Plans of {plans.fingerprint.model} at mean rank {mean_rank:g} ({settings.map}, window {settings.window}, "
+        f"Plans of {plans.fingerprint.model} at mean rank {mean_rank:g} ({settings.map}, {settings.sketch_dtype}, "
+        f"window {settings.window}, "
     )
     columns = ["layer", "kind", "ranks", "less traffic", "retained (ideal map)"]
     output.table(f"{title}by {made.method})", columns, table, words=3)

@@ -15,6 +15,7 @@ from sketchssm.backends import BACKENDS
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.moments import WEIGHTINGS
 from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
+from sketchssm.formats import DEFAULT_FORMAT, FORMATS
 
 __all__ = [
     "MAP_SETTINGS",
@@ -104,7 +105,7 @@ def trace_files(command: F) -> F:
 
 
 def map_settings(command: F) -> F:
-    """``--window --map --pivots --ridge --method --weighting``: how a plan is made, as one argument `settings`."""
+    """Options of how a plan is made, as one argument `settings`."""
 
     @wraps(command)
     def gathered(
@@ -115,11 +116,12 @@ def map_settings(command: F) -> F:
         ridge: float | None,
         method: str | None,
         weighting: str,
+        sketch_dtype: str,
         **others: Any,
     ) -> Any:
         from sketchssm.evaluate import Settings
 
-        settings = Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting)
+        settings = Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting, sketch_dtype)
         return command(*args, settings=settings, **others)
 
     options = [
@@ -145,6 +147,13 @@ def map_settings(command: F) -> F:
         ),
         click.option("--ridge", type=click.FloatRange(min=0), help="Regularisation.  [default: the map's own]"),
         click.option(
+            "--sketch-dtype",
+            type=click.Choice(list(FORMATS)),
+            default=DEFAULT_FORMAT,
+            show_default=True,
+            help="Format of sketches; int8+int4 serves the maps ridge and exact.",
+        ),
+        click.option(
             "--method",
             type=click.Choice(METHODS),
             help="Rank allocation.  [default: gradient where the traces have gradients, else error]",
@@ -162,7 +171,7 @@ def map_settings(command: F) -> F:
     return cast(F, gathered)
 
 
-MAP_SETTINGS = ("window", "map_name", "pivots", "ridge", "method", "weighting")
+MAP_SETTINGS = ("window", "map_name", "pivots", "ridge", "method", "weighting", "sketch_dtype")
 """Names of the options of `map_settings`."""
 
 

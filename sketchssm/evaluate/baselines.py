@@ -151,7 +151,7 @@ def read_only_systems(
     tokens: Tokens,
     window: int = 16,
     *,
-    bits: Sequence[int] = (4, 2),
+    bits: Sequence[int] = (8, 6, 4, 2),
     ranks: Sequence[int] = (16, 8, 4),
 ) -> list[System]:
     """List exact states with approximate reads: quantised copies and fixed low-rank reads.
@@ -164,7 +164,7 @@ def read_only_systems(
         Calibration sequences ``(sequences, tokens, ...)`` that start from a zero state.
     window : int, default 16
         Tokens from one flush to the next.
-    bits : sequence of int, default (4, 2)
+    bits : sequence of int, default (8, 6, 4, 2)
         Bits per element of the copies.
     ranks : sequence of int, default (16, 8, 4)
         Ranks of the low-rank reads, one for all heads; ranks above min(K, V) are left out.

@@ -9,6 +9,7 @@ from sketchssm.calibrate.basis import SketchBasis, fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.coefficients import MAPS, CoefficientMap
+from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.traces import Traces
 
@@ -17,7 +18,7 @@ __all__ = ["Calibrated", "Settings", "calibrate"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How plans are made: the options ``--window --map --pivots --ridge --method --weighting`` of the command line.
+    """How plans are made, as by the options of `sketchssm calibrate`.
 
     Attributes
     ----------
@@ -29,16 +30,28 @@ class Settings:
         Allocation method, see `allocate_ranks`. None: "gradient" where the traces have gradients, else "error".
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the basis, see `Moments`.
+    sketch_dtype : str, default "bfloat16"
+        Format of sketches, see `SketchPlan`.
+
+    Raises
+    ------
+    ValueError
+        If the format is unknown or does not serve the map.
     """
 
     window: int = 16
     map: CoefficientMap = field(default_factory=CoefficientMap)
     method: str | None = None
     weighting: str = "uniform"
+    sketch_dtype: str = DEFAULT_FORMAT
+
+    def __post_init__(self) -> None:
+        SketchFormat.of(self.sketch_dtype).check_map(self.map)
 
     def maps(self) -> list[CoefficientMap]:
-        """Return every coefficient map: the one in use with its parameters, the others with their defaults."""
-        return [self.map if name == self.map.name else CoefficientMap(name) for name in MAPS]
+        """Return every map that the format serves: the one in use with its parameters, others with their defaults."""
+        maps = [self.map if name == self.map.name else CoefficientMap(name) for name in MAPS]
+        return [map for map in maps if SketchFormat.of(self.sketch_dtype).serves(map)]
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class Calibrated:
         map: str | CoefficientMap = "ridge",
         method: str | None = None,
         basis: SketchBasis | None = None,
+        sketch_dtype: str = DEFAULT_FORMAT,
     ) -> SketchPlan:
         """Make a plan for one mean rank.
 
@@ -78,13 +92,15 @@ class Calibrated:
             Allocation method, see `allocate_ranks`.
         basis : SketchBasis, optional
             Replaces the calibrated basis; the ranks stay the same.
+        sketch_dtype : str, default "bfloat16"
+            Format of sketches, see `allocate_ranks`.
 
         Returns
         -------
         SketchPlan
             The plan.
         """
-        allocation = allocate_ranks(self.scores, mean_rank, method, map=map)
+        allocation = allocate_ranks(self.scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype)
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 

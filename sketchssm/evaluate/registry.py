@@ -19,6 +19,7 @@ from sketchssm.evaluate.baselines import (
 )
 from sketchssm.evaluate.study import Study
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
+from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 
@@ -83,12 +84,21 @@ def _sketches(study: Study) -> list[Entry]:
     return found + [make(f"random-basis-{rank}", rank, random=True) for rank in study.ranks]
 
 
+def _narrow(study: Study) -> list[Entry]:
+    """The map in use in every format of few bits that serves it, at every mean rank."""
+    forms = [form for form in FORMATS.values() if form.scaled and form.serves(study.settings.map)]
+    make = partial(_planned, study, "narrow")
+    return [make(f"{form.name}-{rank}", rank, sketch_dtype=form.name) for form in forms for rank in study.ranks]
+
+
 def _ablations(study: Study) -> list[Entry]:
     """The sketch at one mean rank with one part replaced; with the map in use unless the name starts with another."""
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
     methods = METHODS if graded else ("error", "uniform")
-    found = [make(FULL), make("random-basis", random=True), make("offline-map", same_ranks="offline")]
+    found = [make(FULL), make("random-basis", random=True)]
+    if SketchFormat.of(study.settings.sketch_dtype).serves(CoefficientMap("offline")):
+        found.append(make("offline-map", same_ranks="offline"))
     found += [make(f"allocation-{method}", method=method) for method in methods]
     for map in study.settings.maps():
         if map.name in ("lowrank", "prior"):
@@ -119,6 +129,7 @@ FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
     "exact": _exact,
     "rounded-states": _rounded_states,
     "sketch": _sketches,
+    "narrow": _narrow,
     "quantised": _baseline("quantised", partial(quantised_systems, error_feedback=(False, True))),
     "pruned": _baseline("pruned", pruned_systems),
     "key-reduced": _baseline("key-reduced", key_reduced_systems),
@@ -221,6 +232,7 @@ def _planned(
     random: bool = False,
     same_ranks: str | None = None,
     state_dtype: str = "float32",
+    sketch_dtype: str | None = None,
 ) -> Entry:
     """A sketch with the settings of the study except those given; `same_ranks` is a map for the base's ranks."""
     window = window or study.settings.window
@@ -230,9 +242,11 @@ def _planned(
         basis = layer.basis
         if random:  # as large as the calibrated basis, with its mean state metric for the maps that need one
             basis = SketchBasis.random(basis.layer, basis.rank_max, study.seed, basis.e0, window)
-        plan = layer.plan(rank, map or study.settings.map, method or study.settings.method, basis)
+        settings = study.settings
+        form = sketch_dtype or settings.sketch_dtype
+        plan = layer.plan(rank, map or settings.map, method or settings.method, basis, form)
         if same_ranks:
-            plan = SketchPlan(basis, plan.ranks, window, same_ranks)
+            plan = SketchPlan(basis, plan.ranks, window, same_ranks, form)
         return sketch_system(plan, name, state_dtype=state_dtype)
 
     return Entry(family, name, window, build)

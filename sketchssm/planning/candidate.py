@@ -88,7 +88,7 @@ def candidates(
     found = [
         Candidate(map, form.name, window, window * flush)
         for map, form, window, flush in product(known, formats, windows, flushes)
-        if (form.splits(map) or not form.mixed) and window * flush <= MOST_TOKENS
+        if form.serves(map) and window * flush <= MOST_TOKENS
     ]
     if not found:
         raise ValueError("candidates: expected at least one map, format, window and flush that go together, got none")

@@ -248,20 +248,12 @@ def _points(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: flo
     A head that reads its full state at every token gains nothing from refreshes, so that plans refuse both together.
     """
     bases, scores = zip(*(layer.calibrated(candidate.window) for layer in layers), strict=True)
-    allocation = allocate_ranks(scores, mean_rank, map=candidate.map)
-    if candidate.flush_every > candidate.window and any((ranks == DENSE).any() for ranks in allocation.ranks):
+    allocation = allocate_ranks(scores, mean_rank, map=candidate.map, sketch_dtype=candidate.sketch_dtype)
+    if candidate.flush_every > candidate.window and any((table.ranks == DENSE).any() for table in allocation.tables):
         return []
-    widths = [None] * len(layers)
     plans = tuple(
-        SketchPlan(
-            basis,
-            ranks,
-            map=candidate.map,
-            sketch_dtype=candidate.sketch_dtype,
-            wide=wide,
-            flush_every=candidate.flush_every,
-        )
-        for basis, ranks, wide in zip(bases, allocation.ranks, widths, strict=True)
+        SketchPlan(basis, table, map=candidate.map, flush_every=candidate.flush_every)
+        for basis, table in zip(bases, allocation.tables, strict=True)
     )
     lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
     return [PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))]

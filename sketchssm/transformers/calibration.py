@@ -16,6 +16,7 @@ from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Tokens, check_flush_every, check_window
@@ -42,6 +43,7 @@ def calibrate(
     window: int = 16,
     flush_every: int | None = None,
     map: str | CoefficientMap = DEFAULT_MAP,
+    sketch_dtype: str = DEFAULT_FORMAT,
     method: str = "gradient",
     weighting: str = "uniform",
     rank_max: int = 40,
@@ -73,6 +75,8 @@ def calibrate(
         Tokens from one flush to the next, see `SketchPlan`. Default: the window.
     map : CoefficientMap or str, default "ridge"
         Coefficient map of the plans.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of the sketches, see `sketchssm.allocate_ranks`.
     method : {"gradient", "error", "sensitivity", "uniform"}, default "gradient"
         Score for the allocation of ranks, see `sketchssm.allocate_ranks`. "gradient" and "sensitivity" use gradients
         of the summed next-token cross-entropy by the layers' outputs.
@@ -106,6 +110,7 @@ def calibrate(
     if isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1:
         raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
     map = CoefficientMap.of(map)
+    SketchFormat.of(sketch_dtype).check_map(map)
     found = layers(model)
     every = check_flush_every(flush_every, check_window(window))
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
@@ -132,13 +137,14 @@ def calibrate(
                 with torch.no_grad():
                     run_row(model, row)
 
-    allocation = allocate_ranks(list(scores.values()), mean_rank, method, map=map)
+    allocation = allocate_ranks(list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype)
     plans, retained = {}, {}
-    for name, ranks in zip(found, allocation.ranks, strict=True):
+    for name, table in zip(found, allocation.tables, strict=True):
         try:
-            plans[name] = SketchPlan(bases[name], ranks, map=map, flush_every=every)
+            plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        ranks = table.ranks
         energy = scores[name].retained[range(len(ranks)), ranks]
         retained[name] = float(np.where(ranks == DENSE, 1.0, energy).mean())
     tokens = sum(row.size for row in rows)
