@@ -1,6 +1,7 @@
 """How the plugin is switched on, what it refuses, plans by layer, rows of batches, memory of blocks."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,3 +195,14 @@ def test_memory_beside_the_states(shape, map):
     """At most a quarter of the states', with windows of 16 tokens, the mean ranks of the benchmarks, bf16 rings."""
     parts = recipe_of(shape, map).parts()
     assert BlockLayout.behind(0, parts).share <= 0.25
+
+
+def test_documented_memory():
+    """Rows of the table in docs/vllm.md."""
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+    for shape in bench.SHAPES:
+        recipes = [recipe_of(shape, map) for map in ("lowrank", "ridge")]
+        recipes.append(replace(recipes[0], system="replay", source=bench.SHAPES[shape]))
+        layouts = [BlockLayout.behind(0, recipe.parts()) for recipe in recipes]
+        cells = " | ".join(f"{layout.bytes} ({layout.share:.1%})" for layout in layouts)
+        assert f"| {shape} | {layouts[0].state_bytes} | {cells} |" in page

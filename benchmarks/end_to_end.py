@@ -1,0 +1,331 @@
+"""Throughput of whole models in vLLM 0.26, without and with heads, on one GPU.
+
+    python benchmarks/end_to_end.py --site /tmp/vl/site --models nemotron-nano-9b-v2 --batch 256 \
+        --json benchmarks/results/end-to-end.json --plot end-to-end.png
+
+`--site` is a folder with vLLM. Each model runs once for each system, each time in a process of its own: `vllm` (no
+plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has three parts:
+
+* decode: `--batch` requests decode together; tokens/s and times of the steps in which all of them decode.
+* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching.
+* profile: kernels of some decode steps by kind; `host` is the time in which the device rests.
+
+Weights are random (`vllm_models.py`). Requests are the same for all systems; `tokens_equal` is the share of output
+tokens that are vLLM's own, among the first 32 of each request.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+SYSTEMS = ("vllm", "standard", "replay", "sketch")
+MARK = "END_TO_END "
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and model in one process, so that one profile sees all
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_USE_RUST_FRONTEND": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+KINDS = {
+    "state": r"selective_scan_update|selective_state_update|fused_recurrent|fused_sigmoid_gating|read_step|flush_step"
+    r"|standard_step|standard_draft|read_draft|set_slots|\bcommit",
+    "inputs": r"^_mamba|^_skip|^_normalise|^_gates|kda_gate|gdn_gating|post_conv",
+    "convolution": r"causal_conv1d",
+    "MoE": r"moe|topk|expert|grouped_gemm",
+    "attention": r"flash|fmha|mla|attn|attention|reshape_and_cache|concat_and_cache",
+    "weights": r"nvjet|gemm|cutlass|splitk|cublas",
+}
+"""Kernels by kind; the first pattern that matches counts."""
+
+
+def kind_of(kernel):
+    """Kind of a kernel by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def spread(seconds):
+    """Times in milliseconds: quantiles, and the slowest."""
+    import numpy as np
+
+    if not seconds:
+        return {}
+    times = np.sort(np.asarray(seconds)) * 1e3
+    return {f"p{q}": float(np.percentile(times, q)) for q in (50, 90, 99)} | {"slowest": float(times[-1])}
+
+
+def requests_of(count, mix, vocabulary, seed, decode):
+    """Prompts and numbers of output tokens."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        prompt = int(rng.integers(16, 257)) if mix else 16
+        yield (
+            rng.integers(1000, vocabulary - 1000, size=prompt).tolist(),
+            int(rng.integers(64, 321)) if mix else decode,
+        )
+
+
+def drive(llm, batch, decode, seed, mix=False, profile=0):
+    """Serve requests step by step; times, and the first tokens of each output."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    count = 3 * batch if mix else batch
+    made = {}
+    for i, (prompt, tokens) in enumerate(requests_of(count, mix, engine.model_config.get_vocab_size(), seed, decode)):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+        made[f"{seed}-{i}"] = []
+    begin = last = time.perf_counter()
+    steps, full, full_tokens, profiler, report = [], [], 0, None, None
+    finished = 0
+    while engine.has_unfinished_requests():
+        before = sum(map(len, made.values()))
+        whole = not mix and not finished and min(map(len, made.values())) >= 3
+        if profile and whole and profiler is None and report is None:
+            torch.cuda.synchronize()
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler.__enter__()
+            profiled = time.perf_counter()
+            last = profiled
+        for output in engine.step():
+            finished += output.finished
+            for one in output.outputs:
+                made[output.request_id.rsplit("/", 1)[-1]].extend(one.token_ids)
+        now = time.perf_counter()
+        steps.append(now - last)
+        if whole and not finished:
+            full.append(now - last)
+            full_tokens += sum(map(len, made.values())) - before
+        last = now
+        if profiler is not None and len(full) >= profile:
+            torch.cuda.synchronize()
+            wall = time.perf_counter() - profiled
+            profiler.__exit__(None, None, None)
+            report, profiler = shares(profiler, wall, len(full)), None
+    total = sum(map(len, made.values()))
+    result = {"requests": count, "tokens": total, "seconds": last - begin, "step_ms": spread(full or steps)}
+    result["tokens_per_s"] = full_tokens / sum(full) if full else total / (last - begin)
+    result["first_tokens"] = [tokens[:32] for tokens in made.values()]
+    return result | ({"profile": report} if report else {})
+
+
+def shares(profiler, wall, steps):
+    """Milliseconds of a step by kind of kernel, and the kernels that take most."""
+    kernels = {}
+    for event in profiler.key_averages():
+        time_us = float(getattr(event, "self_device_time_total", 0) or 0)
+        if "CUDA" in str(getattr(event, "device_type", "")) and time_us > 0:
+            have = kernels.setdefault(event.key, [0.0, 0])
+            have[0] += time_us / steps / 1e3
+            have[1] += event.count / steps
+    kinds = {}
+    for name, (milliseconds, _) in kernels.items():
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + milliseconds
+    step = wall / steps * 1e3
+    kinds["host"] = max(step - sum(kinds.values()), 0.0)
+    most = sorted(kernels.items(), key=lambda item: -item[1][0])[:30]
+    return {
+        "steps": steps,
+        "step_ms": step,
+        "kinds_ms": kinds,
+        "kernels": [{"name": name[:120], "ms": ms, "launches": launches} for name, (ms, launches) in most],
+    }
+
+
+def one(args):
+    """Run one model with one system in this process; prints results as lines."""
+    import torch
+    import vllm
+    import vllm_models
+    from vllm import LLM
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from sketchssm.vllm import register
+
+    name = args.models
+    load = DummyModelLoader.load_weights
+
+    def load_weights(self, model, *given, **others):
+        load(self, model, *given, **others)
+        vllm_models.set_weights(model)  # before there are heads, which take the gates' parameters over
+
+    DummyModelLoader.load_weights = load_weights
+    if args.system != "vllm":
+        plans = args.system
+        if args.system == "sketch":
+            from sketchssm import bench
+
+            plans = vllm_models.write_plans(name, args.work, bench.MEAN_RANKS[name], args.map)
+        os.environ["SKETCHSSM_VLLM"] = plans
+        register()
+    compilation = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *range(16, args.batch, 16), args.batch})}
+    if args.graphs == "decode":
+        compilation = {"cudagraph_capture_sizes": [args.batch], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    settings = {
+        "model": vllm_models.write_model(name, args.work), "skip_tokenizer_init": True, "load_format": "dummy",
+        "dtype": "bfloat16", "max_num_seqs": args.batch, "max_model_len": 2048, "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": args.memory, "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False,
+        "disable_log_stats": True, "generation_config": "vllm", "seed": 0, "compilation_config": compilation,
+        "additional_config": {"gdn_prefill_backend": "triton"},
+        "enforce_eager": args.graphs == "none",
+    }  # fmt: skip
+    if args.graphs == "none":
+        del settings["compilation_config"]
+    settings |= json.loads(args.extra)
+    free = torch.cuda.mem_get_info()[0]
+    begin = time.perf_counter()
+    llm = LLM(**settings)
+    config = llm.llm_engine.vllm_config
+    head = {
+        "model": name, "system": args.system, "batch": args.batch, "graphs": args.graphs,
+        "start_seconds": time.perf_counter() - begin, "vllm": vllm.__version__, "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(), "block_tokens": config.cache_config.block_size,
+        "blocks": config.cache_config.num_gpu_blocks, "state_page": config.cache_config.mamba_page_size_padded,
+        "memory_taken": free - torch.cuda.mem_get_info()[0],
+    }  # fmt: skip
+    drive(llm, args.batch, 24, 1)
+    parts = {"decode": (2, {}), "mix": (3, {"mix": True}), "profile": (4, {"profile": args.profile})}
+    for part, (seed, how) in parts.items():
+        if part in args.parts:
+            result = {"part": part} | drive(llm, args.batch, max(args.decode, args.profile + 8), seed, **how)
+            print(MARK + json.dumps(head | result), flush=True)
+
+
+def run_all(args):
+    """Run all models and systems, each in a process; write results as they come."""
+    results = []
+    for name in args.models.split(","):
+        for system in args.systems.split(","):
+            command = [sys.executable, __file__, *sys.argv[1:], "--models", name, "--system", system]
+            print(f"{name}, {system}", flush=True)
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for line in child.stdout:
+                if not line.startswith(MARK):
+                    sys.stdout.write(line)
+                    continue
+                results.append(json.loads(line.removeprefix(MARK)))
+                finish(results, args)
+                told = {key: x for key, x in results[-1].items() if key not in ("first_tokens", "profile")}
+                print(json.dumps(told | {"kinds_ms": results[-1].get("profile", {}).get("kinds_ms")}), flush=True)
+            if child.wait():
+                print(f"{name}, {system}: exit {child.returncode}", flush=True)
+    return results
+
+
+def finish(results, args):
+    """Compare tokens with vLLM's, and write what there is."""
+    for result in results:
+        wanted = [r for r in results if r["system"] == "vllm" and all(r[k] == result[k] for k in ("model", "part"))]
+        if wanted and "first_tokens" in result:
+            pairs = list(zip(result["first_tokens"], wanted[0]["first_tokens"], strict=True))
+            same = sum(x == y for one, other in pairs for x, y in zip(one, other, strict=True))
+            result["tokens_equal"] = same / max(sum(len(one) for one, _ in pairs), 1)
+    if not args.json:
+        return
+    shown = [{key: x for key, x in result.items() if key != "first_tokens"} for result in results]
+    report = {
+        "command": shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "weights": "random; experts of MoE layers are used equally often",
+        "results": shown,
+    }
+    Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def draw(results, path):
+    """Bars of tokens/s, and of the time of a step by kind of kernel, one column for each model."""
+    from sketchssm.plots import load_pyplot, save
+
+    pyplot = load_pyplot()
+    models = list(dict.fromkeys(r["model"] for r in results))
+    figure, panels = pyplot.subplots(2, len(models), figsize=(4 * len(models), 6), squeeze=False, layout="constrained")
+    for column, model in enumerate(models):
+        mine = [r for r in results if r["model"] == model]
+        systems = [s for s in SYSTEMS if any(r["system"] == s for r in mine)]
+        top, bottom = panels[:, column]
+        for i, part in enumerate(("decode", "mix")):
+            rates = [
+                next((r["tokens_per_s"] for r in mine if (r["system"], r["part"]) == (s, part)), 0) for s in systems
+            ]
+            bars = top.bar([x + 0.4 * i for x in range(len(systems))], rates, 0.4, label=part)
+            first = rates[0] or 1
+            top.bar_label(bars, [f"{rate / first:.2f}x" for rate in rates], fontsize=7)
+        top.set(title=model, ylabel="tokens/s")
+        top.set_xticks([x + 0.2 for x in range(len(systems))], systems)
+        top.legend(fontsize=8)
+        floor = [0.0] * len(systems)
+        profiles = {r["system"]: r["profile"]["kinds_ms"] for r in mine if "profile" in r}
+        for kind in (*KINDS, "other", "host"):
+            heights = [profiles.get(s, {}).get(kind, 0.0) for s in systems]
+            bottom.bar(range(len(systems)), heights, 0.6, bottom=floor, label=kind)
+            floor = [x + y for x, y in zip(floor, heights, strict=True)]
+        bottom.set(ylabel="decode step, ms")
+        bottom.set_xticks(range(len(systems)), systems)
+        bottom.legend(fontsize=7)
+    save(figure, path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--site", help="folder with vLLM, if Python does not find it")
+    parser.add_argument("--models", default="nemotron-nano-9b-v2,qwen3-next,kimi-linear")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--parts", default="decode,mix,profile")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--decode", type=int, default=192, help="output tokens of a request of the part decode")
+    parser.add_argument("--profile", type=int, default=32, help="decode steps to profile")
+    parser.add_argument("--map", default="lowrank", help="coefficient map of the random plans")
+    parser.add_argument(
+        "--graphs", default="default", choices=("default", "decode", "none"),
+        help="vLLM's default; graphs of decode steps without compilation; neither",
+    )  # fmt: skip
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the device's memory")
+    parser.add_argument("--extra", default="{}", help="JSON: more arguments of vllm.LLM")
+    parser.add_argument("--work", default="/tmp/end-to-end", help="folder for models and plans")
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--plot", help="file for a picture")
+    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.site:
+        sys.path.insert(0, args.site)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if args.system:
+        try:
+            one(args)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)  # engines take long to end, and hold nothing that matters
+    results = run_all(args)
+    if args.plot and results:
+        draw(results, args.plot)
+    return 0 if results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
