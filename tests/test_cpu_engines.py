@@ -15,8 +15,9 @@ from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
 from sketchssm.slots import DUE, POSITION, drafted
 
 SLOTS = 4
-SYSTEMS = ("standard", "replay", "sketch", "codes")
+SYSTEMS = ("standard", "replay", "sketch", "codes", "refreshed")
 RANKS = [DENSE, 1, 4, 3, DENSE, 2]
+REFRESHED = 3  # windows from one flush to the next
 SHAPES = {
     "odd": {"heads": 6, "key_dim": 33, "value_dim": 20, "key_heads": 2},
     "aligned": {"heads": 6, "key_dim": 32, "value_dim": 16, "key_heads": 3},
@@ -41,12 +42,15 @@ def engines(system, layer, window, phase=None, **options):
             yield each[1].ReplayEngine(layer, SLOTS, window, phase=phase, **options, **own)
         else:
             plan = sketch_plan(system, layer, window)
-            dtype = "float32" if system == "sketch" else plan.sketch_dtype
+            dtype = plan.sketch_dtype if system == "codes" else "float32"
             yield each[2].SketchEngine(plan, SLOTS, dtype, phase=phase, **options, **own)
 
 
 def sketch_plan(system, layer, window):
-    """Plan of a sketch; of "codes" with heads of 8 bits only, of 4 bits only, and of both."""
+    """Plan of a sketch; of "codes" with heads of 8 bits only, of 4 bits only, and of both; or with refreshes."""
+    if system == "refreshed":
+        every = {"flush_every": REFRESHED * window, "ridge": 1e-2}
+        return plan_of(np.random.default_rng(7), layer, [5, 1, 4, 3, 6, 2], window=window, **every)
     mixed = {"sketch_dtype": "int8+int4", "wide": [0, 1, 2, 0, 0, 1]} if system == "codes" else {}
     return plan_of(np.random.default_rng(7), layer, RANKS, window=window, ridge=1e-2, **mixed)
 
@@ -71,7 +75,8 @@ class Pair:
         self.layer = layer
         self.mine, self.twin = engines(system, layer, window, **options)
         self.tolerance = SKETCHED if system == "sketch" else CLOSE
-        self.outputs = CODED if system == "codes" else self.tolerance
+        # each refresh passes the roundings of its sketch on
+        self.outputs = {"codes": CODED, "refreshed": REFRESHED * SKETCHED}.get(system, self.tolerance)
 
     def call(self, name, *arguments):
         for engine in (self.mine, self.twin):
@@ -179,7 +184,10 @@ def outputs(engine, method, tokens, *arguments):
     [*((before, accepted, "float32") for before in (0, 3, 7, 9) for accepted in (0, 2, 5)), (9, 5, "float16")],
 )
 def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dtype, rng):
-    """Draft outputs are those of steps, and rejected drafts leave no trace, whether or not the row flushes first."""
+    """Draft outputs are those of steps, and rejected drafts leave no trace, whether or not the row flushes first.
+
+    With refreshes, tokens that change nothing fill the window before drafts that it has no room for.
+    """
     window, slots, n = 12, np.array([2, 0]), 5
     (engine, _), (twin, _) = (engines(system, layer, window, state_dtype=state_dtype) for _ in range(2))
     first, drafts, last = (tokens_of(rng, layer, 2, count) for count in (before, n, window))
@@ -189,7 +197,11 @@ def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dty
     got = outputs(engine, "draft", drafts, np.array([n, n]), slots)
     engine.commit(np.array([accepted, accepted]), slots)
     if before + n > window - 1:
-        twin.flush(slots)
+        if system == "refreshed":
+            gap = tokens_of(rng, layer, 2, window - before)
+            outputs(twin, "step", Tokens(*(x if x is None else np.zeros_like(x) for x in gap)), slots)
+        else:
+            twin.flush(slots)
     if accepted:
         want = outputs(twin, "step", at(drafts, np.s_[:, :accepted]), slots)
         np.testing.assert_array_equal(got[:, :accepted], want)
@@ -243,8 +255,8 @@ def test_parts_without_an_engine(system, layer):
     for dtype in ("float32", "bfloat16", "float16"):
         engine, _ = engines(system, layer, 12, state_dtype=dtype)
         plan = sketch_plan(system, layer, 12)
-        sketch = {"sketch": (plan, "float32"), "codes": (plan, "int8+int4")}
-        arguments = ({"standard": (layer,), "replay": (layer, 12)} | sketch)[system]
+        exact = {"standard": (layer,), "replay": (layer, 12)}
+        arguments = exact.get(system) or (plan, "int8+int4" if system == "codes" else "float32")
         options = {"drafts": 5} if system == "standard" else {}
         parts = type(engine).parts_of(*arguments, state_dtype=dtype, **options)
         assert parts == engine.parts

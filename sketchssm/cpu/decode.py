@@ -1,22 +1,35 @@
 """The kernel of decode with a buffered window.
 
 Workers write to separate memory, and every head takes the same instructions for any batch. So a row's result does not
-depend on the other rows. A flush costs ten times as much as a read. Workers therefore share the flushes and the reads
-of a step separately: flushes by key head, reads by row, or by part of a row where rows are few.
+depend on the other rows. A flush or a refresh costs ten times as much as a read. Workers therefore share them and the
+reads of a step separately: flushes and refreshes by key head, reads by row, or by part of a row where rows are few.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sketchssm.cpu.cursors import accepted, advance, flushes, position
+from sketchssm.cpu.cursors import accepted, advance, flushes, position, refreshes, room
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
 from sketchssm.cpu.jit import Kernel, njit, pasted
-from sketchssm.cpu.layout import DRAFT, FLOAT32, FLUSH, REBUILD, STEP, Record, areas_record, blank, call_record
-from sketchssm.cpu.maps import advance_sketch, project_block, refresh
+from sketchssm.cpu.layout import (
+    DRAFT,
+    FLOAT32,
+    FLUSH,
+    KDA,
+    MAMBA2,
+    REBUILD,
+    STEP,
+    Record,
+    areas_record,
+    blank,
+    call_record,
+)
+from sketchssm.cpu.maps import advance_sketch, project_block, store_sketch
 from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.read import keep_drafts, read, read_drafts
-from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, splat, total
+from sketchssm.cpu.refresh import refresh
+from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, splat, store, total
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
@@ -62,7 +75,7 @@ def _decode(m: Record, at: Record, worker: int) -> None:
     buf = floats(m.scratch + 4 * worker * at.size)
     flushing = 0
     for row in range(m.batch):
-        flushing += flushes(m, row)
+        flushing += flushes(m, row) or refreshes(m, row)
     parts = min(m.key_heads, -(-PARTS_PER_WORKER * m.workers // m.batch))
     folds, reads = flushing * m.key_heads, (m.batch - flushing) * parts
     # contiguous shares, so that each worker reads memory in order
@@ -72,9 +85,13 @@ def _decode(m: Record, at: Record, worker: int) -> None:
     for row in range(m.batch):
         slot = integers(m.rows)[row]
         cursor = position(m, slot) if slot >= 0 else 0
-        if flushes(m, row):
+        flush = flushes(m, row)
+        if flush or refreshes(m, row):
             for key_head in range(max(fold_from - folded, 0), min(fold_to - folded, m.key_heads)):
-                _flush_and_read(m, at, buf, slot, row, cursor, key_head)
+                if flush:
+                    _flush_and_read(m, at, buf, slot, row, cursor, key_head)
+                else:
+                    _refresh_and_read(m, at, buf, slot, row, cursor, key_head)
             folded += m.key_heads
             continue
         for part in range(max(read_from - passed, 0), min(read_to - passed, parts)):
@@ -108,25 +125,69 @@ def _flush_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, cu
         _fold(m, at, buf, slot, key_head, cursor + 1, place)
 
 
+@pasted
+def _refresh_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, cursor: int, key_head: int) -> None:
+    """Refresh one key head of a row: after the window's last token has read, or before the drafts."""
+    if m.task == DRAFT:
+        begin = room(m, row)
+        for t in range(cursor, begin):
+            _buffer_nothing(m, slot, t, key_head)
+        refresh(m, at, buf, slot, key_head, begin - m.window)
+        place = row * m.length + m.token
+        read_drafts(m, at, buf, slot, place, begin, integers(m.counts)[row], key_head, key_head + 1)
+    else:
+        _read(m, at, buf, slot, row, cursor, key_head, key_head + 1)
+        refresh(m, at, buf, slot, key_head, cursor + 1 - m.window)
+
+
+@njit
+def _buffer_nothing(m: Record, slot: int, cursor: int, key_head: int) -> None:
+    """Put a token that changes nothing into place `cursor` of a key head's ring."""
+    zero = splat(np.float32(0.0))
+    keys, values = slot * m.k_stride + cursor * m.key_row, slot * m.v_stride + cursor * m.value_row
+    for c in range(key_head * m.keys, (key_head + 1) * m.keys, LANES):
+        store(floats(m.k), keys + c, zero)
+    for c in range(key_head * m.group * m.values, (key_head + 1) * m.group * m.values, LANES):
+        store(floats(m.v), values + c, zero)
+    for head in range(key_head * m.group, (key_head + 1) * m.group):
+        if m.kind == KDA:
+            gates = slot * m.gate_stride + cursor * m.gate_row + head * m.keys
+            for c in range(gates, gates + m.keys, LANES):
+                store(floats(m.gate), c, splat(np.float32(1.0)))
+        else:
+            floats(m.gate)[slot * m.gate_stride + cursor * m.heads + head] = np.float32(0.0)
+        if m.kind != MAMBA2:
+            floats(m.beta)[slot * m.beta_stride + cursor * m.heads + head] = np.float32(0.0)
+
+
 @njit
 def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: int, place: int) -> None:
     """Advance the states of a key head's value heads through their rings, and sketch them anew.
 
-    The last token of a window reads its output from the new state.
+    The last token of a ring reads its output from the new state. A ring of several windows is folded window by window;
+    the state stays in the cache.
     """
-    prepare_keys(m, at, buf, slot, key_head)
+    prepare_keys(m, at, buf, slot, 0, key_head)
+    last = (count - 1) // m.window * m.window
     size = m.values * m.keys
     for head in range(key_head * m.group, (key_head + 1) * m.group):
-        prepare_fold(m, at, buf, slot, head, count)
         sketched = field(m, head, RANK) != DENSE
         state, first = floats(m.state), slot * m.state_stride + head * size
         if m.state_type != FLOAT32:
             widen(m, m.state, first, buf, at.state, size)
             state, first = buf, at.state
+        for start in range(0, last, m.window):
+            prepare_keys(m, at, buf, slot, start, key_head)
+            prepare_fold(m, at, buf, slot, head, start, m.window)
+            for block in range(0, m.values, LANES):
+                fold_block(m, at, buf, slot, head, block, start, m.window, state, first + block * m.keys)
+        if last > 0:
+            prepare_keys(m, at, buf, slot, last, key_head)
+        prepare_fold(m, at, buf, slot, head, last, count - last)
         norm = 0.0
         for block in range(0, m.values, LANES):
             rows = first + block * m.keys
-            norm += fold_block(m, at, buf, slot, head, block, count, state, rows)
+            norm += fold_block(m, at, buf, slot, head, block, last, count - last, state, rows)
             if place != NO_OUTPUT:
                 dots(state, rows, m.keys, LANES, buf, at.inputs + 2 * key_head * m.keys, m.keys, 1,
                      m.keys, buf, at.output + head * m.values + block, 0)  # fmt: skip
@@ -137,7 +198,7 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
         if sketched:
             if m.tracked:
                 advance_sketch(m, at, buf, slot, head, count)
-            refresh(m, at, buf, slot, head, norm, state, first)
+            store_sketch(m, at, buf, slot, head, norm, state, first)
         if place != NO_OUTPUT:
             target = (place * m.heads + head) * m.value_dim
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
@@ -174,7 +235,7 @@ def _rebuild(m: Record, at: Record, worker: int) -> None:
                     squares = fma(load(state, c), load(state, c), squares)
                 norm += total(squares)
                 project_block(m, at, buf, head, block, state, rows)
-            refresh(m, at, buf, slot, head, norm, state, first)
+            store_sketch(m, at, buf, slot, head, norm, state, first)
 
 
 @pasted

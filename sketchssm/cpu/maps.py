@@ -44,7 +44,16 @@ from sketchssm.cpu.small import cholesky, cholesky_solve
 from sketchssm.cpu.tiles import accumulate, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
-__all__ = ["advance_sketch", "project_block", "refresh"]
+__all__ = [
+    "LEAST_SQUARES",
+    "MOST_SQUARES",
+    "advance_sketch",
+    "begin_map",
+    "end_map",
+    "multiply",
+    "project_block",
+    "store_sketch",
+]
 
 lanes_up = njit(padded)
 
@@ -89,13 +98,27 @@ def advance_sketch(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
 
 
 @njit
-def refresh(
+def store_sketch(
     m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float, state: Pointer, first: int
 ) -> None:
     """Store a head's sketch from scratch, and compute and store its map.
 
     The head's state begins at element `first` of `state`. `norm` is the sum of the state's squares in float32, where
     it may have overflowed or underflowed.
+    """
+    unit, mu = begin_map(m, at, buf, slot, head, norm, state, first)
+    energy = accumulate(buf, at.rows, m.keys, field(m, head, ROWS), m.keys, buf, at.ones, buf, at.span, 1, m.values,
+                        state, first, m.keys, m.values)  # fmt: skip
+    end_map(m, at, buf, slot, head, unit, mu, energy)
+
+
+@njit
+def begin_map(
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float, state: Pointer, first: int
+) -> tuple[float, float]:
+    """Store a head's sketch, and compute T of its map in ``span``; return the unit of the state and mu.
+
+    The rows ``T^T S`` then belong into ``rows``, where this writes zeros.
     """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
@@ -106,18 +129,27 @@ def refresh(
     if m.tracked:
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
-        return
+        return 1.0, 1.0
     unit, mu = _normalise(m, norm, state, first)
     if unit != 1.0:
-        _multiply(buf, at.sketch, rank * m.values, unit)
+        multiply(buf, at.sketch, rank * m.values, unit)
     if m.map == EXACT or m.map == RIDGE:
         _ridge_span(m, at, buf, rank, mu, unit, split)
     else:
         _pivots(m, at, buf, rows, mu, unit)
     for c in range(0, rows * m.keys, LANES):
         store(buf, at.rows + c, splat(np.float32(0.0)))
-    energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
-                        state, first, m.keys, m.values)  # fmt: skip
+    return unit, mu
+
+
+@njit
+def end_map(m: Record, at: Record, buf: Pointer, slot: int, head: int, unit: float, mu: float, energy: float) -> None:
+    """Store a map whose rows ``T^T S``, of this squared norm, stand in ``rows``."""
+    rank, rows = field(m, head, RANK), field(m, head, ROWS)
+    if rows == 0:
+        return
+    split = m.sketch_type >= INT8 and (m.map == EXACT or m.map == RIDGE)
+    scales = slot * m.factors_stride + field(m, head, FACTORS)
     if m.map == LOWRANK or m.map == PRIOR:
         _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
     if split:
@@ -145,7 +177,7 @@ def _normalise(m: Record, norm: float, state: Pointer, first: int) -> tuple[floa
 
 
 @njit
-def _multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
+def multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
     """Multiply numbers in scratch by a factor."""
     scale = splat(np.float32(factor))
     for c in range(first, first + size, LANES):
@@ -226,8 +258,8 @@ def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float, unit: flo
             accumulate(buf, residual, 0, 1, m.values, buf, at.ones, buf, at.low, 1, 0, buf, at.span, m.values, i)
         length = math.sqrt(_inner(buf, residual, residual, m.values))
         independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(buf, column, column, m.values))
-        _multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
-    _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
+        multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
+    multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
 
 
 @njit
@@ -239,7 +271,7 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
         dots(buf, at.sketch, m.values, rank, buf, at.span + i * m.values, 0, 1, m.values,
              buf, at.low + i * lanes, 0)  # fmt: skip
     if unit != 1.0:
-        _multiply(buf, at.low, rows * lanes, 1.0 / unit)
+        multiply(buf, at.low, rows * lanes, 1.0 / unit)
     factors = slot * m.factors_stride + field(m, head, FACTORS)
     if m.sketch_type >= INT8:
         factors += rank + rows
@@ -298,7 +330,7 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit:
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, at.low + g * lanes, 1, 0, buf, at.span, v, g)
     for g in range(rank):
         diagonal = gram[g * rank + g]
-        _multiply(buf, at.span + g * v, v, unit * share * diagonal * (1.0 if split else diagonal))
+        multiply(buf, at.span + g * v, v, unit * share * diagonal * (1.0 if split else diagonal))
     if split:
         return
     for g in range(rank - 2, -1, -1):

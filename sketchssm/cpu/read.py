@@ -63,18 +63,20 @@ def read(
     m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int,
     reaches: Pointer, reach: int,
 ) -> None:  # fmt: skip
-    """Append one token of some key heads to the ring and compute its outputs.
+    """Append one token of some key heads to place `cursor` of the ring and compute its outputs.
 
     The decays that reads carry from token to token begin at element `reach` of `reaches`.
     """
     buffer_token(m, at, buf, slot, place, cursor, first, last)
-    weigh(m, at, buf, slot, cursor, first, last, reaches, reach)
+    begin = cursor // m.window * m.window
+    cursor -= begin
+    weigh(m, at, buf, slot, begin, cursor, first, last, reaches, reach)
     last *= m.group
     for start in range(first * m.group, last, HEADS_TOGETHER):
         end = min(start + HEADS_TOGETHER, last)
         for head in range(start, end):
             if field(m, head, RANK) != DENSE:
-                _fetch(m, slot, head, cursor)
+                _fetch(m, slot, head, begin, cursor)
                 _see(m, at, buf, slot, head, at.coefficients + 4 * (head - start) * m.columns)
         for head in range(start, end):
             if field(m, head, RANK) != DENSE:
@@ -82,7 +84,7 @@ def read(
             else:
                 _read_rows(m, at, buf, slot, head, dense_query(m, at, buf, slot, head, cursor))
         for head in range(start, end):
-            _sum(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
+            _sum(m, at, buf, slot, head, begin, cursor, at.coefficients + 4 * (head - start) * m.columns)
             target = (place * m.heads + head) * m.value_dim
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
@@ -115,8 +117,9 @@ def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, cou
     if m.kind == KDA:
         return
     reaches = floats(m.reach)
-    for t in range(cursor, cursor + count):
-        copy(buf, at.now, floats(m.gate), slot * m.gate_stride + t * m.heads, m.heads)
+    begin = cursor // m.window * m.window
+    for t in range(cursor - begin, cursor - begin + count):
+        copy(buf, at.now, floats(m.gate), slot * m.gate_stride + (begin + t) * m.heads, m.heads)
         for head in range(0, m.heads, LANES):
             store(buf, at.now + head, exp(load(buf, at.now + head)))
         for head in range(m.heads):
@@ -124,12 +127,12 @@ def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, cou
 
 
 @njit
-def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
+def _fetch(m: Record, slot: int, head: int, begin: int, cursor: int) -> None:
     """Prefetch what will be read of the ring, and as much of the packed sketches as one takes, some way ahead of it.
 
     A head's numbers are too short a run of memory for the hardware to see them coming.
     """
-    for s in range(cursor):
+    for s in range(begin, begin + cursor):
         first = slot * m.v_stride + s * m.value_row + head * m.values
         for line in range(first, first + m.values, LANES):
             prefetch(floats(m.v), line)
@@ -227,11 +230,11 @@ def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int
 
 
 @njit
-def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
+def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, begin: int, cursor: int, spot: int) -> None:
     """Add the weighted values to the read of a sketch or of a full state."""
     rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
     output, weights = at.output + head * m.values, at.weights + head * m.tokens
-    values = slot * m.v_stride + head * m.values
+    values = slot * m.v_stride + begin * m.value_row + head * m.values
     if rank == DENSE:
         combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip

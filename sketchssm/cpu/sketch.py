@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sketchssm.backends import UnsupportedError
 from sketchssm.cpu.decode import window_kernel
 from sketchssm.cpu.layout import REBUILD, Memory
 from sketchssm.cpu.packed import Packing, pack
@@ -45,7 +44,7 @@ class SketchEngine(ReplayEngine):
         phase: int | None = None,
     ) -> None:
         packing, parts = _plan_parts(plan, sketch_dtype, state_dtype)
-        self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase), packing)
+        self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase, plan.flush_every), packing)
         self.plan = plan
 
     @staticmethod
@@ -71,10 +70,7 @@ class SketchEngine(ReplayEngine):
 
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
-    if plan.flush_every != plan.window:
-        raise UnsupportedError(
-            f"flush_every: backend 'cpu' has no refreshes, expected the window ({plan.window}), got {plan.flush_every}"
-        )
-    # a master copy of U would keep digits that a 16-bit state has lost
-    packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and state_dtype == "float32")
-    return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)
+    # a master copy of U would keep digits that a 16-bit state has lost, and miss what was refreshed
+    exact = state_dtype == "float32" and plan.flush_every == plan.window
+    packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and exact)
+    return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs, plan.flush_every)
