@@ -4,7 +4,8 @@
 
 For comparing commits: what is timed, and how, is `sketchssm bench --backend cuda` (see docs/cuda.md); this puts its
 numbers, with one map, under the names that earlier reports have. `--systems standard,peers` leaves buffered ones out
-and times the other libraries that are installed. `--raw-gate` gives heads of kda raw gate inputs.
+and times the other libraries that are installed. `--raw-gate` gives heads of kda raw gate inputs. `--sketch-dtype`
+stores sketches in another format, and `--mean-rank` sets the mean rank of all shapes.
 """
 
 import argparse
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sketchssm import bench
 from sketchssm.coefficients import MAPS
+from sketchssm.formats import DEFAULT_FORMAT, FORMATS
 
 
 def flat(name, result):
@@ -41,13 +43,16 @@ def flat(name, result):
 
 def measure(shape, batch, state_dtype, bandwidth, args):
     layer = bench.SHAPES[shape]
-    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
-    plan = bench.random_plan(layer, ranks, args.window, args.map)
+    mean = args.mean_rank or bench.MEAN_RANKS[shape]
+    ranks = bench.spread_ranks(layer.heads, mean, layer.key_dim)
+    plan = bench.random_plan(layer, ranks, args.window, args.map, sketch_dtype=args.sketch_dtype)
     gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
     work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
     pace = {"seconds": args.seconds, "duty": args.duty}
     row = {"shape": shape, "batch": batch, "map": args.map, "state_dtype": state_dtype}
     row |= {} if gate is None else {"raw_gate": True}
+    row |= {} if args.sketch_dtype == DEFAULT_FORMAT else {"sketch_dtype": args.sketch_dtype}
+    row |= {} if args.mean_rank is None else {"mean_rank": mean}
     listed = bench.systems(layer, args.window, [plan], gate, state_dtype)
     for name, system in zip(("standard", "replay", "sketch"), listed, strict=True):
         if name in args.systems:
@@ -74,6 +79,8 @@ def main():
     parser.add_argument("--batches", default="1,8,32,128,256,512")
     parser.add_argument("--systems", default="standard,replay,sketch")
     parser.add_argument("--map", choices=MAPS, default="lowrank")
+    parser.add_argument("--sketch-dtype", choices=FORMATS, default=DEFAULT_FORMAT)
+    parser.add_argument("--mean-rank", type=int, help="of the heads of every shape (default: the shape's own)")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--state-dtypes", default="float32", help="types of states in memory, with commas")
     parser.add_argument("--raw-gate", action="store_true", help="for kda")

@@ -34,6 +34,8 @@ def run(engine, layer, activation, gate, rng):
 CASES = [(name, activation) for name in ("mamba2", "gdn", "kda") for activation in ("bfloat16", "float32")]
 MAPS = {("gdn", "bfloat16"): ("lowrank", "ridge", "prior", "offline"), ("kda-raw", "bfloat16"): ("lowrank",)}
 
+CODES = [("mamba2", "ridge", "int8"), ("gdn", "lowrank", "fp8"), ("kda", "ridge", "int8"), ("kda", "offline", "int8")]
+
 
 def main():
     rng = np.random.default_rng(0)
@@ -51,6 +53,12 @@ def main():
             ):  # one block for all tiles: more than its queue holds, in turn in the same shared memory
                 with_blocks(engine, 1)
             run(engine, layer, activation, gate, rng)
+    for name, kind, stored in CODES:
+        layer, options = LAYERS[name], {"activation_dtype": "bfloat16", "output_dtype": "float32"}
+        plan = make_plan(layer, np.resize([9, DENSE, 3], layer.heads), rng, map=kind, window=WINDOW)
+        engine = SketchEngine(plan, SLOTS, stored, **options)
+        with_blocks(engine, 1)
+        run(engine, layer, "bfloat16", None, rng)
     print("all kernels have run")
 
 

@@ -1,0 +1,123 @@
+"""Sketches in codes of 8 bits on a device, against the reference of the same format."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import (
+    LAYERS,
+    SketchEngine,
+    error,
+    make_plan,
+    make_tokens,
+    round_to,
+    run_pair,
+    slot_table,
+    tokens_to_device,
+)
+from gpu.draft_graphs import SLOTS, check_graph
+
+import sketchssm as ss
+from sketchssm.recurrence import DENSE
+from sketchssm.reference import engines as reference
+
+# engines without a warmup() compile at their first step
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
+
+# float32 arithmetic over a few windows
+EXACT = 2e-6
+# Some codes are neighbours of the reference's; tests/test_cuda_host_codes.py says why, and what was measured on
+# the host.
+NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2}
+RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba2-80", "gdn-96", "kda-64"])
+def test_every_code_is_exact(name, stored, rng, cupy):
+    """Reads of a few bf16 numbers through their codes: widening loses nothing, subnormal numbers included.
+
+    The scale is a power of two. Where a number is half-way between two codes, the device's division may take the other
+    one, so numbers are codes here.
+    """
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
+    plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
+    device, oracle = SketchEngine(plan, 3, stored, output_dtype="float32"), reference.SketchEngine(plan, 3, stored)
+    shape = (3, *layer.state_shape)
+    if stored == "int8":
+        codes = rng.integers(-127, 128, shape).astype(float)
+        codes[:, :, 5] = 127
+    else:
+        codes = np.ldexp(rng.integers(8, 16, shape) * rng.choice([-1, 1], shape), rng.integers(-9, 5, shape))
+        codes = np.where(rng.uniform(size=shape) < 0.2, rng.integers(-7, 8, shape) * 2.0**-9, codes)
+        codes[:, :, 5] = 448
+    start = round_to(codes / 32, "bfloat16")
+    device.load_state(cupy.asarray(start), cupy.arange(3))
+    oracle.load_state(start.astype(np.float64), np.arange(3))
+    length = plan.window - 1
+    tokens = make_tokens(layer, 3, length, "bfloat16", rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), "bfloat16")
+    assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "kind", "stored", "window", "activation"),
+    [
+        ("mamba2", [5, 1, 17, DENSE, 8, 3, 40, 7], "ridge", "int8", 16, "bfloat16"),
+        ("mamba2", [5, 1, 16, DENSE], "ridge", "int8", 16, "bfloat16"),
+        ("gdn", [7, DENSE, 16, 2], "ridge", "int8", 16, "bfloat16"),
+        ("gdn", [7, 33, 16, 2], "ridge", "fp8", 32, "bfloat16"),
+        ("kda", [9, 33, 1], "ridge", "int8", 16, "bfloat16"),
+        ("kda", [9, 16, DENSE], "lowrank", "int8", 16, "bfloat16"),
+        ("gdn-96", [9, 33], "lowrank", "fp8", 8, "bfloat16"),
+        ("mamba2-80", [9, DENSE, 40, 1], "prior", "int8", 4, "float16"),
+        ("kda-64", [5, 17], "offline", "int8", 16, "float32"),
+    ],
+)
+def test_reads(name, ranks, kind, stored, window, activation, rng, cupy):
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(ranks, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    device = SketchEngine(plan, 6, stored, activation_dtype=activation, output_dtype="float32")
+    device.sketch.view(np.uint8)[...] = 0xFF
+    device.reset(cupy.arange(6))
+    oracle = reference.SketchEngine(plan, 6, stored)
+    start = rng.standard_normal((6, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(6))
+    oracle.load_state(start.astype(np.float64), np.arange(6))
+    length = 2 * window + 8
+    tokens = make_tokens(layer, 4, length, activation, rng)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 6, length, rng), activation)
+    flushes, dense = where == window - 1, plan.ranks == DENSE
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+    assert not dense.any() or error(got[~flushes][:, dense], want[~flushes][:, dense]) < EXACT
+    assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < NEIGHBOURS[stored]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize([7, 16, 3], layer.heads), rng, map="ridge", ridge=0.001)
+    tokens = make_tokens(layer, 7, 20, "bfloat16", rng)
+    start = cupy.asarray(rng.standard_normal((7, *layer.state_shape)).astype(np.float32))
+
+    def run(rows):
+        engine = SketchEngine(plan, 7, "int8", output_dtype="float32")
+        engine.load_state(start, cupy.arange(7))
+        own = tokens_to_device(type(tokens)(*(x if x is None else x[rows] for x in tokens)), "bfloat16")
+        out = cupy.zeros((len(rows), 20, layer.heads, layer.value_dim), np.float32)
+        engine.step(own, cupy.asarray(np.array(rows)), out)
+        return out.get()
+
+    assert np.array_equal(run(list(range(7)))[4], run([4])[0])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mamba2", "ridge"), ("gdn", "ridge"), ("kda", "lowrank")])
+def test_graph_of_drafts(name, kind, rng, cupy):
+    layer = LAYERS[name]
+    plan = make_plan(
+        layer, np.resize([7, 16, DENSE], layer.heads), rng, map=kind, ridge=RIDGE[kind], sketch_dtype="int8"
+    )
+    head = ss.SketchHead(plan, SLOTS, "cuda", output_dtype="float32")
+    head.warmup(drafts=True)
+    check_graph(cupy, head, ss.SketchHead(plan, SLOTS, "reference"), rng, 300)
