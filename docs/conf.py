@@ -16,7 +16,7 @@ html_title = "sketchssm"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 
-autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
+autodoc_mock_imports = [name for name in ("torch", "transformers") if find_spec(name) is None]
 autodoc_typehints = "none"  # docstrings name types and shapes
 autosummary_generate = True
 numpydoc_show_class_members = False  # the class template lists them

@@ -25,6 +25,7 @@ __all__ = [
     "FileFormatError",
     "check_array",
     "fingerprint",
+    "format_of",
     "load_file",
     "save_file",
     "source_digest",
@@ -196,6 +197,17 @@ def load_file(
         raise
     except Exception as error:  # whatever a damaged or crafted file provokes, such as a RecursionError
         raise form.error(f"{path}: {error}") from error
+
+
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """Name of a file's format; None for a file that `save_file` did not write, or none at all."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(os.fspath(path), "np") as file:
+            return str(json.loads((file.metadata() or {})[KEY])["format"])
+    except Exception:  # whatever a damaged or foreign file provokes
+        return None
 
 
 def check_array(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:

@@ -77,6 +77,16 @@ def test_evaluate(folder, plans):
     assert "3.1" in result.stderr  # kB
 
 
+def test_info(plans):
+    result = invoke("info", plans[0], "--json", "-")
+    report = json.loads(result.stdout)
+    want = st.ModelPlans.load(plans[0])
+    assert (report["model"], report["windows"], report["mean_rank"]) == ("Qwen3NextForCausalLM", [4], 3.0)
+    assert report["traffic_reduction"] == pytest.approx(want.reduction)
+    assert [layer["ranks"] for layer in report["layers"].values()] == [plan.ranks.tolist() for plan in want.values()]
+    assert "model.layers.1.linear_attn" in result.stderr
+
+
 def test_types_of_parameters(folder, plans):
     """The same plans serve the model in other types."""
     arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--backend", "cpu", "--dtype", "bfloat16"]

@@ -50,8 +50,10 @@ def public_objects() -> dict[str, object]:
             visit(f"{name}.{member}", value)
 
     names = [*sketchssm.__all__, *(["torch"] if importlib.util.find_spec("torch") else [])]
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        names += [f"transformers.{name}" for name in sketchssm.transformers.__all__]
     for name in names:
-        visit(f"sketchssm.{name}", getattr(sketchssm, name))
+        visit(f"sketchssm.{name}", operator.attrgetter(name)(sketchssm))
     return found
 
 

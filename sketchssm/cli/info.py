@@ -1,4 +1,4 @@
-"""``sketchssm info``: this installation, or a plan file."""
+"""``sketchssm info``: this installation, a plan file, or the plans of a model."""
 
 from __future__ import annotations
 
@@ -7,29 +7,81 @@ import importlib.util
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sketchssm.cli import options
 
+if TYPE_CHECKING:
+    from sketchssm.model_plans import ModelPlans
+
 __all__ = ["command"]
 
-PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "safetensors", "ml_dtypes", "matplotlib", "cupy", "torch", "jax")
+PACKAGES = (
+    "numpy",
+    "scipy",
+    "numba",
+    "llvmlite",
+    "safetensors",
+    "ml_dtypes",
+    "matplotlib",
+    "cupy",
+    "torch",
+    "transformers",
+    "jax",
+)
 
 
 @click.command("info")
 @click.argument("plan", required=False, type=click.Path(path_type=Path))
 @options.output
 def command(plan: Path | None, json_file: str | None) -> None:
-    """Describe this installation or, given a file, a PLAN."""
-    from sketchssm.cli.output import Output
+    """Describe this installation or, given a file, a PLAN or the plans of a model."""
+    from sketchssm.cli.output import Output, ranks_text
+    from sketchssm.files import format_of
+    from sketchssm.model_plans import FORMAT, ModelPlans
 
     output = Output(json_file)
-    report = _installation() if plan is None else _plan(plan)
-    rows = [[name.replace("_", " "), _text(value)] for name, value in report.items()]
-    output.table("Plan" if plan else "sketchssm", ["", ""], rows, words=2)
+    if plan is not None and format_of(plan) == FORMAT.name:
+        plans = ModelPlans.load(plan)
+        report = _model(plan, plans)
+        rows = [
+            [name, own.layer.kind, f"{own.layer.heads}", ranks_text(own.ranks), f"{own.reduction:.2f}x"]
+            for name, own in plans.items()
+        ]
+        head = [[name.replace("_", " "), _text(value)] for name, value in report.items() if name != "layers"]
+        output.table("Plans of a model", ["", ""], head, words=2)
+        output.table("Layers", ["layer", "kind", "heads", "ranks", "less traffic"], rows, words=2)
+    else:
+        report = _installation() if plan is None else _plan(plan)
+        rows = [[name.replace("_", " "), _text(value)] for name, value in report.items()]
+        output.table("Plan" if plan else "sketchssm", ["", ""], rows, words=2)
     output.finish(report)
+
+
+def _model(path: Path, plans: ModelPlans) -> dict[str, Any]:
+    made = plans.allocation
+    return {
+        "file": str(path),
+        "model": plans.fingerprint.model,
+        "mean_rank": made.mean_rank,
+        "method": made.method,
+        "tokens": made.tokens,
+        "windows": sorted({plan.window for plan in plans.values()}),
+        "maps": sorted({str(plan.map) for plan in plans.values()}),
+        "sketch_dtypes": sorted({plan.sketch_dtype for plan in plans.values()}),
+        "traffic_reduction": plans.reduction,
+        "layers": {
+            name: {
+                "kind": plan.layer.kind,
+                "ranks": plan.ranks,
+                "traffic_reduction": plan.reduction,
+                "retained_ideal": made.retained[name],
+            }
+            for name, plan in plans.items()
+        },
+    }
 
 
 def _installation() -> dict[str, Any]:

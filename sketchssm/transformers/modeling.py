@@ -153,7 +153,7 @@ RULES = (
 class RecurrentLayer:
     """One recurrent layer of a model.
 
-    Attributes
+    Parameters
     ----------
     name : str
         Name of the module within the model.

@@ -120,10 +120,17 @@ def build_heads(
 class Patch:
     """Heads in the layers of a model; made by `patch`.
 
-    Attributes
+    Parameters
     ----------
+    found : dict of str to RecurrentLayer
+        The layers by their names.
     heads : dict of str to ExactHead
         The heads by the layers' names.
+
+    Attributes
+    ----------
+    heads
+        As given.
     """
 
     def __init__(self, found: dict[str, RecurrentLayer], heads: dict[str, ExactHead]) -> None:
@@ -134,6 +141,11 @@ class Patch:
 
     def start(self) -> Patch:
         """Patch the model until `stop`.
+
+        Returns
+        -------
+        Patch
+            This object.
 
         Raises
         ------

@@ -22,6 +22,13 @@ Array = npt.NDArray[np.float32]
 class Recording:
     """Inputs of a model's recurrent layers, sequence by sequence; made by `record`.
 
+    Parameters
+    ----------
+    found : dict of str to RecurrentLayer
+        The layers by their names.
+    gradients : bool
+        Whether gradients of the layers' outputs are recorded.
+
     Attributes
     ----------
     layers : dict of str to RecurrentLayer
