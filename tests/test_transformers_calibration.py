@@ -125,6 +125,18 @@ def test_refreshed_sketches(qwen):
         st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW, flush_every=8)
 
 
+def test_formats_of_sketches(qwen, tmp_path):
+    plans = st.calibrate(qwen, text(), mean_rank=2, window=WINDOW, sketch_dtype="int8+int4")
+    plans.save(tmp_path / "plans.safetensors")
+    loaded = ModelPlans.load(tmp_path / "plans.safetensors")
+    for name, plan in plans.items():
+        assert plan.sketch_dtype == "int8+int4"
+        assert plan.wide.shape == plan.ranks.shape
+        assert loaded[name].fingerprint == plan.fingerprint
+    with pytest.raises(ValueError, match=r"sketch_dtype: "):
+        st.calibrate(qwen, text(), sketch_dtype="int3")
+
+
 def test_progress(qwen):
     labels = []
     st.calibrate(qwen, text(5), window=WINDOW, progress=labels.append)

@@ -104,6 +104,9 @@ def test_traffic_by_layer(qwen):
     got = st.evaluate(qwen, text(), plans, backend="cpu", state_dtype="bfloat16")
     narrow = float(traffic.sketch("gdn", 8, 12, [1] * 4, WINDOW, state_dtype="bfloat16").sum())
     assert got.layers[first] == (standard, pytest.approx(narrow))
+    got = st.evaluate(qwen, text(), plans, backend="cpu", sketch_dtype="float32")
+    wider = float(traffic.sketch("gdn", 8, 12, [1] * 4, WINDOW, sketch_dtype="float32").sum())
+    assert got.layers[first] == (standard, pytest.approx(wider))
     got = st.evaluate(qwen, text(), "standard", backend="cpu", state_dtype="bfloat16")
     assert got.layers[first] == (standard, standard / 2)
 
