@@ -13,6 +13,7 @@ from test_traces import write_traces
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.evaluate import calibrate
 from sketchssm.exact import SketchHead
+from sketchssm.formats import INT4, INT8
 from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
 from sketchssm.planning.search import PlanPoint, frontier
@@ -165,6 +166,13 @@ def test_scores_alone(layers):
     heads = np.arange(len(ranks))
     lost = own.scores.paired[heads, ranks] / own.scores.paired[:, 0]
     assert found.chosen.error == pytest.approx(np.sqrt(lost.mean()), rel=1e-12)  # the same float64 numbers
+    mixed = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
+        ("ridge",), ("int8+int4",), (WINDOW,), (1,)))  # fmt: skip
+    ranks, wide, curves = mixed.plans[0].ranks, mixed.plans[0].wide, own.scores.paired
+    whole, kept, wider = curves[:, 0], curves[heads, ranks], curves[heads, wide]
+    lost = kept + INT8.noise * (whole - wider) + INT4.noise * (wider - kept)
+    assert (ranks > 0).all()
+    assert mixed.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
     with pytest.raises(ValueError, match="traces: expected traces"):
         found.test_error()
     with pytest.raises(ValueError, match=r"candidates: without traces, only .* exact and ridge .* got offline"):

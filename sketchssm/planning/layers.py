@@ -12,6 +12,7 @@ from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.evaluate.calibrated import Calibrated, calibrate
 from sketchssm.exact import SketchHead
+from sketchssm.formats import SketchFormat
 from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
@@ -150,7 +151,7 @@ class ScoredLayer:
     """Basis and rank scores of one layer, without its traces.
 
     Errors are those of the ideal map, relative to the state reads, which `ridge` nearly attains. The errors of other
-    maps, of other windows and of refreshes are unknown.
+    maps, of other windows and of refreshes are unknown. Codes add their noise, see `sketchssm.formats`.
 
     Parameters
     ----------
@@ -180,9 +181,13 @@ class ScoredLayer:
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
         """See `PlannedLayer`."""
-        curves = self._scores.paired if graded else self._scores.error
-        lost = np.where(plan.ranks == DENSE, 0.0, curves[np.arange(self.layer.heads), plan.ranks])
-        return np.stack([lost, curves[:, 0]])
+        curves, heads = self._scores.paired if graded else self._scores.error, np.arange(self.layer.heads)
+        form = SketchFormat.of(plan.sketch_dtype)
+        rank = np.maximum(plan.ranks, 0)
+        whole, kept, wider = (curves[heads, g] for g in (0 * rank, rank, rank if plan.wide is None else plan.wide))
+        tail = form.tail.noise if form.tail else 0.0
+        lost = kept + form.code.noise * np.maximum(whole - wider, 0.0) + tail * np.maximum(wider - kept, 0.0)
+        return np.stack([np.where(plan.ranks == DENSE, 0.0, lost), whole])
 
     def test_error(self, plan: SketchPlan) -> Energies:
         """See `PlannedLayer`; there is no such text."""
