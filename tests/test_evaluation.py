@@ -15,7 +15,7 @@ from sketchssm.evaluate.measure import rounded
 from sketchssm.evaluate.registry import FAMILIES, FULL, series
 from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import KINDS
+from sketchssm.recurrence import DENSE, KINDS
 from sketchssm.reference.recurrence import run
 from sketchssm.traces import Traces
 
@@ -369,3 +369,15 @@ def test_plans_join_in(tmp_path):
 def test_rounded():
     value = {"a": [1 / 3, math.inf, math.nan, 2, None], "b": {"c": "text", "d": True}}
     assert rounded(value) == {"a": [0.333333, None, None, 2, None], "b": {"c": "text", "d": True}}
+
+
+def test_flushes_once_in_several_windows(study):
+    """The ablation has refreshes between flushes, and less traffic; outputs of its flushes are exact."""
+    entry = entry_of(study, f"ablation/flush-every-{2 * WINDOW}")
+    plan = entry.build().plan
+    assert (plan.window, plan.flush_every) == (WINDOW, 2 * WINDOW)
+    assert (plan.ranks != DENSE).all()
+    full, own = (measure(entry_of(study, f"ablation/{name}"), study, "cpu") for name in (FULL, entry.setting))
+    assert own.reduction > full.reduction
+    assert own.flush_error < 1e-5
+    assert full.output_error > 0

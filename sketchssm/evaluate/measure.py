@@ -38,8 +38,8 @@ class Measurement:
     output_error : float
         Error of all outputs.
     flush_error : float
-        Largest error of the last token of a window, over sequences and windows. Systems with windows read the exact
-        state there.
+        Largest error of the token of a flush, over sequences and flushes. Systems with windows read the exact state
+        there.
     state_error : float
         Error of the states after the last token (of systems with windows: after the last flush).
     retained : float
@@ -116,7 +116,8 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     size = np.square(study.output).sum(axis=-1)
     state_lost, state_size = np.moveaxis(np.array(states), 1, 0)
     points = [0, *study.checkpoints[:-1]]
-    flushes = slice(window - 1, None, window)
+    every = window if system.plan is None else system.plan.flush_every
+    flushes = slice(every - 1, None, every)
     whole = study.length // window * window  # reads are counted over whole windows
     reads = study.read_energy(window).sum(axis=0)
     missed = lost[:, :whole].sum(axis=(0, 1))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
+import numpy as np
+
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.coefficients import CoefficientMap
@@ -21,13 +23,15 @@ from sketchssm.evaluate.study import Study
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.recurrence import DENSE, MAX_FLUSH_EVERY, Layer, Tokens
 
 __all__ = ["FAMILIES", "FULL", "Entry", "entries", "select", "series"]
 
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
 WINDOWS = (4, 8, 16, 32)
+RINGS = (2, 4, 8)
+"""Windows from one flush to the next, with refreshes between them."""
 
 FULL = "full-method"
 """The ablation that replaces nothing: the base of all others."""
@@ -106,7 +110,10 @@ def _ablations(study: Study) -> list[Entry]:
         if map.name in ("lowrank", "ridge"):
             found += [make(f"{map.name}-ridge-{r:g}", map=replace(map, ridge=r)) for r in RIDGES]
     tokens = min(study.length, study.calibration_length)
-    return found + [make(f"window-{w}", window=w) for w in WINDOWS if 2 * w <= tokens]
+    found += [make(f"window-{w}", window=w) for w in WINDOWS if 2 * w <= tokens]
+    flushes = [count * study.settings.window for count in RINGS]
+    flushes = [every for every in flushes if every <= MAX_FLUSH_EVERY and 2 * every <= tokens]
+    return found + [make(f"flush-every-{every}", flush_every=every) for every in flushes]
 
 
 def _plan(study: Study) -> list[Entry]:
@@ -233,8 +240,13 @@ def _planned(
     same_ranks: str | None = None,
     state_dtype: str = "float32",
     sketch_dtype: str | None = None,
+    flush_every: int | None = None,
 ) -> Entry:
-    """A sketch with the settings of the study except those given; `same_ranks` is a map for the base's ranks."""
+    """A sketch with the settings of the study except those given.
+
+    `same_ranks` is a map for the base's ranks. With `flush_every`, heads that would read full states get all columns
+    of the basis instead.
+    """
     window = window or study.settings.window
 
     def build() -> System:
@@ -247,6 +259,9 @@ def _planned(
         plan = layer.plan(rank, map or settings.map, method or settings.method, basis, form)
         if same_ranks:
             plan = SketchPlan(basis, plan.ranks, window, same_ranks, form)
+        if flush_every:
+            sketched = np.where(plan.ranks == DENSE, basis.rank_max, plan.ranks)
+            plan = SketchPlan(basis, sketched, window, plan.map, plan.sketch_dtype, plan.wide, flush_every)
         return sketch_system(plan, name, state_dtype=state_dtype)
 
     return Entry(family, name, window, build)
