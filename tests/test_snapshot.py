@@ -16,7 +16,7 @@ from sketchssm.snapshot import FORMAT
 
 WINDOW = 4
 RANKS = np.array([DENSE, 2, 3, 1])
-SYSTEMS = ("standard", "drafts", "replay", "sketch")
+SYSTEMS = ("standard", "drafts", "replay", "sketch", "codes")
 BACKENDS = ("reference", "cpu")
 
 
@@ -29,11 +29,14 @@ def backend(request):
 def make(request, backend, layer):
     """A function that makes equal heads of five slots."""
     plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+    mixed = {"sketch_dtype": "int8+int4", "wide": np.maximum(RANKS - 1, 0)}
+    coded = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW, **mixed)
     return {
         "standard": lambda **o: ss.StandardHead(layer, 5, backend, **o),
         "drafts": lambda **o: ss.StandardHead(layer, 5, backend, drafts=3, **o),
         "replay": lambda **o: ss.ReplayHead(layer, 5, backend, window=WINDOW, **o),
         "sketch": lambda **o: ss.SketchHead(plan, 5, backend, **o),
+        "codes": lambda **o: ss.SketchHead(coded, 5, backend, **o),
     }[request.param]
 
 
