@@ -62,6 +62,30 @@ def test_token_ids_in_place_of_text(folder, plans, tmp_path):
     assert out.read_bytes() == plans[0].read_bytes()
 
 
+def test_settings_reach_the_plans(folder, tmp_path):
+    out = tmp_path / "plans.safetensors"
+    arguments = [
+        "--model",
+        folder,
+        "--text",
+        folder / "text.npy",
+        *SHORT,
+        "--mean-rank",
+        2,
+        "--window",
+        4,
+        "--out",
+        out,
+    ]
+    chosen = ["--map", "offline", "--sketch-dtype", "int8", "--flush-every", 8, "--method", "error"]
+    invoke("calibrate", *arguments, *chosen, "--weighting", "output")
+    plans = st.ModelPlans.load(out)
+    assert plans.allocation.method == "error"
+    assert {(x.window, x.flush_every, x.map.name, x.sketch_dtype) for x in plans.values()} == {
+        (4, 8, "offline", "int8")
+    }
+
+
 def test_evaluate(folder, plans):
     arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--backend", "cpu"]
     result = invoke("evaluate", *arguments, "--plans", plans[0], "--json", "-")
