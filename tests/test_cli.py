@@ -87,6 +87,18 @@ def test_calibrate_then_evaluate(traces, tmp_path):
     assert systems[1]["reduction"] == pytest.approx(2 / (1 + 1 / 8), rel=1e-5)  # the window of the plan
 
 
+def test_calibrate_in_few_bits(traces, tmp_path):
+    plan_file = tmp_path / "plan.safetensors"
+    settings = ["--mean-rank", 3, "--window", 8, "--sketch-dtype", "int8+int4"]
+    report = json.loads(invoke("calibrate", traces, "--out", plan_file, *settings, "--json", "-").stdout)
+    plan = SketchPlan.load(plan_file)
+    assert plan.sketch_dtype == report["plans"][0]["sketch_dtype"] == "int8+int4"
+    assert report["plans"][0]["wide"] == plan.wide.tolist()
+    assert json.loads(invoke("info", plan_file, "--json", "-").stdout)["wide"] == plan.wide.tolist()
+    refused = invoke("calibrate", traces, "--out", plan_file, *settings, "--map", "prior", code=2)
+    assert "sketch_dtype: 'int8+int4' serves the maps exact and ridge" in " ".join(refused.output.split())
+
+
 def test_calibrate_says_what_refreshes_add(traces, tmp_path):
     plan = tmp_path / "plan.safetensors"
     settings = ["--mean-rank", 3, "--window", 4, "--flush-every", 8, "--method", "uniform"]

@@ -163,6 +163,18 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
         assert lm["figure"].draw([picture], tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_sketches_of_a_format_have_a_name_of_their_own(lm):
+    """The plans are of the format, and its widths are those of the allocation."""
+    model = tiny(lm, "gdn")
+    calibrations = lm["systems"].calibrate(model, ids(), window=4)
+    for form in ("bfloat16", "int8", "int8+int4"):
+        (system,) = lm["systems"].sketches(calibrations, [2], 4, sketch_dtype=form)
+        assert system.family == ("sketch, ridge map" if form == "bfloat16" else f"sketch, ridge map, {form}")
+        for layer in system.layers.values():
+            assert layer.plan.sketch_dtype == form
+            assert (layer.plan.wide is not None) == (form == "int8+int4")
+
+
 def test_pictures_come_from_files(lm, tmp_path):
     """Files of one kind share a column; notes distinguish systems of the same name, and no system appears twice."""
     pytest.importorskip("matplotlib")
