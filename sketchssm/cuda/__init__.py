@@ -25,7 +25,7 @@ def missing() -> str:
         return "CuPy is not installed (pip install 'sketchssm[cuda12]' or 'sketchssm[cuda13]')"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a CuPy that can't be used is no news to a caller of other backends
+            warnings.simplefilter("ignore")  # callers of other backends need no warning about an unusable CuPy
             import cupy
 
             if not cupy.cuda.is_available():

@@ -1,8 +1,8 @@
 """How a caller's arrays reach the CUDA kernels, and how results go back.
 
-A kernel needs addresses and strides. An array that the kernels can take in place (on the device, of the right type,
-tokens contiguous and aligned) is asked for these, and nothing else happens to it: no copy, no allocation, no wait. Any
-other array is converted on the device, or checked and uploaded from the host.
+A kernel needs addresses and strides. Kernels use an array in place if it is on the device, of the right type, and its
+tokens are contiguous and aligned: nothing is copied or allocated, and nobody waits. Any other array is converted on
+the device, or checked and uploaded from the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sketchssm.slots import MAX_DRAFTS
 __all__ = ["DeviceArrays"]
 
 NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
-"""Types of integers that the kernels take, and what tells them."""
+"""Integer types that the kernels take, with the flag that tells the type."""
 
 REAL = ("bfloat16", "float16", "float32", "float64")
 
@@ -66,7 +66,7 @@ class DeviceArrays:
         self._home = self.device.id
         self._tails = layer.token_shapes()
         self._activations = "qkvg" if raw_gate else "qkv"
-        self._converts = activation_dtype is not None  # else a wider array than expected is an error
+        self._converts = activation_dtype is not None  # False: a wider array than expected is an error
         self._output_dtype = output_dtype
         self._activation_dtype = activation_dtype
         self._state_dtype = state_dtype
@@ -76,11 +76,11 @@ class DeviceArrays:
         self._framework: Framework = self._cupy_arrays  # of the last call
         self._stream: Any = None
         self.direct: Any = None  # see `sketchssm.backends.Arrays`
-        self._kept: list[Any] = []  # converted arrays: freed memory may be another array's before the kernels run
+        self._kept: list[Any] = []  # converted arrays, alive until the kernels are launched
         self._foreign: dict[int, tuple[Any, Any]] = {}  # other frameworks' arrays by id, and CuPy's views of them
         self._pending: deque[tuple[Any, Any]] = deque()
-        self._live: Any = None  # rows that are no padding, where the host knows them
-        self._made: Any = None  # the array behind the pointer that the kernels write
+        self._live: Any = None  # rows without padding, if the slots are on the host
+        self._made: Any = None  # the array that the kernels write
         self._uploaded: tuple[Any, Any] = (None, None)
         self._all: Any = None
 
@@ -116,10 +116,10 @@ class DeviceArrays:
             )
         self._activation_dtype, self._layout = activation_dtype, None
         self.all_slots(capacity, capacity)
-        self.device.synchronize()  # whoever comes next may use another stream
+        self.device.synchronize()  # the next call may be on another stream
 
     def all_slots(self, count: int, capacity: int) -> Slots:
-        """Slots 0, 1, ... of a call that names none; a captured graph may hold their memory, so it stays."""
+        """Slots 0, 1, ... of a call without slots. Their memory is never freed, as a captured graph may use it."""
         if self._all is None:
             self._all = self._cupy.arange(capacity, dtype=np.int32)
             self.device.synchronize()
@@ -170,7 +170,7 @@ class DeviceArrays:
         if found is None:
             return self._host_slots(slots, batch, capacity, name, repeats)
         framework, array, dtype = found
-        if not dtype.startswith(("int", "uint")) or dtype == "uint64":  # int64 can't hold all of that
+        if not dtype.startswith(("int", "uint")) or dtype == "uint64":  # int64 cannot hold all values
             expected = "signed or smaller integers" if dtype == "uint64" else "integers"
             raise ValueError(f"{name}: expected {expected}, got dtype {dtype}")
         shape = self._check_count(array.shape, batch, name)
@@ -250,7 +250,8 @@ class DeviceArrays:
         if address is None or address % ALIGNMENT:
             address, (row, _, _) = self._in_place(state, one)
         end = address + (shape[0] - 1) * row + one.contiguous[1]
-        if any(address < last and first < end for first, last in self.own):  # copied before any is overwritten
+        # of the head's own memory, the kernel would overwrite states before it has read them
+        if any(address < last and first < end for first, last in self.own):
             framework, array, _ = self._on_device(state, "state") or (self._framework, state, "")
             address, (row, _, _) = self._copy(framework, array, "state", self._state_dtype), one.contiguous
         return Pointer(address, shape, row)
@@ -286,7 +287,7 @@ class DeviceArrays:
         found = self._on_device(v, "v")
         if found is None:
             return interop.from_host(_to_host(made), like=v)
-        _, array, name = found  # of the call's framework, which is v's where there is no `out`
+        _, array, name = found  # of the call's framework: without `out`, that of v
         if self.output_dtype != name:
             made = framework.converted(made, name)
         return made if array is v else export(made, v)
@@ -306,9 +307,9 @@ class DeviceArrays:
         return self._cupy_arrays if interop.is_on_device(array) else None
 
     def _on_device(self, array: Any, name: str) -> tuple[Framework, Any, str] | None:
-        """An argument with a framework that knows it, and the name of its type; None for an array on the host.
+        """Framework, array and name of the type of an argument on the device; None for an array on the host.
 
-        The framework is the call's own; for an array that is foreign to it, CuPy's, after an import.
+        The framework is that of the call. An array of another framework is imported by CuPy.
         """
         framework = self._framework
         if not framework.owns(array):
@@ -391,13 +392,13 @@ class DeviceArrays:
         return CallLayout(v_shape, several, self._tails, dtypes, self._output_dtype or activation)
 
     def _target(self, out: Any, layout: CallLayout, addresses: list[int], extents: tuple[int, ...]) -> Pointer:
-        """Find or make the array that the kernels write, which no input may share memory with."""
+        """Find or make the array that the kernels write; it shares no memory with an input."""
         framework, one = self._framework, layout.out
         if out is not None:
             strides: tuple[int, int, int] | None = one.contiguous
             start = framework.address(out, one.dtype)
             if start is None and self._framework_of(out) is not None:
-                self._on_device(out, "out")  # which refuses another device
+                self._on_device(out, "out")  # an error for another device
                 there = framework.strided(out, one.dtype)
                 if there is not None:
                     start, strides = there[0], one.strides(there[1])
@@ -417,7 +418,7 @@ class DeviceArrays:
     # Slots
 
     def _check_count(self, shape: Any, batch: int | None, name: str) -> tuple[int, ...]:
-        """Shape of slots on the device; a `batch` of None takes any number of them, and a single number."""
+        """Shape of slots on the device; with a `batch` of None any number of slots, or one slot without an axis."""
         if len(shape) == 1 and (batch is None or shape[0] == batch):
             return tuple(shape)
         if batch is None and not shape:
@@ -425,7 +426,7 @@ class DeviceArrays:
         raise ValueError(f"{name}: expected shape ({'count' if batch is None else batch},), got {tuple(shape)}")
 
     def _host_slots(self, slots: Any, batch: int | None, capacity: int, name: str, repeats: bool) -> Slots:
-        """Check slots on the host and upload them; those of the call before need no second upload."""
+        """Check slots on the host and upload them, unless they are those of the previous call."""
         if slots is None and (batch is None or batch <= capacity):
             self._live = slice(None)
             return self.all_slots(capacity if batch is None else batch, capacity)
@@ -440,7 +441,7 @@ class DeviceArrays:
         return Slots(self._uploaded[1].data.ptr, index.shape, 0)
 
     def _keep_foreign(self) -> None:
-        """Hold on to other frameworks' arrays until the device is done with them: they don't know the stream."""
+        """Keep arrays of other frameworks, which know nothing of the stream, until the device is done with them."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record()
         self._pending.append((event, self._foreign))
@@ -454,13 +455,13 @@ def _replaced(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 
 def _address(framework: Framework, array: Any, dtype: str) -> int:
-    """Address of an array that the framework made for us."""
+    """Address of an array from `Framework.empty` or `Framework.converted`."""
     address = framework.address(array, dtype)
     assert address is not None
     return address
 
 
 def _to_host(made: Any) -> Any:
-    """A copy on the host of an array that we made; waits for it."""
+    """Copy an array of this module's to the host; waits for the device."""
     host = made.get() if hasattr(made, "get") else interop.to_host(made, "out")
     return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # PyTorch takes no bf16 from NumPy

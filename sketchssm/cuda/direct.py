@@ -1,8 +1,8 @@
 """Steps of PyTorch tensors in one call of C++, from the arguments to the launches.
 
-Python needs most of a step's host time to look at tensors. ``_direct.cpp`` does the same in less than a microsecond,
-for arguments that the kernels take as they are. All other calls, and the first with so many rows or on a stream, go
-through Python.
+Most of a step's host time in Python goes into looking at tensors. ``_direct.cpp`` does the same in less than a
+microsecond, for arguments that the kernels can use in place. All other calls, and the first with so many rows or on a
+stream, go through Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CODES = {"bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32)}
 
 
 class DirectStep:
-    """The short way of one engine's steps of one token.
+    """Direct steps of one engine, one token each.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class DirectStep:
         self._made = False
 
     def learn(self, rows: int, grids: list[tuple[int, int]], workspace: int) -> None:
-        """Let later calls like the present one take the short way, if its arrays are PyTorch's.
+        """Let later calls like the present one go through C++, if its arrays are PyTorch's.
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class DirectStep:
         """
         torch = self._arrays.torch
         stream = PER_THREAD if torch is None else torch.stream_address()
-        if torch is None or stream == PER_THREAD:  # whose handle stands for as many streams as there are threads
+        if torch is None or stream == PER_THREAD:  # a handle that is another stream in each thread
             return
         if not self._made:
             self._made, self._step = True, self._make(torch)
@@ -105,7 +105,7 @@ class DirectStep:
 
 
 def _thrower(launchers: list[Launcher], clean: Callable[[], None]) -> Callable[[int, int], None]:
-    """A function that raises the error of a launch; it does not refer to the `DirectStep`, which would be a circle."""
+    """A function that raises the error of a launch, without a reference cycle through the `DirectStep`."""
 
     def throw(index: int, status: int) -> None:
         clean()

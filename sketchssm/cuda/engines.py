@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
 LEAST_READ_WARPS = 4
-"""Smallest number of warps of a read kernel's block. It needs two: warps without tiles compute the products of keys
-that others wait for, and put tokens into the ring."""
+"""Smallest number of warps of a read kernel's block. At least two are needed: a warp without tiles computes the
+products of keys for the other warps and writes tokens into the ring."""
 
 NO_TOKENS = (0,) * len(TOKEN_INPUTS)
 
@@ -176,7 +176,7 @@ class ReplayEngine(StandardEngine):
         kernel = read.get_function("read_step")
         shared = 0
         self._read_limits: tuple[int, ...] = ()
-        if self._packed.dense < self.layer.heads:  # a block shares all there is out to its warps
+        if self._packed.dense < self.layer.heads:  # a block divides all shared memory among its warps
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
             self._read_limits = (processors, *(size_of(read, name) for name in names))
@@ -329,7 +329,7 @@ class ReplayEngine(StandardEngine):
 
     def flush(self, slots: Slots) -> None:
         """See `sketchssm.backends.Engine`."""
-        if self.ring:  # else nothing is buffered
+        if self.ring:  # without a ring nothing is buffered
             self._prepare(late=False)
             self._rebuild(slots, FOLD)
 
@@ -347,7 +347,7 @@ class ReplayEngine(StandardEngine):
         self._rebuild(slots, LOAD)
 
     def _begin_memory(self) -> None:
-        """Nothing yet: windows and sketches are not known."""
+        """Do nothing: the constructor allocates windows and sketches later."""
 
     def _copies(self) -> Copier:
         if not self.ring:

@@ -1,7 +1,6 @@
-"""What the CUDA backend needs from a framework whose arrays are on the device: CuPy, PyTorch, any other.
+"""Functions of a framework (CuPy, PyTorch or any other) that the CUDA backend needs for arrays on the device.
 
-A framework looks at its arrays and makes new ones itself, so that memory, streams and graph capture stay under its own
-rules.
+The framework itself describes and allocates its arrays, so that its own rules hold for memory, streams and graphs.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class Framework(Protocol):
         """Tell whether an array is the framework's own, on the device or on the host."""
 
     def address(self, array: Any, dtype: str) -> int | None:
-        """Address of an array that kernels can take as it is; None for any other.
+        """Address of an array that kernels can use in place; None for any other array.
 
-        Such an array is the framework's own, on the head's device, contiguous and of the named type. Its alignment is
-        the caller's to check.
+        Such an array belongs to the framework, is on the head's device, contiguous and of the named type. The caller
+        checks its alignment.
         """
 
     def strided(self, array: Any, dtype: str) -> tuple[int, tuple[int, ...]] | None:
@@ -39,7 +38,7 @@ class Framework(Protocol):
         """Device of one of the framework's arrays (negative for the host), and the name of its type."""
 
     def stream(self) -> Any:
-        """Context manager that makes the framework's current stream CuPy's; None if that is so already."""
+        """Context in which CuPy's current stream is the framework's; None if no context is needed."""
 
     def converted(self, array: Any, dtype: str) -> Any:
         """Contiguous copy of an array in another type."""
@@ -187,7 +186,7 @@ class TorchArrays:
 
 
 def export(array: Any, like: Any) -> Any:
-    """Hand a CuPy array over as another framework's kind; as it is where `like` does not tell its kind."""
+    """Export a CuPy array to the framework of `like`; unchanged if that framework is unknown."""
     if type(like).__module__.partition(".")[0] in ("jax", "jaxlib"):
         import jax
 

@@ -56,7 +56,7 @@ class Config(ctypes.Structure):
 class Launcher:
     """Launches one kernel for one caller, on CuPy's current stream; not from two threads at once.
 
-    A kernel's parameters are fixed ones, then those that vary from launch to launch, then fixed ones again. Fixed
+    The parameters of a kernel are: fixed ones, those that vary from launch to launch, and fixed ones again. Fixed
     arguments are packed once.
 
     Parameters
@@ -130,7 +130,7 @@ class Launcher:
             self._fail(status)
 
     def places(self, names: tuple[str, ...]) -> tuple[int, int, int, list[tuple[int, int, str]]]:
-        """Tell where a launch is described, for others that launch the kernel.
+        """Addresses of a launch's description, for C++ code that launches the kernel.
 
         Parameters
         ----------
@@ -214,7 +214,7 @@ def _capture_info() -> Any:
 
 
 def capture_of(stream: int) -> int:
-    """Number of the capture that a stream takes part in; 0 if it takes part in none."""
+    """Identifier of the capture that a stream takes part in; 0 for a stream outside of captures."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = _capture_info()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
     return number.value or 1 if not error and status.value == CAPTURING else 0

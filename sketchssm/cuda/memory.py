@@ -65,7 +65,7 @@ def ring_parts(layer: Layer, window: int, activation_dtype: str, raw_gate: bool)
 
 
 def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Memory of some parts of all slots: the caller's where there is any, else zeros.
+    """Memory of some parts for all slots: the caller's arrays where given, else zeros.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -
     for part in parts:
         kind = host_type(part.dtype)
         if kind.name == "bfloat16" and part.name != "state":
-            kind = np.dtype(np.uint16)  # its bits, which every CuPy knows
+            kind = np.dtype(np.uint16)  # its bits: not every CuPy has bfloat16
         array = given.pop(part.name, None)
         if array is None:
             memory[part.name] = cupy.zeros((num_slots, *part.shape), dtype=kind)
@@ -128,7 +128,7 @@ def _pool(name: str, pool: Any, part: SlotPart, num_slots: int) -> Any:
 
 
 class _Described:
-    """What `check_memory` asks of an array, of one on the device."""
+    """Properties of an array on the device that `check_memory` asks for."""
 
     def __init__(self, array: Any) -> None:
         self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides

@@ -1,4 +1,4 @@
-"""The memory of a call's arguments on the device, as the kernels take it."""
+"""Addresses of a call's arguments on the device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Slots:
         return self.address, self.flags, *self.scan
 
     def again(self) -> Slots:
-        """The same for another launch of the call, which counts nothing."""
+        """The same slots for another launch of the call, which does not count rows that are left out."""
         return Slots(self.address, self.shape, self.flags & ~COUNTED, self.scan)
 
     def rows(self, first: int, last: int) -> Slots:

@@ -55,7 +55,7 @@ class SlotWriter:
         self._write(source, stride, self._size, slots, self._parts)
 
     def begin(self, slots: Slots) -> None:
-        """Start the slots' windows anew, on what the array holds.
+        """Start the slots' windows anew; the array stays.
 
         Parameters
         ----------

@@ -109,7 +109,7 @@ class StandardEngine:
         self.layer = layer
         self.state_dtype = state_dtype
         self.num_slots = num_slots
-        # of a warp: measured on H200 in float32; in 16 bits as many bytes are in flight as of float32 with four rows
+        # rows of a warp, measured on H200; eight rows of 16 bits have as many bytes in flight as four of float32
         self.value_rows = 4 if layer.erases and state_dtype == "float32" else 8
         self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None, state_dtype, pad_slot)
         self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
@@ -290,7 +290,7 @@ class StandardEngine:
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.backends.ExactEngine`."""
-        if self._drafts is not None and slots.shape[0]:  # else nothing was drafted
+        if self._drafts is not None and slots.shape[0]:  # None: nothing was drafted
             self._drafts.commit(self._standard_grid(slots.shape[0]), accepted, slots)
 
     def _standard_grid(self, batch: int) -> tuple[int, int]:

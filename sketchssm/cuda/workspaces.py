@@ -1,7 +1,7 @@
-"""Memory that the kernels of one call pass on to each other: apart for each stream and each captured graph.
+"""Memory through which the kernels of one call communicate. Each stream and each captured graph has its own.
 
-Calls on two streams may run at the same time, and so may two graphs, wherever they were captured. Nothing can be
-allocated during a capture: some workspaces are ready ahead.
+Calls on two streams may run at the same time, and so may two graphs. Nothing can be allocated during a capture, so
+some workspaces are allocated in advance.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Decoupled-scale quantisation (DSQ) of states, in float64.
 
-A state's outliers lie along whole rows and whole columns, since it is a sum of outer products of keys and values: one
-scale per row and one per column fit what neither alone does. From Q-Mamba (Chen et al., Findings of ACL 2025, 551)
-come the two sets of scales and that they follow the state (dynamic, symmetric, integer codes). The public summary
-leaves open how the scales are found. Here a row's scale is its largest magnitude, and a column's the largest
-magnitude that remains once rows are divided by theirs: so every element is within the product of its two scales, and
-nothing is clipped. Rows (value channels) come first because that lost less than columns first, or than a geometric
-mean of the two, on most of the real traces tried. Scales are bfloat16 numbers, as the byte model counts them, rounded
-up so that the bound survives.
+A state is a sum of outer products of keys and values, so its outliers fill whole rows and whole columns. Each row and
+each column therefore has a scale of its own. Q-Mamba (Chen et al., Findings of ACL 2025, 551) proposed these two sets
+of scales, recomputed from every state, with symmetric integer codes. Its public summary does not say how the scales
+are found. Here the scale of a row is its largest magnitude, and the scale of a column is the largest magnitude after
+all rows were divided by theirs. Every element is then at most the product of its two scales, and nothing is clipped.
+Rows (value channels) come first: on most real traces the error was smaller than with columns first or with a geometric
+mean of both. Scales are bfloat16 numbers, as the byte model counts them, rounded up so that the bound holds.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def scales(state: Array) -> tuple[Array, Array]:
 class Grid(NamedTuple):
     """The codes of a quantiser: every whole number from ``-top`` to ``top``, or those shifted by a half.
 
-    A recurrent state's grid holds zero, so that what is exactly zero stays so (``top = 2^(bits - 1) - 1``). A grid
-    without zero has one level more, at the centres of ``2^bits`` equal cells (``top = 2^(bits - 1) - 1/2``).
+    A grid with zero (``top = 2^(bits - 1) - 1``) stores an element of zero exactly. A grid without zero has one level
+    more, at the centres of ``2^bits`` equal cells (``top = 2^(bits - 1) - 1/2``).
     """
 
     top: float
@@ -54,7 +53,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, bits: int, zero: bool = True) -> Grid:
-        """Grid of some bits, with or without zero; no bits, no codes."""
+        """Grid of some bits, with or without zero; with 0 bits its only code is 0."""
         if not bits:
             return cls(0.0, 0.0)
         return cls(2.0 ** (bits - 1) - 1.0, 0.0) if zero else cls(2.0 ** (bits - 1) - 0.5, 0.5)
@@ -64,7 +63,7 @@ class Grid(NamedTuple):
         return scale / (self.top + self.shift)
 
     def encode(self, x: Array, step: Array) -> Array:
-        """Nearest codes; where the step is zero what they stand for is, too."""
+        """Nearest codes; any code decodes to zero where the step is zero."""
         with np.errstate(over="ignore", invalid="ignore"):
             codes = np.divide(x, step, out=np.zeros(np.broadcast(x, step).shape), where=step > 0)
         return np.clip(np.rint(codes - self.shift) + self.shift, -self.top, self.top)
@@ -80,8 +79,8 @@ def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = Tru
     bits : int
         Bits per element.
     residual_bits : int, default 0
-        Bits per element of a second set of codes that keeps what the first loses; 0 for none. It lies within half a
-        step of the first, so that it needs no scales.
+        Bits per element of a second set of codes, for the error of the first; 0 for none. The error is at most half
+        a step, so it needs no scales of its own.
     zero : bool, default True
         Whether the grid holds zero, see `Grid`.
 
@@ -103,6 +102,6 @@ def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = Tru
 
 
 def _bfloat16_above(x: Array) -> Array:
-    """The least bfloat16 number that is not below each element, whatever its exponent."""
+    """The least bfloat16 number that is not below each element; exponents are not limited."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(np.ceil(mantissa * 256), exponent - 8)
