@@ -14,30 +14,13 @@ from sketchssm.bench.results import BenchResult
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
+from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.planning import PlanPoint, PlanSearch
 from sketchssm.recurrence import DENSE, ROUNDING
 
-__all__ = ["check", "draw", "draw_frontier", "load_pyplot", "rank_heatmap", "save", "step_times"]
+__all__ = ["draw", "draw_frontier", "rank_heatmap", "step_times"]
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette: told apart with any colour vision."""
-
-MARKERS = "osD^vPX"
 GREY_MARKERS = "ovs*hp"
-
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "font.size": 10,
-    "legend.frameon": False,
-    "figure.dpi": 130,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "sketchssm",  # fixed names of clip paths and markers, so that files repeat to the byte
-}
 
 COLUMNS = 3
 """Panels side by side."""
@@ -388,84 +371,3 @@ def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
 
     axis.set_ticks(list(ticks), labels=[str(tick) for tick in ticks])
     axis.set_minor_locator(NullLocator())
-
-
-def load_pyplot() -> Any:
-    """Import matplotlib's pyplot without a display.
-
-    Returns
-    -------
-    module
-        ``matplotlib.pyplot``.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing, with the command that installs it.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'sketchssm[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure and close it; missing folders are made, and the same figure gives the same bytes.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-        The figure.
-    path : str or PathLike
-        Where to write, a name that ends in ``.png`` or ``.svg``.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ValueError
-        If the suffix is neither.
-    """
-    from matplotlib import pyplot
-
-    try:
-        target = _checked(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
-    finally:
-        pyplot.close(figure)
-    return target
-
-
-def check(path: str | os.PathLike[str] | None = None) -> None:
-    """Check before long work that pictures can be drawn after it.
-
-    Parameters
-    ----------
-    path : str or PathLike, optional
-        The file to write.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    ValueError
-        If the suffix is neither ``.png`` nor ``.svg``.
-    """
-    if path is not None:
-        _checked(path)
-    load_pyplot()
-
-
-def _checked(path: str | os.PathLike[str]) -> Path:
-    target = Path(path)
-    if target.suffix not in (".png", ".svg"):
-        raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
-    return target

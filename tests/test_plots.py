@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from sketchssm import plots
+from sketchssm import figures, plots
 from sketchssm.evaluate import LayerResults, Measurement
 from sketchssm.evaluate.registry import FULL
 from sketchssm.recurrence import DENSE
@@ -69,7 +69,7 @@ def test_other_suffixes_are_refused(matplotlib, tmp_path):
     with pytest.raises(ValueError, match=r"expected a name that ends in \.png or \.svg, got 'a\.pdf'"):
         plots.rank_heatmap({"layer": np.array([1, 2])}, tmp_path / "a.pdf")
     with pytest.raises(ValueError, match=r"got 'b\.pdf'"):
-        plots.check(tmp_path / "b.pdf")
+        figures.check(tmp_path / "b.pdf")
 
 
 def test_full_reads_stand_out(matplotlib, tmp_path):
@@ -92,6 +92,6 @@ def test_no_ranks_no_picture(matplotlib, tmp_path):
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for call in (plots.check, lambda: plots.draw([LAYER], tmp_path)):
+    for call in (figures.check, lambda: plots.draw([LAYER], tmp_path)):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm\[plot\]'"):
             call()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from sketchssm.plots import COLOURS, MARKERS, STYLE, load_pyplot, save
+from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 
 FLOOR = 1e-3
 """Increases of perplexity are drawn on a logarithmic scale above this value, on a linear scale below."""

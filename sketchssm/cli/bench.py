@@ -144,7 +144,8 @@ def command(
     """
     from sketchssm import bench, cuda
     from sketchssm.cli.output import Output
-    from sketchssm.plots import check, step_times
+    from sketchssm.figures import check
+    from sketchssm.plots import step_times
 
     unknown = [name for name in shapes if name not in bench.SHAPES]
     if unknown:

@@ -66,9 +66,9 @@ def plots(**settings: Any) -> Callable[[F], F]:
 def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any) -> Any:
     """Check for matplotlib where an option is given that needs it: a callback of the option."""
     if value:
-        from sketchssm import plots
+        from sketchssm import figures
 
-        plots.check()
+        figures.check()
     return value
 
 
