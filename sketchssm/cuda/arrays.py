@@ -7,17 +7,16 @@ the device, or checked and uploaded from the host.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm import interop
+from sketchssm.cuda.call_arguments import CallArguments
 from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
-from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, export, host_type
+from sketchssm.cuda.frameworks import Framework, export
 from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
-from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.slots import MAX_DRAFTS
 
@@ -26,10 +25,8 @@ __all__ = ["DeviceArrays"]
 NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
 """Integer types that the kernels take, with the flag that tells the type."""
 
-REAL = ("bfloat16", "float16", "float32", "float64")
 
-
-class DeviceArrays:
+class DeviceArrays(CallArguments):
     """The arrays of one engine's calls; see `sketchssm.backends.Arrays` and `Call`, which are one object here.
 
     Parameters
@@ -57,29 +54,15 @@ class DeviceArrays:
         state_dtype: str = "float32",
         pad_slot: int = PAD_SLOT,
     ) -> None:
-        import cupy
-
-        self._cupy = cupy
-        self._host = HostArrays(np.float32, pad_slot=pad_slot)  # checks arrays on the host
+        super().__init__("qkvg" if raw_gate else "qkv", activation_dtype is not None, pad_slot)
         self.own: list[tuple[int, int]] = []  # where the engine's memory starts and ends
-        self.device = cupy.cuda.Device()
-        self._home = self.device.id
         self._tails = layer.token_shapes()
-        self._activations = "qkvg" if raw_gate else "qkv"
-        self._converts = activation_dtype is not None  # False: a wider array than expected is an error
         self._output_dtype = output_dtype
         self._activation_dtype = activation_dtype
         self._state_dtype = state_dtype
         self._layout: CallLayout | None = None  # of the last call
-        self._cupy_arrays = CupyArrays(self._home)
-        self._torch_arrays: TorchArrays | None = None
-        self._framework: Framework = self._cupy_arrays  # of the last call
         self._stream: Any = None
         self.direct: Any = None  # see `sketchssm.backends.Arrays`
-        self._kept: list[Any] = []  # converted arrays, alive until the kernels are launched
-        self._foreign: dict[int, tuple[Any, Any]] = {}  # other frameworks' arrays by id, and CuPy's views of them
-        self._pending: deque[tuple[Any, Any]] = deque()
-        self._live: Any = None  # rows without padding, if the slots are on the host
         self._made: Any = None  # the array that the kernels write
         self._uploaded: tuple[Any, Any] = (None, None)
         self._all: Any = None
@@ -93,11 +76,6 @@ class DeviceArrays:
     def output_dtype(self) -> str | None:
         """Type in which kernels write outputs, once it is settled."""
         return self._output_dtype or self._activation_dtype
-
-    @property
-    def torch(self) -> TorchArrays | None:
-        """PyTorch, if the arrays of the present call are its tensors."""
-        return self._torch_arrays if self._framework is self._torch_arrays else None
 
     def type_of(self, name: str) -> str:
         """Type that an argument of a step has in the kernels, once types are settled."""
@@ -292,100 +270,6 @@ class DeviceArrays:
             made = framework.converted(made, name)
         return made if array is v else export(made, v)
 
-    # One argument
-
-    def _framework_of(self, array: Any) -> Framework | None:
-        """Framework of an array on a device; None for anything on the host."""
-        if self._cupy_arrays.owns(array):
-            return self._cupy_arrays
-        if interop.framework(array) == "torch":
-            if not getattr(array, "is_cuda", False):
-                return None
-            if self._torch_arrays is None:
-                self._torch_arrays = TorchArrays(self._home)
-            return self._torch_arrays
-        return self._cupy_arrays if interop.is_on_device(array) else None
-
-    def _on_device(self, array: Any, name: str) -> tuple[Framework, Any, str] | None:
-        """Framework, array and name of the type of an argument on the device; None for an array on the host.
-
-        The framework is that of the call. An array of another framework is imported by CuPy.
-        """
-        framework = self._framework
-        if not framework.owns(array):
-            if self._framework_of(array) is None:
-                return None
-            if id(array) not in self._foreign:
-                self._foreign[id(array)] = array, self._cupy_arrays.imported(array)
-            array, framework = self._foreign[id(array)][1], self._cupy_arrays
-        device, dtype = framework.describe(array)
-        if device < 0:
-            return None
-        if device != self._home:
-            raise ValueError(
-                f"{name}: expected an array on CUDA device {self._home}, as the head is, got one on {device}"
-            )
-        return framework, array, dtype
-
-    def _in_place(self, array: Any, one: ArrayLayout) -> tuple[int, tuple[int, int, int]]:
-        """Address and strides of an argument that is not contiguous, aligned and of the call's framework, or a copy.
-
-        The strides are as `ArrayLayout.contiguous`, which a copy has.
-        """
-        found = self._on_device(array, one.name)
-        if found is None:
-            return self._upload(array, one.name, one.dtype), one.contiguous
-        framework, array, dtype = found
-        if dtype != one.dtype:
-            self._check_type(dtype, array, one.name, one.dtype)
-        there = framework.strided(array, one.dtype)
-        if there is not None and there[0] % one.align == 0:
-            strides = one.strides(there[1])
-            if strides is not None:
-                return there[0], strides
-        return self._copy(framework, array, one.name, one.dtype), one.contiguous
-
-    def _copy(self, framework: Framework, array: Any, name: str, want: str) -> int:
-        """Address of a contiguous copy in another type."""
-        try:
-            self._kept.append(framework.converted(array, want))
-        except RuntimeError as error:  # a tensor without plain memory, such as a sparse one
-            raise TypeError(f"{name}: expected an array, got {type(array).__name__} ({error})") from error
-        address = framework.address(self._kept[-1], want)
-        if address is None:
-            raise TypeError(f"{name}: expected an array, got {type(array).__name__} without dense memory")
-        return address
-
-    def _upload(self, array: Any, name: str, want: str) -> int:
-        """Address of a checked copy of an argument on the host."""
-        host = interop.to_host(array, name)
-        self._check_type(host.dtype.name, host, name, want)
-        live = slice(0) if self._live is None else self._live  # slots on the device: padding is not known here
-        wide = interop.to_type(host, host_type(want), name, live)
-        if name not in self._activations:
-            self._host.check(name, wide[live])
-        self._kept.append(self._cupy.asarray(wide.view(np.uint16) if want == "bfloat16" else wide))
-        return int(self._kept[-1].data.ptr)
-
-    def _check_type(self, came: str, array: Any, name: str, want: str) -> None:
-        if came not in REAL:
-            raise TypeError(f"{name}: expected a real floating-point array, got dtype {array.dtype}")
-        if name in self._activations and came != want != "float32" and not self._converts:
-            raise TypeError(
-                f"{name}: expected {want}, which the head's first call or warmup() settled on, got {came}; "
-                f"make the head with activation_dtype={want!r} to have it rounded, or with "
-                "activation_dtype='float32'"
-            )
-
-    def _narrowest(self, given: Tokens) -> str:
-        """The narrowest type that holds all activations of a call."""
-        names = set()
-        for name in self._activations:
-            array = getattr(given, name)
-            found = self._on_device(array, name)
-            names.add(interop.to_host(array, name).dtype.name if found is None else found[2])
-        return names.pop() if len(names) == 1 and names <= {"bfloat16", "float16"} else "float32"
-
     def _lay_out(self, v_shape: Any, several: bool, activation: str) -> CallLayout:
         """Layout of a call whose v has this shape."""
         dtypes = {name: activation if name in self._activations else "float32" for name in self._tails}
@@ -439,15 +323,6 @@ class DeviceArrays:
         if self._uploaded[0] != key:
             self._uploaded = key, self._cupy.asarray(index.astype(np.int32))
         return Slots(self._uploaded[1].data.ptr, index.shape, 0)
-
-    def _keep_foreign(self) -> None:
-        """Keep arrays of other frameworks, which know nothing of the stream, until the device is done with them."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record()
-        self._pending.append((event, self._foreign))
-        self._foreign = {}
-        while self._pending[0][0].done and len(self._pending) > 1:
-            self._pending.popleft()
 
 
 def _replaced(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
