@@ -156,7 +156,10 @@ class Engine(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens from one flush to the next; 1 where every token writes the state."""
+        """Tokens of a window (W); 1 where every token writes the state.
+
+        The engine of a plan with refreshes flushes every F tokens, a multiple of W; of all others F is W.
+        """
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
         """Compile all kernels, those of drafts on request; engines with one activation type ignore the type."""
@@ -164,9 +167,10 @@ class Engine(Protocol):
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``.
 
-        Drafts of the slots are dropped first. A token whose slot is due, or at position W - 1, flushes the slot. Then
-        the clock moves on by the same rule; when it is at W - 1 it becomes due, and all slots of the call with it.
-        A call without rows does nothing.
+        Drafts of the slots are dropped first. A token whose slot is due, or at position F - 1, flushes the slot. Any
+        other token that ends a window refreshes the slot's sketch after the token has read. Then the clock moves on by
+        the same rule as a slot; when it is at F - 1 it becomes due, and all slots of the call with it. A call without
+        rows does nothing.
         """
 
     def load_state(self, state: Any, slots: Any) -> None:
@@ -205,7 +209,9 @@ class ExactEngine(Engine, Protocol):
     def draft(self, tokens: Tokens, lengths: Any, slots: Any, out: Any) -> None:
         """Read ``(batch, tokens, ...)`` inputs of which row i has ``lengths[i]``; outputs past those are zeros.
 
-        First each slot that is due, or has no room for its row's tokens below position W, folds what it has committed.
+        First each slot that is due, or has no room for its row's tokens below position F, folds what it has committed.
+        Of the others, each slot whose window has no room (fewer than W tokens with the drafts) fills it with tokens
+        that change nothing, refreshes its sketch, and moves to the next window.
         The tokens are buffered behind the position, which does not change; the cursor word tells how many there are.
         The virtual row does the same with a row of full length.
         """

@@ -432,3 +432,19 @@ def test_harsh_gates_on_the_cpu(kind, rng):
         want, got = (head.step(*tokens, slots=slots) for head in heads)
         assert np.isfinite(got).all()
         assert np.abs(got - want).max() < 20 * STORED["float32"] * max(1.0, np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exponent", [-45, 45])
+def test_small_and_large_states_on_the_cpu(kind, exponent, rng):
+    """Where float32 cannot hold the squares of its factors, a refresh forms the surrogate, with the same result."""
+    layer = Layer(kind, heads=4, key_dim=24, value_dim=20, key_heads=2)
+    plan = plan_of(rng, layer, [2, 3, 5, 7], window=WINDOW, flush_every=EVERY, ridge=0.01, sketch_dtype="float32")
+    tokens, start = tokens_of(rng, layer, 2, 2 * EVERY), states_of(rng, layer, 2)
+    outputs = []
+    for scale in (0, exponent):
+        head = ss.SketchHead(plan, 2, "cpu")
+        head.load_state(np.ldexp(start, scale))
+        outputs.append(np.ldexp(head.step(*tokens._replace(v=np.ldexp(tokens.v, scale))), -scale))
+    # the factors and the formed surrogate round differently
+    assert 0 < relative(outputs[1], outputs[0]) < STORED["float32"]

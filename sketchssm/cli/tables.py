@@ -62,7 +62,7 @@ def details(layers: Sequence[LayerResults], times: Mapping[tuple[str, str], floa
                 row = [layer.name, s.name, f"{s.reduction:.2f}x", *errors, percent(s.retained)]
                 rows.append(row if times is None else [*row, *_time(times, layer.name, s.name)])
     note = (
-        f"{ERRORS}. at flush: the largest error of the last token of a window. retained: share of the energy of the "
+        f"{ERRORS}. at flush: the largest error of the token of a flush. retained: share of the energy of the "
         "state reads, mean over heads."
     )
     if times is None:
