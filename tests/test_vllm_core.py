@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from sketchssm.recurrence import DENSE, Tokens  # noqa: E402
 from sketchssm.reference.recurrence import run  # noqa: E402
-from sketchssm.vllm.batches import PrefillRows, RowBuffers, split_rows  # noqa: E402
+from sketchssm.vllm.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
 from sketchssm.vllm.decoder import LayerDecoder, Recipe  # noqa: E402
 
@@ -68,6 +68,7 @@ class Engine:
         self.raw[1:] = 255  # all floats are NaN, all cursors wrong
         self.free = list(range(1, BLOCKS))
         self.running = []
+        self.known = [KnownTokens() for _ in recipes]
 
     def release(self, request):
         self.free += request.blocks
@@ -86,14 +87,14 @@ class Engine:
         split = split_rows(lengths, computed, prefilling, self.drafts, drafted)
         for group in range(GROUPS):
             self._run(group, rows, split, lengths)
-        for i, (request, count, draft, correct) in enumerate(rows):
+        for request, count, draft, correct in rows:
             kept = 1 + correct if draft >= 0 else count
             request.computed += kept
-            request.accepted = kept if draft >= 0 else 1
-            if i in split.whole:
-                for group in range(GROUPS):
-                    self.decoders[group].keep(torch.tensor([request.blocks[group]], dtype=torch.int32))
-        return split
+            request.accepted = kept if draft >= 0 else 1  # vLLM counts what it has sampled
+        if split.whole.size:
+            for group, known in enumerate(self.known):
+                blocks = torch.tensor([rows[i][0].blocks[group] for i in split.whole])
+                known.note(blocks, torch.from_numpy(lengths[split.whole]), BLOCKS)
 
     def _region(self, request, count):
         if request.computed == 0:
@@ -106,6 +107,7 @@ class Engine:
         decoder, n = self.decoders[group], split.decodes
         slots = torch.tensor([request.blocks[group] for request, *_ in rows], dtype=torch.int32)
         accepted = torch.tensor([request.accepted for request, *_ in rows], dtype=torch.int32)
+        accepted = self.known[group].kept(accepted, slots)
         wrong = np.random.default_rng(5)
         if split.fresh.size:
             decoder.restart(slots[torch.from_numpy(split.fresh)])
@@ -151,6 +153,8 @@ class Engine:
                     continue
                 slots = torch.tensor([request.blocks[group]], dtype=torch.int32)
                 accepted = torch.tensor([request.accepted], dtype=torch.int32) if self.drafts else None
+                if accepted is not None:
+                    accepted = self.known[group].kept(accepted, slots)
                 self.decoders[group].settle(PrefillRows(slots, slots, accepted))
                 _, want = oracle(self.layer, at(request.tokens[group], np.s_[0, : request.computed]))
                 assert relative(self.states[slots[0]].numpy(), want) < TOLERANCE

@@ -41,7 +41,7 @@ from sketchssm.reference.recurrence import run  # noqa: E402
 from sketchssm.vllm.decoder import Recipe  # noqa: E402
 from sketchssm.vllm.settings import Settings  # noqa: E402
 
-BLOCKS, WIDTH = 9, 4
+BLOCKS, WIDTH, DRAFTS = 9, 4, 3
 # Inputs are float32, of which each output takes some dozens.
 TOLERANCE = 2e-5
 
@@ -56,11 +56,19 @@ def conv_rows(x, weight, bias, before):
 
 
 def conv_update(x, state, weight, bias, activation, conv_state_indices, **drafts):
-    assert not drafts
+    """With drafts, the state holds the last tokens before the first of the last step's tokens, and these tokens."""
     out = torch.empty_like(x)
+    rows = len(conv_state_indices)
+    starts = drafts.get("query_start_loc", torch.arange(rows + 1)).tolist()
+    kept = drafts.get("num_accepted_tokens", torch.ones(rows)).int().tolist()
+    assert drafts.get("max_query_len", 1) == (1 + DRAFTS if drafts else 1)
     for i, block in enumerate(conv_state_indices.tolist()):
-        if block:
-            out[i : i + 1], state[block] = conv_rows(x[i : i + 1], weight, bias, state[block].clone())
+        mine = slice(starts[i], starts[i + 1])
+        before = state[block][:, kept[i] - 1 : kept[i] - 1 + WIDTH - 1].clone()
+        if block and starts[i + 1] > starts[i]:
+            out[mine], _ = conv_rows(x[mine], weight, bias, before)
+            line = torch.cat([before, x[mine].T], dim=1)[:, 1:]
+            state[block][:, : line.shape[1]] = line
     return out
 
 
@@ -69,11 +77,9 @@ def conv_prefill(
 ):
     out, starts = torch.empty_like(x.T), query_start_loc.tolist()
     for i, block in enumerate(cache_indices.tolist()):
-        before = conv_states[block] * bool(has_initial_state[i])
-        before = torch.where(has_initial_state[i], conv_states[block], torch.zeros_like(before))
-        out[starts[i] : starts[i + 1]], conv_states[block] = conv_rows(
-            x.T[starts[i] : starts[i + 1]], weight, bias, before.clone()
-        )
+        state = conv_states[block][:, : WIDTH - 1]
+        before = state.clone() if has_initial_state[i] else torch.zeros_like(state)
+        out[starts[i] : starts[i + 1]], state[:] = conv_rows(x.T[starts[i] : starts[i + 1]], weight, bias, before)
     return out.T
 
 
@@ -96,7 +102,7 @@ def unit(x):
 class Fixture:
     """One layer with its pool and builder, and how to run a batch through the layer."""
 
-    def __init__(self, kind, system, generator):
+    def __init__(self, kind, system, generator, drafts=0):
         self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
         shape = self.layer
         self.random = lambda *size: torch.randn(*size, generator=generator)
@@ -112,7 +118,8 @@ class Fixture:
         weights = [self.random(c, 1, WIDTH) / 2 for c in conv]
         convs = [SimpleNamespace(weight=w, bias=None) for w in weights]
         vars(module).update(
-            prefix="model.layers.0.mixer", tp_size=1, backend="reference", activation="silu", _drafts=0, _ordinal=0,
+            prefix="model.layers.0.mixer", tp_size=1, backend="reference", activation="silu",
+            _drafts=drafts, _ordinal=0,
             _settings=Settings(system), _window=1 if system == "standard" else 16, _shares=[shape], _share=shape,
             model_config=SimpleNamespace(dtype=torch.float32), num_spec=0, enable_packed_recurrent_decode=False,
             cache_config=SimpleNamespace(mamba_block_size=64, mamba_cache_mode="none", mamba_page_size_padded=None),
@@ -124,7 +131,7 @@ class Fixture:
             D=self.random(heads), is_blackwell=False, num_accepted_tokens=None,
             dt_bias=self.random(heads * k_dim if kind == "kda" else heads),
             split_hidden_states_B_C_fn=lambda x: x.split([heads * v_dim, keys * k_dim, keys * k_dim], dim=-1),
-            get_state_shape=lambda: ((WIDTH - 1, sum(conv)), shape.state_shape),
+            get_state_shape=lambda: ((WIDTH - 1 + drafts, sum(conv)), shape.state_shape),
             get_state_dtype=lambda: (torch.float32, torch.float64),
         )  # fmt: skip
         if kind == "kda":
@@ -133,10 +140,14 @@ class Fixture:
             module.__dict__["chunk_gated_delta_rule"] = self._chunk_gdn
         # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
         gate = own.gate(module)
-        module.__dict__["recipe"] = Recipe(system, shape, "reference", 16, 0, None, activation_dtype=None, gate=gate)
+        module.__dict__["recipe"] = Recipe(
+            system, shape, "reference", 16, drafts, None, activation_dtype=None, gate=gate
+        )
         self.module, self.weights = module, weights
+        speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
         config = SimpleNamespace(
-            num_speculative_tokens=0, speculative_config=None, additional_config={}, cache_config=module.cache_config,
+            num_speculative_tokens=drafts, speculative_config=speculative, additional_config={},
+            cache_config=module.cache_config,
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 4, max_model_len=64),
@@ -146,7 +157,11 @@ class Fixture:
             ),
         )  # fmt: skip
         spec = type(module).get_kv_cache_spec(module, config)
-        assert spec.dtypes == (torch.float32, torch.float64, *([torch.uint8] if system != "standard" else []))
+        assert spec.dtypes == (
+            torch.float32,
+            torch.float64,
+            *([torch.uint8] if system != "standard" or drafts else []),
+        )
         self._bind(spec)
         self.builder = module.get_attn_backend().get_builder_cls()(spec, [module.prefix], config, torch.device("cpu"))
 
@@ -223,7 +238,7 @@ class Fixture:
         out, _ = scan(shape, q, k, v, g, beta, state, [0, len(v)])
         return out + skip
 
-    def step(self, rows):
+    def step(self, rows, accepted=None, drafted=None):
         """Run rows (given, block, first token, tokens, prompt) as a batch; their outputs."""
         lengths = torch.tensor([count for *_, count, _ in rows])
         computed = torch.tensor([first for _, _, first, *_ in rows])
@@ -238,7 +253,8 @@ class Fixture:
             is_prefilling=torch.tensor([first < prompt for _, _, first, _, prompt in rows]),
             seq_lens_cpu_upper_bound=(computed + lengths).int(),
         )  # fmt: skip
-        meta = self.builder.build(0, batch)
+        counts = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (accepted, drafted)]
+        meta = self.builder.build(0, batch, *counts)
         axis = {name: 1 if x.shape[0] == 1 and x.ndim > 2 else 0 for name, x in rows[0][0].items()}
         given = {
             name: torch.cat([g[name].narrow(at, f, n) for g, _, f, n, _ in rows], dim=at) for name, at in axis.items()
@@ -298,7 +314,7 @@ def fixture(monkeypatch):
     for module in (gdn_attn, mamba_attn):  # what it computes is for vLLM's own convolution
         monkeypatch.setattr(module, "compute_causal_conv1d_metadata", lambda *given, **others: (None, None, None))
     monkeypatch.setattr(qwen_gdn_linear_attn, "_resolve_gdn_prefill_backend", lambda config: ("triton", "triton"))
-    return lambda kind, system: Fixture(kind, system, torch.Generator().manual_seed(1))
+    return lambda kind, system, drafts=0: Fixture(kind, system, torch.Generator().manual_seed(1), drafts)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -324,6 +340,43 @@ def test_layers_serve_requests(fixture, kind, system):
         assert isinstance(meta, metadata.BatchMetadata)
         for (request, _, first, count, _), out in zip(rows, outputs, strict=True):
             assert relative(out, request[1][first : first + count]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ("mamba2", "gdn"))
+@pytest.mark.parametrize("system", ("standard", "replay"))
+def test_layers_serve_drafts(fixture, kind, system):
+    """Drafts of which some are accepted, rows without drafts, mixed batches, known tokens, all in vLLM's order."""
+    layer = fixture(kind, system, DRAFTS)
+    requests = [layer.inputs(32) for _ in range(3)]
+    wanted = [layer.oracle(given) for given in requests]
+    bad = layer.inputs(32)
+    a, b, c = ((given, want) for given, want in zip(requests, wanted, strict=True))
+
+    def wrong(request, first, kept, count):
+        """The request, with other tokens from the first rejected draft to the last."""
+        mixed = {name: x.clone() for name, x in request[0].items()}
+        for name, x in mixed.items():
+            x[first + kept : first + count] = bad[name][first + kept : first + count]
+        return mixed, request[1]
+
+    # row, tokens that are kept; counts of the last step; drafts
+    steps = [
+        ([((a, 3, 0, 5, 5), 5)], [1], [-1]),
+        ([((a, 3, 5, 4, 5), 3), ((b, 5, 0, 6, 6), 6)], [1, 1], [3, -1]),
+        ([((a, 3, 8, 4, 5), 4), ((b, 5, 6, 4, 6), 1)], [3, 1], [3, 3]),
+        ([((a, 3, 12, 1, 5), 1), ((b, 5, 7, 3, 6), 2)], [4, 1], [-1, 2]),
+        ([((a, 3, 13, 2, 5), 1), ((b, 5, 9, 1, 6), 1), ((c, 2, 0, 7, 9), 7)], [1, 2, 1], [1, -1, -1]),
+        ([((b, 5, 10, 3, 6), 3), ((a, 3, 14, 4, 5), 2), ((c, 2, 7, 2, 9), 2)], [1, 1, 1], [-1, 3, -1]),
+        ([((b, 5, 13, 4, 6), 4), ((a, 3, 16, 1, 5), 1), ((c, 2, 9, 4, 9), 1)], [1, 2, 1], [3, -1, 3]),
+        ([((b, 5, 17, 1, 6), 1), ((a, 3, 17, 4, 5), 4), ((c, 2, 10, 1, 9), 1)], [4, 1, 1], [-1, 3, -1]),
+    ]
+    for rows, accepted, drafted in steps:
+        given = [
+            (wrong(r, first, kept, n)[0], *place, first, n, prompt) for (r, *place, first, n, prompt), kept in rows
+        ]
+        _, outputs = layer.step(given, accepted, drafted)
+        for ((request, _, first, _, _), kept), out in zip(rows, outputs, strict=True):
+            assert relative(out[:kept], request[1][first : first + kept]) < TOLERANCE
 
 
 def test_groups_of_mamba2(fixture):

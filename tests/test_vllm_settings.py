@@ -13,7 +13,7 @@ import sketchssm as ss  # noqa: E402
 from sketchssm import bench  # noqa: E402
 from sketchssm.slots import SlotPart  # noqa: E402
 from sketchssm.vllm import plans  # noqa: E402
-from sketchssm.vllm.batches import RowBuffers, split_rows  # noqa: E402
+from sketchssm.vllm.batches import KnownTokens, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
 from sketchssm.vllm.decoder import Recipe  # noqa: E402
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine  # noqa: E402
@@ -129,8 +129,9 @@ def test_rows_with_drafts():
     assert split.whole.size == 0
     # one token of a prompt, which vLLM will not sample after
     assert split_rows(np.array([1]), np.array([3]), np.array([True]), 3).prefills == 1
-    # known tokens, as after a preemption
-    assert split_rows(np.array([3]), np.array([9]), np.array([False]), 3, np.array([-1])).prefills == 1
+    # known tokens, as after a preemption: vLLM places them among the rows that decode
+    known = split_rows(np.array([3, 2]), np.array([9, 9]), np.array([False, False]), 3, np.array([-1, 1]))
+    assert (known.decodes, known.whole.tolist()) == (2, [0])
 
 
 def test_rows_of_a_graph_of_drafts():
@@ -138,6 +139,18 @@ def test_rows_of_a_graph_of_drafts():
     split = split_rows(np.array([4, 4, 0]), np.array([8, 8, 0]), np.array([0, 1, 0], bool), 3, np.array([3, -1, -1]))
     assert (split.decodes, split.prefills) == (3, 0)
     assert split.whole.tolist() == [1]
+
+
+def test_known_tokens_are_kept():
+    accepted, slots = torch.tensor([1, 2, 1], dtype=torch.int32), torch.tensor([7, 8, 9], dtype=torch.int32)
+    known = KnownTokens()
+    assert known.kept(accepted, slots) is accepted
+    known.note(torch.tensor([9, 5]), torch.tensor([4, 3]), 10)
+    kept = known.kept(accepted, slots)
+    assert kept.tolist() == [1, 2, 4]
+    assert kept.dtype == torch.int32
+    assert known.kept(accepted, slots).tolist() == [1, 2, 1]  # once
+    assert known.kept(accepted[:1], torch.tensor([5])).tolist() == [3]  # of a row that was left out for some steps
 
 
 def test_buffers_stay_where_they_are():

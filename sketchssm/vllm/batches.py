@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DecodeRows", "PrefillRows", "RowBuffers", "Split", "split_rows"]
+__all__ = ["DecodeRows", "KnownTokens", "PrefillRows", "RowBuffers", "Split", "split_rows"]
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +32,7 @@ class Split:
     fresh : ndarray of int
         Rows among them that begin a request, as a prompt of one token does: their state is zero.
     whole : ndarray of int
-        Rows among them whose tokens are no drafts, though there are several: all are kept.
+        Rows among them whose tokens are no drafts, though there are several: all are kept (`KnownTokens`).
     prefills : int
         Number of rows behind.
     continued : ndarray of int
@@ -53,8 +53,8 @@ def split_rows(
     """Split the rows of a batch.
 
     Without speculative decoding a row of one token decodes, whatever its phase: vLLM may replay the graph of a decode
-    step for a batch of such rows. With it, a row of several tokens decodes if the tokens are drafts. If all rows have
-    ``1 + drafts`` tokens, all decode, as vLLM replays a graph for them too.
+    step for a batch of such rows. With it, rows of up to ``1 + drafts`` tokens behind the prompt decode. If all rows
+    have ``1 + drafts`` tokens, all decode, as vLLM replays a graph for them too.
 
     Parameters
     ----------
@@ -77,10 +77,12 @@ def split_rows(
     decoding = lengths <= 1
     whole = np.zeros(len(lengths), dtype=bool)
     if drafts:
-        trial = np.zeros_like(whole) if drafted is None else (drafted >= 0) & (lengths == 1 + drafted)
-        decoding = (lengths == 0) | ((lengths == 1) & ~np.asarray(prefilling)) | trial
+        short = lengths <= 1 + drafts
+        decoding = (lengths == 0) | (short & ~np.asarray(prefilling))
         if ((lengths == 1 + drafts) | (lengths == 0)).all():
-            decoding, whole = np.ones_like(decoding), (lengths > 0) & ~trial
+            decoding = short
+        trial = whole if drafted is None else (drafted >= 0) & (lengths == 1 + drafted)
+        whole = decoding & (lengths > 1) & ~trial
     decodes = len(lengths) if decoding.all() else int(np.argmin(decoding))
     begun = computed > 0
     return Split(
@@ -166,6 +168,52 @@ class PrefillRows:
             return cls(behind)
         index = torch.from_numpy(split.continued).to(slots.device, non_blocking=True)
         return cls(behind, slots[index], None if accepted is None else accepted[index].clamp(min=1))
+
+
+class KnownTokens:
+    """Rows whose tokens were known, though they looked like drafts: all of their tokens are kept.
+
+    vLLM counts sampled tokens, which says nothing about such rows. The counts stay until the row's next step.
+    """
+
+    def __init__(self) -> None:
+        self._counts: torch.Tensor | None = None
+
+    def note(self, slots: torch.Tensor, lengths: torch.Tensor, blocks: int) -> None:
+        """Note rows that were whole (`Split`).
+
+        Parameters
+        ----------
+        slots, lengths : torch.Tensor of int, (rows,)
+            Slots and numbers of tokens.
+        blocks : int
+            Number of blocks of the pool.
+        """
+        if self._counts is None:
+            self._counts = torch.zeros(blocks, dtype=torch.int32, device=slots.device)
+        self._counts[slots.long()] = lengths.to(torch.int32)
+
+    def kept(self, accepted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Tokens of each row's last step that are kept; the rows' counts are forgotten.
+
+        Parameters
+        ----------
+        accepted : torch.Tensor of int, (rows,)
+            vLLM's counts.
+        slots : torch.Tensor of int, (rows,)
+            Slots of this step's rows.
+
+        Returns
+        -------
+        torch.Tensor of int, (rows,)
+            The counts, corrected.
+        """
+        if self._counts is None:
+            return accepted
+        index = slots.long()
+        known = self._counts[index].to(accepted)
+        self._counts[index] = 0
+        return torch.where(known > 0, known, accepted)
 
 
 class RowBuffers:

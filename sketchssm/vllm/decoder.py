@@ -205,16 +205,6 @@ class LayerDecoder:
         """
         self.head.reset(slots)
 
-    def keep(self, slots: torch.Tensor) -> None:
-        """Keep all tokens of the rows' last drafts: they are tokens of a prompt that were decoded like drafts.
-
-        Parameters
-        ----------
-        slots : torch.Tensor of int, (rows,)
-            The rows' slots.
-        """
-        self._commit(torch.full_like(slots, self.head.drafts), slots)
-
     def settle(self, rows: PrefillRows) -> None:
         """Make the states of rows exact in their blocks, before a prefill continues from them.
 

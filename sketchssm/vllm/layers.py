@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
@@ -123,8 +124,7 @@ class HeadLayer:
         )
         layers = config.compilation_config.static_forward_context.values()
         self._ordinal = sum(isinstance(layer, HeadLayer) for layer in layers) - 1
-        rank = parallel.rank % self.tp_size
-        self._share = self._shares[rank % len(self._shares)]
+        self._share = self._shares[get_tensor_model_parallel_rank() % len(self._shares)]
 
     @property
     def active(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend, Mamba2AttentionMetadataBuilder
 
-from sketchssm.vllm.batches import DecodeRows, PrefillRows, RowBuffers, Split, split_rows
+from sketchssm.vllm.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, split_rows
 
 __all__ = ["BatchMetadata", "HeadGDNBackend", "HeadMamba2Backend"]
 
@@ -55,7 +55,7 @@ class HeadRows:
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
-        self._whole: Any = None
+        self._known = KnownTokens()
 
     def build(
         self,
@@ -97,16 +97,17 @@ class HeadRows:
         else:
             drafted = None if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu.numpy()
             split = split_rows(lengths, computed, batch.is_prefilling.numpy(), self._drafts, drafted)
-            self._keep_whole()
         slots = batch.block_table_tensor[:, 0]
         n = split.decodes
-        accepted = num_accepted_tokens if self._drafts else None
+        accepted = self._known.kept(num_accepted_tokens, slots) if self._drafts else None
         decode = prefill = inner = None
         if n:
             decode = self._buffers.fill(slots[:n], lengths[:n], None if accepted is None else accepted[:n])
             self._restart(split, slots)
             if split.whole.size:
-                self._whole = slots[torch.from_numpy(split.whole).to(slots.device)].clone()
+                counts = torch.from_numpy(lengths[split.whole]).to(slots.device)
+                blocks = self._layers()[0].kv_cache[0].shape[0]
+                self._known.note(slots[torch.from_numpy(split.whole).to(slots.device)], counts, blocks)
         if split.prefills:
             prefill = PrefillRows.behind(split, slots, accepted)
             inner = super().build(0, rows_behind(batch, split, lengths))  # type: ignore[misc]
@@ -174,14 +175,6 @@ class HeadRows:
         for layer in self._layers():
             layer.decoder.restart(rows)
             layer.kv_cache[0][rows.long()] = 0
-
-    def _keep_whole(self) -> None:
-        """Keep the tokens of the last step that were decoded like drafts, but were none."""
-        if self._whole is None:
-            return
-        for layer in self._layers():
-            layer.decoder.keep(self._whole)
-        self._whole = None
 
 
 def rows_behind(batch: Any, split: Split, lengths: Any) -> Any:
