@@ -60,7 +60,6 @@ setup(
     package_dir=package_dir,
     package_data=package_data,
     exclude_package_data={"": ["*.cpp"]},
-    entry_points={"vllm.general_plugins": ["sketchssm = sketchssm.vllm:register"]},
     ext_modules=ext_modules,
     setup_requires=setup_requires,
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

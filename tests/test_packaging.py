@@ -49,6 +49,8 @@ def test_wheel(tmp_path):
     assert {name for name in names if name.endswith(".py")} == {
         str(path.relative_to(tree)) for path in (tree / "sketchssm").rglob("*.py")
     }
+    entries = next(site.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "[vllm.general_plugins]\nsketchssm = sketchssm.vllm:register" in entries
     done = subprocess.run(
         [sys.executable, "-c", READ],
         cwd=tmp_path,
