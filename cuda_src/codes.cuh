@@ -1,10 +1,10 @@
 // Sketches in codes of 8 bits (SKETCH INT8 or FP8): codes as bf16 operands, and floats as codes.
 //
 // A code is one byte: sign and magnitude (INT8, -127 to 127), or e4m3 (FP8). bf16 holds every code exactly, up to the
-// power of two CODE_UNIT. A word of four codes becomes two pairs of bf16, bytes 0 and 2 and bytes 1 and 3. The bits of a
-// code are moved to those of a bf16 number with too small an exponent, mostly a subnormal number, which one product by
-// a power of two makes right. This takes three (INT8) or four (FP8) instructions a pair on all architectures; sm_80 has
-// no conversion of e4m3.
+// power of two CODE_UNIT. A word of four codes becomes two pairs of bf16, bytes 0 and 2 and bytes 1 and 3. The bits of
+// a code are moved to those of a bf16 number with too small an exponent, mostly a subnormal number, which one product
+// by a power of two makes right. This takes three (INT8) or four (FP8) instructions a pair on all architectures; sm_80
+// has no conversion of e4m3.
 #pragma once
 #include "ring.cuh"
 
@@ -59,7 +59,8 @@ __device__ __forceinline__ u32 code_of(float x) {
     }
 }
 __device__ __forceinline__ u32 codes_of(const float (&x)[4]) {
-    return __byte_perm(__byte_perm(code_of(x[0]), code_of(x[1]), 0x0040), __byte_perm(code_of(x[2]), code_of(x[3]), 0x0040),
+    return __byte_perm(__byte_perm(code_of(x[0]), code_of(x[1]), 0x0040),
+                       __byte_perm(code_of(x[2]), code_of(x[3]), 0x0040),
                        0x5410);
 }
 

@@ -1,7 +1,8 @@
 // Constants of a variant, element types, and reductions over a warp.
 //
 // -D constants of every kernel: KIND (0 mamba2, 1 gdn, 2 kda), HEADS, KEY_HEADS, K, V; ACT, OUT and STATE (types of
-// activations, outputs and states: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own file.
+// activations, outputs and states: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own
+// file.
 #pragma once
 #include "ptx.cuh"
 
@@ -87,7 +88,8 @@ template <int TYPE, int N> struct Packed {
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS; i++)
-                word[i] = TYPE == FP16 ? floats_to_halves(x[2 * i], x[2 * i + 1]) : floats_to_bf16(x[2 * i], x[2 * i + 1]);
+                word[i] = TYPE == FP16 ? floats_to_halves(x[2 * i], x[2 * i + 1])
+                                       : floats_to_bf16(x[2 * i], x[2 * i + 1]);
         }
     }
     __device__ __forceinline__ void clear() {

@@ -1,5 +1,5 @@
-// The cursor word of a slot, and how calls change it. sketchssm/slots.py describes its bits; reference/engines.py is the
-// twin of these functions.
+// The cursor word of a slot, and how calls change it. sketchssm/slots.py describes its bits; reference/engines.py is
+// the twin of these functions.
 #pragma once
 #include "call_slots.cuh"
 

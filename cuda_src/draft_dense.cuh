@@ -1,4 +1,5 @@
-// State read of a row's drafts in heads without a sketch, as in read_dense.cuh: the state is read once for GROUP drafts.
+// State read of a row's drafts in heads without a sketch, as in read_dense.cuh: the state is read once for GROUP
+// drafts.
 #pragma once
 #include "draft_backward.cuh"
 #include "read_dense.cuh"

@@ -111,8 +111,8 @@ constexpr int BLOCK_SHARED = (MOST_SHARED + 1024) / MIN_BLOCKS - 1024 - 128;
 typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= BLOCK_SHARED>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
-// Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes, and writes,
-// the same. `room`: shared memory for SCAN_ROOM numbers.
+// Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes, and
+// writes, the same. `room`: shared memory for SCAN_ROOM numbers.
 __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots,
                                          const Lengths& lengths, int batch, int mode, int* room) {
     __shared__ int counts[WARPS];

@@ -42,8 +42,8 @@ __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], 
             for (int t = 0; t < 2; t++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    key.multiply<RAW_KEYS, STATE != FP32>(i, predicted[b][t], rest[step % UNROLLED][b][t], fragment.s[t][2 * i],
-                                                  fragment.s[t][2 * i + 1]);
+                    key.multiply<RAW_KEYS, STATE != FP32>(i, predicted[b][t], rest[step % UNROLLED][b][t],
+                                                          fragment.s[t][2 * i], fragment.s[t][2 * i + 1]);
         }
     }
 #pragma unroll

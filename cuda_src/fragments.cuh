@@ -12,9 +12,9 @@
 //   channels of group 0          4c, 4c + 1
 //   channels of group 1          4c + 2, 4c + 3
 //
-// So a thread's four channels of 16 are neighbours: one load or store per row (16 bytes in float32, 8 in 16 bits), updates
-// are added as they are, and the same registers are right operands of m16n8k8 in tf32. A state of 16 bits is exact in
-// tf32.
+// So a thread's four channels of 16 are neighbours: one load or store per row (16 bytes in float32, 8 in 16 bits),
+// updates are added as they are, and the same registers are right operands of m16n8k8 in tf32. A state of 16 bits is
+// exact in tf32.
 #pragma once
 #include "common.cuh"
 

@@ -1,8 +1,8 @@
 // Dense map (ridge, exact) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T /
 // mu.
 //
-// In codes the split form is stored: Q = U (W / sqrt(mu))^T and B = (W / sqrt(mu)) (S U)^T, whose product is U times the
-// map.
+// In codes the split form is stored: Q = U (W / sqrt(mu))^T and B = (W / sqrt(mu)) (S U)^T, whose product is U times
+// the map.
 //
 // One elimination gives the lower triangle W with U^T U / mu + ridge I = W^-1 W^-T; the map is W^T W (S U)^T / mu, two
 // products on the tensor cores. Places past the rank hold zeros, with the ridge on the diagonal.

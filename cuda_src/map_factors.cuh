@@ -172,7 +172,8 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
             float four[4];  // of the lane's word
 #pragma unroll
             for (int n = 0; n < 4; n++)
-                four[n] = MINE == 4 ? image[i][n % MINE] : __shfl_sync(ALL, image[i][n % MINE], (2 * lane + n / 2) % 32);
+                four[n] = MINE == 4 ? image[i][n % MINE]
+                                    : __shfl_sync(ALL, image[i][n % MINE], (2 * lane + n / 2) % 32);
             const float scale = store_row_codes(b + i * K, [&](int, float(&x)[4]) {
 #pragma unroll
                 for (int n = 0; n < 4; n++) x[n] = four[n];

@@ -1,9 +1,9 @@
 // Draft read: outputs of one to MAX_DRAFTS new tokens of each row, without moving the row's position.
 //
 // The flush kernel goes first (mode DRAFT, flush.cu): it folds the rows that have no room. This kernel puts each row's
-// number of drafts into its cursor word. A draft's output is that of a read step at its position. A row's tile is loaded
-// once for all of its drafts. Their raw inputs are appended to the ring past the position: a commit only moves the
-// position, and drafts that are not committed are overwritten.
+// number of drafts into its cursor word. A draft's output is that of a read step at its position. A row's tile is
+// loaded once for all of its drafts. Their raw inputs are appended to the ring past the position: a commit only moves
+// the position, and drafts that are not committed are overwritten.
 //
 // Blocks and warps share out tiles as in read.cu. -D constants: read.cu's.
 #include "draft_warp.cuh"
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, TOKEN_STEPS, {out, out_stride}};
     const CallSlots slots = SLOTS;
-    // Cursor word of a row that drafts. Blocks of the same row write and read it at the same time: it is the same before
-    // and after, as the row has room.
+    // Cursor word of a row that drafts. Blocks of the same row write and read it at the same time: it is the same
+    // before and after, as the row has room.
     auto word_of = [&](int row, int slot, bool write) {
         if (slot < 0) return 0;
         int* const word = arg.memory.cursor.of(slot);

@@ -132,7 +132,8 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
             StoredOperand basis;
 #pragma unroll
             for (int tile = 0; tile < 2; tile++)
-                basis.set(tile, tile < TILES ? from.columns[first / 8 + tile % TILES][step][0][lane] : make_uint2(0, 0));
+                basis.set(tile, tile < TILES ? from.columns[first / 8 + tile % TILES][step][0][lane]
+                                             : make_uint2(0, 0));
 #pragma unroll
             for (int i = 0; i < OWN_BLOCKS; i++)
 #pragma unroll

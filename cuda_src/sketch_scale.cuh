@@ -6,7 +6,8 @@
 #pragma once
 #include "sketch.cuh"
 
-// The epilogue scales U only after the warps that sketch have stored all of it. With one group, they have: it is extreme.
+// The epilogue scales U only after the warps that sketch have stored all of it. With one group, they have: it is
+// extreme.
 constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && !EPILOGUE_STORES && PRODUCT_COLUMNS > 0;
 
 __device__ __forceinline__ float group_power(const Columns& u, int group) {

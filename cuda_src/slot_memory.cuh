@@ -16,7 +16,7 @@ struct Memory {
 
 // A kernel's parameters for the memory, and the memory made from them.
 #define MEMORY_PARAMETERS                                                                                             \
-    state_t *state, int state_stride, act_t *ring_keys, int ring_keys_stride, act_t *ring_values,                       \
+    state_t *state, int state_stride, act_t *ring_keys, int ring_keys_stride, act_t *ring_values,                      \
         int ring_values_stride, gate_t *ring_gates, int ring_gates_stride, float *ring_betas, int ring_betas_stride,  \
         sketch_t *sketch, int sketch_stride, int *cursor, int cursor_stride
 #define MEMORY                                                                                                        \

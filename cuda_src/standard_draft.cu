@@ -1,5 +1,5 @@
-// Drafts of standard decode. `standard_draft` decodes tokens on trial: it reads the state, writes outputs, and keeps the
-// tokens' raw inputs in the slot's ring. `standard_commit` decodes the ring's first tokens and writes the state.
+// Drafts of standard decode. `standard_draft` decodes tokens on trial: it reads the state, writes outputs, and keeps
+// the tokens' raw inputs in the slot's ring. `standard_commit` decodes the ring's first tokens and writes the state.
 //
 // A cursor word has the number of drafts. Blocks of a commit read it, so a second launch clears it (commit.cu).
 //

@@ -291,7 +291,8 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         if (works) own.take(shared, stage, input, count, member);
         else if (member % 32 == 0)
             shared.most[RAW_KEYS ? 0 : member / 32] = 0, shared.steep[RAW_KEYS ? 0 : member / 32] = 0;
-        if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);  // decays overwrite raw gates that other threads read
+        // decays overwrite raw gates that other threads read
+        if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
         if (works) {
             own.put(stage, member, TILED_GRAM);
             __syncwarp();
