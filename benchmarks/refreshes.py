@@ -1,6 +1,6 @@
 """Errors of sketches with a flush every 16, 32, 64 and 128 tokens, refreshed between flushes, on recorded traces.
 
-    python benchmarks/refreshes.py ../shared/data/traces/*.npz --json benchmarks/results/refreshes.json
+    python benchmarks/refreshes.py traces/*.npz --json benchmarks/results/refreshes.json
 
 Each file is calibrated on its calibration sequences; the errors are those of its test sequences in float64: squared
 error of all outputs over their energy, mean over heads, at uniform ranks and window 16.
