@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["check_out", "framework", "from_host", "is_on_device", "is_real", "to_host", "to_type"]
+__all__ = ["check_out", "framework", "from_host", "is_on_device", "is_real", "to_host", "to_kind", "to_type"]
 
 CUDA_DEVICES = (2, 13)
 """DLPack's numbers for memory of a CUDA device, and for managed memory."""
@@ -255,6 +255,36 @@ def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
     result = array.astype(to_host(like, "like").dtype, copy=False)
     namespace = getattr(like, "__array_namespace__", None)
     return result if kind == "numpy" or namespace is None else namespace().from_dlpack(result)
+
+
+def to_kind(array: npt.NDArray[Any], like: Any) -> Any:
+    """Hand an array to the caller as the kind that came in, in its own dtype.
+
+    Parameters
+    ----------
+    array : ndarray
+        Array on the host, of a type that every framework has; its memory may become the caller's.
+    like : array
+        Argument whose kind and device the result takes.
+
+    Returns
+    -------
+    array
+        PyTorch tensor, JAX or CuPy array for an argument of this framework, else the NumPy array itself.
+    """
+    kind = framework(like)
+    if kind == "torch":
+        import torch
+
+        return torch.from_numpy(array).to(like.device)
+    if kind == "cupy":
+        with like.device:
+            return _on_cupy(array, array.dtype)
+    if kind == "jax":
+        import jax
+
+        return jax.device_put(array, like.sharding)
+    return array
 
 
 def _filled(out: Any, array: npt.NDArray[Any]) -> Any:

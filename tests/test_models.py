@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchssm.models import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output
+from sketchssm.models import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output, prefill_state
 from sketchssm.recurrence import Layer, check_gates, check_tokens
 
 # A converter computes in float64 and rounds once to float32: half a unit in each element's last place, and a
@@ -74,8 +74,10 @@ def test_bf16_tensors_and_parameters(kind, rng, torch):
     got = CONVERTERS[kind](**tensors | parameters)
     want = CONVERTERS[kind](**{name: x.float().numpy() for name, x in tensors.items()})
     for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert x is None or x.dtype == np.float32
+        assert (x is None) == (y is None)
+        if x is not None:
+            assert (type(x), x.dtype, x.requires_grad) == (torch.Tensor, torch.float32, False)
+            np.testing.assert_array_equal(x, y)
 
 
 def test_skip_of_bf16_tensors(rng, torch):
@@ -83,8 +85,73 @@ def test_skip_of_bf16_tensors(rng, torch):
     D = torch.nn.Parameter(torch.from_numpy(rng.standard_normal(8)).bfloat16())
     want = mamba2_output(*(y.detach().float().numpy() for y in (o, x, D)))
     got = mamba2_output(o, x, D)
-    assert got.dtype == np.float32
+    assert (type(got), got.dtype) == (torch.Tensor, torch.float32)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_results_are_the_kind_of_the_values(kind, rng):
+    jax = pytest.importorskip("jax")
+    given = mamba2(rng) if kind == "mamba2" else delta(rng, kind)
+    name = "x" if kind == "mamba2" else "v"
+    got = CONVERTERS[kind](**given | {name: jax.numpy.asarray(given[name])})
+    for x, y in zip(got, CONVERTERS[kind](**given), strict=True):
+        assert y is None or isinstance(x, jax.Array)
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [*RTOL, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_finished_gates_pass_through(rng, kind, dtype):
+    """As the functions of transformers get them: g in float32, beta in the activations' type."""
+    given = delta(rng, kind, dtype=dtype)
+    plain = CONVERTERS[kind](**given)
+    values = {name: given[name] for name in "qkv"}
+    beta = plain.beta.astype(dtype)
+    got = CONVERTERS[kind](**values, g=plain.g, beta=beta)
+    np.testing.assert_array_equal(got.g, plain.g)
+    np.testing.assert_array_equal(got.beta, beta.astype(plain.beta.dtype))
+    np.testing.assert_array_equal(got.q, plain.q)
+    check_tokens(Layer(kind, heads=4, key_dim=16, value_dim=80, key_heads=2), *got)
+    mixed = CONVERTERS[kind](**values, g=plain.g, b=given["b"])
+    np.testing.assert_array_equal(mixed.beta, plain.beta)
+
+
+def test_mamba2_rates_instead_of_their_logarithms(rng):
+    given = mamba2(rng)
+    rate = -np.exp(given["A_log"].astype(np.float64))
+    rate[0] = 0  # decays nothing
+    got = mamba2_inputs(**given | {"A_log": None}, A=rate)
+    want = mamba2_inputs(**given)
+    # The logarithm of a rate, and the exponential of the sum, each to float64's last digit.
+    np.testing.assert_allclose(got.g[..., 1:], want.g[..., 1:], rtol=ONCE_ROUNDED * 2)
+    assert not got.g[..., 0].any()
+    np.testing.assert_array_equal(got.v, want.v)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_prefill_states(rng, framework):
+    """The layout is named, as a shape with K == V does not tell a state from its transpose."""
+    module = pytest.importorskip(framework)
+    states = rng.standard_normal((2, 4, 8, 8)).astype(np.float32)
+    given = {
+        "numpy": np.asarray,
+        "torch": getattr(module, "from_numpy", None),
+        "jax": getattr(module, "device_put", None),
+    }[framework](states)
+    square, oblong = Layer("gdn", 4, 8, 8), Layer("gdn", 4, 8, 12)
+    for layout, want in (("vk", states), ("kv", states.transpose(0, 1, 3, 2))):
+        got = prefill_state(given, layout, square)
+        assert type(got) is type(given)
+        np.testing.assert_array_equal(got, want)
+    assert prefill_state(np.zeros((3, 4, 8, 12)), "kv", oblong).shape == (3, 4, 12, 8)
+    message = r"state: expected shape \(batch, 4, 12, 8\) with layout='vk', got \(3, 4, 8, 12\)"
+    with pytest.raises(ValueError, match=message):
+        prefill_state(np.zeros((3, 4, 8, 12)), "vk", oblong)
+    with pytest.raises(ValueError, match=r"state: expected shape .* got \(4, 8, 12\)"):
+        prefill_state(np.zeros((4, 8, 12)), "kv", oblong)
+    with pytest.raises(ValueError, match=r"layout: expected 'kv' or 'vk', got None"):
+        prefill_state(given, None, square)
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -255,7 +322,10 @@ def test_inputs_are_left_alone(rng, kind):
 
 
 def bad(kind, message, **changes):
-    return pytest.param(kind, changes, message, id=message.partition(":")[0] + "-" + kind)
+    return pytest.param(kind, changes, message, id=message.partition(" got")[0].replace(": expected", "") + "-" + kind)
+
+
+FINISHED = {"a": None, "A_log": None, "dt_bias": None}
 
 
 @pytest.mark.parametrize(
@@ -288,6 +358,25 @@ def bad(kind, message, **changes):
         bad("kda", r"lower_bound: expected a negative number, got 5.0", lower_bound=5.0),
         bad("kda", r"clamp_min: expected a negative number, got 0", clamp_min=0),
         bad("kda", r"clamp_min: expected None beside a lower_bound", clamp_min=-5, lower_bound=-5),
+        bad("mamba2", r"A_log: expected A_log or A, got both", A=-np.ones(8)),
+        bad("mamba2", r"A_log: expected A_log or A, got none", A_log=None),
+        bad("mamba2", r"A: expected numbers <= 0, got 1.0", A_log=None, A=np.ones(8)),
+        bad("gdn", r"a: expected a or g, got both", g=-np.ones((2, 3, 4))),
+        bad("gdn", r"a: expected a or g, got none", a=None),
+        bad("gdn", r"b: expected b or beta, got both", beta=np.ones((2, 3, 4))),
+        bad("gdn", r"A_log: expected the decay rate beside a, got None", A_log=None),
+        bad("gdn", r"A_log: expected None beside g", a=None, g=-np.ones((2, 3, 4))),
+        bad("gdn", r"dt_bias: expected None beside g", a=None, A_log=None, g=-np.ones((2, 3, 4))),
+        bad("gdn", r"g: expected shape \(2, 3, 4\), got \(2, 3\)", **FINISHED, g=-np.ones((2, 3))),
+        bad("gdn", r"g: expected log-decays <= 0, got a larger", **FINISHED, g=np.ones((2, 3, 4))),
+        bad("kda", r"clamp_min: expected None beside g", **FINISHED, g=-np.ones((2, 3, 4, 16)), clamp_min=-5),
+        bad(
+            "kda",
+            r"allow_neg_eigval: expected False beside beta",
+            b=None,
+            beta=np.ones((2, 3, 4)),
+            allow_neg_eigval=True,
+        ),
     ],
 )
 def test_bad_input_is_named(rng, kind, changes, message):
