@@ -104,11 +104,7 @@ def mamba2_inputs(
     log_step = log_softplus(step) if dt_softplus else log_steps(step)
     with np.errstate(divide="ignore"):  # log(0) = -inf is the limit meant
         log_step = np.clip(log_step, np.log(low), np.log(high))
-    if (A is None) == (A_log is None):
-        raise ValueError(
-            "A: expected A_log or A, got both" if A is not None else "A_log: expected A_log or A, got none"
-        )
-    if A is None:
+    if is_raw("A", A, "A_log", A_log):
         rate_log = per_head("A_log", A_log, heads)
     else:
         rate = per_head("A", A, heads)
@@ -357,8 +353,6 @@ def prefill_state(state: Any, layout: str, layer: Layer) -> Any:
     want = (heads, key_dim, value_dim) if layout == "kv" else (heads, value_dim, key_dim)
     shape = tuple(getattr(state, "shape", ()))
     if len(shape) != 4 or shape[1:] != want:
-        order = "K, V" if layout == "kv" else "V, K"
-        raise ValueError(
-            f"state: expected shape (batch, heads, {order}) = (batch, {', '.join(map(str, want))}), got {shape}"
-        )
+        sizes = ", ".join(map(str, want))
+        raise ValueError(f"state: expected shape (batch, {sizes}) with layout={layout!r}, got {shape}")
     return state.swapaxes(-1, -2) if layout == "kv" else state
