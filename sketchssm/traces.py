@@ -103,6 +103,23 @@ class Traces:
             except Exception as error:  # zipfile and its decompressors raise exceptions of many kinds
                 raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace file, which `load` reads. The file's name becomes the traces' name.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            An npz file; one that exists is replaced.
+        """
+        parts = (("calib", self.calib), ("test", self.test))
+        entries: dict[str, Any] = {
+            f"{part}_{name}": x for part, tokens in parts for name, x in tokens._asdict().items() if x is not None
+        }
+        if self.grad is not None:
+            entries["calib_grad"] = self.grad
+        with open(path, "wb") as file:  # NumPy appends .npz to names
+            np.savez_compressed(file, **entries, kind=self.layer.kind, provenance=self.provenance)
+
     @classmethod
     def shipped(cls, kind: str) -> Traces:
         """Load the small traces of one layer that come with the package.

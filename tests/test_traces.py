@@ -63,6 +63,21 @@ def test_shipped_traces(kind):
     assert grad.shape == tokens.v.shape
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_saved_traces(kind, with_grad, tmp_path):
+    traces = Traces.shipped(kind)
+    if not with_grad:
+        traces = replace(traces, grad=None)
+    traces.save(tmp_path / "layer3")
+    read = Traces.load(tmp_path / "layer3")
+    assert (read.name, read.layer, read.provenance) == ("layer3", traces.layer, traces.provenance)
+    for want, got in ((traces.calib, read.calib), (traces.test, read.test), ([traces.grad], [read.grad])):
+        for x, y in zip(want, got, strict=True):
+            assert (x is None) == (y is None)
+            assert x is None or np.array_equal(x, y)
+
+
 def test_shipped_traces_are_small():
     from importlib import resources
 
