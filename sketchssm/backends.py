@@ -33,6 +33,7 @@ __all__ = [
     "ExactEngine",
     "UnsupportedError",
     "load_engine",
+    "load_layer_inputs",
     "load_parts",
 ]
 
@@ -239,6 +240,34 @@ class ExactEngine(Engine, Protocol):
 
         Waits for the device. Host engines return 0.
         """
+
+
+def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...]) -> tuple[Any, Any]:
+    """Load the kernels between a PyTorch layer and a head on a GPU.
+
+    Parameters
+    ----------
+    device : int
+        Number of the GPU.
+    heads, dim : int
+        Heads of a row, and elements of a head.
+    types : tuple of str
+        Types of activations, of raw gates, of rates and skips, and of biases.
+
+    Returns
+    -------
+    kernels : LayerInputs
+        The kernels, see `sketchssm.cuda.layer_inputs`.
+    stream : callable
+        Returns the context in which they are launched on PyTorch's current stream.
+    """
+    import cupy
+
+    from sketchssm.cuda.frameworks import TorchArrays
+    from sketchssm.cuda.layer_inputs import LayerInputs
+
+    with cupy.cuda.Device(device):
+        return LayerInputs(heads, dim, types), TorchArrays(device).stream
 
 
 def load_engine(

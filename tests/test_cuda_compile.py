@@ -16,6 +16,7 @@ from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.drafts import draft_variant
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
+from sketchssm.cuda.layer_inputs import layer_inputs_variant
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.slots import SLOTS
 from sketchssm.cuda.standard_drafts import standard_draft_variant
@@ -40,6 +41,7 @@ SPILL_BYTES = {
     "slots": 0,
     "commit": 0,
     "copy": 0,
+    "layer_inputs": 0,
 }
 # With twice the pivots of the other shapes: 428 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
@@ -115,7 +117,9 @@ def variants():
     for name, v in chosen.items():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)
-    return chosen | drafts | {"any-slots": SLOTS, "any-copy": COPY, "any-commit": COMMIT}
+    types = "bfloat16", "bfloat16", "float32", "bfloat16"
+    shared = {"slots": SLOTS, "copy": COPY, "commit": COMMIT, "layer_inputs": layer_inputs_variant(128, 80, types)}
+    return chosen | drafts | {f"any-{name}": variant for name, variant in shared.items()}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ module         content
 `plans`        the plan of a layer of vLLM
 `batches`      which rows of a batch decode, which are prefilled, which begin anew
 `decoder`      the head of one layer, and all that the layer asks of the head
-`inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same in Triton
+`inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `metadata`     vLLM's metadata builders, with the rows of a batch
 `layers`       vLLM's layers, with heads
 `plugin`       registers the layers

@@ -1,4 +1,4 @@
-"""From the activations of vLLM's layers to the inputs of heads, in PyTorch; on a GPU, one Triton kernel each."""
+"""From the activations of vLLM's layers to the inputs of heads, in PyTorch; on a GPU, one kernel each."""
 
 from __future__ import annotations
 

@@ -1,122 +1,76 @@
-"""Triton kernels of `sketchssm.vllm.inputs`.
+"""The functions of `sketchssm.vllm.inputs` on a GPU, one launch for each.
 
-Arrays may have any distance from row to row; within a row they are dense. Each program takes a few heads of a row.
-Row counts and strides change from call to call, so no kernel is specialised on them.
+Arrays may have any distance from row to row; within a row they are dense.
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
+
+from sketchssm import backends
 
 __all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
 
-HEADS_PER_PROGRAM = 8
+_kernels: dict[tuple[Any, ...], Any] = {}
+_lock = threading.Lock()
 
 
-@triton.jit
-def _softplus(x):
-    """Accurate also where the exponential is small beside one."""
-    power = tl.exp(tl.minimum(x, 20.0))
-    more = 1.0 + power
-    rounded = tl.where(more == 1.0, 1.0, more - 1.0)
-    return tl.where(x > 20.0, x, tl.where(more == 1.0, power, tl.log(more) * (power / rounded)))
+def _of(heads: int, dim: int, *typed: torch.Tensor) -> tuple[Any, AbstractContextManager[Any]]:
+    """Kernels for a shape and the types of some tensors, and the context of PyTorch's current stream.
+
+    The tensors stand for activations, raw gates, rates and biases.
+    """
+    device = typed[0].get_device()
+    key = device, heads, dim, *(x.dtype for x in typed)
+    found = _kernels.get(key)
+    if found is None:
+        types = tuple(str(x.dtype).removeprefix("torch.") for x in typed)
+        with _lock:
+            found = _kernels.setdefault(key, backends.load_layer_inputs(device, heads, dim, types))
+    kernels, stream = found
+    return kernels, stream()
 
 
-@triton.jit(do_not_specialize=["x_row", "dt_row"])
-def _mamba(
-    x, dt, rate, bias, v, g, x_row, dt_row, HEADS: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    inside = head < HEADS
-    raw = tl.load(dt + row * dt_row + head, mask=inside, other=0.0).to(tl.float32)
-    raw += tl.load(bias + head, mask=inside, other=0.0).to(tl.float32)
-    step = _softplus(raw)
-    decay = tl.load(rate + head, mask=inside, other=0.0).to(tl.float32) * step
-    tl.store(g + row * HEADS + head, decay, mask=inside)
-    channel = tl.arange(0, BV)
-    place = head[:, None] * V + channel[None, :]
-    both = inside[:, None] & (channel < V)[None, :]
-    value = tl.load(x + row * x_row + place, mask=both, other=0.0).to(tl.float32) * step[:, None]
-    tl.store(v + row * (HEADS * V) + place, value.to(v.dtype.element_ty), mask=both)
-
-
-@triton.jit(do_not_specialize=["out_row", "x_row"])
-def _skip(out, x, skip, out_row, x_row, HEADS: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    channel = tl.arange(0, BV)
-    place = head[:, None] * V + channel[None, :]
-    both = (head < HEADS)[:, None] & (channel < V)[None, :]
-    factor = tl.load(skip + head, mask=head < HEADS, other=0.0).to(tl.float32)
-    have = tl.load(out + row * out_row + place, mask=both, other=0.0).to(tl.float32)
-    more = tl.load(x + row * x_row + place, mask=both, other=0.0).to(tl.float32) * factor[:, None]
-    tl.store(out + row * out_row + place, (have + more).to(out.dtype.element_ty), mask=both)
-
-
-@triton.jit(do_not_specialize=["q_row", "k_row"])
-def _normalise(
-    q, k, unit_q, unit_k, q_row, k_row, scale, HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    channel = tl.arange(0, BK)
-    place = head[:, None] * K + channel[None, :]
-    both = (head < HEADS)[:, None] & (channel < K)[None, :]
-    query = tl.load(q + row * q_row + place, mask=both, other=0.0).to(tl.float32)
-    query *= (scale * tl.rsqrt(tl.sum(query * query, 1) + 1e-6))[:, None]
-    tl.store(unit_q + row * (HEADS * K) + place, query.to(unit_q.dtype.element_ty), mask=both)
-    key = tl.load(k + row * k_row + place, mask=both, other=0.0).to(tl.float32)
-    key *= tl.rsqrt(tl.sum(key * key, 1) + 1e-6)[:, None]
-    tl.store(unit_k + row * (HEADS * K) + place, key.to(unit_k.dtype.element_ty), mask=both)
-
-
-@triton.jit(do_not_specialize=["a_row", "b_row"])
-def _gates(a, b, rate_log, bias, g, beta, a_row, b_row, HEADS: tl.constexpr, BH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BH)
-    inside = head < HEADS
-    raw = tl.load(a + row * a_row + head, mask=inside, other=0.0).to(tl.float32)
-    raw += tl.load(bias + head, mask=inside, other=0.0).to(tl.float32)
-    step = _softplus(raw)
-    decay = -tl.exp(tl.load(rate_log + head, mask=inside, other=0.0).to(tl.float32)) * step
-    tl.store(g + row * HEADS + head, decay, mask=inside)
-    write = tl.load(b + row * b_row + head, mask=inside, other=0.0).to(tl.float32)
-    tl.store(beta + row * HEADS + head, tl.sigmoid(write), mask=inside)
-
-
-def _grid(x: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and block sizes for an array ``(tokens, heads, dim)``."""
-    tokens, heads, dim = x.shape
-    blocks = {"HEADS": heads, "BH": HEADS_PER_PROGRAM}
-    return (tokens, triton.cdiv(heads, HEADS_PER_PROGRAM)), blocks | {"D": dim, "BD": triton.next_power_of_2(dim)}
+def _dense(x: torch.Tensor) -> tuple[int, int]:
+    """Address, and elements from row to row, of an array that is dense within a row."""
+    if x.shape[0] and not x[0].is_contiguous():
+        raise ValueError(f"expected rows that are contiguous, got strides {x.stride()} of shape {tuple(x.shape)}")
+    return x.data_ptr(), x.stride(0)
 
 
 def mamba_inputs(
     x: torch.Tensor, dt: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `sketchssm.vllm.inputs.mamba_inputs`."""
-    grid, size = _grid(x)
+    rows, heads, dim = x.shape
     v = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g = torch.empty(dt.shape, dtype=torch.float32, device=x.device)
-    _mamba[grid](x, dt, rate, bias, v, g, x.stride(0), dt.stride(0), size["HEADS"], size["D"], size["BH"], size["BD"])
+    kernels, stream = _of(heads, dim, x, dt, rate, bias)
+    with stream:
+        addresses = (y.data_ptr() for y in (rate, bias, v, g))
+        kernels.mamba_inputs(rows, *_dense(x), *_dense(dt), *addresses)
     return v, g
 
 
 def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
     """See `sketchssm.vllm.inputs.add_skip`."""
-    grid, size = _grid(x)
-    _skip[grid](out, x, skip, out.stride(0), x.stride(0), size["HEADS"], size["D"], size["BH"], size["BD"])
+    rows, heads, dim = x.shape
+    kernels, stream = _of(heads, dim, x, skip, skip, skip)
+    with stream:
+        kernels.add_skip(rows, *_dense(out), *_dense(x), skip.data_ptr())
 
 
 def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `sketchssm.vllm.inputs.normalised`."""
-    grid, size = _grid(q)
+    rows, heads, dim = q.shape
     units = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-    strides = q.stride(0), k.stride(0)
-    _normalise[grid](q, k, *units, *strides, size["D"] ** -0.5, size["HEADS"], size["D"], size["BH"], size["BD"])
+    kernels, stream = _of(heads, dim, q, q, q, q)
+    with stream:
+        kernels.normalised(rows, *_dense(q), *_dense(k), *(x.data_ptr() for x in units))
     return units[0], units[1]
 
 
@@ -124,7 +78,10 @@ def delta_inputs(
     a: torch.Tensor, b: torch.Tensor, rate_log: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `sketchssm.vllm.inputs.delta_inputs`."""
-    tokens, heads = a.shape
-    gates = [torch.empty(tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2)]
-    _gates[tokens,](a, b, rate_log, bias, *gates, a.stride(0), b.stride(0), heads, triton.next_power_of_2(heads))
-    return gates[0], gates[1]
+    rows, heads = a.shape
+    g, beta = (torch.empty(rows, heads, dtype=torch.float32, device=a.device) for _ in range(2))
+    kernels, stream = _of(heads, 32, a, a, rate_log, bias)
+    with stream:
+        addresses = (y.data_ptr() for y in (rate_log, bias, g, beta))
+        kernels.delta_inputs(rows, *_dense(a), *_dense(b), *addresses)
+    return g, beta

@@ -1,0 +1,83 @@
+"""Kernels between a model's layer and a head: gates, values, norms and the skip connection, one launch for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.launch import Launcher
+from sketchssm.cuda.modules import Variant, load
+
+__all__ = ["LayerInputs", "layer_inputs_variant"]
+
+TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+WARPS = 8
+"""Of a block: heads that a block takes at a time."""
+
+
+def layer_inputs_variant(heads: int, dim: int, types: tuple[str, ...]) -> Variant:
+    """Variant of ``layer_inputs.cu``.
+
+    Parameters
+    ----------
+    heads, dim : int
+        Heads of a row, and elements of a head.
+    types : tuple of str
+        Types of activations, of raw gates, of rates and skips, and of biases.
+
+    Returns
+    -------
+    Variant
+        The variant.
+    """
+    activation, raw, rate, bias = (TYPES[name] for name in types)
+    sizes = {"HEADS": heads, "KEY_HEADS": heads, "K": 32, "V": dim}
+    kinds = {"ACT": activation, "OUT": activation, "STATE": TYPES["float32"], "RAW": raw, "RATE": rate, "BIAS": bias}
+    return Variant("layer_inputs", sizes | kinds | {"KIND": 0, "RAW_GATE": 0})
+
+
+class LayerInputs:
+    """The kernels of ``layer_inputs.cu`` for layers of one shape; not from two threads at once.
+
+    Arrays are given as addresses, with elements from row to row where the name ends with ``stride``.
+
+    Parameters
+    ----------
+    heads, dim : int
+        Heads of a row, and elements of a head.
+    types : tuple of str
+        Types of activations, of raw gates, of rates and skips, and of biases.
+    """
+
+    def __init__(self, heads: int, dim: int, types: tuple[str, ...]) -> None:
+        module = load(layer_inputs_variant(heads, dim, types))
+        self._shares = -(-heads // WARPS)
+        scale = (np.float32(dim**-0.5),)
+
+        def kernel(name: str, varying: str, last: tuple[Any, ...] = ()) -> Launcher:
+            return Launcher(module.get_function(name), (), varying, last, overlaps=False)
+
+        self._mamba, self._skip = kernel("mamba_inputs", "QqQqQQQQ"), kernel("add_skip", "QqQqQ")
+        self._normalised, self._delta = kernel("normalised", "QqQqQQ", scale), kernel("delta_inputs", "QqQqQQQQ")
+
+    def mamba_inputs(self, rows: int, *arguments: int) -> None:
+        """Compute values and log-decays of mamba2: x, x_stride, dt, dt_stride, rate, bias, v, g."""
+        self._by_head(self._mamba, rows, arguments)
+
+    def add_skip(self, rows: int, *arguments: int) -> None:
+        """Add the skip connection of mamba2: out, out_stride, x, x_stride, skip."""
+        self._by_head(self._skip, rows, arguments)
+
+    def normalised(self, rows: int, *arguments: int) -> None:
+        """Normalise queries and keys: q, q_stride, k, k_stride, unit_q, unit_k."""
+        self._by_head(self._normalised, rows, arguments)
+
+    def delta_inputs(self, rows: int, *arguments: int) -> None:
+        """Compute gates of gdn: a, a_stride, b, b_stride, rate_log, bias, g, beta."""
+        if rows:
+            self._delta(rows, 32 * WARPS, *arguments)
+
+    def _by_head(self, launch: Launcher, rows: int, arguments: tuple[int, ...]) -> None:
+        if rows:
+            launch(rows * self._shares, 32 * WARPS, *arguments)

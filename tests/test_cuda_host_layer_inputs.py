@@ -1,0 +1,91 @@
+"""The kernels between a model's layer and a head, on the host build of the kernels, against NumPy in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from host import compiler, standin
+from host.heads import install
+
+from sketchssm.cuda.layer_inputs import LayerInputs
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+cupy = pytest.fixture(autouse=True)(install)
+
+ROWS = 3
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+# float32: a few roundings, and the softplus's 3e-7; bf16: one rounding
+TOLERANCE = {"bfloat16": 2**-8, "float32": 2e-6}
+
+
+def wide(rng, kind, *shape):
+    """An array ``(ROWS, *shape)`` with gaps between rows."""
+    memory = standin.asarray(rng.standard_normal((ROWS, int(np.prod(shape)) + 5)).astype(TYPES[kind]))
+    return memory[:, : int(np.prod(shape))].reshape(ROWS, *shape, copy=False)
+
+
+def strided(x):
+    return x.data.ptr, x.strides[0] // x.itemsize
+
+
+def float64(*arrays):
+    return [np.asarray(x).astype(np.float64) for x in arrays]
+
+
+def close(got, want, kind):
+    np.testing.assert_allclose(*float64(got), want, rtol=TOLERANCE[kind], atol=TOLERANCE[kind] * 1e-3)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(10, 80), (3, 128)])
+class TestLayerInputs:
+    @pytest.fixture
+    def kernels(self, kind, heads, dim):
+        return LayerInputs(heads, dim, (kind, kind, "float32", kind))
+
+    def test_mamba2(self, kernels, kind, heads, dim, rng):
+        x, dt = wide(rng, kind, heads, dim), wide(rng, kind, heads)
+        dt *= 10  # softplus far from zero on both sides
+        rate = standin.asarray(-rng.random(heads).astype(np.float32))
+        bias = standin.asarray(rng.standard_normal(heads).astype(TYPES[kind]))
+        v, g = standin.empty((ROWS, heads, dim), TYPES[kind]), standin.empty((ROWS, heads), np.float32)
+        kernels.mamba_inputs(ROWS, *strided(x), *strided(dt), *(y.data.ptr for y in (rate, bias, v, g)))
+        values, raw, rates, biases = float64(x, dt, rate, bias)
+        step = np.logaddexp(0, raw + biases)
+        close(v, step[..., None] * values, kind)
+        close(g, rates * step, "float32")
+
+    def test_skip(self, kernels, kind, heads, dim, rng):
+        out, x = wide(rng, kind, heads, dim), wide(rng, kind, heads, dim)
+        skip = standin.asarray(rng.standard_normal(heads).astype(np.float32))
+        before, values, factor = float64(out, x, skip)
+        kernels.add_skip(ROWS, *strided(out), *strided(x), skip.data.ptr)
+        # sums of both signs: relative to the larger
+        away = np.abs(float64(out)[0] - (before + factor[:, None] * values))
+        assert (away <= TOLERANCE[kind] * (np.abs(before) + np.abs(factor[:, None] * values))).all()
+
+    def test_norms(self, kernels, kind, heads, dim, rng):
+        q, k = wide(rng, kind, heads, dim), wide(rng, kind, heads, dim)
+        k[0, 0] = 0  # stays zero
+        units = [standin.empty((ROWS, heads, dim), TYPES[kind]) for _ in range(2)]
+        kernels.normalised(ROWS, *strided(q), *strided(k), *(x.data.ptr for x in units))
+        query, key = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6) for x in float64(q, k))
+        close(units[0], query * dim**-0.5, kind)
+        close(units[1], key, kind)
+
+    def test_gdn(self, kernels, kind, heads, dim, rng):
+        a, b = wide(rng, kind, heads), wide(rng, kind, heads)
+        a *= 10
+        rate = standin.asarray(rng.standard_normal(heads).astype(np.float32))
+        bias = standin.asarray(rng.standard_normal(heads).astype(TYPES[kind]))
+        g, beta = (standin.empty((ROWS, heads), np.float32) for _ in range(2))
+        kernels.delta_inputs(ROWS, *strided(a), *strided(b), *(y.data.ptr for y in (rate, bias, g, beta)))
+        raw, write, rates, biases = float64(a, b, rate, bias)
+        close(g, -np.exp(rates) * np.logaddexp(0, raw + biases), "float32")
+        close(beta, 1 / (1 + np.exp(-write)), "float32")
+
+    def test_no_rows(self, kernels):
+        """Nothing is launched."""
+        kernels.delta_inputs(0, *[0] * 8)
+        kernels.normalised(0, *[0] * 6)
