@@ -146,6 +146,20 @@ def test_bad_plans(qwen):
         st.patch(qwen, {"x": None})
 
 
+def test_a_window_is_for_replay(qwen):
+    with pytest.raises(ValueError, match=r"window: expected None, as only 'replay' takes a window, got 8"):
+        st.patch(qwen, "standard", window=8)
+    assert all(head.window == 8 for head in st.patch(qwen, "replay", window=8).heads.values())
+
+
+def test_recording_mamba2_needs_evaluation_mode():
+    """In training mode, transformers may run a fused kernel in place of the recurrence: nothing would be recorded."""
+    model = make("Mamba2").train()
+    message = r"model: expected evaluation mode, .* got layer backbone\.layers\.0\.mixer"
+    with pytest.raises(ValueError, match=message), st.record(model):
+        pass
+
+
 @pytest.mark.parametrize("version", ("5.19.2", "4.57.0.dev0", "6.0.0"))
 def test_other_versions(qwen, version, monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # may not be the one imported above

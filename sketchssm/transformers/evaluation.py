@@ -94,7 +94,7 @@ def evaluate(
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    window: int = 16,
+    window: int | None = None,
     backend: str = "auto",
     progress: Callable[[str], None] | None = None,
     **settings: Any,
@@ -116,8 +116,8 @@ def evaluate(
         For strings: the model's tokenizer.
     length : int, optional
         Tokens of a row that is cut; default 1024.
-    window : int, default 16
-        Tokens from one flush to the next, for "replay".
+    window : int, optional
+        Tokens from one flush to the next, for "replay" alone; default 16.
     backend : str, default "auto"
         See `SketchHead`.
     progress : callable, optional

@@ -30,7 +30,7 @@ def patch(
     plans: Mapping[str, SketchPlan] | str | os.PathLike[str],
     *,
     slots: int = 64,
-    window: int = 16,
+    window: int | None = None,
     backend: str = "auto",
     **settings: Any,
 ) -> Patch:
@@ -52,8 +52,8 @@ def patch(
         and "replay" name a system for all layers.
     slots : int, default 64
         Sequences that all caches may hold together; one for each beam.
-    window : int, default 16
-        Tokens from one flush to the next, for "replay".
+    window : int, optional
+        Tokens from one flush to the next, for "replay" alone; default 16.
     backend : str, default "auto"
         See `SketchHead`.
     **settings
@@ -67,8 +67,8 @@ def patch(
     Raises
     ------
     ValueError
-        If plans were made for another model, a plan's layer does not exist or has another shape, or the version of
-        transformers is not supported.
+        If plans were made for another model, a plan's layer does not exist or has another shape, a window is given
+        without "replay", or the version of transformers is not supported.
     FileNotFoundError
         If there is no such file of plans.
     PlanFileError
@@ -89,11 +89,13 @@ def build_heads(
     found: dict[str, RecurrentLayer],
     plans: Mapping[str, SketchPlan] | str | os.PathLike[str],
     slots: int,
-    window: int,
+    window: int | None,
     backend: str,
     settings: dict[str, Any],
 ) -> dict[str, ExactHead]:
     """Heads of the layers `found` in a model, for the arguments of `patch`."""
+    if window is not None and plans != "replay":
+        raise ValueError(f"window: expected None, as only 'replay' takes a window, got {window!r}")
     if plans not in ("standard", "replay") and isinstance(plans, str | os.PathLike):
         if not os.path.exists(plans):
             raise FileNotFoundError(f"plans: expected plans, their file, 'standard' or 'replay', got {str(plans)!r}")
@@ -109,7 +111,7 @@ def build_heads(
             if plans == "standard":
                 heads[name] = StandardHead(layer, slots, backend, **settings)
             else:
-                heads[name] = ReplayHead(layer, slots, backend, window=window, **settings)
+                heads[name] = ReplayHead(layer, slots, backend, window=window or 16, **settings)
         elif plans[name].layer != layer:
             raise ValueError(f"plans: expected a plan of {layer} for {name}, got one of {plans[name].layer}")
         else:

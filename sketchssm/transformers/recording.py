@@ -116,7 +116,8 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
     Raises
     ------
     ValueError
-        If the model has no known layers, and at a call with a cache.
+        If the model has no known layers or mamba2 layers are in training mode, where a fused kernel may replace the
+        recurrence; and at a call with a cache.
 
     Examples
     --------
@@ -126,6 +127,9 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
     >>> traces = recording.traces("model.layers.0.linear_attn", test=[6, 7])  # doctest: +SKIP
     """
     found = layers(model)
+    training = [name for name, x in found.items() if x.layer.kind == "mamba2" and x.module.training]
+    if training:
+        raise ValueError(f"model: expected evaluation mode, model.eval(), got layer {training[0]} in training mode")
     recording = Recording(found, gradients)
     with intercepted(dict(recording._handlers), found):
         yield recording
