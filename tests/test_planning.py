@@ -95,16 +95,17 @@ def test_traffic_counts_the_ring(search):
 
 
 def test_refreshes(layers, search):
-    """A plan that flushes less often moves fewer bytes and errs more; heads with full reads have no such plans."""
+    """A plan that flushes less often moves fewer bytes and errs more; no head then reads its full state."""
     tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1, 2))
     points = autoplan(layers, error=10.0, **(SETTINGS | {"candidates": tried})).points
     often, seldom = ([p for p in points if p.candidate == c] for c in tried)
-    ranks = {p.mean_rank for p in often if all((plan.ranks > 0).all() for plan in p.plans)}
-    assert {p.mean_rank for p in seldom} == ranks
-    assert ranks
-    for before, after in zip([p for p in often if p.mean_rank in ranks], seldom, strict=True):
-        assert after.traffic < before.traffic
-        assert after.error > before.error
+    assert all((plan.ranks > 0).all() for p in seldom for plan in p.plans)
+    sketched = [all((plan.ranks > 0).all() for plan in p.plans) for p in often]
+    assert any(sketched)
+    for before, after, same in zip(often, seldom, sketched, strict=True):
+        if same:
+            assert after.traffic < before.traffic
+            assert after.error > before.error
 
 
 def test_target_error(layers, search):

@@ -171,7 +171,8 @@ def listed(options, calibrations):
     for family in options.systems:
         if family == "sketch":
             for name, form in product(options.maps, options.formats):
-                systems += catalogue.sketches(calibrations, options.ranks, options.window, name, options.method, form)
+                settings = options.window, name, options.method, form, options.flush_every
+                systems += catalogue.sketches(calibrations, options.ranks, *settings)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
     return systems
@@ -214,7 +215,8 @@ def arguments(given=None):
         default="output",
         help="of samples in bases, see sketchssm.Moments",
     )
-    add("--window", type=int, default=16, help="tokens from one flush to the next")
+    add("--window", type=int, default=16, help="tokens from one sketch to the next")
+    add("--flush-every", type=int, help="tokens from one flush of the states to the next (default: the window)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")

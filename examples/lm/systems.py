@@ -126,17 +126,19 @@ def graded(model, ids):
     return recorder
 
 
-def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16"):
+def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16", flush_every=None):
     """Sketches of all layers under one budget, at each of several mean ranks."""
     systems = []
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
-        tables = ss.allocate_ranks(scores, rank, method, map=map, sketch_dtype=sketch_dtype).tables
+        full_reads = flush_every in (None, window)
+        ranked = ss.allocate_ranks(scores, rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=full_reads)
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
+        family += "" if full_reads else f", flush every {flush_every}"
         name = f"{family}, rank {rank:g}"
         layers = {
-            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map), name)
-            for (place, calibration), table in zip(calibrations.items(), tables, strict=True)
+            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map, flush_every=flush_every), name)
+            for (place, calibration), table in zip(calibrations.items(), ranked.tables, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))
     return systems

@@ -108,6 +108,7 @@ def allocate_ranks(
     *,
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
+    full_reads: bool = True,
 ) -> Allocation:
     """Allocate ranks to heads within the read traffic of a mean rank.
 
@@ -126,6 +127,8 @@ def allocate_ranks(
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
         Format of the sketches, which sets the cost of a rank. For "int8+int4" the budget is the read traffic at the
         mean rank with half of the columns in 8 bits, and "uniform" gives 8 bits to half of the columns, rounded down.
+    full_reads : bool, default True
+        Whether a head may read its full state; False for plans with refreshes, where no head may.
 
     Returns
     -------
@@ -154,7 +157,7 @@ def allocate_ranks(
     method = method or default
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-    table = _Table.of(layers, default if method == "uniform" else method, cost)
+    table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads)
     if not (np.isfinite(mean_rank) and mean_rank >= 1):
         raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
     if method == "uniform" and mean_rank > table.uniform_limit:
@@ -211,7 +214,8 @@ class _Cost(NamedTuple):
 class _Table:
     """Score, read bytes, rank and columns in 8 bits ``(N, actions)``: sketches by rising cost, then the full read.
 
-    A score is inf for a sketch that a head can't take: one of an unscored rank, or one as dear as the full read.
+    A score is inf for what a head can't take: a sketch of an unscored rank, one as dear as the full read, and the full
+    read where it is not allowed.
     """
 
     score: Array
@@ -221,7 +225,7 @@ class _Table:
     uniform_limit: int
 
     @classmethod
-    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost) -> _Table:
+    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost, full_reads: bool) -> _Table:
         width = max(layer.rank_max for layer in layers)
         decay = _shared_decay(layers, width) if method == "sensitivity" else None
         pairs = [(g, w) for g in range(1, width + 1) for w in (range(g + 1) if cost.form.mixed else (g,))]
@@ -241,7 +245,7 @@ class _Table:
             # scores of few samples may rise with the rank: coding more columns is no gain
             noise = lead * np.maximum(whole - wider, 0) + tail * np.maximum(wider - kept, 0)
             score[:, :-1][:, fits] = kept + noise
-            score[:, -1] = 0.0
+            score[:, -1] = 0.0 if full_reads else np.inf
             own = (np.append(used, full), np.append(rank, DENSE), np.append(wide, 0))
             tables.append((score, *(np.broadcast_to(x, score.shape) for x in own)))
             uniform = fits & (wide == cost.uniform(rank))

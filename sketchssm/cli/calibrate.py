@@ -98,7 +98,12 @@ def calibrate_traces(
                 raise ValueError(f"{path}: {error}") from error
     scores = [layer.scores for layer in layers]
     allocation = allocate_ranks(
-        scores, mean_rank, settings.method, map=settings.map, sketch_dtype=settings.sketch_dtype
+        scores,
+        mean_rank,
+        settings.method,
+        map=settings.map,
+        sketch_dtype=settings.sketch_dtype,
+        full_reads=every == settings.window,
     )
 
     rows, report = [], []

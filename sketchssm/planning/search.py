@@ -16,7 +16,6 @@ from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
 from sketchssm.planning.candidate import candidates as all_candidates
 from sketchssm.planning.layers import Energies, PlannedLayer, ScoredLayer, TracedLayer
-from sketchssm.recurrence import DENSE
 from sketchssm.traces import Traces
 
 __all__ = ["PlanPoint", "PlanSearch", "autoplan"]
@@ -195,7 +194,7 @@ def autoplan(
         own = []
         for rank in ranks:
             progress(f"{candidate}, mean rank {rank:g}")
-            own += _points(known, candidate, rank, graded)
+            own.append(_point(known, candidate, rank, graded))
         points += own if time_of is None else [replace(p, seconds=time_of(p.plans)) for p in frontier(own)]
     points, chosen = _choose(points, target, loss_of, progress)
     return PlanSearch(points, chosen, graded, known)
@@ -242,21 +241,18 @@ def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) ->
     return tried
 
 
-def _points(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float, graded: bool) -> list[PlanPoint]:
-    """Plan all layers under one budget and measure their error; empty where there are no such plans.
-
-    A head that reads its full state at every token gains nothing from refreshes, so that plans refuse both together.
-    """
+def _point(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float, graded: bool) -> PlanPoint:
+    """Plan all layers under one budget and measure their error."""
     bases, scores = zip(*(layer.calibrated(candidate.window) for layer in layers), strict=True)
-    allocation = allocate_ranks(scores, mean_rank, map=candidate.map, sketch_dtype=candidate.sketch_dtype)
-    if candidate.flush_every > candidate.window and any((table.ranks == DENSE).any() for table in allocation.tables):
-        return []
+    full_reads = candidate.flush_every == candidate.window
+    map, form = candidate.map, candidate.sketch_dtype
+    allocation = allocate_ranks(scores, mean_rank, map=map, sketch_dtype=form, full_reads=full_reads)
     plans = tuple(
-        SketchPlan(basis, table, map=candidate.map, flush_every=candidate.flush_every)
+        SketchPlan(basis, table, map=map, flush_every=candidate.flush_every)
         for basis, table in zip(bases, allocation.tables, strict=True)
     )
     lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
-    return [PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))]
+    return PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:

@@ -137,7 +137,9 @@ def calibrate(
                 with torch.no_grad():
                     run_row(model, row)
 
-    allocation = allocate_ranks(list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype)
+    allocation = allocate_ranks(
+        list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=every == window
+    )
     plans, retained = {}, {}
     for name, table in zip(found, allocation.tables, strict=True):
         try:
