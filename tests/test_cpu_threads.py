@@ -73,9 +73,10 @@ np.testing.assert_array_equal(decode(0), want)
 
 
 def test_idle_threads_sleep() -> None:
-    """A step of a quarter of a millisecond takes no more than 3 ms of processor time, the pause after it included.
+    """A step of a quarter of a millisecond takes no more than 5 ms of processor time, the pause after it included.
 
-    Threads that wait awake, as those of OpenMP do, use several times as much, which PyTorch lacks between two steps.
+    On a loaded machine it took 3.6. Threads that wait awake, as those of OpenMP do, use more than the 10 ms of the
+    pause, which PyTorch lacks between two steps.
     """
     used = run("""
 decode(0)
@@ -85,7 +86,7 @@ for _ in range(50):
     time.sleep(0.01)
 print((time.process_time() - start) / 50)
 """)
-    assert float(used) < 3e-3
+    assert float(used) < 5e-3
 
 
 def test_a_system_without_further_threads_decodes_with_one() -> None:

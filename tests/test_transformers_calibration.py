@@ -121,8 +121,8 @@ def test_rows_that_are_cut(qwen, plans):
 def test_refreshed_sketches(qwen):
     plans = st.calibrate(qwen, text(), mean_rank=2, window=WINDOW, flush_every=8)
     assert all((plan.window, plan.flush_every) == (WINDOW, 8) for plan in plans.values())
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.linear_attn: flush_every: .* reads its full state"):
-        st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW, flush_every=8)
+    plans = st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW, flush_every=8)
+    assert all((plan.ranks > 0).all() for plan in plans.values())  # no head reads its full state
 
 
 def test_formats_of_sketches(qwen, tmp_path):

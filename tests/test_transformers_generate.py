@@ -47,8 +47,9 @@ def qwen():
 
 @pytest.fixture(params=("standard", "replay"))
 def patched(request, model):
-    backend = {"standard": "cpu", "replay": "reference"}[request.param]  # Numba compiles for half a minute for replay
-    with st.patch(model, request.param, slots=8, window=4, backend=backend) as patch:
+    # Numba compiles for half a minute for replay
+    settings = {"standard": {"backend": "cpu"}, "replay": {"backend": "reference", "window": 4}}[request.param]
+    with st.patch(model, request.param, slots=8, **settings) as patch:
         yield patch
 
 

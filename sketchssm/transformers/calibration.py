@@ -83,7 +83,8 @@ def calibrate(
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the bases, see `sketchssm.Moments`.
     rank_max : int, default 40
-        Largest rank to score, where a layer has as many. A head that needs more reads its full state.
+        Largest rank to score, where a layer has as many. A head that needs more reads its full state,
+        unless `flush_every` is longer than the window.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -142,10 +143,7 @@ def calibrate(
     )
     plans, retained = {}, {}
     for name, table in zip(found, allocation.tables, strict=True):
-        try:
-            plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
         ranks = table.ranks
         energy = scores[name].retained[range(len(ranks)), ranks]
         retained[name] = float(np.where(ranks == DENSE, 1.0, energy).mean())
