@@ -217,6 +217,7 @@ def arguments(given=None):
     )
     add("--window", type=int, default=16, help="tokens from one sketch to the next")
     add("--flush-every", type=int, help="tokens from one flush of the states to the next (default: the window)")
+    add("--rank-max", type=int, default=40, help="largest rank of a head")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")
@@ -245,7 +246,8 @@ def main(given=None):
         seen = mixed_rows(seen, calib, encode, rng)
     with output.progress("calibration", 1) as step:
         step("calibration")
-        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), options.window, options.weighting)
+        settings = options.window, options.weighting, options.rank_max
+        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings)
         systems = listed(options, calibrations)
     with output.progress("", len(systems) + 2) as step:
         results, without = evaluate(
