@@ -1,11 +1,11 @@
-// From the activations of a model's layer to the inputs of a head, and from the outputs of a head to those of the layer:
-// one launch for each. All arithmetic is in float32.
+// From the activations of a model's layer to the inputs of a head, and from the outputs of a head to those of the
+// layer: one launch for each. All arithmetic is in float32.
 //
 // Arrays may have any distance from row to row; within a row they are dense. A warp takes one head of a row, but for
 // `delta_inputs`, where a thread does.
 //
-// -D constants besides common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is the
-// number of elements of a head; K, OUT and STATE are not used.
+// -D constants besides common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
+// the number of elements of a head; K, OUT and STATE are not used.
 #include "log_decay.cuh"
 
 constexpr int WARPS = 8;
