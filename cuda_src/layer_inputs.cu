@@ -1,85 +1,160 @@
 // From the activations of a model's layer to the inputs of a head, and from the outputs of a head to those of the
 // layer: one launch for each. All arithmetic is in float32.
 //
-// Arrays may have any distance from row to row; within a row they are dense. A warp takes one head of a row, but for
-// `delta_inputs`, where a thread does.
+// Arrays may have any distance from row to row; within a row they are dense. A thread loads all its elements before it
+// stores any.
 //
 // -D constants besides common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
 // the number of elements of a head; K, OUT and STATE are not used.
 #include "log_decay.cuh"
 
-constexpr int WARPS = 8;
+constexpr int THREADS = 256;
 typedef Element<RAW>::type raw_t;
 typedef Element<RATE>::type rate_t;
 typedef Element<BIAS>::type bias_t;
 
 __device__ __forceinline__ float softplus(float x) { return softplus(x, exp_of_negative(-fabsf(x))); }
 
-// The warp's head of a row: row blockIdx.x / SHARES, heads in shares of WARPS.
-struct RowHead {
-    static constexpr int SHARES = (HEADS + WARPS - 1) / WARPS;
-    int head;
+// The most neighbouring elements of a head, of at most `limit`, that one access can load.
+constexpr int elements_of_access(int limit) {
+    int n = 16 / sizeof(act_t);
+    while (n > limit || V % n) n /= 2;
+    return n;
+}
+constexpr int OF_THREAD = elements_of_access(8);  // elements of a thread of mamba2's kernels
+constexpr int OF_LANE = V % 32 ? 1 : elements_of_access(V / 32);  // elements that a lane of `normalised` loads at once
+
+// N neighbouring elements in float32. Whether one access may load or store them depends on the caller's addresses.
+template <int N> struct Piece {
+    static constexpr int BYTES = N * sizeof(act_t);
+    float x[N];
+
+    static __device__ __forceinline__ bool aligned(const act_t* array, i64 stride) {
+        return BYTES >= 4 && (reinterpret_cast<i64>(array) | stride * static_cast<i64>(sizeof(act_t))) % BYTES == 0;
+    }
+    __device__ __forceinline__ void load(const act_t* from, bool aligned) {
+        if constexpr (BYTES >= 4) {
+            if (aligned) {
+                Packed<ACT, N> packed;
+                packed.load(from);
+#pragma unroll
+                for (int i = 0; i < N; i++) x[i] = packed[i];
+                return;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = widen<ACT>(from[i]);
+    }
+    __device__ __forceinline__ void store(act_t* to, bool aligned) const {
+        if constexpr (BYTES >= 4) {
+            if (aligned) {
+                Packed<ACT, N> packed;
+                packed.set(x);
+                packed.store(to);
+                return;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) to[i] = narrow<ACT>(x[i]);
+    }
+};
+
+// The thread's elements of all rows: mamba2's kernels give each thread one piece.
+struct RowPiece {
+    static constexpr int PIECES = HEADS * V / OF_THREAD;
     i64 row;
-    __device__ __forceinline__ RowHead()
-        : head(static_cast<int>(blockIdx.x % SHARES) * WARPS + threadIdx.x / 32), row(blockIdx.x / SHARES) {}
-    __device__ __forceinline__ bool none() const { return head >= HEADS; }
-    // First element of the head in an array with `stride` elements from row to row.
-    __device__ __forceinline__ i64 of(i64 stride) const { return row * stride + head * V; }
+    int element, head;
+    __device__ __forceinline__ RowPiece() {
+        const i64 piece = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+        row = piece / PIECES;
+        element = static_cast<int>(piece % PIECES) * OF_THREAD;
+        head = element / V;
+    }
 };
 
 // mamba2: v = step x and g = rate step, with step = softplus(dt + bias).
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    mamba_inputs(const act_t* x, i64 x_stride, const raw_t* dt, i64 dt_stride, const rate_t* rate,
+extern "C" __global__ void __launch_bounds__(THREADS)
+    mamba_inputs(int rows, const act_t* x, i64 x_stride, const raw_t* dt, i64 dt_stride, const rate_t* rate,
                  const bias_t* bias, act_t* v, float* g) {
-    const RowHead at;
-    if (at.none()) return;
-    const int lane = threadIdx.x % 32;
+    const RowPiece at;
+    if (at.row >= rows) return;
+    typedef Piece<OF_THREAD> piece_t;
+    piece_t piece;
+    piece.load(x + at.row * x_stride + at.element, piece_t::aligned(x, x_stride));
     const float step = softplus(widen<RAW>(dt[at.row * dt_stride + at.head]) + widen<BIAS>(bias[at.head]));
-    if (lane == 0) g[at.row * HEADS + at.head] = widen<RATE>(rate[at.head]) * step;
-    for (int i = lane; i < V; i += 32) v[at.of(HEADS * V) + i] = narrow<ACT>(step * widen<ACT>(x[at.of(x_stride) + i]));
+#pragma unroll
+    for (float& value : piece.x) value *= step;
+    piece.store(v + at.row * (HEADS * V) + at.element, piece_t::aligned(v, HEADS * V));
+    if (at.element % V == 0) g[at.row * HEADS + at.head] = widen<RATE>(rate[at.head]) * step;
 }
 
 // mamba2: out += skip x.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    add_skip(act_t* out, i64 out_stride, const act_t* x, i64 x_stride, const rate_t* skip) {
-    const RowHead at;
-    if (at.none()) return;
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_skip(int rows, act_t* out, i64 out_stride, const act_t* x, i64 x_stride, const rate_t* skip) {
+    const RowPiece at;
+    if (at.row >= rows) return;
+    typedef Piece<OF_THREAD> piece_t;
+    piece_t sum, piece;
+    act_t* const to = out + at.row * out_stride + at.element;
+    const bool aligned = piece_t::aligned(out, out_stride);
+    sum.load(to, aligned);
+    piece.load(x + at.row * x_stride + at.element, piece_t::aligned(x, x_stride));
     const float factor = widen<RATE>(skip[at.head]);
-    for (int i = threadIdx.x % 32; i < V; i += 32) {
-        act_t* const to = out + at.of(out_stride) + i;
-        *to = narrow<ACT>(widen<ACT>(*to) + factor * widen<ACT>(x[at.of(x_stride) + i]));
-    }
+#pragma unroll
+    for (int i = 0; i < OF_THREAD; i++) sum.x[i] = fmaf(factor, piece.x[i], sum.x[i]);
+    sum.store(to, aligned);
 }
 
-// One head, divided by its norm, times `scale`.
-__device__ __forceinline__ void normalise(const act_t* from, act_t* to, float scale) {
-    float sum = 0;
-    for (int i = threadIdx.x % 32; i < V; i += 32) {
-        const float x = widen<ACT>(from[i]);
-        sum = fmaf(x, x, sum);
+// gdn and kda: queries and keys of norm one, queries times `scale`. A warp takes the query and the key of one head.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    normalised(int rows, const act_t* q, i64 q_stride, const act_t* k, i64 k_stride, act_t* unit_q, act_t* unit_k,
+               float scale) {
+    const i64 item = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) / 32;
+    const i64 row = item / HEADS;
+    if (row >= rows) return;
+    constexpr int STEP = 32 * OF_LANE, PIECES = (V + STEP - 1) / STEP;
+    typedef Piece<OF_LANE> piece_t;
+    const int head = static_cast<int>(item % HEADS) * V, first = threadIdx.x % 32 * OF_LANE;
+    const act_t* const from[2] = {q + row * q_stride + head, k + row * k_stride + head};
+    act_t* const to[2] = {unit_q + row * (HEADS * V) + head, unit_k + row * (HEADS * V) + head};
+    const bool aligned[2] = {piece_t::aligned(q, q_stride), piece_t::aligned(k, k_stride)};
+    piece_t pieces[2][PIECES];
+    float sums[2] = {};
+#pragma unroll
+    for (int array = 0; array < 2; array++) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const int element = first + STEP * i;
+            if (element < V) {
+                pieces[array][i].load(from[array] + element, aligned[array]);
+#pragma unroll
+                for (const float x : pieces[array][i].x) sums[array] = fmaf(x, x, sums[array]);
+            }
+        }
     }
 #pragma unroll
-    for (int bit = 16; bit; bit /= 2) sum += __shfl_xor_sync(ALL, sum, bit);
-    scale *= rsqrtf(sum + 1e-6f);
-    for (int i = threadIdx.x % 32; i < V; i += 32) to[i] = narrow<ACT>(scale * widen<ACT>(from[i]));
-}
-// gdn and kda: queries and keys of norm one, queries times `scale`.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    normalised(const act_t* q, i64 q_stride, const act_t* k, i64 k_stride, act_t* unit_q, act_t* unit_k, float scale) {
-    const RowHead at;
-    if (at.none()) return;
-    normalise(q + at.of(q_stride), unit_q + at.of(HEADS * V), scale);
-    normalise(k + at.of(k_stride), unit_k + at.of(HEADS * V), 1.f);
+    for (int array = 0; array < 2; array++) {
+        const float factor = (array ? 1.f : scale) * rsqrtf(warp_sum(sums[array]) + 1e-6f);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const int element = first + STEP * i;
+            if (element < V) {
+#pragma unroll
+                for (float& x : pieces[array][i].x) x *= factor;
+                pieces[array][i].store(to[array] + element, true);
+            }
+        }
+    }
 }
 
-// gdn: g = -exp(rate_log) softplus(a + bias), beta = sigmoid(b). A block takes a row.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    delta_inputs(const raw_t* a, i64 a_stride, const raw_t* b, i64 b_stride, const rate_t* rate_log,
+// gdn: g = -exp(rate_log) softplus(a + bias), beta = sigmoid(b). A thread takes one head of a row.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    delta_inputs(int rows, const raw_t* a, i64 a_stride, const raw_t* b, i64 b_stride, const rate_t* rate_log,
                  const bias_t* bias, float* g, float* beta) {
-    const i64 row = blockIdx.x;
-    for (int head = threadIdx.x; head < HEADS; head += 32 * WARPS) {
-        const float step = softplus(widen<RAW>(a[row * a_stride + head]) + widen<BIAS>(bias[head]));
-        g[row * HEADS + head] = -expf(widen<RATE>(rate_log[head])) * step;
-        beta[row * HEADS + head] = 1.f / (1.f + expf(-widen<RAW>(b[row * b_stride + head])));
-    }
+    const i64 item = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, row = item / HEADS;
+    if (row >= rows) return;
+    const int head = static_cast<int>(item % HEADS);
+    const float step = softplus(widen<RAW>(a[row * a_stride + head]) + widen<BIAS>(bias[head]));
+    g[item] = -expf(widen<RATE>(rate_log[head])) * step;
+    beta[item] = 1.f / (1.f + expf(-widen<RAW>(b[row * b_stride + head])));
 }

@@ -19,9 +19,9 @@ TYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 TOLERANCE = {"bfloat16": 2**-8, "float32": 2e-6}
 
 
-def wide(rng, kind, *shape):
-    """An array ``(ROWS, *shape)`` with gaps between rows."""
-    memory = standin.asarray(rng.standard_normal((ROWS, int(np.prod(shape)) + 5)).astype(TYPES[kind]))
+def wide(rng, kind, gap, *shape):
+    """An array ``(ROWS, *shape)`` with `gap` elements between rows."""
+    memory = standin.asarray(rng.standard_normal((ROWS, int(np.prod(shape)) + gap)).astype(TYPES[kind]))
     return memory[:, : int(np.prod(shape))].reshape(ROWS, *shape, copy=False)
 
 
@@ -38,14 +38,15 @@ def close(got, want, kind):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("heads", "dim"), [(10, 80), (3, 128)])
+@pytest.mark.parametrize(("heads", "dim"), [(10, 80), (3, 128), (5, 36)])
+@pytest.mark.parametrize("gap", [5, 8])  # 8: rows begin at multiples of the widest access
 class TestLayerInputs:
     @pytest.fixture
     def kernels(self, kind, heads, dim):
         return LayerInputs(heads, dim, (kind, kind, "float32", kind))
 
-    def test_mamba2(self, kernels, kind, heads, dim, rng):
-        x, dt = wide(rng, kind, heads, dim), wide(rng, kind, heads)
+    def test_mamba2(self, kernels, kind, gap, heads, dim, rng):
+        x, dt = wide(rng, kind, gap, heads, dim), wide(rng, kind, gap, heads)
         dt *= 10  # softplus far from zero on both sides
         rate = standin.asarray(-rng.random(heads).astype(np.float32))
         bias = standin.asarray(rng.standard_normal(heads).astype(TYPES[kind]))
@@ -56,8 +57,8 @@ class TestLayerInputs:
         close(v, step[..., None] * values, kind)
         close(g, rates * step, "float32")
 
-    def test_skip(self, kernels, kind, heads, dim, rng):
-        out, x = wide(rng, kind, heads, dim), wide(rng, kind, heads, dim)
+    def test_skip(self, kernels, kind, gap, heads, dim, rng):
+        out, x = wide(rng, kind, gap, heads, dim), wide(rng, kind, gap, heads, dim)
         skip = standin.asarray(rng.standard_normal(heads).astype(np.float32))
         before, values, factor = float64(out, x, skip)
         kernels.add_skip(ROWS, *strided(out), *strided(x), skip.data.ptr)
@@ -65,8 +66,8 @@ class TestLayerInputs:
         away = np.abs(float64(out)[0] - (before + factor[:, None] * values))
         assert (away <= TOLERANCE[kind] * (np.abs(before) + np.abs(factor[:, None] * values))).all()
 
-    def test_norms(self, kernels, kind, heads, dim, rng):
-        q, k = wide(rng, kind, heads, dim), wide(rng, kind, heads, dim)
+    def test_norms(self, kernels, kind, gap, heads, dim, rng):
+        q, k = wide(rng, kind, gap, heads, dim), wide(rng, kind, gap, heads, dim)
         k[0, 0] = 0  # stays zero
         units = [standin.empty((ROWS, heads, dim), TYPES[kind]) for _ in range(2)]
         kernels.normalised(ROWS, *strided(q), *strided(k), *(x.data.ptr for x in units))
@@ -74,8 +75,8 @@ class TestLayerInputs:
         close(units[0], query * dim**-0.5, kind)
         close(units[1], key, kind)
 
-    def test_gdn(self, kernels, kind, heads, dim, rng):
-        a, b = wide(rng, kind, heads), wide(rng, kind, heads)
+    def test_gdn(self, kernels, kind, gap, heads, dim, rng):
+        a, b = wide(rng, kind, gap, heads), wide(rng, kind, gap, heads)
         a *= 10
         rate = standin.asarray(rng.standard_normal(heads).astype(np.float32))
         bias = standin.asarray(rng.standard_normal(heads).astype(TYPES[kind]))
@@ -85,7 +86,9 @@ class TestLayerInputs:
         close(g, -np.exp(rates) * np.logaddexp(0, raw + biases), "float32")
         close(beta, 1 / (1 + np.exp(-write)), "float32")
 
-    def test_no_rows(self, kernels):
-        """Nothing is launched."""
-        kernels.delta_inputs(0, *[0] * 8)
-        kernels.normalised(0, *[0] * 6)
+
+def test_no_rows():
+    """Nothing is launched."""
+    kernels = LayerInputs(3, 128, ("bfloat16", "bfloat16", "float32", "bfloat16"))
+    kernels.delta_inputs(0, *[0] * 8)
+    kernels.normalised(0, *[0] * 6)

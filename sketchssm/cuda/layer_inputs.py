@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from sketchssm.cuda.modules import Variant, load
 __all__ = ["LayerInputs", "layer_inputs_variant"]
 
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-WARPS = 8
-"""Of a block: heads that a block takes at a time."""
+THREADS = 256
+"""Threads of a block."""
+ACCESS_BYTES = 16
+"""Most bytes that a thread loads or stores at once."""
 
 
 def layer_inputs_variant(heads: int, dim: int, types: tuple[str, ...]) -> Variant:
@@ -52,32 +55,34 @@ class LayerInputs:
 
     def __init__(self, heads: int, dim: int, types: tuple[str, ...]) -> None:
         module = load(layer_inputs_variant(heads, dim, types))
-        self._shares = -(-heads // WARPS)
+        most = ACCESS_BYTES // (4 if types[0] == "float32" else 2)
+        piece = math.gcd(dim, most)
+        self._pieces = heads * dim // piece
+        self._heads = heads
         scale = (np.float32(dim**-0.5),)
 
         def kernel(name: str, varying: str, last: tuple[Any, ...] = ()) -> Launcher:
-            return Launcher(module.get_function(name), (), varying, last, overlaps=False)
+            return Launcher(module.get_function(name), (), "i" + varying, last, overlaps=False)
 
         self._mamba, self._skip = kernel("mamba_inputs", "QqQqQQQQ"), kernel("add_skip", "QqQqQ")
         self._normalised, self._delta = kernel("normalised", "QqQqQQ", scale), kernel("delta_inputs", "QqQqQQQQ")
 
     def mamba_inputs(self, rows: int, *arguments: int) -> None:
         """Compute values and log-decays of mamba2: x, x_stride, dt, dt_stride, rate, bias, v, g."""
-        self._by_head(self._mamba, rows, arguments)
+        self._launch(self._mamba, rows, self._pieces, arguments)
 
     def add_skip(self, rows: int, *arguments: int) -> None:
         """Add the skip connection of mamba2: out, out_stride, x, x_stride, skip."""
-        self._by_head(self._skip, rows, arguments)
+        self._launch(self._skip, rows, self._pieces, arguments)
 
     def normalised(self, rows: int, *arguments: int) -> None:
         """Normalise queries and keys: q, q_stride, k, k_stride, unit_q, unit_k."""
-        self._by_head(self._normalised, rows, arguments)
+        self._launch(self._normalised, rows, 32 * self._heads, arguments)
 
     def delta_inputs(self, rows: int, *arguments: int) -> None:
         """Compute gates of gdn: a, a_stride, b, b_stride, rate_log, bias, g, beta."""
-        if rows:
-            self._delta(rows, 32 * WARPS, *arguments)
+        self._launch(self._delta, rows, self._heads, arguments)
 
-    def _by_head(self, launch: Launcher, rows: int, arguments: tuple[int, ...]) -> None:
+    def _launch(self, launch: Launcher, rows: int, threads_of_row: int, arguments: tuple[int, ...]) -> None:
         if rows:
-            launch(rows * self._shares, 32 * WARPS, *arguments)
+            launch(-(-rows * threads_of_row // THREADS), THREADS, rows, *arguments)
