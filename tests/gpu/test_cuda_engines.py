@@ -1,5 +1,7 @@
 """The CUDA engines against the float64 reference, on a device."""
 
+import math
+
 import numpy as np
 import pytest
 from cuda_support import (
@@ -258,17 +260,17 @@ def test_rows_of_standard_decode_do_not_depend_on_their_batch(name, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_slot_offsets_beyond_32_bits(name, rng, cupy):
-    """Three slots of a pool whose stride is 3 GiB: element offsets pass 2^31 at the last."""
-    layer = LAYERS[name]
-    stride = 3 << 28
-    pool = cupy.full(2 * stride + layer.heads * layer.value_dim * layer.key_dim * 2, np.nan, dtype=np.float32)
-    shape = (3, *layer.state_shape)
-    strides = (4 * stride * 1, 4 * layer.value_dim * layer.key_dim, 4 * layer.key_dim, 4)
+    """Six slots of a pool, almost 2 GiB from slot to slot: element offsets pass 2^31 at the last."""
+    layer, slots = LAYERS[name], 6
+    stride = (1 << 29) - 64  # elements; more bytes from slot to slot are refused
+    pool = cupy.full((slots - 1) * stride + math.prod(layer.state_shape), np.nan, dtype=np.float32)
+    shape = (slots, *layer.state_shape)
+    strides = (4 * stride, 4 * layer.value_dim * layer.key_dim, 4 * layer.key_dim, 4)
     for build, oracle_type in (
-        (lambda state: StandardEngine(layer, 3, memory={"state": state}, output_dtype="float32"), "standard"),
+        (lambda state: StandardEngine(layer, slots, memory={"state": state}, output_dtype="float32"), "standard"),
         (
             lambda state: SketchEngine(
-                make_plan(layer, [7] * layer.heads, rng), 3, memory={"state": state}, output_dtype="float32"
+                make_plan(layer, [7] * layer.heads, rng), slots, memory={"state": state}, output_dtype="float32"
             ),
             "sketch",
         ),
@@ -277,10 +279,12 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
         state[...] = 0
         device = build(state)
         oracle = (
-            reference.StandardEngine(layer, 3) if oracle_type == "standard" else reference.SketchEngine(device.plan, 3)
+            reference.StandardEngine(layer, slots)
+            if oracle_type == "standard"
+            else reference.SketchEngine(device.plan, slots)
         )
         tokens = make_tokens(layer, 2, 17, "bfloat16", rng)
-        table = np.tile(np.array([2, 0]), (17, 1))
+        table = np.tile(np.array([slots - 1, 0]), (17, 1))
         run_pair(device, oracle, layer, tokens, table, "bfloat16")
         assert error(device.state.get(), oracle.state) < EXACT
 

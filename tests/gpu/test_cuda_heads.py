@@ -302,7 +302,7 @@ class TestTorch:
             (torch.zeros(5, *layer.state_shape, device="cuda"), ValueError),
             (torch.zeros(4, *layer.state_shape, device="cuda").transpose(-1, -2), ValueError),
         ):
-            with pytest.raises(kind, match=r"^state: expected"):
+            with pytest.raises(kind, match=r"^memory\['state'\]: expected"):
                 ss.StandardHead(layer, 4, "cuda", memory={"state": pool})
         assert head.position.get().tolist() == [0, 0, 0, 0]
         assert not head.state.get().any()
