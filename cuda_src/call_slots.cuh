@@ -1,8 +1,8 @@
-// The integers that a call names for its rows: slots, lengths and accepted counts.
+// A call's integers per row: slots, lengths and accepted counts.
 #pragma once
 #include "strided.cuh"
 
-// Flags of numbers: 8 bytes each, not 4; of slots: rows that are left out count.
+// Flags. WIDE: a number has 8 bytes instead of 4. COUNTED (slots): rows that are left out are counted.
 enum { WIDE = 1, COUNTED = 2 };
 
 struct Numbers {
@@ -12,18 +12,19 @@ struct Numbers {
     __device__ __forceinline__ i64 of(int row) const {
         return flags & WIDE ? static_cast<const i64*>(first)[row] : static_cast<const int*>(first)[row];
     }
-    // The number as it stands in memory at any time.
+    // The number as a volatile read: the previous kernel may still change it.
     __device__ __forceinline__ i64 early(int row) const {
         return flags & WIDE ? static_cast<const volatile i64*>(first)[row]
                             : static_cast<const volatile int*>(first)[row];
     }
 };
 
-// Slots of rows without work: padding; and rows that are left out, as there is no such slot or another row names it.
+// Slots of rows without work: padding rows, and rows that are left out because their slot does not exist or another row
+// names the same slot.
 enum { PADDING = -1, LEFT_OUT = -2 };
 
-// Rows of a call that look for their slot in each other: `from` to `to` - 1, relative to the launch's rows. None if the
-// host has looked.
+// Rows that must be searched for repeated slots: `from` to `to` - 1, relative to the launch's rows. Empty if the host
+// has already searched.
 struct Scan {
     int from, to;
     __device__ __forceinline__ bool needed() const { return to - from > 1; }
@@ -37,7 +38,7 @@ struct CallSlots {
     int pad, count;  // the number that means padding; slots 0 to count - 1 exist
     int* left_out;   // how many rows were left out
 
-    // Slot of a row, or what it is instead, apart from the other rows.
+    // Slot of a row, PADDING or LEFT_OUT; without a look at the other rows.
     __device__ __forceinline__ int of(int row) const { return checked(numbers.of(row)); }
     __device__ __forceinline__ int early(int row) const { return checked(numbers.early(row)); }
     __device__ __forceinline__ int checked(i64 number) const {
@@ -51,7 +52,7 @@ struct CallSlots {
         for (int i = scan.from + first; i < scan.to; i += step) found |= numbers.of(i) == slot && i != row;
         return found && slot >= 0;
     }
-    // The slot, or LEFT_OUT if another row names it. By a whole warp, or by a whole block, for one row.
+    // The slot, or LEFT_OUT if another row names the same slot. By a whole warp, or by a whole block, for one row.
     __device__ __forceinline__ int once_in_warp(int row, int slot) const {
         if (!scan.needed()) return slot;
         return __any_sync(0xffffffffu, repeated(row, slot, threadIdx.x % 32, 32)) ? LEFT_OUT : slot;
@@ -60,7 +61,7 @@ struct CallSlots {
         if (!scan.needed()) return slot;
         return __syncthreads_or(repeated(row, slot, threadIdx.x, blockDim.x)) ? LEFT_OUT : slot;
     }
-    // The same by all threads of a block, each for a row of its own; `room`: SCAN_ROOM numbers in shared memory.
+    // The same by all threads of a block, each for its own row; `room`: SCAN_ROOM numbers in shared memory.
     __device__ __forceinline__ int once_by_thread(int row, int slot, int* room) const {
         bool found = false;
         for (int first = scan.from; scan.needed() && first < scan.to; first += SCAN_ROOM) {
@@ -72,13 +73,13 @@ struct CallSlots {
         }
         return found && slot >= 0 ? LEFT_OUT : slot;
     }
-    // By one thread for a row.
+    // Counts a row that is left out. By one thread per row.
     __device__ __forceinline__ void note(int slot) const {
         if (slot == LEFT_OUT && numbers.flags & COUNTED) atomicAdd(left_out, 1);
     }
 };
 
-// A kernel's parameters for the slots of a call, and for what holds for all of a head's calls.
+// A kernel's parameters: SLOT_PARAMETERS differ from call to call, SLOT_LIMITS are constant for a head.
 #define SLOT_PARAMETERS const void *slot_numbers, int slot_flags, int scan_from, int scan_to
 #define SLOT_LIMITS int pad_slot, int slot_count, int *left_out
 #define SLOTS                                                                                      \

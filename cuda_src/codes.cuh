@@ -1,14 +1,14 @@
-// Sketches in codes of 8 bits (SKETCH INT8 or FP8): codes as bf16 operands, and floats as codes.
+// Sketches in codes of 8 bits (SKETCH INT8 or FP8): conversion of codes to bf16 operands, and of floats to codes.
 //
-// A code is one byte: sign and magnitude (INT8, -127 to 127), or e4m3 (FP8). bf16 holds every code exactly, up to the
-// power of two CODE_UNIT. A word of four codes becomes two pairs of bf16, bytes 0 and 2 and bytes 1 and 3. The bits of
-// a code are moved to those of a bf16 number with too small an exponent, mostly a subnormal number, which one product
-// by a power of two makes right. This takes three (INT8) or four (FP8) instructions a pair on all architectures; sm_80
-// has no conversion of e4m3.
+// A code is one byte: sign and magnitude (INT8, -127 to 127), or e4m3 (FP8). bf16 holds code * CODE_UNIT exactly. A
+// word of four codes becomes two pairs of bf16: bytes 0 and 2, and bytes 1 and 3. The code's bits are first placed at a
+// bf16 number's sign, low exponent and mantissa bits. The result is too small by a power of two (and mostly subnormal);
+// one multiplication corrects it. The conversion takes three (INT8) or four (FP8) instructions a pair on all
+// architectures; sm_80 has no instruction that converts e4m3.
 #pragma once
 #include "ring.cuh"
 
-constexpr float CODE_UNIT = SKETCH == INT8 ? 0x1p-6f : 1.f;  // bf16 number that stands for 1
+constexpr float CODE_UNIT = SKETCH == INT8 ? 0x1p-6f : 1.f;  // the bf16 number of code 1
 constexpr float LARGEST_CODE = SKETCH == INT8 ? 127.f : 448.f;
 
 // Codes 0 and 2 (odd: 1 and 3) of a word as a pair of bf16.
@@ -45,7 +45,7 @@ template <int N> struct Codes {
     }
 };
 
-// Code of a number of at most LARGEST_CODE, in the low byte; other bytes are arbitrary. Ties go to even.
+// Code of a number in the low byte; other bytes are arbitrary. |x| is at most LARGEST_CODE. Ties go to even.
 __device__ __forceinline__ u32 code_of(float x) {
     const float most = fabsf(x);
     const u32 sign = __float_as_uint(x) >> 24 & 0x80;
@@ -64,8 +64,8 @@ __device__ __forceinline__ u32 codes_of(const float (&x)[4]) {
                        0x5410);
 }
 
-// Stores a row of LENGTH numbers as codes, by one warp, and returns its scale. `load(n, x)` gets the numbers of word n,
-// which is stored at byte 4 n ^ turn.
+// Stores a row of LENGTH numbers as codes, by one warp, and returns the row's scale. `load(n, x)` gets the four numbers
+// of word n. Word n is stored at byte 4 n ^ turn.
 template <int LENGTH, class Load>
 __device__ __forceinline__ float store_codes(sketch_t* to, int turn, const Load& load) {
     static_assert(LENGTH / 4 <= 32, "one word a lane");
@@ -73,7 +73,7 @@ __device__ __forceinline__ float store_codes(sketch_t* to, int turn, const Load&
     const bool own = lane < LENGTH / 4;
     float x[4] = {};
     if (own) load(lane, x);
-    u32 most = 0;  // bits of a magnitude: NaN is more than any number
+    u32 most = 0;  // bits of the largest magnitude; the bits of NaN exceed those of any number
 #pragma unroll
     for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(fabsf(x[e])));
     const float largest = __uint_as_float(__reduce_max_sync(ALL, most));
@@ -83,7 +83,7 @@ __device__ __forceinline__ float store_codes(sketch_t* to, int turn, const Load&
     if (own) *reinterpret_cast<u32*>(to + (4 * lane ^ turn)) = codes_of(x);
     return fmaf(largest, 0.f, largest * (1.f / (LARGEST_CODE * CODE_UNIT)));  // NaN if a number is not finite
 }
-// Of column `g` of U, in the order that `load_transposed` needs (see multiply_codes), or unchanged.
+// Stores column `g` of U as codes, in the order that `load_transposed` needs (see multiply_codes), or unchanged.
 __device__ __forceinline__ float store_column_codes(const float* column, int g, sketch_t* packed) {
     return store_codes<V>(packed + g * V, code_swizzle(g), [&](int n, float(&x)[4]) {
         const float* const from = column + (SWIZZLED ? n / 4 * 16 + n % 4 * 2 : 4 * n);
@@ -92,7 +92,8 @@ __device__ __forceinline__ float store_column_codes(const float* column, int g, 
         x[0] = low.x, x[1] = SWIZZLED ? high.x : low.y, x[2] = SWIZZLED ? low.y : high.x, x[3] = high.y;
     });
 }
-// Of a map's row: `load(channel, x)` gets four neighbouring channels, which are stored in the order 0, 2, 1, 3.
+// Stores a map's row as codes. `load(channel, x)` gets four neighbouring channels; they are stored in the order
+// 0, 2, 1, 3.
 template <class Load> __device__ __forceinline__ float store_row_codes(sketch_t* to, const Load& load) {
     return store_codes<K>(to, 0, [&](int n, float(&x)[4]) {
         float four[4];

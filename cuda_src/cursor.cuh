@@ -1,5 +1,5 @@
-// The cursor word of a slot, and how calls change it. sketchssm/slots.py describes its bits; reference/engines.py is
-// the twin of these functions.
+// The cursor word of a slot, and how calls change the word. sketchssm/slots.py describes the bits;
+// sketchssm/reference/engines.py has the same functions in Python.
 #pragma once
 #include "call_slots.cuh"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ bool flushes_now(int word, int window) {
 __device__ __forceinline__ int after_token(int word, int window) {
     return flushes_now(word, window) ? 0 : position_of(word) + 1;
 }
-// Whether a row folds what it has committed before it drafts `length` tokens, and its word after that.
+// Whether a row must fold its committed tokens before it drafts `length` tokens.
 __device__ __forceinline__ bool folds_before(int word, int length, int window) {
     return word & DUE || position_of(word) + length > window - 1;
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ int after_commit(int word, i64 accepted) {
     return (word & (POSITION_BITS | DUE)) + kept;
 }
 
-// Lengths of a draft call's rows, at most `tokens` each; null: all of them.
+// Lengths of a draft call's rows, at most `tokens` each; `rows` null: every row drafts `tokens`.
 struct Lengths {
     Numbers rows;
     int tokens;
@@ -46,17 +46,17 @@ struct Lengths {
 struct Clock {
     int* word;
 
-    // The DUE bit that a window begins with.
+    // The DUE bit of the clock, which all rows of the call take over.
     __device__ __forceinline__ int stroke() const { return word ? *word & DUE : 0; }
-    // Moves on by a plain token. By one thread.
+    // Advances the clock by a plain token. By one thread.
     __device__ __forceinline__ void tick(int window) const {
         const int next = after_token(*word, window);
         *word = next | (next == window - 1 ? DUE : 0);
     }
-    // Drafts a row of full length. By one thread.
+    // Advances the clock by a draft of `length` tokens. By one thread.
     __device__ __forceinline__ void draft(int length, int window) const { *word = after_draft(*word, length, window); }
-    // Keeps all of the draft. Without room for as many again, the clock and the call's rows become due; returns that
-    // bit. By all threads of a block.
+    // Commits the clock's whole draft. If the window has no room for another draft of this length, the clock and the
+    // call's rows become due. Returns that DUE bit. By all threads of a block.
     __device__ __forceinline__ int commit(int window) const {
         if (word == nullptr) return 0;
         const int drafted = drafted_of(*word), next = after_commit(*word, drafted);

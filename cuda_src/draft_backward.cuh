@@ -1,4 +1,4 @@
-// The backward pass over a window for a group of drafts: as read_window, with GROUP queries that share keys and decays.
+// The backward pass over a window for a group of drafts: read_window with GROUP queries that share keys and decays.
 #pragma once
 #include "draft_tile.cuh"
 #include "read_backward.cuh"
@@ -27,7 +27,7 @@ __device__ __forceinline__ void read_window_drafts(const Key& key, const Gates& 
             decays[c] = KIND == KDA ? input.quick_decay(coming[i].gates[c], c) : one;
         }
     };
-    // One at a time: tokens that not all drafts see, and one more if the number of the others is odd.
+    // One token at a time: tokens that not all drafts see, and one more token if the number of the others is odd.
     int s = newest;
     load(0, s);
 #pragma unroll 1

@@ -1,11 +1,10 @@
-// State read of a row's drafts in heads without a sketch, as in read_dense.cuh: the state is read once for GROUP
-// drafts.
+// State read of a row's drafts in dense heads, as in read_dense.cuh. The state is read once for GROUP drafts.
 #pragma once
 #include "draft_backward.cuh"
 #include "read_dense.cuh"
 
-// A quarter of the value rows of one (row, head). `tokens`: how many drafts
-// have a place in the outputs, which are zeros past the row's `length`.
+// A quarter of the value rows of one (row, head). `tokens`: drafts of a row in the output array; outputs past the row's
+// `length` are zeros.
 __device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head, int row, int slot, int pos,
                                                   int length, int tokens, int part) {
     const int lane = threadIdx.x % 32, count = pos + length;

@@ -1,12 +1,13 @@
 // Products along K for a group of drafts on the tensor cores (MATRIX): token weights c_ts, map times x_t, B^T x_t.
 //
 // The group's drafts share the keys, the map and the pivots; each draft t has its own query and its own last token,
-// `last` + t. Drafts past the row's last one repeat it, and nobody uses their results.
+// `last` + t. Drafts past the row's last draft repeat the last draft, and their results are not used.
 #pragma once
 #include "draft_tile.cuh"
 
-// Right operand of rows that are left operands as stored (see QueryFragment): GROUP queries instead of one. Columns 2t
-// and 2t + 1 hold the two halves of query t, so that <row r, query t> is `product` in lane (r, t). `row(t)` is query t.
+// Right operand for products with rows that are left operands as stored (see QueryFragment), here with GROUP queries.
+// Columns 2t and 2t + 1 hold the two halves of query t, so that <row r, query t> is `product` in lane (r, t). `row(t)`
+// is query t.
 template <class Row> __device__ __forceinline__ void load_queries(QueryFragment& to, const Row& row) {
     const int column = threadIdx.x % 32 / 4;
     const u32* const words = reinterpret_cast<const u32*>(row(column / 2)) + column % 2;

@@ -10,7 +10,7 @@ template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int in
 
 constexpr int GROUP = 4;  // drafts of a row whose outputs are computed together
 
-// The rows of a block's tiles, {slot, cursor word} each, seen at draft t: as BlockRows.
+// The rows of a block's tiles, {slot, cursor word} each, as BlockRows of draft t.
 struct DraftRows {
     const int2* rows;
     int first_row, tokens, t;
@@ -23,7 +23,7 @@ struct DraftRows {
     }
 };
 
-// bytes: its size in shared memory; 0 if nothing is read. row -1: past the last tile.
+// bytes: the tile's size in shared memory, 0 if nothing is read. row: -1 past the last tile.
 struct DraftTile {
     int row, index, slot, pos, length, bytes;
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
@@ -115,7 +115,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& b
         tile.bytes, full);
 }
 
-// Small intermediate results in shared memory, one per warp; for a group of drafts.
+// Small intermediate results for a group of drafts in shared memory, one DraftScratch per warp.
 struct DraftScratch {
     union {
         struct {
@@ -134,8 +134,8 @@ struct DraftScratch {
 };
 
 // Calls multiply(rows, to, stride) for all operand tiles of eight rows: the pivots of all heads, then each head's map.
-// Results of draft t belong at to + t * stride. The next map rows are loaded ahead, as a shared projection is in global
-// memory.
+// multiply stores the results of draft t at to + t * stride. The next map rows are loaded ahead, because a shared
+// projection is in global memory.
 template <class Multiply>
 __device__ __forceinline__ void for_operand_tiles(const Arguments& arg, const DraftBuffer& buffer,
                                                   const TileHeads& heads, const MapRow& first_rows,

@@ -2,7 +2,8 @@
 // read_values.cuh. On the tensor cores, the eight columns of a right operand are two slices of the weights of GROUP
 // drafts; left operands are 16 rows of one head.
 //
-// A value that is not finite spoils all drafts of its group at its channels, also those before it.
+// Products with weight 0 are not left out: a value that is not finite makes its channel's outputs not finite in all
+// drafts of the group, also in the drafts before the value.
 #pragma once
 #include "draft_backward.cuh"
 #include "draft_project.cuh"

@@ -1,7 +1,6 @@
-// How a warp of the draft read works through its tiles, and the scores that a block computes for all of them.
+// A warp's loop over the tiles of a draft read, and the scores that a block computes for all of its tiles.
 //
-// As read_whole_tiles (read_warp.cuh), for all kinds: a warp's tiles take turns at the two ends of its memory, and the
-// next one is on its way while the warp works on this one, if both fit.
+// The loop is that of read_whole_tiles (read_warp.cuh), for all kinds.
 #pragma once
 #include "schedule.cuh"
 #include "draft_values.cuh"
@@ -11,20 +10,20 @@ constexpr int MAX_SCORES = 128;  // most key heads of a block with SHARED_SCORES
 constexpr int LARGEST_DRAFT =
     DraftBuffer::bytes(W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS, TILE_HEADS * sketch_elements(RANK_MAX));
 
-// <k_s, q_t> of a row at one key head, where the block computes them (SHARED_SCORES).
+// Scores <k_s, q_t> of a row at one key head, computed once per block (SHARED_SCORES).
 struct DraftScores {
     float of[MAX_DRAFTS][16];
     WarpMbarrier full;
 };
 
-// Header of a warp's part. Then: room for at least one tile.
+// Header of a warp's part. After it: room for at least one tile.
 struct DraftMemory {
     DraftScratch scratch;
     alignas(128) char tiles[1];
 };
 constexpr int DRAFTS_OFFSET = (sizeof(DraftMemory) - 1) / 128 * 128;
 
-// Scores of `count` key heads from `first` on, dealt out to `warps` warps of which this is number `warp`.
+// Scores of `count` key heads from `first` on. The key heads are divided among `warps` warps; this is number `warp`.
 __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const DraftRows& own_rows, int first,
                                                      int count, int warp, int warps, DraftScores* scores) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -58,7 +57,7 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
     }
 }
 
-// The block's tiles begin to begin + count - 1, as TileReader.
+// The block's tiles, `begin` to `begin + count - 1`, as in TileReader.
 struct DraftReader {
     const Arguments& arg;
     BlockMemory& block;

@@ -3,11 +3,15 @@
 // Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds the
 // sketch and its coefficient map, and writes the state back. The kernel is persistent: a fixed number of blocks claims
 // the (row, head) tiles one by one (TileScheduler), so that all blocks work on neighbouring memory at any time. Warps
-// are specialised and meet at mbarriers in shared memory: flush_roles.cuh has the diagram.
+// are specialised and synchronise by mbarriers in shared memory: flush_roles.cuh has the diagram.
 //
-// mode STEP: the rows that the read kernel has listed, whose windows end with this token; `ticks`: the clock moves on.
-// mode FOLD: all rows that have buffered tokens; no output. mode LOAD: newly loaded states; nothing to fold.
-// mode DRAFT: rows that must fold before they draft (see read_draft.cu); no output.
+// mode    rows                                                                    output
+// STEP    listed by the read kernel: windows that end with this token             yes
+// FOLD    all with buffered tokens                                                no
+// LOAD    newly loaded states; nothing to fold, only sketches                     no
+// DRAFT   rows that must fold before they draft (see read_draft.cu)               no
+//
+// `ticks` (STEP): the head's clock moves on.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
 #include "flush_roles.cuh"

@@ -1,5 +1,5 @@
-// Warp roles of the flush. Every warp iterates over the block's tiles. Warps synchronise by mbarriers only, except that
-// the transform warps also meet at a named barrier.
+// Warp roles of the flush. Every warp iterates over the block's tiles. Warps synchronise by mbarriers. Named barriers
+// are used only among the transform warps, and within a group of warps that scales an extreme state.
 //
 // RAW_KEYS (bf16 mamba2 and gdn), two to four blocks per multiprocessor:
 //
@@ -35,16 +35,20 @@
 // operands_full [KEY]        transform warps                  fold warps, producer (keys are free), solver (not kda)
 // gram_full [SOLVE]          transform warps (kda)            solver
 // solve_full [SOLVE]         solver                           fold warps, producer (keys are free)
-// operands_empty [OPERAND]   fold warps                       solver (values; keys if RAW_KEYS), transform warps
+// operands_empty [OPERAND]   fold warps                       solver (values; if RAW_KEYS keys, solve), transform warps
 // state_folded [STATE][b]    fold warp of the block           producer (to store), sketch warps
 // state_empty [STATE][b]     sketch warps                     producer (to load the next state)
 // first_keys_full            transform warp 0, once           producer (first keys go ahead of first states)
 // basis.full                 copies of epilogue warp          warps that sketch
-// columns_full, sums_full    warps that sketch: U, then S U   epilogue warp; columns_full: also a single group's warps
+// columns_full, sums_full    warps that sketch: U, then S U   epilogue warp; columns_full: warps of a single group;
+//                                                             sums_full: sketch warps if U has one stage
 // columns_empty, sums_empty  epilogue warp                    warps that sketch
 // columns_stored             warps that sketch                epilogue warp (extreme states of several groups)
 // gram_empty                 epilogue warp (dense maps)       the other epilogue warp
 // group_sync                 warps of a group                 warps of the group
+//
+// "Warps that sketch" are the fold warps (RAW_KEYS) or the sketch warps. The arrow from them to U in global memory
+// starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
 #pragma once
 #include "flush_tiles.cuh"
 
@@ -108,7 +112,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     }
 }
 
-// A warp's part of a tile's sketch, if the head has one (info.x is its rank); `then` as in sketch_head.
+// A warp's part of a tile's sketch, if the head has a sketch (info.x is its rank); `then` as in sketch_head.
 template <class Then>
 __device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group,
                                             int member, int& sketch_n, Then then) {
@@ -122,8 +126,8 @@ __device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& til
     release_rows(member, then);
 }
 
-// Fold warp. Waits for: keys.full or operands_full, rows.full, solve_full, values.full. Signals: operands_empty,
-// state_folded. RAW_KEYS: it also loads and stores its own row block, and sketches it.
+// Fold warp. Waits for: keys.full (RAW_KEYS) or operands_full, rows.full, solve_full, values.full. Signals:
+// operands_empty, state_folded. With RAW_KEYS the fold warp also loads, sketches and stores its own row block.
 __device__ __forceinline__ void run_fold_warp(const Flush& f) {
     BlockMemory& m = f.m;
     const int block = threadIdx.x / 32;
@@ -157,9 +161,9 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile
 }
 
 // Producer warp (not RAW_KEYS): loads states, stores them when they are folded, and loads keys (except a block's first
-// ones). Waits for: operands_full and solve_full (the keys' stage is free: transform warps and solver are done with
-// it), state_folded (to store), state_empty (to load). Signals: keys.full, rows.full, by its copies. With two
-// PREPARED_STAGES the next keys are usually requested before the previous tile's state is folded.
+// KEY_STAGES tiles, which the solver loads). Waits for: operands_full and solve_full (transform warps and solver have
+// released the keys' stage), state_folded (to store), state_empty (to load). Signals: keys.full, rows.full, by its
+// copies. With two PREPARED_STAGES the next keys are usually requested before the previous tile's state is folded.
 __device__ __forceinline__ void run_producer_warp(const Flush& f) {
     auto follow = [&](int n) {
         f.m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
@@ -237,9 +241,9 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
     }
 }
 
-// Solver warp (`solves`): claims tiles, loads values (and keys with RAW_KEYS), and solves the delta rule's triangular
-// system one tile ahead. Waits for: keys.full, gram_full or operands_full; operands_empty. Signals: solve_full,
-// queue.full.
+// Solver warp (`solves`): claims tiles, loads values (and keys with RAW_KEYS; otherwise only the first keys), and
+// solves the delta rule's triangular system one tile ahead. Waits for: keys.full (RAW_KEYS), gram_full (kda) or
+// operands_full; operands_empty; queue.empty. Signals: solve_full, queue.full; keys.full, values.full, by its copies.
 //
 // Epilogue warp (`member` 0 or 1; -1 for none): finishes every EPILOGUE_WARPS-th sketch and loads the next head's
 // basis. Waits and signals: see finish_sketch.
@@ -285,12 +289,12 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
         const int n = tiles.n;
         if (solves) {
             // RAW_KEYS: claim as late as possible. The sooner a claimed tile is loaded, the closer in memory are the
-            // loads of all blocks. Transform warps need their keys earlier, so that claim was begun a tile before.
+            // loads of all blocks. Transform warps need their keys earlier, so their claim began one tile earlier.
             if (!RAW_KEYS) claim.push(n);
             claim.begin();
             const FlushTile next = tiles.ahead(1);
             solve(next, n + 1);
-            claim.find();  // its load overlaps with what follows, unless the tile is pushed at once
+            claim.find();  // without RAW_KEYS, the load overlaps with the rest of this iteration
             if (RAW_KEYS) claim.push(n);
             if (next.exists()) {
                 wait_operands_empty(m, n);

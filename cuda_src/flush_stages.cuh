@@ -1,4 +1,10 @@
-// Pipeline stages of the flush in shared memory: keys, values, states.
+// Pipeline stages of the flush in shared memory:
+//
+//   KeyStage     keys and log-decays (kda) of the window's tokens, and the query
+//   ValueStage   values of the window's tokens
+//   StateStage   one row block (16 value rows) of a state
+//
+// flush_roles.cuh has the diagram of all roles, buffers and barriers.
 #pragma once
 #include "fragments.cuh"
 #include "ring.cuh"
@@ -6,9 +12,9 @@
 constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as stored: no transform warps
 
 // Warps that sketch form groups. RAW_KEYS: the fold warps, each with its own row block, in groups of GROUP_WARPS.
-// Otherwise a block has the multiprocessor for itself, and one group of GROUP_WARPS extra warps sketches a state while
-// the fold warps work on the next one.
-constexpr int GROUP_WARPS = !RAW_KEYS || ROW_BLOCKS % 4 == 0 ? 4 : ROW_BLOCKS % 3 == 0 ? 3 : ROW_BLOCKS;  // of a group
+// Otherwise a block has the multiprocessor to itself, and one group of GROUP_WARPS extra warps (the sketch warps)
+// sketches a state while the fold warps work on the next state.
+constexpr int GROUP_WARPS = !RAW_KEYS || ROW_BLOCKS % 4 == 0 ? 4 : ROW_BLOCKS % 3 == 0 ? 3 : ROW_BLOCKS;
 constexpr int GROUP_BLOCKS = RAW_KEYS ? GROUP_WARPS : ROW_BLOCKS;
 
 // Numbers of named barriers: of the transform warps, and of the first group of warps that sketch.
@@ -19,8 +25,8 @@ constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the wind
 constexpr int KEY_ROW = RAW_KEYS ? K + 16 : K;
 constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // the transform warps store WP rows of decays
 
-// Keys of one key head, log-decays per channel (kda), and the query. Raw gates are copied to the ends of the rows in
-// which their decays will be stored.
+// Keys of one key head, log-decays per channel (kda), and the query. Raw gates are copied to the end of a row of `g`,
+// and their decays then overwrite the row.
 struct KeyStage {
     alignas(16) act_t k[WP][KEY_ROW];
     alignas(16) act_t q[K];
@@ -30,8 +36,8 @@ struct KeyStage {
     __device__ __forceinline__ gate_t* given_gates(int s) {
         return reinterpret_cast<gate_t*>(g[s % GATE_ROWS]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
     }
-    // Place of a channel's log-decay, and of what replaces it in turn: a decay, a product of decays, a share of the
-    // Gram matrix (transform_keys.cuh).
+    // Address of a channel's log-decay. Later the same address holds a decay, then a product of decays, then a share of
+    // the Gram matrix (transform_keys.cuh).
     __device__ __forceinline__ float* gate(int s, int channel) { return &g[0][0] + s * GATES + channel; }
     __device__ __forceinline__ const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
@@ -74,7 +80,8 @@ struct ValueStage {
     }
 };
 
-// Norm of a warp's rows if float32 cannot hold the sum of their squares, or if they are zeros. Rare, so not inlined.
+// Norm of a warp's rows if float32 cannot hold the sum of their squares, or if the rows are zeros. Rarely called, so
+// not inlined.
 __device__ __noinline__ float scaled_norm(StateBlock& rows) {
     float most = 0, squares = 0, power = 1;
 #pragma unroll 1
@@ -113,8 +120,8 @@ struct StateStage {
     }
 };
 
-// Lane map of the values to write: a thread has rows r and r + 8 of an operand, whose columns 2c, 2c+1, 8+2c, 9+2c
-// stand for these tokens of the block of 16 (RAW_KEYS: the same; otherwise neighbours).
+// Lane map of the values to write. A thread has columns 2c, 2c+1, 8+2c, 9+2c of rows r and r + 8 of an operand.
+// token_of maps them (e = 0 to 3) to tokens of the block of 16: the same numbers with RAW_KEYS, otherwise 4c to 4c+3.
 __device__ __forceinline__ int token_of(int block, int e) {
     return 16 * block + (RAW_KEYS ? 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2 : 4 * (threadIdx.x % 4) + e);
 }

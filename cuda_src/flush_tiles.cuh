@@ -10,15 +10,15 @@
 
 enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
-// Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue where one more warp would leave all
-// of them too few registers: 20 warps on a multiprocessor have 96 registers each.
+// Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
+// leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
 constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
 constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
 static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
 constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
               FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0);
 constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
-constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // of the key operands that fold warps read
+constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
 
 // Work tile: a slot, index = row * HEADS + head, and the number of tokens in the ring. slot < 0: past the last tile.
 struct alignas(8) FlushTile {
@@ -29,10 +29,10 @@ struct alignas(8) FlushTile {
     __device__ __forceinline__ int head() const { return index % HEADS; }
 };
 
-// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, a grid's width
-// apart; the solver warp then claims one tile at a time for the whole block. Claims replace even shares because memory
-// serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up to 10% after
-// the rest.
+// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart.
+// The solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly, because
+// memory serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up to 10%
+// after the others.
 struct TileScheduler {
     static constexpr int LENGTH = 8, AHEAD = RAW_KEYS ? 2 : 3, RELEASE_GROUP = 2;
     static_assert(AHEAD >= KEY_STAGES + !RAW_KEYS && AHEAD >= 2,
@@ -104,15 +104,15 @@ template <int STATE_STAGES> struct BlockMemoryOf {
 };
 template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
 template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
-// Two state stages if a block has the multiprocessor for itself and room; two blocks on one multiprocessor overlap
-// anyway, but states of 16 bits leave room for two stages of each. 128 bytes of a block remain for static shared memory
+// Two state stages if they fit, and if the block has the multiprocessor to itself or states have 16 bits. (Several
+// blocks on a multiprocessor overlap even with one stage each.) 128 bytes of a block remain for static shared memory
 // (STATIC_SHARED on the host), and 1024 for the system.
 constexpr int BLOCK_SHARED = (MOST_SHARED + 1024) / MIN_BLOCKS - 1024 - 128;
 typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= BLOCK_SHARED>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
-// Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes, and
-// writes, the same. `room`: shared memory for SCAN_ROOM numbers.
+// Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
+// the same list. `room`: shared memory for SCAN_ROOM numbers.
 __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots,
                                          const Lengths& lengths, int batch, int mode, int* room) {
     __shared__ int counts[WARPS];
@@ -143,7 +143,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
     return total;
 }
 
-// The launch's arguments, and what they mean for a tile.
+// The launch's arguments, and a tile's addresses and scalars derived from them.
 struct Flush {
     BlockMemory& m;
     Memory memory;
@@ -172,7 +172,7 @@ struct Flush {
     __device__ __forceinline__ out_t* output(const FlushTile& tile) const {
         return out.of(tile.row()) + tile.head() * V;
     }
-    // {rank, offsets} of the tile's head in the plan; zeros where no head has a sketch.
+    // {rank, offsets} of the tile's head in the plan; zeros if no head has a sketch.
     __device__ __forceinline__ int4 head(const FlushTile& tile) const {
         return SKETCHED_HEADS ? heads[tile.head()] : make_int4(0, 0, 0, 0);
     }
@@ -190,7 +190,7 @@ struct Flush {
     }
 };
 
-// Tile i of all: tiles of a row follow one another; `entry` is the row's.
+// Tile number i of the flush. The tiles of a row are consecutive; `entry` is the row's entry in the schedule.
 constexpr FlushTile NO_TILE{-1, 0, 0};
 __device__ __forceinline__ FlushTile tile_at(int i, const DueRow& entry) {
     return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered};
@@ -210,7 +210,8 @@ struct TileIterator {
     }
 };
 
-// The solver's claim of a tile, in three steps, because the first two wait for global memory.
+// The solver's claim of a tile, in three steps: `begin` and `find` start accesses of global memory, and other work can
+// overlap with them.
 struct TileClaim {
     const Flush& flush;
     int number;
@@ -222,7 +223,7 @@ struct TileClaim {
     __device__ __forceinline__ void find() {
         number = __shfl_sync(ALL, number, 0) + TileScheduler::AHEAD * gridDim.x;
         entry =
-            flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: stale, not used
+            flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: a stale entry, not used
     }
     __device__ __forceinline__ void push(int n) {
         flush.m.queue.push(n + TileScheduler::AHEAD, number < flush.count * HEADS ? tile_at(number, entry) : NO_TILE);

@@ -4,8 +4,8 @@
 // In codes the split form is stored: Q = U (W / sqrt(mu))^T and B = (W / sqrt(mu)) (S U)^T, whose product is U times
 // the map.
 //
-// One elimination gives the lower triangle W with U^T U / mu + ridge I = W^-1 W^-T; the map is W^T W (S U)^T / mu, two
-// products on the tensor cores. Places past the rank hold zeros, with the ridge on the diagonal.
+// One elimination gives the lower triangular W with U^T U / mu + ridge I = W^-1 W^-T. The map is W^T W (S U)^T / mu,
+// two products on the tensor cores. Rows and columns past the rank hold zeros, with the ridge on the diagonal.
 #pragma once
 #include "map_sums.cuh"
 
@@ -30,8 +30,8 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
 }
 
 // Replaces the matrix by W times `scale`. A lane has one column of the matrix or of the identity, and subtracts the
-// pivot row from the others. The pivot row is always register 0, so this is a loop: code must stay short beside all
-// other roles'.
+// pivot row from the other rows. The pivot row is always in register 0, so that the elimination can be a rolled loop:
+// the code must stay short because the other roles share the instruction cache.
 template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, float scale, float ridge) {
     constexpr int N = 8 * TILES;
     const int lane = threadIdx.x % 32, column = lane % N;

@@ -31,8 +31,8 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
     __syncwarp();
 }
 
-// Factors of the map; `prior` puts what the pivots miss where calibration saw energy. U and the sums are read first and
-// then released for the next tile.
+// Factors of the map. `prior` distributes the energy that the pivots miss as in calibration. U and the sums are read
+// first and then released for the next tile.
 template <class Wait>
 __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u,
                                               WarpMbarrier& columns_empty, WarpMbarrier& sums_empty, sketch_t* packed,
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     sketch_t* const b = packed + rank * V;
     const SmallPart<small_t> small(packed, rank);
     const float root = rsqrtf(mu);
-    constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; few, for short code, if roles share the cache
+    constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; fewer make the code of many roles shorter
     Packed<CODED ? BF16 : SKETCH, MINE> rows[AHEAD];
 #pragma unroll
     for (int g = 0; g < AHEAD; g++) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
     columns_empty.arrive();
     wait_sums();
 
-    constexpr int EACH = (RANK_MAX + 31) / 32;  // columns of U of a lane
+    constexpr int EACH = (RANK_MAX + 31) / 32;  // a lane's columns of U
     float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the inverse of its diagonal
     float image[PIVOTS][MINE];                  // S U_p, then B
     float low[EACH][PIVOTS], residual[EACH];    // U^T U_p, then L; the residual's diagonal

@@ -1,7 +1,8 @@
-// Dense map (ridge, exact) of more than 16 columns, from exact blocks, by one warp, by Cholesky:
-// (U^T U / mu + ridge I)^-1 (S U)^T / mu. In codes the split form of the same product, without the back substitution.
+// Dense map (ridge, exact) of more than 16 columns, from exact blocks, by one warp, with a Cholesky factor:
+// (U^T U / mu + ridge I)^-1 (S U)^T / mu. In codes the split form of the same product is stored, and there is no back
+// substitution.
 //
-// Works on panels of 8 columns of U in registers. Places past the rank hold zeros, with the ridge on the diagonal.
+// Panels of 8 columns of U are in registers. Rows and columns past the rank hold zeros, with the ridge on the diagonal.
 #pragma once
 #include "map_sums.cuh"
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
     __syncwarp();
 }
 
-// Cholesky factor in place of the lower triangle, with the inverse of its diagonal. A lane has row first + lane of a
+// Replaces the lower triangle by its Cholesky factor, with inverted diagonal elements. A lane has row first + lane of a
 // panel.
 __device__ __forceinline__ void factor_gram(SketchMemory& m, int rank, float ridge) {
     constexpr int EACH = (RANKS + 31) / 32;
@@ -94,8 +95,9 @@ template <int N> struct Panel {
         for (int n = 0; n < N; n++) x[i][n] -= factor * row[n];
     }
 
-    // Row panels of L^-1 x from the first to the last one, a lane its own channels of all rows. `load(row, to)` gets a
-    // row of x. Panels are stored at(row), which may be where they were loaded; the last one only if LAST.
+    // Forward substitution: row panels of L^-1 x, from the first to the last. A lane has its own channels of all rows.
+    // `load(row, to)` gets a row of x. Panels are stored at(row), which may be the address that they were loaded from;
+    // the last panel is stored only if LAST.
     template <bool LAST, class Load, class At>
     __device__ __forceinline__ void substitute_forward(const SketchMemory& m, int rank, const Load& load,
                                                        const At& at) {

@@ -1,12 +1,13 @@
-// Common to all maps: a lane's channels, products of columns of U, sums over groups.
+// Helpers of all maps: a lane's channels, products of columns of U, sums over groups.
 #pragma once
 #include "sketch.cuh"
 
 constexpr int MINE = K / 32;  // neighbouring channels of a lane
-// A pivot whose squared relative residual is at most this is left out: PIVOT_TOLERANCE squared.
+// A pivot is left out if its squared relative residual is at most INDEPENDENT, the square of PIVOT_TOLERANCE
+// (sketchssm/reference/maps.py).
 constexpr float INDEPENDENT = 9e-6f;
-// A pivot whose square is below SURE times the square's error is left out too. Products of columns have a relative
-// error of ROUNDING, and earlier small pivots enlarge it.
+// A pivot is also left out if its square is below SURE times the error of the square. Products of columns have a
+// relative error of ROUNDING; earlier small pivots enlarge this error.
 constexpr float ROUNDING = 0x1p-22f, SURE = 16;
 
 // Neighbouring channels of row i of S U, summed over groups.
@@ -32,8 +33,8 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
-// Stores the split form as codes: Q, which has taken the place of U, and B, which has taken the place of the first
-// group's sums. By one warp. `missing`: what the scales lack.
+// Stores the split form as codes, by one warp. Q has replaced U, and B has replaced the first group's sums. `missing`:
+// factor that the scales are multiplied by.
 __device__ __forceinline__ void store_split(const Columns& q, const Sums& b, sketch_t* packed, int rank,
                                             float missing) {
     const SmallPart<float> small(packed, rank);
@@ -47,8 +48,8 @@ __device__ __forceinline__ void store_split(const Columns& q, const Sums& b, ske
     }
 }
 
-// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of
-// columns i + r and i + 8 + r, in all four lanes of r. Places past the rank are zeros.
+// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of columns i + r and
+// i + 8 + r, in all four lanes of r. Results past the rank are zeros.
 __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j,
                                                  float (&dots)[4], float (&squares)[2]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;

@@ -1,8 +1,12 @@
 // Epilogue of a sketch: the coefficient map, from U and the groups' sums of S U.
 //
-// factors (lowrank, prior): the pivots are Q = U_p R^-1, with R the Cholesky factor of their Gram matrix, so that
-// B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution. own (ridge, exact): a
-// dense map from exact blocks. sketchssm/reference/maps.py has the equations.
+// MAP   map              computed as
+// 0     lowrank, prior   factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p, so
+//                        B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution
+// 1     ridge, exact     a dense matrix from U^T U and (S U)^T
+// 2     offline          nothing: the map is shared by all states
+//
+// sketchssm/reference/maps.py has the equations.
 #pragma once
 // Not inside the conditions: the sources are joined without a preprocessor.
 #include "sketch_scale.cuh"
@@ -19,8 +23,8 @@
 // counts the block's sketches. `then(block)` is called for each row block that the warp no longer needs; with
 // FOLD_WARPS_SKETCH once, when the group no longer needs the warp's row block.
 //
-// Waits for: columns_empty, sums_empty, basis.full; columns_full or group_sync (U of the whole group). Signals:
-// columns_full, sums_full, columns_stored.
+// Waits for: columns_empty, sums_empty, basis.full; columns_full or group_sync (U of the whole group is stored);
+// sums_full of the sketch before (see below). Signals: columns_full, sums_full, columns_stored, group_sync.
 template <class Then>
 __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* rows, int group,
                                             int member, sketch_t* packed, int rank, int& sketch_n, Then then) {
@@ -66,7 +70,8 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
 }
 
 // The epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
-// sums_full; columns_stored if the state is extreme. Signals: columns_empty, sums_empty.
+// sums_full; columns_stored if the state is extreme; gram_empty (dense maps with two epilogue warps). Signals:
+// columns_empty, sums_empty, gram_empty.
 template <class Then>
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& barriers,
                                               [[maybe_unused]] sketch_t* packed,
@@ -91,9 +96,9 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& b
     } else if constexpr (EPILOGUE_STORES && !CODED) {
         store_columns(u, packed, rank);
     }
-    [[maybe_unused]] const float missing = CODED ? inverse_of_power(power) : 1.f;  // what scales of U lack
+    [[maybe_unused]] const float missing = CODED ? inverse_of_power(power) : 1.f;  // factor for the scales of U's codes
     const float norm = power * u.norm<ROW_BLOCKS>(0), squares = warp_sum(norm * norm);
-    const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the bound is for zeros
+    const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the lower bound is for states of zeros
 #if MAP == 0
     if constexpr (CODED) store_column_codes(u, packed, rank, missing);
     store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],

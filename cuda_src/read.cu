@@ -1,24 +1,24 @@
-// Read step: the tokens of a window that need no full state, except in heads without a sketch.
+// Read step: outputs of the rows whose windows do not end with this token.
 //
-// Appends the row's token to its ring and computes o = (state read of the effective query) + (output of the buffered
-// tokens). The state read is U C x for a head with a sketch, S^T x for a dense head. Buffered replay is the variant
-// whose heads are all dense. Rows that are due for a flush are listed in `Schedule` for flush.cu, which also advances
-// the cursors.
+// Appends each row's token to the row's ring and computes o = (state read of the effective query x) + (output of the
+// buffered tokens). The state read is U C x for a head with a sketch, and S^T x for a dense head. Replay is the variant
+// in which all heads are dense. Rows that are due for a flush are only listed in `Schedule`; flush.cu computes their
+// outputs and advances the cursors of all rows.
 //
-// One block per multiprocessor takes an even share of the (row, head group) tiles. Its warps work alone
+// One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read_warp.cuh).
 //
-// -D constants besides common.cuh's: W, DENSE_HEADS, SKETCHED_HEADS, RANK_MAX, PIVOTS, MAP (0 factors, 1 dense,
-// 2 shared), SKETCH (type of sketches and maps: 0 bf16, 2 float32,
-// 3 int8, 4 fp8).
+// -D constants besides common.cuh's: W, DENSE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form
+// of the map: 0 factors, 1 a matrix per state, 2 a matrix shared by all states), SKETCH (type of sketches and maps:
+// 0 bf16, 2 float32, 3 int8, 4 fp8).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"
 #include "read_dense.cuh"
 #include "read_warp.cuh"
 
-// Most key heads of a block with SHARED_SCORES. The host starts enough blocks: whole rows, and a part of a row at each
-// end.
+// Most key heads of a block with SHARED_SCORES. The host starts enough blocks that no block has more: a block's tiles
+// are whole rows, and a part of a row at each end.
 constexpr int MAX_SCORES = 128;
 constexpr int BLOCK_BYTES = sizeof(BlockMemory);
 
@@ -69,12 +69,12 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int slot = slots.early(first_row + i);
         if (slot < 0) continue;
         prefetch(arg.memory.cursor.of(slot));
-        if (DENSE_HEADS == 0 && i == threadIdx.x) early_slot = slot;  // not with dense heads: registers
+        if (DENSE_HEADS == 0 && i == threadIdx.x) early_slot = slot;  // dense heads leave no register for early_slot
     }
 #endif
     wait_for_previous_kernel();
 #if DENSE_HEADS
-    // Four warps for a dense head of a row: the whole block if there are no sketches, which keeps the path uniform.
+    // Four warps for a dense head of a row. Without sketches, the four warps are the whole block: no divergence.
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
         const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
@@ -133,23 +133,24 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         }
         __syncthreads();
     }
-    // Let the flush start beside the reads. By the warp that is likely to finish its copies last.
+    // Let the flush start while the reads continue. By the warp that is likely to finish its copies last.
     if (threadIdx.x == blockDim.x - 1) {
-        if (DENSE_HEADS == 0) schedule->report_listed();  // dense heads look at their cursors later
+        if (DENSE_HEADS == 0) schedule->report_listed();  // with dense heads, other warps may still need cursors
         allow_next_kernel();
     }
     if (block.max_tokens < 0) return;  // all rows are due
 
-    // As many active warps as have room for the largest tile.
+    // As many active warps as fit, each with room for the largest tile.
     const int pool_at =
         round_up_128(BLOCK_BYTES + rows * static_cast<int>(sizeof(int2)) + keys * static_cast<int>(sizeof(KeyScores)));
     const int largest = TileBuffer::bytes(BOTH_HALVES, block.max_tokens, block.max_elements),
               room = TILES_OFFSET + round_up_128(largest);
-    // At least one: the host asks for read_shared_bytes. A ballot, because a division would delay all warps.
+    // At least one warp fits, because the host asks for read_shared_bytes. The ballot replaces a division, which would
+    // delay all warps.
     const int fit = __popc(__ballot_sync(ALL, (lane + 1) * room <= shared_bytes - pool_at));
     const int active_warps = min(min(static_cast<int>(blockDim.x) / 32, count), fit),
               part_bytes = 128 * quotient((shared_bytes - pool_at) / 128, active_warps);
-    // Scores: by the warps whose tiles arrive last.
+    // The warps whose tiles arrive last compute the scores.
     const int scoring = (active_warps + 1) / 2;
     if (SHARED_SCORES && warp >= scoring)
         compute_scores(arg, own_rows, first_key, keys, warp - scoring, static_cast<int>(blockDim.x) / 32 - scoring,

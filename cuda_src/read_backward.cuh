@@ -1,9 +1,9 @@
-// Products along K on the token-by-token path (TWO_HALVES): go back over the tokens to the effective query, then
-// multiply the query with the coefficient map and the pivots.
+// Products along K on the token-by-token path (TWO_HALVES): the effective query by a backward pass over the tokens,
+// then its products with the coefficient map and the pivots.
 #pragma once
 #include "read_sketch.cuh"
 
-// Weights of the tokens and this lane's channels of the effective query, for one head; needs the key half only.
+// Token weights, and this lane's channels of the effective query, for one head. Needs only the key half of the tile.
 __device__ __forceinline__ void walk_back(const TileBuffer& buffer, const TokenScalars& gates,
                                           const GateInput<LK>& input, Scratch& scratch, float (&x)[LK]) {
     const int lane = threadIdx.x % 32;
@@ -68,7 +68,8 @@ __device__ __forceinline__ void project_lanes(const Arguments& arg, const TileBu
     }
 }
 
-// The same on the tensor cores, for bf16 storage. The caller has loaded the map's first and second eight rows, if any.
+// The same on the tensor cores, for bf16 storage. The caller has loaded the map's first and second eight rows, if the
+// map has them.
 __device__ __forceinline__ void project_slices(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
                                                const MapRow& first_rows, const MapRow& second_rows,
                                                Scratch& scratch) {

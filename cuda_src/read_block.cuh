@@ -1,9 +1,9 @@
-// Work that a block does for all of its tiles: appending the newest tokens to the ring, and the shared scores.
+// Work for all tiles of a block: appending the newest tokens to the rings, and the shared scores.
 #pragma once
 #include "read_sketch.cuh"
 
-// The newest token's contribution to one array of the ring, for heads `from` to `to` - 1 (counted on from row to row),
-// LENGTH elements each. A warp moves one piece at a time.
+// The newest token's part of one array of the ring, LENGTH elements a head, for heads `from` to `to` - 1. Heads are
+// numbered through over all rows: head h of row i has number i * ROW_HEADS + h. A warp moves one piece at a time.
 template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTokenArray {
     struct alignas(LENGTH == 1 ? sizeof(T) : 16) Chunk {
         T x[LENGTH == 1 ? 1 : 16 / sizeof(T)];
@@ -35,7 +35,7 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
     }
 };
 
-// The newest tokens of heads `from` to `to` - 1: what is appended to the ring.
+// The newest tokens of heads `from` to `to` - 1 in all arrays of the ring.
 struct NewTokens {
     NewTokenArray<HEADS, V, act_t, true> values;
     NewTokenArray<KEY_HEADS, K, act_t> keys;
@@ -61,8 +61,8 @@ struct NewTokens {
     }
 };
 
-// Scores <k_s, q> of a row's tokens, for `count` key heads from `first` on, dealt out to `warps` warps of which this is
-// number `warp`.
+// Scores <k_s, q> of the tokens, for `count` key heads from `first` on. The key heads are divided among `warps` warps;
+// this is number `warp`.
 __device__ __forceinline__ void compute_scores(const Arguments& arg, const BlockRows& own_rows, int first, int count,
                                                int warp, int warps, KeyScores* scores) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;

@@ -1,8 +1,8 @@
-// Bulk copies that bulk_load a tile into its warp's part of shared memory.
+// Bulk copies of a tile into its warp's part of shared memory.
 #pragma once
 #include "read_tile.cuh"
 
-// Starts the copies of a tile, or of one half of it.
+// Starts the copies of a tile, or of one half of a tile.
 template <int HALF>
 __device__ __forceinline__ void fetch(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
                                       const ReadTile& tile, WarpCopyBarrier& full) {

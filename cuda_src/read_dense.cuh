@@ -1,5 +1,5 @@
-// State read of heads without a sketch: o = S^T x + output of the buffered tokens. A warp has a quarter of the value
-// rows.
+// State read of dense heads (heads without a sketch): o = S^T x + output of the buffered tokens. A warp has a quarter
+// of the value rows.
 #pragma once
 #include "read_tile.cuh"
 
@@ -9,7 +9,7 @@ constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp has in fli
 typedef ValueShare<32> AllLanes;
 typedef Packed<ACT, AllLanes::WIDTH> LaneValues[AllLanes::COUNT];
 
-// Appends the newest token to the ring; the caller has loaded its value. For replay only: without sketches nothing is
+// Appends the newest token to the ring; the caller has loaded the token's value. Only for replay, where no values are
 // swizzled.
 __device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const LaneValues& values, int pos,
                                              int head) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
     if (ERASES && lane == 0) ring.beta[pos] = *token.beta;
 }
 
-// The window of a dense head, read from global memory: all keys are requested at once, then the tokens follow one by
-// one.
+// The window of a dense head, read from global memory. All keys are requested at once; then the tokens are processed
+// one by one.
 constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // tokens that share a reduction, or a load of gates
 constexpr int CHUNKS = (W - 1 + CHUNK - 1) / CHUNK;
 
@@ -164,7 +164,7 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, int r
     input.load(arg.gate_input, head, lane * LK);
     const WindowRead window = read_ring(token, ring, input, pos);
     if (part == 0 && !SKETCHED_HEADS) append_token(token, ring, newest, pos, head);  // else NewTokens does it
-    // Addresses anew, as they would take registers all the time.
+    // The addresses are computed again here: kept from above, they would occupy registers.
     row = opaque(row), slot = opaque(slot);
     const act_t *const kept = Ring(arg.memory, slot, head).v, *const own_value = Token(arg.inputs, row, head).v;
     for (int first = 0; first < SHARE; first += DENSE_ROWS) {

@@ -1,11 +1,11 @@
 // Draft read: outputs of one to MAX_DRAFTS new tokens of each row, without moving the row's position.
 //
-// The flush kernel goes first (mode DRAFT, flush.cu): it folds the rows that have no room. This kernel puts each row's
-// number of drafts into its cursor word. A draft's output is that of a read step at its position. A row's tile is
-// loaded once for all of its drafts. Their raw inputs are appended to the ring past the position: a commit only moves
-// the position, and drafts that are not committed are overwritten.
+// The flush kernel runs first (mode DRAFT, flush.cu): it folds the rows whose rings have no room for the drafts. This
+// kernel then stores each row's number of drafts in the cursor word. A draft's output equals the output of a read step
+// at the same position. A row's tile is loaded once for all drafts of the row. The drafts' raw inputs are appended to
+// the ring past the position: a commit only advances the position, and later tokens overwrite uncommitted drafts.
 //
-// Blocks and warps share out tiles as in read.cu. -D constants: read.cu's.
+// Tiles are divided among blocks and warps as in read.cu. -D constants: read.cu's.
 #include "draft_warp.cuh"
 #include "draft_dense.cuh"
 
@@ -19,8 +19,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, TOKEN_STEPS, {out, out_stride}};
     const CallSlots slots = SLOTS;
-    // Cursor word of a row that drafts. Blocks of the same row write and read it at the same time: it is the same
-    // before and after, as the row has room.
+    // Cursor word of a row after the draft begins. Several blocks may read and one block may write a row's word at the
+    // same time. All of them get the same result, because after_draft of the new word is the new word: the row has
+    // room.
     auto word_of = [&](int row, int slot, bool write) {
         if (slot < 0) return 0;
         int* const word = arg.memory.cursor.of(slot);
@@ -67,14 +68,15 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const u32 start = clock_now();
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         const int row = first_row + i, slot = slots.of(row);
-        const int word = word_of(row, slot, row * ROW_TILES >= begin);  // by the block that has the row's first tile
+        const int word = word_of(row, slot, row * ROW_TILES >= begin);  // the block with the row's first tile writes
         block.rows[i] = make_int2(slot, word);
-        const int length = drafted_of(word);  // `max_tokens` has bytes here
+        const int length = drafted_of(word);  // in this kernel, `max_tokens` is a number of bytes
         if (length > 0) atomicMax(&block.max_tokens, DraftBuffer::bytes(position_of(word) + length, length, 0));
     }
     __syncthreads();
 
-    // As many active warps as have room for the largest tile; at least one: the host asks for read_draft_shared_bytes.
+    // As many active warps as fit, each with room for the largest tile. At least one fits, because the host asks for
+    // read_draft_shared_bytes.
     const int pool_at = round_up_128(sizeof(BlockMemory) + rows * static_cast<int>(sizeof(int2)) +
                                      keys * static_cast<int>(sizeof(DraftScores)));
     const int largest = block.max_tokens + block.max_elements * static_cast<int>(sizeof(sketch_t)),

@@ -4,20 +4,20 @@
 #include "warp_mbarrier.cuh"
 
 constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
-// Room for a head's weights in whole tiles: the map's coefficients (eights), or with SWIZZLED all summed rows
-// (sixteens; with codes, columns and tokens apart).
+// Room for a head's weights, rounded up to whole operand tiles: the map's coefficients (multiples of 8), or with
+// SWIZZLED all summed rows (multiples of 16; with codes, columns and tokens are rounded up separately).
 constexpr int WEIGHTS = !SWIZZLED ? (RANK_MAX + 7) / 8 * 8
                         : CODED   ? (RANK_MAX + 15) / 16 * 16 + (W - 1 + 15) / 16 * 16
                                   : (RANK_MAX + W - 1 + 15) / 16 * 16;
 
-// Token-by-token path with bf16 storage: map and pivots still use the tensor cores. Their rows are operands as stored,
-// the effective query comes in two bf16 slices (2^-16).
+// Token-by-token path with bf16 storage: products with map and pivots still use the tensor cores. Rows of map and
+// pivots are operands as stored, and the effective query is split into two bf16 slices (to 2^-16).
 constexpr bool QUERY_SLICED = TWO_HALVES && SKETCH != FP32;
 constexpr int KEY_CHUNKS = K / 32;
 
-// Operand order of this kernel for m16n8k16: lane (r, c) has chunks of 8 channels of row r, chunk i at piece
-// piece_of(i) of 16 bytes. The order of channels within a product is the same for all operands, so it does not change
-// the sum. With codes, chunks 2i and 2i + 1 are neighbours: one 16-byte load has the codes of both.
+// Operand order of this kernel for m16n8k16: lane (r, c) has chunks of 8 channels of row r. Chunk i is the 16-byte
+// piece number piece_of(i) of the row. All operands have their channels in the same order, so the sum does not depend
+// on the order. With codes, chunks 2i and 2i + 1 are neighbours: one 16-byte load gets the codes of both.
 __device__ __forceinline__ int piece_of(int i) {
     const int c = threadIdx.x % 4;
     return CODED ? 8 * (i / 2) + 2 * c + i % 2 : 4 * i + c;
@@ -26,7 +26,7 @@ __device__ __forceinline__ int piece_of(int i) {
 struct QuerySlices {
     alignas(16) u32 of[QUERY_SLICED ? 32 * KEY_CHUNKS : 4];
 
-    // The even (odd = 0) or odd words of a slice for lanes with this c, in the order in which QueryFragment loads them.
+    // The even (odd = 0) or odd words of a slice for lanes (r, c) with this c, in QueryFragment's order of loads.
     __device__ __forceinline__ u32* words(int slice, int odd, int c) {
         return &of[(8 * slice + 4 * odd + c) * 2 * KEY_CHUNKS];
     }
@@ -63,7 +63,7 @@ struct Scratch {
     float window_decay[TILE_HEADS];    // decay of the whole window
 };
 
-// <k_s, q> of a row at one key head, where the block computes them (SHARED_SCORES).
+// Scores <k_s, q> of a row at one key head, computed once per block (SHARED_SCORES).
 struct KeyScores {
     float of[16];
     WarpMbarrier full;
@@ -71,7 +71,7 @@ struct KeyScores {
 
 __device__ __forceinline__ uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[piece_of(i)]; }
 
-// A lane's row of 16-bit numbers, or of codes, which are widened when they are used.
+// A lane's row of 16-bit numbers, or of codes; codes are widened at each use.
 template <bool CODES> struct RowFragment {
     static constexpr int LOADS = CODES ? K / 64 : KEY_CHUNKS;
     uint4 x[LOADS];
@@ -90,9 +90,9 @@ typedef RowFragment<false> TokenRow;
 typedef RowFragment<CODED && MAP == OWN> MapRow;
 typedef RowFragment<CODED> PivotRow;
 
-// Left operand from the lane's rows r and r + 8; multiply: d[m][n] += <row m, row n> with row n = r of another
-// fragment. `none` is 0 at run time, which the compiler does not know: without it, the words would be moved again for
-// every product.
+// Left operand from the lane's rows r and r + 8. multiply: d[m][n] += <row m of this, row n of the other fragment>.
+// `none` is 0 at run time, but the compiler does not know this value; with a constant 0, the compiler would move the
+// words again for every product.
 struct LeftFragment {
     u32 x[2][4];
     __device__ __forceinline__ LeftFragment(const uint4& low, const uint4& high, u32 none)
@@ -104,7 +104,7 @@ struct LeftFragment {
     }
 };
 
-// Scalar decays of the lane's token: from it to the newest, and from the window's start up to the newest.
+// Scalar decays: `after` the lane's token s up to the newest token, D_{s+1:t}; `whole` also includes token s itself.
 struct Decays {
     float after[TURNS], whole[TURNS];
 
@@ -144,8 +144,8 @@ __device__ __forceinline__ void solve(const float* with_query, const TokenScalar
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             if (8 * half > pos) continue;
-            // Two tokens at a time: every lane recomputes the earlier token's result from the later one, so that the
-            // two shuffles do not depend on each other.
+            // Two tokens at a time: every lane recomputes the earlier token's result from the later token's, so that
+            // the two shuffles do not depend on each other.
 #pragma unroll
             for (int j = 8 * half + 7; j > 8 * half; j -= 2)
 #pragma unroll
@@ -179,7 +179,7 @@ __device__ __forceinline__ MapRow load_map(const Arguments& arg, const Buffer& b
     else rows.load(arg.projection + heads.projection[h] + row * K);
     return rows;
 }
-// The eight rows of each head of a tile, if it has that many.
+// Eight rows of the map of each head of a tile, as far as the maps have them.
 struct MapFragments {
     MapRow of[TILE_HEADS];
     __device__ __forceinline__ void load(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
@@ -189,7 +189,7 @@ struct MapFragments {
             if (first == 0 || first < heads.rank[h]) of[h] = load_map(arg, buffer, heads, h, first);
     }
 };
-// Operand tiles of pivot rows: the pivots of all heads of a work tile, one after the other.
+// Operand tiles of pivot rows. The pivots of all heads of a work tile are consecutive rows.
 constexpr int PIVOT_TILES = MAP == FACTORS ? (TILE_HEADS * PIVOT_SLOTS + 7) / 8 : 0;
 template <class Buffer>
 __device__ __forceinline__ const void* pivot_row(const Buffer& buffer, const TileHeads& heads, int tile) {
@@ -204,10 +204,10 @@ __device__ __forceinline__ uint4 pivot_chunk(const void* row, int i) {
     else return chunk(row, i);
 }
 
-// The query as right operand for rows that are left operands as stored. The four words of a lane's 16 bytes take the
-// places (r, c), (r + 8, c), (r, c + 4), (r + 8, c + 4) of the left operand. Even columns of the right operand hold
-// words 0 and 2 of the query, odd columns words 1 and 3. <row r, query> is then d[0] + d[3] in each of the row's four
-// lanes.
+// The query as right operand, for products with rows that are left operands as stored. The four words of a lane's 16
+// bytes are elements (r, c), (r + 8, c), (r, c + 4), (r + 8, c + 4) of the left operand. Even columns of the right
+// operand hold words 0 and 2 of the query, odd columns words 1 and 3. So <row r, query> = d[0] + d[3] in each of the
+// row's four lanes.
 struct QueryFragment {
     u32 x[KEY_CHUNKS][2];
     __device__ __forceinline__ void load(const void* row) {

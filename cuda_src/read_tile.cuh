@@ -8,11 +8,11 @@ constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH != FP32 && W <= 16;
 constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
 constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
 constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
-constexpr int HEAD_LANES = 32 / TILE_HEADS;    // lanes per head where a warp works on the heads side by side
+constexpr int HEAD_LANES = 32 / TILE_HEADS;    // lanes per head when a warp works on the heads side by side
 
 // SHARED_SCORES: without erasure, all heads of a key head use the same products <k_s, q>; the block computes them once.
-// TWO_HALVES: the token-by-token path is done with the keys long before the values and the sketch, so the two halves of
-// a tile are separate pipeline stages.
+// TWO_HALVES: the token-by-token path uses the keys first, and the values and the sketch much later, so the two halves
+// of a tile are separate pipeline stages.
 constexpr bool SHARED_SCORES = MATRIX && !ERASES, TWO_HALVES = !MATRIX;
 enum { KEY_HALF = 1, VALUE_HALF = 2, BOTH_HALVES = 3 };  // halves of a tile in shared memory, see TileBuffer
 
@@ -27,7 +27,7 @@ struct Arguments {
     const projection_t* projection;
     const int4* heads;
     Inputs inputs;
-    TokenSteps steps;  // of drafts
+    TokenSteps steps;  // read_draft.cu only: from one draft of a row to the next
     Strided<out_t> out;
 
     // A row's draft number t.
@@ -48,7 +48,7 @@ struct BlockRows {
     static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
 };
 
-// What the plan says about the heads of a tile.
+// The plan's entries for the heads of a tile.
 struct TileHeads {
     int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a dense head
     int at[TILE_HEADS];                            // offsets of their sketches in the tile's sketches
@@ -67,8 +67,8 @@ struct TileHeads {
     }
 };
 
-// One tile of work. bytes: its size in shared memory; 0 if the row is padding or due for a flush, row -1 past the last
-// tile.
+// One tile of work. bytes: the tile's size in shared memory, 0 if the row is padding or due for a flush. row: -1 past
+// the last tile.
 struct ReadTile {
     int row, index, slot, pos, bytes;  // index: which tile of its row
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
@@ -94,8 +94,9 @@ struct TokenScalars {
     }
 };
 
-// Starts the copies of a tile's betas to shared memory, one token a lane (TWO_HALVES). Copies rather than loads: an
-// instruction that waits for one load also waits for the other loads on the same scoreboard, and these come from DRAM.
+// Starts the copies of a tile's betas to shared memory, one token a lane (TWO_HALVES). These are copies instead of
+// loads, because an instruction that waits for one load also waits for the other loads on the same scoreboard, and the
+// betas come from DRAM.
 __device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
     const int s = threadIdx.x % 32;
     if (ERASES && s <= tile.pos)

@@ -2,9 +2,9 @@
 //
 // With bf16 values and sketches (SWIZZLED) this is a tensor-core product. Left operands: the summed rows (columns of U,
 // buffered values, the newest value), 16 channels by 16 rows, or by eight rows of each of two heads. Right operands:
-// weights as two bf16 slices (2^-16), the leading slice in even columns, the second one in odd columns. A head needs
-// two of the eight columns, so up to four groups of 16 channels share an accumulator: each group's weights are in its
-// own columns, with zeros elsewhere.
+// weights as two bf16 slices (to 2^-16), the leading slice in even columns, the second slice in odd columns. A head
+// needs two of the eight columns, so up to four groups of 16 channels share an accumulator: each group's weights are in
+// the group's own columns, with zeros elsewhere.
 #pragma once
 #include "read_sketch.cuh"
 
@@ -40,15 +40,16 @@ struct Coefficients {
     }
 };
 
-// Adds the products of eight codes each of two groups of columns of U, as `load_transposed` gives them, with weights.
-// Bytes 2n and 2n + 1 of 16 codes are channels n and n + 8: rows n and n + 8 of the operand.
+// Adds weights times codes of U: `low` and `high` are words of two groups of eight columns, as `load_transposed`
+// returns them. Bytes 2n and 2n + 1 of 16 codes are channels n and n + 8: rows n and n + 8 of the operand.
 __device__ __forceinline__ void multiply_codes(float (&sums)[4], u32 low, u32 high, const u32 (&weights)[2]) {
     const u32 x[4] = {widen_codes<false>(low), widen_codes<true>(low), widen_codes<false>(high),
                       widen_codes<true>(high)};
     mma_bf16(sums, x, weights[0], weights[1]);
 }
 
-// On the tensor cores. The heads of a tile take as many rows as the longest; missing rows are the newest with weight 0.
+// On the tensor cores. All heads of a tile have as many rows as the longest head. Missing rows repeat the newest value,
+// with weight 0.
 __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
                                                 Scratch& scratch) {
     constexpr int ROWS = 16 / TILE_HEADS,
@@ -58,7 +59,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
     // A dense head uses a row of the other head: its own values may be infinite and must not even be multiplied by 0.
     const int h = lane / HEAD_LANES, rank = heads.rank[h];
-    int tokens = rank;  // number of the first token's row: columns of U come first, codes of them in whole operands
+    int tokens = rank;  // row number of the first token. Columns of U come first; with codes they fill whole operands
     if constexpr (CODED) {
 #pragma unroll
         for (int i = 0; i < TILE_HEADS; i++) tokens = max(tokens, heads.rank[i]);

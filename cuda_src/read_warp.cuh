@@ -1,7 +1,9 @@
-// Shared memory of a block of the read kernel, and how a warp works through its tiles.
+// Shared memory of a block of the read kernel, and a warp's loop over its tiles.
 //
-// Each warp is its own pipeline: it issues the bulk copies of a tile into its own part of shared memory, waits for them
-// on its own full barriers, and computes. No other warp waits for it, except for the scores (SHARED_SCORES):
+// Each warp is its own pipeline: the warp issues the bulk copies of a tile into its own part of shared memory, waits
+// for them at its own full barriers, and computes. Warps wait for one another only for the scores (SHARED_SCORES:
+// `full` of KeyScores, completed by the warp that computed the scores). The warp's part of shared memory, and its full
+// barriers:
 //
 //   whole tiles            | tile n, lower end | ... | tile n + 1, upper end |     full[n % 2] per tile
 //   halves (TWO_HALVES)    | key half, lower end | ... | value half, upper end |   full[0] keys, full[1] values
@@ -16,7 +18,7 @@ constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                           : SHARED_SCORES && V <= 64 ? 20
                                                      : 16;  // limited by registers; multiples of 4
 
-// Header of the block's shared memory. Then: {slot, position} of each row, scores, and a part for each active warp.
+// Header of the block's shared memory. After it: {slot, position} of each row, scores, and a part for each active warp.
 struct BlockMemory {
     int max_tokens, max_elements;  // over the block's tiles
     int next_tile;                 // next unclaimed tile, not counting each warp's first
@@ -25,7 +27,7 @@ struct BlockMemory {
     WarpCopyBarrier full[MAX_WARPS][2];
     alignas(16) int2 rows[1];
 };
-// Header of a warp's part. Then: room for at least one tile.
+// Header of a warp's part. After it: room for at least one tile.
 struct WarpMemory {
     Scratch scratch;
     alignas(128) char tiles[1];
@@ -36,13 +38,12 @@ __device__ __forceinline__ constexpr int round_up_128(int bytes) { return (bytes
 // x / y for small positive integers: adding a half keeps the rounded quotient below the next integer.
 __device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(__fdividef(x + 0.5f, y)); }
 
-// Bytes per cycle that the warps of a block request at first, one warp after the other. Slightly less than the memory
-// delivers, so that the tiles do not all arrive at once and the warps do not all wait again afterwards. Measured on
-// H200.
+// Bytes per cycle that the warps of a block request at first, one warp after the other. PACE is slightly less than the
+// memory delivers: with a faster start, all tiles arrive at once and all warps then wait again at the same time.
+// Measured on H200.
 constexpr int PACE = 16;
 
-// The block's tiles begin to begin + count - 1. Each warp starts with the tile of its own number and claims the next
-// ones.
+// The block's tiles, `begin` to `begin + count - 1`. Warp i starts with tile i; then each warp claims its next tile.
 struct TileReader {
     const Arguments& arg;
     BlockMemory& block;
@@ -84,8 +85,8 @@ struct TileReader {
     }
 };
 
-// A warp's loop over whole tiles, in its memory from `lower` to `upper`: tiles take turns at the two ends, so the next
-// one is on its way while the warp works on this one, if both fit.
+// A warp's loop over whole tiles, in its memory from `lower` to `upper`. Tiles alternate between the two ends: if two
+// tiles fit, the copies of the next tile run while the warp works on the current tile.
 __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* const lower,
                                                  char* const upper) {
     const Arguments& arg = of.arg;
@@ -117,8 +118,8 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
             if (MAP == OWN) first_rows.load(arg, buffer, own, 0);
             gates = next_scalars;
         }
-        // Issue the next tile only after this one has landed: all warps of the device start together and would
-        // otherwise wait for twice the bytes.
+        // Issue the next tile only after the current tile has landed: all warps of the device start together, and with
+        // two tiles each they would first wait for twice the bytes.
         const bool early = next.reads() && tile.bytes + next.bytes <= upper - lower;
         if (early) issue(next_scalars, next);
         if (tile.reads()) {
@@ -144,8 +145,8 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
 }
 
 // The same with TWO_HALVES: key halves at the lower end, value halves at the upper end. There is room for the key half
-// of any tile beside the value half of any other (read.cu). The value half is requested at once, the next tile's key
-// half after this tile's value half has landed.
+// of any tile together with the value half of any other tile (read.cu). A tile's value half is requested right after
+// its key half; the next tile's key half is requested when this tile's value half has landed.
 __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char* const lower,
                                                      char* const upper) {
     const Arguments& arg = of.arg;

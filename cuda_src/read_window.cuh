@@ -1,8 +1,11 @@
 // Effective query and token weights of one (row, head), from the window's tokens.
 //
-// Start with x = q at the newest token and go back. Token s contributes c_s v_s to the output, c_s = beta_s <k_s, x>,
-// and leaves x <- Diag(exp g_s) (x - c_s k_s) for the state before it: the transposed transition, one token at a time.
-// There is no division by a decay and no difference of sums of log-decays.
+// The pass goes back from the newest token t to token 0, one transposed transition at a time:
+//
+//   x = q_t;   for s = t, ..., 0:   c_s = beta_s <k_s, x>,   x <- Diag(exp g_s) (x - c_s k_s)
+//
+// The output of the tokens is the sum of c_s v_s, and the last x is the effective query. There is no division by a
+// decay and no difference of sums of log-decays.
 #pragma once
 #include "ring.cuh"
 
@@ -20,12 +23,12 @@ struct TokenPointers {
     const float* beta;  // aligned to 8 bytes
 };
 
-// Goes back over tokens pos to 0, two at a time (the newest alone if their number is odd): half the reductions of one
-// at a time, for a few more products. `gate` is the log-decay of token number `lane`. Results: this lane's channels of
-// the effective query in x, the tokens' weights in shared memory at `weights` (aligned to 8 bytes).
+// Goes back over tokens pos to 0, two tokens at a time (the newest alone if their number is odd). This halves the
+// number of reductions and adds a few products. `gate` is the log-decay of token number `lane`. Results: this lane's
+// channels of the effective query in x, the tokens' weights in shared memory at `weights` (aligned to 8 bytes).
 //
-// Of a pair (0, 1), the later token has c_1 = beta_1 <k_1, x>. With x and k_1 decayed by token 1, the earlier token has
-// c_0 = beta_0 (<k_0, x> - c_1 <k_0, k_1>).
+// In a pair of tokens (0, 1), the later token has c_1 = beta_1 <k_1, x>. With x and k_1 decayed by token 1, the earlier
+// token has c_0 = beta_0 (<k_0, x> - c_1 <k_0, k_1>).
 __device__ __forceinline__ void read_window(const TokenPointers& tokens, const GateInput<LK>& input, int pos,
                                             float gate, float (&x)[LK], float* weights) {
     const int lane = threadIdx.x % 32;

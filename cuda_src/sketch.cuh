@@ -1,12 +1,13 @@
-// From an updated state S to its sketch U = S^T Phi, and to the products S U of which coefficient maps are made.
+// The sketch U = S^T Phi of an updated state S, and the products S U, from which the coefficient map is computed.
 //
 // U is a product along K: fragments of the state are operands as stored. S U is a product along V: fragments are
 // transposed by 8 x 8 blocks within the warp. Precision: for a bf16 sketch, U takes 11 bits of the state and 8 of the
 // basis, and S U takes two bf16 slices of U and 8 bits of the state; for a float32 sketch, two slices of each.
 //
-// S U is a sum over row blocks, which are with different warps. Warps that sketch form groups: each warp makes U for
-// its own row blocks, the group meets, and each warp makes S U for its share of the channels, over all row blocks of
-// the group. A group leaves one sum. The epilogue warps add the groups' sums and make the map (maps.cuh).
+// S U is a sum over row blocks, and different warps have different row blocks. Warps that sketch form groups. Each warp
+// computes U for its own row blocks and waits until the group's U is complete. Then each warp computes S U for its
+// share of the channels, over all row blocks of the group. The result is one sum per group. The epilogue warps add the
+// groups' sums and compute the map (maps.cuh).
 #pragma once
 #include "warp_mbarrier.cuh"
 #include "flush_stages.cuh"
@@ -18,7 +19,7 @@ constexpr int PRODUCT_COLUMNS = MAP == OWN       ? RANK_MAX
                                                  : 0;  // columns of U that S is multiplied by
 constexpr int DOTS = PIVOTS + 1;  // products of a column of U: with the pivots, and with itself
 constexpr int SKETCH_GROUPS = ROW_BLOCKS / GROUP_BLOCKS;
-constexpr bool FOLD_WARPS_SKETCH = RAW_KEYS;  // each loads its own row block, which its group reads
+constexpr bool FOLD_WARPS_SKETCH = RAW_KEYS;  // each fold warp loads its own row block, and its group reads the block
 constexpr int OWN_STEPS = (STEPS + GROUP_WARPS - 1) / GROUP_WARPS;          // a warp's steps along K
 constexpr int OWN_BLOCKS = (GROUP_BLOCKS + GROUP_WARPS - 1) / GROUP_WARPS;  // a warp's row blocks
 
@@ -35,7 +36,7 @@ struct Basis {
     }
 };
 
-// Epilogue warps take sketches in turn. With transform warps there is room for two.
+// Epilogue warps take sketches in turn. Variants with transform warps have room for two epilogue warps.
 constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
 
 // Each group's share of S U.
@@ -50,7 +51,7 @@ struct Sums {
         return &parts[group][row][channel ^ row % 4 * 8];
     }
 };
-// Two, where there is room: the next sums are made during the epilogue.
+// Two if there is room: the next sums are computed during the epilogue.
 constexpr int SUM_STAGES = MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16 ? 2 : 1;
 
 // U, one column a row, and the norms of the state's row blocks.
@@ -77,9 +78,9 @@ struct Columns {
             of[i / (16 * COUNT)][16 * first + i % (16 * COUNT)] *= factor;
     }
 };
-// Two, where this does not cost a state stage.
+// Two if this does not cost a state stage.
 constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;
-// An epilogue warp stores U, which must not be overwritten meanwhile or whose columns need scales.
+// The epilogue warp stores U: U has two stages, so nobody overwrites U meanwhile; or U is stored as codes with scales.
 constexpr bool EPILOGUE_STORES = COLUMN_STAGES > 1 || CODED;
 
 struct SketchMemory {
@@ -110,15 +111,15 @@ struct SketchBarriers {
     }
 };
 
-// Releases a warp's row blocks where the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for
-// each row block; the owner makes all of them, because an arrival of another warp that is a tile ahead must not count.
+// Releases a warp's row blocks if the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for each
+// row block. The owner makes all of them, because an arrival of another warp that is a tile ahead must not count.
 template <class Then> __device__ __forceinline__ void release_rows(int member, Then then) {
     if (FOLD_WARPS_SKETCH) return then(0);
     for (int block = member; block < GROUP_BLOCKS; block += GROUP_WARPS)
         for (int i = 0; i < GROUP_WARPS; i++) then(block);
 }
 
-// U of a warp's own row blocks, 8 TILES columns from `first` on. The group reads it after it has met.
+// U of a warp's own row blocks, 8 TILES columns from `first` on. The group reads U after its barrier.
 template <int TILES>
 __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int group, int member,
                                              int first, int rank) {
@@ -208,7 +209,7 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
     }
 }
 
-// Stores all of U as codes, by one warp. `missing`: what the scales lack.
+// Stores all of U as codes, by one warp. `missing`: factor that the scales are multiplied by.
 __device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* packed, int rank, float missing) {
     const SmallPart<float> small(packed, rank);
 #pragma unroll 2
@@ -219,8 +220,8 @@ __device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* p
 }
 
 // sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the
-// channels of warp `member`. For bf16 maps the state is rounded to bf16: the same matrix for all columns,
-// so that the solve does not amplify the rounding.
+// channels of warp `member`. For bf16 maps the state is rounded to bf16. All columns are multiplied by the same rounded
+// matrix, so the solve does not amplify the rounding.
 template <int TILES, class Then>
 __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group,
                                                     int member, int first, int count, Then then) {

@@ -1,13 +1,14 @@
-// Sketches of extreme states, whose squares float32 cannot hold: U is scaled by powers of two before it is squared or
-// multiplied by the state. Such states are rare, so these functions are not inlined, and scale shared memory in place.
+// Sketches of extreme states. float32 cannot hold the squares of an extreme state, so U is scaled by powers of two
+// before U is squared or multiplied by the state. Extreme states are rare: these functions are not inlined, and scale
+// shared memory in place.
 //
 // 1. Each group of warps with an extreme row block multiplies its rows of U by the group's power, between U and S U.
-// 2. The epilogue warp brings all rows of U, and all groups' shares of S U, to one power of the state's.
+// 2. The epilogue warp brings all rows of U, and all groups' shares of S U, to one power for the whole state.
 #pragma once
 #include "sketch.cuh"
 
-// The epilogue scales U only after the warps that sketch have stored all of it. With one group, they have: it is
-// extreme.
+// The epilogue scales U only after the warps that sketch have stored all of U. A single group needs no barrier: an
+// extreme group stores U in scale_group.
 constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && !EPILOGUE_STORES && PRODUCT_COLUMNS > 0;
 
 __device__ __forceinline__ float group_power(const Columns& u, int group) {
@@ -15,7 +16,8 @@ __device__ __forceinline__ float group_power(const Columns& u, int group) {
     return u.extreme<GROUP_BLOCKS>(first) ? u.power<GROUP_BLOCKS>(first) : 1.f;
 }
 
-// Step 1, by warp `member` of an extreme group; the group meets. Stores U first, where the warps that sketch store it.
+// Step 1, by warp `member` of an extreme group; ends with a barrier of the group. Stores U first, unless
+// EPILOGUE_STORES.
 __device__ __noinline__ void scale_group(Columns& u, int group, int member, sketch_t* packed, int rank) {
     const float power = group_power(u, group);
     for (int i = group * GROUP_BLOCKS + member; i < (group + 1) * GROUP_BLOCKS; i += GROUP_WARPS) {
@@ -26,8 +28,8 @@ __device__ __noinline__ void scale_group(Columns& u, int group, int member, sket
     named_barrier_sync<32 * GROUP_WARPS>(FIRST_GROUP_BARRIER + group);
 }
 
-// Step 2, by the epilogue warp, once U is scaled and stored and the sums are complete. Stores U where the epilogue warp
-// stores it, except as codes. Returns the power of the state by which U is now multiplied; S U has its square.
+// Step 2, by the epilogue warp, once U is scaled and stored and the sums are complete. Stores U if U has two stages,
+// except as codes. Returns the state's power: U is now multiplied by this power, and S U by its square.
 __device__ __noinline__ float scale_sketch(Columns& u, Sums& sums, sketch_t* packed, int rank) {
     const float power = u.power<ROW_BLOCKS>(0);
     float powers[SKETCH_GROUPS];
