@@ -1,4 +1,5 @@
-// Keeps the first drafts of each row: `commit`. One block. Without windows (`window` 1) drafts are only dropped.
+// `commit`: keeps the first accepted drafts of each row in its ring. One block. For standard decode (`window` 1), the
+// drafts are only cleared: standard_draft.cu has decoded them.
 #include "call_slots.cuh"
 #include "cursor.cuh"
 

@@ -35,7 +35,7 @@ template <int TYPE> __device__ __forceinline__ typename Element<TYPE>::type narr
     else return float_to_bf16(x);
 }
 
-// N neighbouring elements as stored: loaded by one instruction, widened when used.
+// N neighbouring elements as stored: loaded by one instruction, widened at each use.
 template <int TYPE, int N> struct Packed {
     static constexpr int BYTES = N * sizeof(typename Element<TYPE>::type);
     static constexpr int WORDS = BYTES < 4 ? 1 : BYTES / 4;
@@ -66,7 +66,7 @@ template <int TYPE, int N> struct Packed {
             *reinterpret_cast<u32*>(to) = word[0];
         }
     }
-    // The same past the caches.
+    // The same, bypassing the caches.
     __device__ __forceinline__ void store_streaming(typename Element<TYPE>::type* to) const {
         static_assert(WORDS == 4 || WORDS == 2);
         const Packed& x = *this;
@@ -81,7 +81,7 @@ template <int TYPE, int N> struct Packed {
             else word[i] = narrow<TYPE>(x[2 * i]) | static_cast<u32>(narrow<TYPE>(x[2 * i + 1])) << 16;
         }
     }
-    // The same for a state, by conversions of pairs.
+    // The same for a state, with instructions that convert pairs.
     __device__ __forceinline__ void set_state(const float (&x)[N]) {
         if constexpr (TYPE == FP32) {
             set(x);
@@ -139,5 +139,5 @@ template <int LANES, int N> __device__ __forceinline__ float group_sums(float (&
 }
 template <int N> __device__ __forceinline__ float warp_sums(float (&x)[N]) { return group_sums<32>(x); }
 
-// exp of a log-decay or of a sum of them: at most 1, and 0 for -inf.
+// exp of a log-decay or of a sum of log-decays: at most 1, and 0 for -inf.
 __device__ __forceinline__ float decay(float log_decay) { return expf(log_decay); }

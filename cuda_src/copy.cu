@@ -1,7 +1,7 @@
-// Copies of slots, and slots whose memory was written from outside.
+// Copies of slots, and updates of cursors after the caller has written slots' memory.
 //
-// `copy` is two kernels: the first checks all pairs, the second copies them. A block of the second has the same few
-// bytes of all pairs, and reads them before it writes any: destinations may be sources too.
+// `copy` is two kernels: check_pairs checks all pairs, copy_slots copies them. A block of copy_slots handles the same
+// few bytes of all pairs and reads all of them before it writes. So a slot may be a destination and a source.
 #include "call_slots.cuh"
 #include "cursor.cuh"
 
@@ -13,7 +13,7 @@ struct CopyPart {
     i64 stride, units;
 };
 
-// Slots {source, destination} of each pair; PADDING where nothing is copied. One block.
+// Slots {source, destination} of each pair; PADDING if nothing is copied. One block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     check_pairs(const void* sources, int source_flags, SLOT_PARAMETERS, int count, int2* pairs, SLOT_LIMITS) {
     __shared__ int room[SCAN_ROOM];
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                int units) {
     uint4 held[HELD];
     const Strided<int> cursors{cursor, cursor_stride};
-    // Unit number `i` of the block's: a pair, and where the unit is in that pair's slot.
+    // Address of the block's unit number `i` in the source or the destination of its pair.
     auto place = [&](int i, bool source) -> uint4* {
         const int2 pair = i < count * units ? pairs[i / units] : make_int2(PADDING, PADDING);
         if (pair.y < 0) return nullptr;
@@ -58,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Slots whose parts were written from outside: drops their drafts; they are due if the clock is. One block.
+// Cursors of slots whose memory the caller has written: drops their drafts; the slots are due if the clock is due. One
+// block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     rejoin(int* cursor, int cursor_stride, int* clock_word, SLOT_PARAMETERS, int count, SLOT_LIMITS) {
     __shared__ int room[SCAN_ROOM];

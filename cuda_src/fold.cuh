@@ -2,8 +2,8 @@
 //
 // mamba2 writes w_s = v_s. The delta rule writes w = N (v - (D_{1:s} k_s)^T S), where N = (I + L)^-1 Diag(beta) and L
 // is the strictly lower triangle of beta_s <D_{j+1:s} k_j, k_s>. With scalar decays all factors exp(.) move from the
-// keys to w, so that the keys in the products are the activations: raw bf16 keys need no preparation. Missing tokens
-// are zeros and have no effect. A decay is exp of a sum over a stretch of tokens, at most 1.
+// keys to w. The keys in the products are then the activations, and raw bf16 keys need no preparation. Missing tokens
+// are zeros and have no effect. A decay is the exponential of a sum of log-decays over consecutive tokens, at most 1.
 #pragma once
 #include "transform_keys.cuh"
 
@@ -11,8 +11,8 @@
 // the instruction cache.
 constexpr int UNROLLED = RAW_KEYS ? 2 : 1;
 
-// Predictions from the state at the window's start: k^T S, or k^T D_{1:s} S with decays per channel. The state is the
-// right operand as it comes from memory.
+// Predictions from the state at the window's start: k_s^T S, or k_s^T D_{1:s} S with decays per channel. The state is
+// the right operand as stored in shared memory.
 __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], StateBlock& rows, const KeyStage& stage,
                                         const PreparedKeys& keys) {
     float rest[UNROLLED][TOKEN_BLOCKS][2][4] = {};  // independent accumulator chains
@@ -109,7 +109,8 @@ struct Writes {
     float kept;  // decay of the state; for decays per channel see PreparedKeys::whole
     float unit;  // of products with prepared keys
 
-    // Keys come from `stage` (RAW_KEYS) or from `keys`. `wait_solve` waits for `solve`, which predictions do not need.
+    // Keys come from `stage` (RAW_KEYS) or from `keys`. `wait_solve` waits for `solve`; it is called after the
+    // predictions, which do not need `solve`.
     template <class Wait>
     __device__ __forceinline__ void prepare(StateBlock& rows, ValueStage& from, int phase, int count,
                                             const KeyStage& stage, const PreparedKeys& keys, const Solve& solve,
@@ -147,7 +148,8 @@ struct Writes {
     __device__ __forceinline__ void fold(StateFragment& fragment, int step, const KeyStage& stage,
                                          const PreparedKeys& keys) const {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-        // Summed apart from the state: tensor cores round toward zero, which would shrink the state at every flush.
+        // The update is summed apart from the state: tensor cores round toward zero, so a sum that includes the state
+        // would shrink the state at every flush.
         float sums[2][4] = {};
 #pragma unroll
         for (int b = 0; b < TOKEN_BLOCKS; b++) {

@@ -1,9 +1,12 @@
 // Matrix products of float32 accuracy on tensor cores of lower precision, and the lane maps of operands.
 //
-// A float32 number is exactly the sum of three bf16 slices (8 bits of mantissa each): its product with a raw bf16
-// activation is three exact products. If neither factor is bf16, both are scaled by powers of two into the range of
-// fp16, and two fp16 slices hold 22 bits: three products, to about 2^-22 of the largest numbers that share a power.
-// Predictions and U use tf32 products, with the remainder that tf32 leaves as a second product.
+//   factors                        slices                                products  relative error
+//   float32 x raw bf16             float32 = three bf16 slices           3         0 (every product is exact)
+//   float32 x float32 (updates)    two fp16 slices each, 22 bits         3         about 2^-22 of the largest number
+//   float32 x float32 (others)     tf32, and the remainder in tf32       2 or 3    about 2^-22
+//
+// Slices of fp16: both factors are first scaled by powers of two into the range of fp16; "the largest number" is the
+// largest of the numbers that share a power.
 //
 // Lane map of a StateFragment, 16 value rows by 16 channels, with lane = 4 r + c:
 //
@@ -12,9 +15,9 @@
 //   channels of group 0          4c, 4c + 1
 //   channels of group 1          4c + 2, 4c + 3
 //
-// So a thread's four channels of 16 are neighbours: one load or store per row (16 bytes in float32, 8 in 16 bits),
-// updates are added as they are, and the same registers are right operands of m16n8k8 in tf32. A state of 16 bits is
-// exact in tf32.
+// So a thread's four channels of 16 are neighbours: one load or store per row (16 bytes in float32, 8 in 16 bits).
+// Updates have the same lane map and are added register by register. The same registers are right operands of m16n8k8
+// in tf32. A state of 16 bits is exact in tf32.
 #pragma once
 #include "common.cuh"
 
@@ -24,13 +27,13 @@ constexpr int ROW_BLOCKS = V / 16;
 // Operand column that holds channel `column` of 16: columns 2c, 2c+1, 8+2c, 8+2c+1 hold channels 4c to 4c+3.
 __device__ __forceinline__ int place_of(int column) { return 8 * (column % 4 / 2) + 2 * (column / 4) + column % 2; }
 
-// Upper halves of two floats, the first in the low half-word: their leading bf16 slices, truncated.
+// The leading bf16 slices of two floats (their upper halves, truncated), the first float's in the low half-word.
 __device__ __forceinline__ u32 upper_halves(float x, float y) {
     return __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632);
 }
 __device__ __forceinline__ float rest(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
-// What tf32 truncates of a float: 13 bits.
+// The part of a float that tf32 truncates: 13 bits.
 __device__ __forceinline__ float below_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
 // Splits a pair into TERMS bf16 slices.
@@ -50,9 +53,10 @@ template <int EXPONENT> __device__ __forceinline__ float power_for(float most) {
 __device__ __forceinline__ float inverse_of_power(float x) {
     return __uint_as_float((254u << 23) - __float_as_uint(x));
 }
-// Between these norms, float32 holds the squares of a state's numbers.
+// If a state's norm is between these bounds, float32 holds the squares of the state's numbers.
 constexpr float LEAST_ORDINARY = 0x1p-40f, MOST_ORDINARY = 0x1p40f;
-// The power of two that brings a norm to [1, 2), so that float32 holds squares. Bounded, so that its inverse is finite.
+// The power of two that brings a norm to [1, 2), so that float32 holds squares. The power is bounded, so that its
+// inverse is finite.
 __device__ __forceinline__ float power_for_norm(float norm) { return fminf(power_for<0>(norm), 0x1p116f); }
 constexpr int HALF_EXPONENT = 14;  // of scaled numbers: less than half of fp16's range
 
@@ -100,16 +104,17 @@ struct StoredOperand {
     }
 };
 
-// A row block is in PARTS parts of PART_ROWS value rows. Neighbouring rows r of an operand are rows of different parts,
-// which shared memory keeps 128 / PARTS bytes off a multiple of 128 apart: loading a fragment has no bank conflicts.
+// A row block is stored as PARTS parts of PART_ROWS value rows. Neighbouring rows r of an operand are rows of different
+// parts. In shared memory, neighbouring parts are a multiple of 128 bytes plus or minus 128 / PARTS bytes apart, so
+// that loading a fragment has no bank conflicts.
 constexpr int PARTS = STATE == FP32 ? 2 : 4, PART_ROWS = 16 / PARTS;
 
-// The value row that a thread has as row r (half 0) or r + 8 (half 1) of an operand.
+// The value row that is row r (half 0) or r + 8 (half 1) of a thread's operand.
 __device__ __forceinline__ int value_row(int half) {
     const int r = threadIdx.x % 32 / 4;
     return PART_ROWS * (r % PARTS) + r / PARTS + PART_ROWS / 2 * half;
 }
-// The value row of column 2c + e of an accumulator whose right operand was the state, rows `half` of it.
+// The value row of column 2c + e of an accumulator. The right operand was half `half` of the state's rows.
 __device__ __forceinline__ int value_at(int half, int e) {
     const int c = threadIdx.x % 4;
     return (PARTS == 2 ? c : 8 * (c % 2) + c / 2) + PART_ROWS * e + PART_ROWS / 2 * half;
@@ -149,7 +154,7 @@ struct StateFragment {
     static __device__ __forceinline__ uint2 words(StateBlock& rows, int half, int step) {
         return *reinterpret_cast<const uint2*>(place(rows, half, step));
     }
-    // Rounds a state of 16 bits; the fragment stays as it is.
+    // Stores the fragment, rounded if the state has 16 bits. The registers keep the unrounded numbers.
     __device__ __forceinline__ void store(StateBlock& rows, int step) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -1,8 +1,7 @@
-// From the activations of a model's layer to the inputs of a head, and from the outputs of a head to those of the
-// layer: one launch for each. All arithmetic is in float32.
+// Converts the activations of a model's layer to a head's inputs, and a head's outputs to the layer's outputs: one
+// launch for each conversion. All arithmetic is in float32.
 //
-// Arrays may have any distance from row to row; within a row they are dense. A thread loads all its elements before it
-// stores any.
+// Rows of an array may be any distance apart; a row is dense. A thread loads all its elements before it stores any.
 //
 // -D constants besides common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
 // the number of elements of a head; K, OUT and STATE are not used.

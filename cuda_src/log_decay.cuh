@@ -27,8 +27,8 @@ __device__ __forceinline__ float softplus(float x, float e) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp of x <= 0 in five instructions, relative error about 3e-7 (6e-7 where the result is tiny): 2^t for the rounded t
-// = x / log 2, times what the rounding left out of x. fminf, because that remainder is NaN for -inf, where 2^t is 0.
+// exp of x <= 0 in five instructions, relative error about 3e-7 (6e-7 if the result is tiny): 2^t for the rounded
+// t = x / log 2, times a correction for the rounding. The remainder is NaN for x = -inf (2^t is 0), hence fminf.
 __device__ __forceinline__ float exp_of_negative(float x) {
     const float t = LOG2_E * x, y = exp2f(t);
     return fmaf(y, fminf(fmaf(-0.693147181f, t, x), 1e-4f), y);
@@ -55,8 +55,8 @@ template <int N> struct GateInput {
         else if constexpr (RAW_GATE == 2) return bound / (1.f + expf(rate * x));
         else return rate * softplus(x, exp_of_negative(-fabsf(x)));
     }
-    // Decay of channel i, to about 4e-6: enough for a read, as states and sketches do not use it. In powers of 2; the
-    // softplus is accurate to 8e-6, because a rate may be large.
+    // Decay of channel i, to about 4e-6. For reads only; states and sketches use exact decays. Computed in powers of 2.
+    // The softplus is accurate to 8e-6, because a rate may be large.
     __device__ __forceinline__ float quick_decay(float given, int i) const {
         if constexpr (RAW_GATE == 0) {
             return __expf(given);

@@ -1,11 +1,11 @@
-// Every instruction that has no C++ equivalent, and nothing else: a host build replaces this file.
+// Instructions without a C++ equivalent. A host build replaces this file, so all PTX must be here.
 #pragma once
 
 typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-// Shared memory that a block may have, in bytes: more on data-centre chips.
+// The most shared memory of a block, in bytes; data-centre chips have more.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
 constexpr int MOST_SHARED = 232448;
 #elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
@@ -67,8 +67,9 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
 }
 
 // Programmatic dependent launch: waits until the previous kernel of the stream has ended and its writes are visible.
-// Every thread calls this before it accesses memory that other kernels write or read; docs/cuda.md names the
-// exceptions. No such pointer is __restrict__, or the compiler could move reads ahead of the wait.
+// Every thread calls this function before it accesses memory that other kernels write or read; docs/cuda.md
+// lists the exceptions. Pointers to this memory are not __restrict__: the compiler could move reads of __restrict__
+// pointers ahead of the wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -81,7 +82,8 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// Release and acquire across kernels: a thread that loads the value sees what the storing thread had stored and seen.
+// Release and acquire across kernels: a thread that loads the value also sees all writes that the storing thread had
+// made or seen before.
 __device__ __forceinline__ void store_release(int* at, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
@@ -91,7 +93,8 @@ __device__ __forceinline__ int load_acquire(const int* at) {
     return x;
 }
 
-// The same number, hidden from the compiler: values that depend on it are recomputed rather than kept in registers.
+// Returns its argument, but hides the value from the compiler: the compiler recomputes values that depend on the result
+// instead of keeping them in registers.
 __device__ __forceinline__ u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -122,8 +125,8 @@ template <int THREADS> __device__ __forceinline__ void named_barrier_sync(int nu
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
-// An mbarrier in shared memory. A phase completes when `count` arrivals have come; phases are numbered from 0. What a
-// thread wrote before it arrived is visible to those who waited for the phase.
+// An mbarrier in shared memory. A phase completes after `count` arrivals; phases are numbered from 0. Writes of a
+// thread before its arrival are visible to all threads that have waited for the phase.
 struct Mbarrier {
     unsigned long long state;
 
@@ -138,7 +141,8 @@ struct Mbarrier {
         asm volatile("{\n\t.reg .b64 token;\n\tmbarrier.arrive.shared.b64 token, [%0];\n\t}" ::"r"(address())
                      : "memory");
     }
-    // Waits until the phase is complete. No thread may be more than one phase late, as the hardware compares parities.
+    // Waits until the phase is complete. No thread may be more than one phase late, because the hardware compares only
+    // the parity of the phase.
     __device__ __forceinline__ void wait(int phase) {
 #if __CUDA_ARCH__ >= 900
 #define TRY "mbarrier.try_wait.parity.shared.b64"
@@ -155,15 +159,15 @@ struct Mbarrier {
 };
 
 #if __CUDA_ARCH__ >= 900
-// True in one lane of a whole warp, known to the compiler: otherwise it issues bulk copies, whose operands are uniform,
-// in a loop over lanes.
+// True in one lane of a whole warp. The compiler must know that only one lane is active: for any other condition it
+// issues bulk copies, whose operands must be uniform, in a loop over lanes.
 __device__ __forceinline__ bool elect_one() {
     u32 yes;
     asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\tselp.u32 %0, 1, 0, one;\n\t}" : "=r"(yes));
     return yes;
 }
-// Bulk copy of `bytes` (a multiple of 16) from global to shared memory, which completes bytes at the mbarrier at that
-// shared address; and the announcement of such bytes.
+// Bulk copy of `bytes` (a multiple of 16) from global to shared memory. Completes `bytes` at the mbarrier with the
+// given shared address. The other function announces (expects) such bytes.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, u32 mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      static_cast<u32>(__cvta_generic_to_shared(shared))),
@@ -269,8 +273,8 @@ __device__ __forceinline__ void wait_bulk_stores() {
     __syncwarp();
 }
 
-// Full barrier for copies that only the issuing warp waits for. From sm_90 on, one lane issues them all and announces
-// their bytes; before, every lane waits for its own cp.async pieces.
+// Full barrier for copies that only the issuing warp waits for. From sm_90 on, one lane issues all copies and announces
+// their bytes. On older architectures, every lane waits for its own cp.async pieces.
 struct WarpCopyBarrier {
     Mbarrier mbarrier;
 
@@ -310,8 +314,8 @@ __device__ __forceinline__ void bulk_copy(const Copies& copies, [[maybe_unused]]
 #endif
 }
 
-// Takes the next number of a counter in shared memory, for the whole warp. (Increment with a bound: for a plain atomic
-// add the compiler would first combine the lanes.)
+// Takes the next number of a counter in shared memory, for the whole warp. An increment with a bound instead of a plain
+// atomic add, because the compiler combines the lanes of a plain add first.
 __device__ __forceinline__ int claim_next(int& counter) {
     u32 number = 0;
     if (threadIdx.x % 32 == 0)

@@ -3,9 +3,9 @@
 #include "slot_memory.cuh"
 
 // With bf16 values and sketches, reads multiply rows of values and of U on the tensor cores: ldmatrix takes 16 bytes of
-// each of eight rows. Rows come to shared memory by bulk copies, as stored, so those 16-byte pieces would all be in the
-// same banks. Therefore the rows are stored swizzled in global memory: pieces of 16 bytes are exchanged within
-// SWIZZLE_SPAN channels, differently in neighbouring rows.
+// each of eight rows. Bulk copies bring rows to shared memory as stored, so without a swizzle these eight 16-byte
+// pieces would be in the same banks. Therefore rows are stored swizzled in global memory: pieces of 16 bytes are
+// exchanged within SWIZZLE_SPAN channels, differently in neighbouring rows.
 constexpr bool SWIZZLED = ACT == BF16 && SKETCH != FP32 && SKETCHED_HEADS > 0;
 constexpr int SWIZZLE_SPAN = V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
 

@@ -11,8 +11,10 @@
 //     U (G, V)  |  scale (G)
 //
 // padded to a multiple of ALIGN bytes: reads that copy whole memory lines are faster. Rows of U are swizzled like
-// values (ring.cuh). B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu), leaves out what the diagonal part of
-// the map already sees, so that C x = w z + F (B~^T x) with z = Pi^T x, and L is not stored.
+// values (ring.cuh).
+//
+// B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu). With B~, the map needs no L:
+// C x = w z + F (B~^T x), z = Pi^T x.
 //
 // `heads[h]` is {rank (0 for a dense head), offset in a slot, offset of its projection (G, K), offset of its basis in
 // fragments}; `order` lists the dense heads, then the sketched ones.
@@ -38,7 +40,7 @@ __device__ __forceinline__ constexpr int sketch_elements(int rank) {
     return (rank * V + (MAP == FACTORS ? p * K : MAP == OWN ? rank * K : 0) + small * EACH + LINE - 1) / LINE * LINE;
 }
 
-// Parts of a packed head behind U and the map's rows. Scales stand for codes as `widen_codes` makes them.
+// Parts of a packed head behind U and the map's rows. Scales are factors of the numbers that `widen_codes` returns.
 template <class T> struct SmallPart {
     T *scale, *pivot_scale, *f, *w;
 

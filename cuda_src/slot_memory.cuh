@@ -1,10 +1,10 @@
-// The parts of the slots' memory; for kernels with read.cu's -D constants.
+// All parts of the slots' memory; for kernels with read.cu's -D constants.
 #pragma once
 #include "sketch_layout.cuh"
 #include "token.cuh"
 
-// All parts. The arrays of a slot: state (heads, V, K), keys (key_heads, W, K), values (heads, W, V), gates (heads, W,
-// 1 or K), betas (heads, W), sketch (sketch_layout.cuh).
+// Arrays of a slot: state (heads, V, K); ring: keys (key_heads, W, K), values (heads, W, V), gates (heads, W, 1 or K),
+// betas (heads, W); sketch (sketch_layout.cuh); cursor word.
 struct Memory {
     Strided<state_t> state;
     Strided<act_t> keys, values;

@@ -5,18 +5,23 @@
 constexpr int TRANSFORM_THREADS = 256;  // threads of all transform warps: at most two per channel
 constexpr int KEY_STAGES = !RAW_KEYS && W > 16 ? 1 : 2;
 
-// Output of the transform warps (not RAW_KEYS). `starts`: D_{1:s} k_s (scalar decays: k_s) in float32, in the order of
-// LeftOperand; lane l of half i is at l ^ 4i, so that stores hit all banks. `ends`: D_{s+1:n} k_s / d_s (scalar decays:
-// k_s) / unit in two fp16 slices: for each of 16 channels 16 tokens, of which an operand's lane takes four neighbours.
-// See Solve for d_s.
+// Output of the transform warps (not RAW_KEYS), for a window of n tokens:
+//
+//            kda                       scalar decays   stored as
+//   starts   D_{1:s} k_s               k_s             float32, in the order of LeftOperand
+//   ends     D_{s+1:n} k_s / d_s       k_s             fp16, two slices, in units of `unit`
+//   whole    D_{1:n}                   -               float32
+//
+// Solve explains d_s. Lane l of half i of `starts` is at l ^ 4i, so that stores hit all banks. `ends` has 16 tokens for
+// each channel; a lane of an operand loads four neighbouring tokens.
 struct PreparedKeys {
     alignas(16) u16 ends[2][RAW_KEYS ? 1 : TOKEN_BLOCKS][RAW_KEYS ? 1 : K][16];
     alignas(16) float4 starts[RAW_KEYS ? 1 : TOKEN_BLOCKS][RAW_KEYS ? 1 : STEPS][2][RAW_KEYS ? 1 : 32];
-    alignas(16) float whole[KIND == KDA ? K : 4];  // D_{1:n}
+    alignas(16) float whole[KIND == KDA ? K : 4];
     alignas(16) float query[RAW_KEYS ? 4 : K];
     float unit;  // of `ends`, a power of two
 
-    // Tokens s and s + 8 of a block of 16, side by side.
+    // Address of `starts` for tokens s and s + 8 of a block of 16, which are neighbours.
     __device__ __forceinline__ float* start(int s, int channel) {
         const int in = channel % 16, i = in % 4 / 2, lane = (s % 8 * 4 + in / 4) ^ (4 * i);
         return reinterpret_cast<float*>(
@@ -25,22 +30,25 @@ struct PreparedKeys {
     }
 };
 constexpr int PREPARED_STAGES = RAW_KEYS || W > 16 || MOST_SHARED < 200000 ? 1 : 2;
-// One more than prepared keys: a warp that writes prepared keys then knows that the solve of that stage was used.
+// One stage more than prepared keys: a transform warp that has waited for operands_empty then knows that the solve
+// stage is free, too.
 constexpr int SOLVE_STAGES = RAW_KEYS ? 2 : PREPARED_STAGES + 1;
 
-// What the transform warps exchange before their named barrier. Two copies, as one warp may be a tile ahead of another.
+// Values that the transform warps exchange before their named barrier. A block has two copies, because a warp may be
+// one tile ahead of another warp.
 struct TransformShared {
-    alignas(16) float decays[KIND == KDA ? K / 16 : 1][KIND == KDA ? WP : 1];  // each token's largest, or 1: see KEPT
-    float most[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];                         // each warp's largest key
-    int steep[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];  // whether a channel of the warp decays too fast: see STEEP
+    // The largest decay of each token in the warp's channels, or 1: see KEPT
+    alignas(16) float decays[KIND == KDA ? K / 16 : 1][KIND == KDA ? WP : 1];
+    float most[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];  // the warp's largest key
+    int steep[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];   // whether a channel of the warp decays too fast: see STEEP
 };
 
-// Log-decay over 8 tokens of a channel that keeps more than 2^-6 over half a window. If there is such a channel,
-// nothing counts as forgotten and the largest decays are set to 1: fp16 has enough range.
+// Log-decay over 8 tokens. A channel with a larger log-decay keeps more than 2^-6 over half a window. If there is such
+// a channel, no token counts as forgotten and the largest decays are set to 1: the range of fp16 suffices.
 constexpr float KEPT = -4.16f * 16 / WP;
 constexpr int SOLVE_EXPONENT = 12;  // exponent of the largest element of a column of N as an operand
 
-// Lane s: the power of two next above token s's largest decay; 0 for a decay of 0.
+// Lane s returns token s's largest decay, rounded up to a power of two; 0 for a decay of 0.
 __device__ __forceinline__ float decay_power(const TransformShared& shared) {
     const int lane = threadIdx.x % 32;
     float most = 0;
@@ -54,25 +62,26 @@ __device__ __forceinline__ float decay_power(const TransformShared& shared) {
     return __uint_as_float((__float_as_uint(most) + 0x7fffffu) & 0x7f800000u);
 }
 
-// Operand numbers of N: `operand_of` for rows 16 to .. + 15 and columns 16 from .. + 15, 8 rows each; row s of these 16
-// is in operand tile_of(s), at place_in_tile(s).
+// Operands of N have 8 rows. Rows 16 to, ..., 16 to + 15 and columns 16 from, ..., 16 from + 15 of N are the operands
+// operand_of(to, from, 0) and operand_of(to, from, 1); row s of these 16 is row place_in_tile(s) of operand tile_of(s).
 __device__ __forceinline__ int operand_of(int to, int from, int t) { return 2 * (to + from) + t; }
 __device__ __forceinline__ constexpr int tile_of(int s) { return RAW_KEYS ? s / 8 : s % 4 / 2; }
 __device__ __forceinline__ constexpr int place_in_tile(int s) { return RAW_KEYS ? s % 8 : s / 4 * 2 + s % 2; }
 
-// Output of the solver warp: N of the delta rule, and scalar decays. `n` holds the Gram matrix, then the decayed Gram
-// matrix, then N as operands.
+// Output of the solver warp: N of the delta rule, and scalar decays. `n` holds in turn the Gram matrix, the decayed
+// Gram matrix, and N as operands.
 //
-// What token s writes counts at the window's end by d_s = D_{s+1:n}; with decays per channel, by at most the product
-// d_s of the powers of two next above each later token's largest decay (decay_power). Forgotten tokens must not take up
-// the range of fp16, so the operands are Diag(d) N Diag(1 / weight), multiplied by Diag(weight) (v - predictions).
+// Until the window's end, the write of token s decays by d_s = D_{s+1:n}. With decays per channel, d_s is an upper
+// bound: the product of the later tokens' largest decays, each rounded up to a power of two (decay_power). Forgotten
+// tokens (small d_s) must not take up the range of fp16. So the operands are Diag(d) N Diag(1 / weight), and the
+// right-hand side is Diag(weight) (v - predictions).
 struct Solve {
     alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
     float weight[WP];  // power of two by which a column of Diag(d) N is divided
     static constexpr int SCALARS = KIND == KDA ? 1 : WP;
     float upto[SCALARS], after[SCALARS];  // scalar decays D_{1:s} and D_{s+1:n}
 
-    // N as right operands, in place of the Gram matrix: a lane has {2c, 2c+1}, {8+2c, 9+2c} of row r, in two fp16
+    // N as right operands, stored over the Gram matrix: a lane has columns 2c, 2c+1, 8+2c, 9+2c of row r, in two fp16
     // slices.
     __device__ __forceinline__ uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
     __device__ __forceinline__ const uint4 (*operands() const)[32] { return reinterpret_cast<const uint4(*)[32]>(n); }
@@ -112,7 +121,7 @@ __device__ __forceinline__ LeftOperand load_keys(const KeyStage& stage, const Pr
     return keys;
 }
 
-// Gram matrix of keys under scalar decays, in 16 x 16 blocks on and below the diagonal. One warp.
+// Gram matrix of the raw keys (kinds with scalar decays), in 16 x 16 blocks on and below the diagonal. By one warp.
 __device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage, const PreparedKeys& m) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll 1
@@ -138,8 +147,8 @@ __device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage
     __syncwarp();
 }
 
-// Multiplies the Gram matrix by exp(g_{j+1} + ... + g_s). Lane s passes token s's log-decay. One warp, one column a
-// lane.
+// Multiplies element (s, j) of the Gram matrix by exp(g_{j+1} + ... + g_s). Lane s passes token s's log-decay. By one
+// warp, one column a lane.
 __device__ __forceinline__ void decay_gram(Solve& table, float gate) {
     const int lane = threadIdx.x % 32;
     float between = 0;
@@ -152,8 +161,8 @@ __device__ __forceinline__ void decay_gram(Solve& table, float gate) {
     __syncwarp();
 }
 
-// N from the decayed Gram matrix by forward substitution, as operands. Lane s passes token s's beta and d_s. One warp,
-// one column a lane.
+// N from the decayed Gram matrix by forward substitution, as operands. Lane s passes token s's beta and d_s. By one
+// warp, one column a lane.
 __device__ __forceinline__ void substitute(Solve& table, float beta, float left) {
     const int lane = threadIdx.x % 32;
     float n[WP], most = 0;

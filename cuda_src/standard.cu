@@ -1,9 +1,9 @@
 // Standard decode: every token reads and writes the whole state (equations `update` and `read`).
 //
 // A warp owns ROWS value rows of the state, keeps them in registers over all tokens of the call, and issues all their
-// loads at once. With s = Diag(a) S the state after decay, the delta rule needs s^T k before it can write, but not
-// before it can read: o = s^T q + w (k . q), so both products come from one reduction. SIDE rows are side by side,
-// ROW_LANES lanes each: few shuffles per sum, and every lane of a row knows the result.
+// loads at once. Let s = Diag(a) S be the state after decay. The delta rule needs s^T k for the write w; the output is
+// o = s^T q + w (k . q). So s^T k and s^T q come from one reduction. SIDE rows are side by side, ROW_LANES lanes each:
+// a sum takes few shuffles, and every lane of a row knows the result.
 //
 // -D constants besides common.cuh's: ROWS (even, at most 32; divides V).
 #include "call_slots.cuh"
@@ -29,21 +29,21 @@ struct Standard {
         StateRegisters rows;
         rows.load(home);
         allow_next_kernel();
-        slot = slots.once_in_warp(part.row, slot);  // while the state is on its way
+        slot = slots.once_in_warp(part.row, slot);  // overlaps with the loads of the state
         if (slot < 0) return write_zeros(part, slots, slot);
         const GateInputs gates(gate_input, part.head);
         const Output output(out, part);
-        for (int t = 0; t < tokens; t++) {  // the first token's loads here too: code of their own takes registers
+        for (int t = 0; t < tokens; t++) {  // loading the first token before the loop would take more registers
             Token token(inputs, part.row, part.head);
             token.move(steps, t);
             TokenInputs given;
             given.load(token, part.first_row());
             rows.widen();
             output.put(t, rows.take(given, gates));
-            rows.round();  // at every token: the result does not depend on the tokens of a call
+            rows.round();  // at every token, so that the result does not depend on the number of tokens per call
         }
-        // With few rows, written states would displace useful lines from the caches.
-        constexpr i64 FEW = (1 << 28) / static_cast<int>(sizeof(state_t));  // 256 MB
+        // With less than 256 MB of states, streaming stores keep useful lines in the caches.
+        constexpr i64 FEW = (1 << 28) / static_cast<int>(sizeof(state_t));
         rows.store(home, ERASES && static_cast<i64>(batch) * HEADS * V * K < FEW);
     }
 };

@@ -1,7 +1,8 @@
 // Drafts of standard decode. `standard_draft` decodes tokens on trial: it reads the state, writes outputs, and keeps
 // the tokens' raw inputs in the slot's ring. `standard_commit` decodes the ring's first tokens and writes the state.
 //
-// A cursor word has the number of drafts. Blocks of a commit read it, so a second launch clears it (commit.cu).
+// The cursor word holds the number of drafts. All blocks of a commit read the word, so a second launch clears it
+// (commit.cu).
 //
 // -D constants besides standard.cu's: DRAFTS, the places of a slot's ring.
 #include "call_slots.cuh"
@@ -27,12 +28,13 @@ struct DraftRings {
     __device__ __forceinline__ float* beta(int slot, int head, int t) const {
         return betas.of(slot) + head * DRAFTS + t;
     }
-    // A kept token. Its output is not used, so any query will do.
+    // A kept token. Its output is not used, so the query is arbitrary.
     __device__ __forceinline__ Token token(int slot, int head, int t) const {
         const act_t* const k = key(slot, head, t);
         return Token(k, k, value(slot, head, t), gate(slot, head, t), beta(slot, head, t));
     }
-    // Keeps the warp's share of a token: its rows of the values; with the head's first rows, what all rows share.
+    // Stores the warp's share of a token in the ring: the values of the warp's rows. The warp with the head's first
+    // rows also stores key, gates and beta.
     __device__ __forceinline__ void put(const WarpRows& part, const TokenInputs& given, int slot, int t) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll

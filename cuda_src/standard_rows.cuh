@@ -68,7 +68,7 @@ struct Output {
 // The lane's share of the warp's rows, in registers.
 struct StateRegisters {
     Packed<FP32, 4> s[ROW_SETS][CHUNKS];
-    Packed<STATE, 4> rounded[ROW_SETS][CHUNKS];  // as in memory, if that is in 16 bits
+    Packed<STATE, 4> rounded[ROW_SETS][CHUNKS];  // the rows as in memory, for states of 16 bits
 
     // Calls `f` with the lane's registers (float32, as in memory) and their offset in memory.
     template <class F> __device__ __forceinline__ void for_each(F f) {
@@ -92,7 +92,7 @@ struct StateRegisters {
         if constexpr (STATE != FP32)
             for_each([](auto& x, auto& stored, int) { stored.set_state({x[0], x[1], x[2], x[3]}); });
     }
-    // `streaming`: past the caches (measured on H200, with other work between two steps).
+    // `streaming`: stores bypass the caches (measured on H200, with other work between two steps).
     __device__ __forceinline__ void store(state_t* home, bool streaming) {
         for_each([&](auto&, auto& stored, int at) {
             if (streaming) stored.store_streaming(home + at);
@@ -136,6 +136,6 @@ struct StateRegisters {
     }
 };
 
-// Least blocks per multiprocessor, or 0 for the compiler's choice: the resulting registers were fastest on H200, by up
-// to 1%.
+// Least blocks per multiprocessor, or 0 for the compiler's choice. The resulting numbers of registers were the fastest
+// on H200, by up to 1%.
 constexpr int MIN_BLOCKS = KIND == GDN ? 1 : 0;

@@ -1,12 +1,12 @@
-// Where equal pieces of global memory are: rows of a caller's array, or one part of the slots' memory.
+// Addresses of pieces of global memory at equal distances: rows of a caller's array, or one part of the slots' memory.
 #pragma once
 #include "ptx.cuh"
 
 template <class T> struct BytesOf { typedef char type; };
 template <class T> struct BytesOf<const T> { typedef const char type; };
 
-// The first piece, and bytes from one to the next: in bytes, because an address then takes one multiplication and no
-// shift.
+// The first piece, and the distance between pieces. The distance is in bytes, so that an address takes one
+// multiplication and no shift.
 template <class T> struct Strided {
     T* first;
     int stride;

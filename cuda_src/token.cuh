@@ -1,4 +1,4 @@
-// Inputs of a step: arrays of the caller, and one token of them.
+// Inputs of a step: the caller's arrays, and pointers to one token.
 #pragma once
 #include "log_decay.cuh"
 #include "strided.cuh"
@@ -19,7 +19,7 @@ struct Inputs {
         {q, q_stride}, {k, k_stride}, {v, v_stride}, {g, g_stride}, { beta, beta_stride } \
     }
 
-// Bytes from a row's token to its next one, for kernels that take several.
+// Bytes from a row's token to the row's next token, for kernels that take several tokens.
 struct TokenSteps {
     int q, k, v, g, beta;
 };
@@ -39,7 +39,7 @@ struct Token {
     __device__ __forceinline__ Token(const act_t* q_, const act_t* k_, const act_t* v_, const gate_t* g_,
                                      const float* beta_)
         : q(q_), k(k_), v(v_), g(g_), beta(beta_) {}
-    // Goes `count` tokens on.
+    // Moves `count` tokens ahead.
     __device__ __forceinline__ void move(const TokenSteps& by, int count) {
         q = Strided<const act_t>{q, by.q}.of(count), k = Strided<const act_t>{k, by.k}.of(count);
         v = Strided<const act_t>{v, by.v}.of(count), g = Strided<const gate_t>{g, by.g}.of(count);

@@ -1,5 +1,5 @@
-// Transform warps: decays, keys as operands, and the decayed Gram matrix (kda), for keys that are not operands as
-// stored.
+// Work of the transform warps, for keys that are not operands as stored: decays, key operands, and the decayed Gram
+// matrix (kda). flush_roles.cuh has the role's barriers.
 #pragma once
 #include "solve.cuh"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, 
     return warp_most(most);
 }
 
-// Scalar decays (fp16, float32): the keys themselves as operands. Transform threads are numbered from 0 (`member`).
+// Kinds with scalar decays (fp16, float32): stores the keys as operands. `member`: number of the transform thread.
 __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float power) {
     for (int i = member; i < WP / 2 * K; i += TRANSFORM_THREADS) {
         const int s = i / K / 8 * 16 + i / K % 8, channel = i % K, place = channel / 16 * 16 + place_of(channel % 16);
@@ -38,8 +38,8 @@ __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage
 constexpr bool TILED_GRAM = KIND == KDA && WP == 16;
 constexpr float STEEP = -27.7f;
 
-// A thread's channel. Neighbouring threads have the two halves of each 16 tokens; a warp has 16 channels, in the order
-// of PreparedKeys::ends, where 8 tokens are 16 bytes.
+// A thread's channel. Two neighbouring threads share a channel and have 8 of each 16 tokens each. A warp has 16
+// channels, in the order of PreparedKeys::ends, in which 8 tokens are 16 bytes.
 __device__ __forceinline__ int channel_of(int member) {
     const int place = member % 32 / 2;
     return member / 32 * 16 % K + 4 * (place % 8 / 2) + place / 8 * 2 + place % 2;
@@ -58,7 +58,7 @@ struct ChannelTokens {
             for (int i = 1; i < 8; i++) product[b] *= decays[b][i];
         }
     }
-    // Loads the tokens and publishes the warp's facts in TransformShared.
+    // Loads the tokens, and stores the warp's values in TransformShared.
     __device__ __forceinline__ void take(TransformShared& shared, KeyStage& stage, const GateInput<1>& input, int count,
                                          int member) {
         const int channel = channel_of(member), half = member % 2;
@@ -88,7 +88,8 @@ struct ChannelTokens {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 whole += gates[b][i], most = fmaxf(most, fabsf(keys[b][i]));
-                // fast: products of few decays. PreparedKeys::whole, which the state takes up, is more accurate
+                // Fast exponentials suffice here, because few decays are multiplied. PreparedKeys::whole multiplies the
+                // state and is computed more accurately.
                 decays[b][i] = __expf(gates[b][i]);
             }
             sum += whole;
@@ -114,7 +115,7 @@ struct ChannelTokens {
                 if ((kept & EVEN << half) == 0) largest[i] = half ? upper : lower;
             }
         }
-        if (member % 32 >= 2) return;  // the other lanes hold the same
+        if (member % 32 >= 2) return;  // the other lanes hold the same values
         float4* const to = reinterpret_cast<float4*>(
             &shared.decays[KIND == KDA ? member / 32 : 0][KIND == KDA ? 16 * b + 8 * half : 0]);
         to[0] = make_float4(largest[0], largest[1], largest[2], largest[3]);
@@ -132,7 +133,7 @@ struct ChannelTokens {
             }
         }
     }
-    // Keys decayed from the window's start, where tile_gram does not return them.
+    // Keys decayed from the window's start, for variants without tile_gram, which also returns them.
     __device__ __forceinline__ void decay_from_start(PreparedKeys& m, int member) const {
         float before = 1;
 #pragma unroll
@@ -183,10 +184,11 @@ struct ChannelTokens {
     }
 };
 
-// A warp's share (16 channels) of the decayed Gram matrix <D_{j+1:s} k_j, k_s>, on the tensor cores; returns their keys
-// decayed from the window's start. `stage.g` holds running products of decays from the start of each half window. If
-// both keys are in one half, the later key is multiplied by its product and the earlier one divided by its own (see
-// STEEP). If not, the later key is decayed from the window's start. The share replaces the products in `stage.g`.
+// A warp's share (16 channels) of the decayed Gram matrix <D_{j+1:s} k_j, k_s>, on the tensor cores. Returns the keys
+// of these channels, decayed from the window's start. `stage.g` holds running products of decays from the start of each
+// half window. If both keys are in the same half, the later key is multiplied by its product and the earlier key is
+// divided by its own product (see STEEP). Otherwise the later key is decayed from the window's start. The share
+// replaces the products in `stage.g`.
 __device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int member) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, first = member / 32 * 16 % K, channel = first + 4 * c;
     Packed<FP32, 4> before;
@@ -214,7 +216,7 @@ __device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         keys.multiply<false, false>(i, sum[0], rest[0], over[0][2 * i], over[0][2 * i + 1]);
-        // second half: only the later half's rows count
+        // second half: only the rows of the later half are used
         own.multiply<false, false>(i, sum[1], rest[1], over[1][2 * i], over[1][2 * i + 1]);
     }
     __syncwarp();
@@ -236,9 +238,9 @@ __device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, i
     table.n[ERASES ? s % WP : 0][j] = sum;
 }
 
-// Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal without quotients (windows of 32, steep decays): going
-// back from token s, its key takes up one decay after another. `stage.g` holds decays. Each warp alternates between
-// long and short rows, so that all warps are done together.
+// Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal without quotients (windows of 32, steep decays). The loop
+// goes back from token s and multiplies its key by one decay after another. `stage.g` holds decays. Each warp
+// alternates between long and short rows, so that all warps finish together.
 __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage, int count, int member) {
     constexpr int OWN = K / 32;
     const int lane = threadIdx.x % 32;
@@ -291,7 +293,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         if (works) own.take(shared, stage, input, count, member);
         else if (member % 32 == 0)
             shared.most[RAW_KEYS ? 0 : member / 32] = 0, shared.steep[RAW_KEYS ? 0 : member / 32] = 0;
-        // decays overwrite raw gates that other threads read
+        // the decays stored below overwrite raw gates that other threads read above
         if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
         if (works) {
             own.put(stage, member, TILED_GRAM);
@@ -333,7 +335,8 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         }
         own.decay_to_end(m, shared, member, power);
         const float all = own.sum + __shfl_xor_sync(ALL, own.sum, 1);
-        // From the sum, not from the product: the state takes this factor up in every window.
+        // Computed from the sum, which is more accurate than the product: the state is multiplied by this factor in
+        // every window.
         if (member % 2 == 0) m.whole[KIND == KDA ? channel_of(member) : 0] = decay(all);
     } else {
         copy_keys(m, stage, count, member, power);
