@@ -11,6 +11,7 @@ import pytest
 from samples import Basis, relative
 
 import sketchssm as ss
+from sketchssm.formats import FORMATS
 from sketchssm.recurrence import KINDS
 
 torch = pytest.importorskip("torch")
@@ -155,6 +156,8 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
     assert standard.increase == 0 and standard.agreement == 1
     assert abs(replay.increase) < 1e-6 and replay.recall == standard.recall  # float32 between the layers
     assert narrow.reduction > wide.reduction > 1
+    assert standard.divergence == 0 and replay.divergence < 1e-10  # of second order in errors of float32
+    assert narrow.divergence > wide.divergence > 1e-6
     assert narrow.agreement < wide.agreement < 1
     assert 0 <= without <= 1
     assert small_run() == (results, without)
@@ -173,6 +176,31 @@ def test_sketches_of_a_format_have_a_name_of_their_own(lm):
         for layer in system.layers.values():
             assert layer.plan.sketch_dtype == form
             assert (layer.plan.wide is not None) == (form == "int8+int4")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("flush_every", [None, 12])
+def test_sketches_of_a_copys_traffic(form, flush_every, lm):
+    """All heads at this rank, with half of a mixed format's columns in 8 bits, move the bytes of the copy."""
+    layer = ss.Layer("kda", 4, 128, 64)
+    rank = lm["systems"].rank_of_copy(layer, 5, 4, "ridge", form, flush_every)
+    wide = rank / 2 if form == "int8+int4" else None
+    options = {"sketch_dtype": form, "wide": wide, "flush_every": flush_every}
+    copy = ss.traffic.read_only_copy(layer.key_dim, layer.value_dim, 5, 4)
+    assert ss.traffic.sketch("kda", 128, 64, rank, 4, **options) == pytest.approx(copy, rel=1e-12)
+
+
+def test_sketches_beside_copies_are_listed(lm):
+    """Once for every format and every number of tokens between flushes, at most of the copy's traffic."""
+    calibrations = lm["systems"].calibrate(tiny(lm, "gdn"), ids(), window=4)
+    given = ["--systems", "sketch", "copy", "--ranks", "--copy-bits", "4", "--formats", "bfloat16", "int8"]
+    given += ["--flush-every", "4", "8", "--window", "4", "--model", "m", "--tokens", "t"]
+    listed = lm["evaluate"].listed(lm["evaluate"].arguments(given), calibrations)
+    found = {x.family: x.reduction for x in listed if x.family.startswith("sketch")}
+    (copy,) = (x.reduction for x in listed if x.name == "4-bit copy")
+    forms = ("", ", flush every 8", ", int8", ", int8, flush every 8")
+    assert list(found) == [f"sketch, ridge map{form}" for form in forms]
+    assert min(found.values()) >= copy
 
 
 def test_pictures_come_from_files(lm, tmp_path):

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import systems as catalogue
@@ -48,6 +49,11 @@ class Result:
         Loss above that of standard decoding.
     increase_error : float
         Standard error of the increase, over rows of text.
+    divergence : float
+        Kullback-Leibler divergence of the next token's distribution from that of standard decoding, mean over tokens.
+        Unlike the increase, the divergence has no errors that cancel.
+    divergence_error : float
+        Standard error of the divergence, over rows of text.
     agreement : float
         Share of tokens after which the likeliest next token is that of standard decoding.
     recall : float
@@ -61,6 +67,8 @@ class Result:
     perplexity: float
     increase: float
     increase_error: float
+    divergence: float
+    divergence_error: float
     agreement: float
     recall: float
 
@@ -74,16 +82,43 @@ class Prefilled:
     rest: torch.Tensor
 
 
+class Scores(NamedTuple):
+    """Scores of test text, arrays ``(rows, tokens - 1)``, and the hidden vectors behind them.
+
+    Attributes
+    ----------
+    losses : ndarray
+        Loss of each next token.
+    guesses : ndarray
+        Likeliest next tokens.
+    divergences : ndarray
+        Kullback-Leibler divergences from the distributions of standard decoding.
+    hidden : tensor
+        Hidden vectors ``(rows, tokens - 1, d)``.
+    """
+
+    losses: np.ndarray
+    guesses: np.ndarray
+    divergences: np.ndarray
+    hidden: torch.Tensor
+
+
 @torch.no_grad()
-def score_text(model, heads, ids):
-    """Loss ``(rows, tokens - 1)`` and likeliest next token of each token, decoded from zero states."""
+def score_text(model, heads, ids, standard=None):
+    """Score test text, decoded from zero states, against the `Scores` of standard decoding."""
     hidden = model(ids, Heads(heads))[:, :-1]
-    losses, guesses = [], []
-    for row, following in zip(hidden, ids[:, 1:], strict=True):  # row by row, as logits are large
-        logits = model.head(row)
-        losses.append(F.cross_entropy(logits, following, reduction="none").double().numpy())
-        guesses.append(logits.argmax(-1).numpy())
-    return np.stack(losses), np.stack(guesses)
+    found = []
+    # row by row, as logits are large; in float64, as small divergences are differences of large numbers
+    for row, exact, following in zip(hidden, hidden if standard is None else standard.hidden, ids[:, 1:], strict=True):
+        logits, want = (F.log_softmax(model.head(x).double(), -1) for x in (row, exact))
+        loss = F.nll_loss(logits, following, reduction="none")
+        found.append([x.numpy() for x in (loss, logits.argmax(-1), (want.exp() * (want - logits)).sum(-1))])
+    return Scores(*(np.stack(x) for x in zip(*found, strict=True)), hidden)
+
+
+def mean_and_error(rows):
+    """Mean of the means of some rows, and its standard error (NaN for one row)."""
+    return float(rows.mean()), float(rows.std(ddof=1) / len(rows) ** 0.5) if len(rows) > 1 else float("nan")
 
 
 @torch.no_grad()
@@ -145,19 +180,19 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
     for system in systems:
         step(system.name)
         heads = system.heads(slots, backend)
-        losses, guesses = score_text(model, heads, rows)
-        base = base or (losses, guesses)
-        more = (losses - base[0]).mean(axis=1)
+        found = score_text(model, heads, rows, base)
+        base = base or found
+        loss = float(found.losses.mean())
         results.append(
             Result(
                 system.name,
                 system.family,
                 system.reduction,
-                float(losses.mean()),
-                float(np.exp(losses.mean())),
-                float(more.mean()),
-                float(more.std(ddof=1) / len(more) ** 0.5) if len(more) > 1 else float("nan"),
-                float((guesses == base[1]).mean()),
+                loss,
+                float(np.exp(loss)),
+                *mean_and_error((found.losses - base.losses).mean(axis=1)),
+                *mean_and_error(found.divergences.mean(axis=1)),
+                float((found.guesses == base.guesses).mean()),
                 recall(model, heads, prompts, batches),
             )
         )
@@ -170,9 +205,11 @@ def listed(options, calibrations):
     systems = catalogue.baselines(calibrations, "exact", options.window)
     for family in options.systems:
         if family == "sketch":
-            for name, form in product(options.maps, options.formats):
-                settings = options.window, name, options.method, form, options.flush_every
-                systems += catalogue.sketches(calibrations, options.ranks, *settings)
+            layer, window = next(iter(calibrations.values())).layer, options.window
+            for name, form, every in product(options.maps, options.formats, options.flush_every or [window]):
+                beside = [catalogue.rank_of_copy(layer, bits, window, name, form, every) for bits in options.copy_bits]
+                settings = window, name, options.method, form, every
+                systems += catalogue.sketches(calibrations, [*options.ranks, *beside], *settings)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
     return systems
@@ -187,12 +224,13 @@ def show(output, kind, results, without):
             f"{x.loss:.4f}",
             f"{x.perplexity:.2f}",
             f"{x.increase:+.4f} ± {x.increase_error:.4f}",
+            f"{x.divergence:.2e}",
             percent(x.agreement),
             percent(x.recall, 1),
         )
         for x in results
     ]
-    columns = ("system", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "recall")
+    columns = ("system", "less traffic", "loss (nats)", "perplexity", "loss increase", "KL", "same top-1", "recall")
     output.table(f"{kind}: a language model's recurrent layers under several decode systems", columns, rows)
     output.say(f"Recall with the recurrent states wiped at the end of the prefill: {percent(without, 1)}")
 
@@ -205,7 +243,10 @@ def arguments(given=None):
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
     add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
-    add("--ranks", nargs="+", type=float, default=(4, 8, 16), help="mean ranks of sketches")
+    add("--ranks", nargs="*", type=float, default=(4, 8, 16), help="mean ranks of sketches")
+    add(
+        "--copy-bits", nargs="+", type=float, default=(), help="also sketches of the traffic of copies of so many bits"
+    )
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
@@ -216,7 +257,12 @@ def arguments(given=None):
         help="of samples in bases, see sketchssm.Moments",
     )
     add("--window", type=int, default=16, help="tokens from one sketch to the next")
-    add("--flush-every", type=int, help="tokens from one flush of the states to the next (default: the window)")
+    add(
+        "--flush-every",
+        nargs="+",
+        type=int,
+        help="tokens from one flush of the states to the next (default: the window)",
+    )
     add("--rank-max", type=int, default=40, help="largest rank of a head")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
