@@ -1,12 +1,19 @@
 """Residual energy of state reads by the bytes of what is read: sketches in few bits, and read-only copies.
 
     python benchmarks/narrow.py traces/*.npz
+    python benchmarks/narrow.py traces/*.npz --backend cpu
 
-In float64, on test text, with bases from the calibration text and one rank for all heads: the energy that reads lose
-over the energy of the reads, mean over heads. Bytes are those of a state's sketch and map (`SketchFormat.bytes`), or
-of a copy's codes and 16-bit scales. `noise` is the error of a code: the energy by which coding some columns changes
-the reads through these columns, over the energy of these reads, mean over heads and two ranks. Allocation uses their
-means (`sketchssm.formats`). The table goes to benchmarks/results/narrow.json.
+On test text, with bases from the calibration text and one rank for all heads: the energy that reads lose over the
+energy of the reads, mean over heads. Bytes are those of a state's sketch and map (`SketchFormat.bytes`), or of a
+copy's codes and 16-bit scales.
+
+Without `--backend`, reads are computed in float64 from the equations of `sketchssm.reference`. With a backend, its
+heads decode the test text. The errors of their outputs between flushes are the errors of the reads, since the rest of
+an output is exact. Forms that the backend lacks are left out, by name.
+
+`noise` is the error of a code, in float64 alone: the energy by which coding some columns changes the reads through
+these columns, over the energy of these reads, mean over heads and two ranks. Allocation uses their means
+(`sketchssm.formats`). The table goes to benchmarks/results/narrow.json, with a backend to narrow-BACKEND.json.
 """
 
 import argparse
@@ -20,13 +27,18 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from sketchssm import Moments, fit_basis
+from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
+from sketchssm.backends import BACKENDS, UnsupportedError
+from sketchssm.baselines import CopyReadHead
+from sketchssm.bench.device import device_name
 from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate.measure import rounded
 from sketchssm.formats import FP8, INT4, INT8, SketchFormat
+from sketchssm.interop import to_host
 from sketchssm.recurrence import Tokens
 from sketchssm.reference import maps, narrow, quantise
+from sketchssm.reference.recurrence import run
 from sketchssm.traces import Traces
 
 HERE = Path(__file__).parent
@@ -42,12 +54,16 @@ COPIES = (8, 6, 4)
 NOISE_RANKS = (8, 16)
 
 
+def whole_windows(tokens):
+    """Tokens up to the end of the last whole window."""
+    whole = tokens.v.shape[1] // WINDOW * WINDOW
+    return Tokens(*(None if x is None else x[:, :whole] for x in tokens))
+
+
 def collect_windows(layer, tokens):
     """States ``(n, heads, K, V)`` at window starts, and the queries ``(n, heads, W - 1, K)`` that read them."""
-    whole = tokens.v.shape[1] // WINDOW * WINDOW
     found = []
-    part = Tokens(*(None if x is None else x[:, :whole] for x in tokens))
-    walk(layer, host_tokens(layer, *part), WINDOW, None, found.append)
+    walk(layer, host_tokens(layer, *tokens), WINDOW, None, found.append)
     return [np.concatenate(parts) for parts in ([r.state for r in found], [r.queries for r in found])]
 
 
@@ -75,6 +91,50 @@ def shares(windows, make):
     return float(np.mean(lost))
 
 
+class FromEquations:
+    """Shares of lost energy in float64, from the equations of the reference."""
+
+    def __init__(self, layer, basis, tokens):
+        self.basis, self.windows = basis, collect_windows(layer, tokens)
+
+    def sketch(self, map, dtype, rank, wide):
+        form, columns = SketchFormat.of(dtype), self.basis.columns(rank, weighted=map.weighted)
+
+        def make(head, states):
+            return read_matrix(form, map, states, *(x[head] for x in columns), wide)
+
+        return shares(self.windows, make)
+
+    def copy(self, bits):
+        return shares(
+            self.windows, lambda head, states: quantise.round_trip(states.swapaxes(-1, -2), bits, zero=False)
+        )
+
+
+class FromHeads:
+    """Shares of lost energy from the outputs of a backend's heads."""
+
+    def __init__(self, layer, basis, tokens, backend):
+        self.layer, self.basis, self.tokens, self.backend = layer, basis, tokens, backend
+        self.output = run(layer, *tokens)[0]
+        states, queries = collect_windows(layer, tokens)
+        self.energy = np.square(queries @ states).sum(axis=(0, 2, 3))
+
+    def lost(self, head):
+        if self.backend == "cuda":
+            head.warmup("float32")
+        missed = to_host(head.step(*self.tokens), "o") - self.output
+        return float(np.mean(np.square(missed).sum(axis=(0, 1, 3)) / self.energy))
+
+    def sketch(self, map, dtype, rank, wide):
+        heads, rows = self.layer.heads, len(self.output)
+        plan = SketchPlan(self.basis, [rank] * heads, WINDOW, map, dtype, None if wide is None else [wide] * heads)
+        return self.lost(SketchHead(plan, rows, self.backend))
+
+    def copy(self, bits):
+        return self.lost(CopyReadHead(self.layer, len(self.output), self.backend, bits=bits, window=WINDOW))
+
+
 def coding_noise(windows, basis):
     """Noise of every code: of 8 bits on the leading half of the columns in order of energy, of 4 bits on the rest."""
     states, queries = windows
@@ -93,67 +153,62 @@ def coding_noise(windows, basis):
     return {name: float(np.mean(shares)) for name, shares in found.items()}
 
 
-def layer_table(traces):
+def layer_table(traces, backend=None, sketches=SKETCHES, copies=COPIES):
     """Bytes and residual energy of every form on one layer, and the noise of the codes."""
-    layer = traces.layer
+    layer, tokens = traces.layer, whole_windows(traces.test)
     moments = Moments(layer, window=WINDOW)
     moments.update(*traces.calib)
-    basis, windows = fit_basis(moments), collect_windows(layer, traces.test)
+    basis = fit_basis(moments)
+    reads = FromHeads(layer, basis, tokens, backend) if backend else FromEquations(layer, basis, tokens)
     stored = {}
-    for name, dtype, rank, wide in SKETCHES:
-        form, map = SketchFormat.of(dtype), CoefficientMap(name)
-        columns = basis.columns(rank, weighted=map.weighted)
 
-        def make(head, states, form=form, map=map, columns=columns, wide=wide):
-            return read_matrix(form, map, states, *(x[head] for x in columns), wide)
+    def add(label, size, measure, *settings):
+        try:
+            stored[label] = {"bytes": float(size), "lost": measure(*settings)}
+        except UnsupportedError as error:
+            print(f"  {label}: left out, {error}", flush=True)
 
+    for name, dtype, rank, wide in sketches:
+        map = CoefficientMap(name)
         label = f"{name} {dtype} {rank}" if wide is None else f"{name} {dtype} {wide}+{rank - wide}"
-        size = float(form.bytes(map, rank, layer.key_dim, layer.value_dim, wide))
-        stored[label] = {"bytes": size, "lost": shares(windows, make)}
-    for bits in COPIES:
+        size = SketchFormat.of(dtype).bytes(map, rank, layer.key_dim, layer.value_dim, wide)
+        add(label, size, reads.sketch, map, dtype, rank, wide)
+    for bits in copies:
         size = (bits * layer.key_dim * layer.value_dim + 16 * (layer.key_dim + layer.value_dim)) / 8
-
-        def copied(head, states, bits=bits):
-            return quantise.round_trip(states.swapaxes(-1, -2), bits, zero=False)
-
-        lost = shares(windows, copied)
-        stored[f"copy {bits} bits"] = {"bytes": size, "lost": lost}
-    noise = coding_noise(windows, basis)
-    return {
-        "kind": layer.kind,
-        "key_dim": layer.key_dim,
-        "value_dim": layer.value_dim,
-        "stored": stored,
-        "noise": noise,
-    }
+        add(f"copy {bits} bits", size, reads.copy, bits)
+    found = {"kind": layer.kind, "key_dim": layer.key_dim, "value_dim": layer.value_dim, "stored": stored}
+    return found if backend else found | {"noise": coding_noise(reads.windows, basis)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "narrow.json")
+    parser.add_argument("--backend", choices=BACKENDS, help="measure the heads of this backend")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/narrow.json, or narrow-BACKEND.json")
     arguments = parser.parse_args()
+    backend = arguments.backend
+    target = arguments.json or HERE / "results" / f"narrow{f'-{backend}' if backend else ''}.json"
     layers = {}
     for path in arguments.traces:
-        layers[path.stem] = layer_table(Traces.load(path))
+        layers[path.stem] = layer_table(Traces.load(path), backend)
         print(path.name, flush=True)
         for label, found in layers[path.stem]["stored"].items():
             print(f"  {label:24} {found['bytes']:7.0f} {found['lost']:.5f}")
-        print(" ", layers[path.stem]["noise"], flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    )
+        print("", flush=True)
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=HERE, capture_output=True, text=True, check=False)
+    options = ["--backend", backend] if backend else []
     about = {
         "commit": commit.stdout.strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": "CPU",
-        "command": shlex.join(["python", "benchmarks/narrow.py", *(path.name for path in arguments.traces)]),
+        "device": device_name() if backend == "cuda" else "CPU",
+        "command": shlex.join(["python", "benchmarks/narrow.py", *(path.name for path in arguments.traces), *options]),
         "window": WINDOW,
     }
     text = json.dumps(rounded(about | {"layers": layers}), indent=1)
     # innermost tables on one line each
     text = re.sub(r"\{[^{}]+\}", lambda found: " ".join(found[0].split()), text)
-    arguments.json.write_text(text + "\n")
+    target.write_text(text + "\n")
 
 
 if __name__ == "__main__":
