@@ -4,21 +4,26 @@
         --json benchmarks/results/end-to-end.json --plot end-to-end.png
 
 `--site` is a folder with vLLM. Each model runs once for each system, each time in a process of its own: `vllm` (no
-plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has three parts:
+plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has these parts:
 
 * decode: `--batch` requests decode together; tokens/s and times of the steps in which all of them decode.
 * mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching.
-* profile: kernels of some decode steps by kind; `host` is the time in which the device rests.
+* profile: kernels of some decode steps by kind. `host` is the time in which no kernel runs. Kernels may overlap.
+* agree: log-probabilities of the same tokens, compared with vLLM's own (`vllm_forced.py`), in an engine of its own.
+  For `vllm`, the part is a control: vLLM against vLLM with half of the requests at a time.
+
+`metadata_ms` is the host time of a step in which the batch is described to the layers. `blocks_needed` is the number
+of blocks that `--batch` requests need; with fewer `blocks`, only some of the requests decode together.
 
 Weights are random (`vllm_models.py`). Requests are the same for all systems; `tokens_equal` is the share of output
-tokens that are vLLM's own, among the first 32 of each request.
+tokens that are vLLM's own, among the first 32 of each request. Random weights make near ties between tokens, so that
+rounding alone changes many tokens; `agree` does not depend on ties.
 """
 
 import argparse
 import datetime
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -27,6 +32,10 @@ import traceback
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from cuda_step import git_commit  # noqa: E402
+from vllm_forced import compare, draw_requests, processor, serve  # noqa: E402
+from vllm_profile import KINDS, METADATA_SECONDS, shares, time_metadata  # noqa: E402
 
 SYSTEMS = ("vllm", "standard", "replay", "sketch")
 MARK = "END_TO_END "
@@ -42,21 +51,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-KINDS = {
-    "state": r"selective_scan_update|selective_state_update|fused_recurrent|fused_sigmoid_gating|read_step|flush_step"
-    r"|standard_step|standard_draft|read_draft|set_slots|\bcommit",
-    "inputs": r"^_mamba|^_skip|^_normalise|^_gates|kda_gate|gdn_gating|post_conv",
-    "convolution": r"causal_conv1d",
-    "MoE": r"moe|topk|expert|grouped_gemm",
-    "attention": r"flash|fmha|mla|attn|attention|reshape_and_cache|concat_and_cache",
-    "weights": r"nvjet|gemm|cutlass|splitk|cublas",
-}
-"""Kernels by kind; the first pattern that matches counts."""
-
-
-def kind_of(kernel):
-    """Kind of a kernel by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 def spread(seconds):
@@ -99,59 +93,55 @@ def drive(llm, batch, decode, seed, mix=False, profile=0):
         made[f"{seed}-{i}"] = []
     begin = last = time.perf_counter()
     steps, full, full_tokens, profiler, report = [], [], 0, None, None
-    finished = 0
+    finished, profiled_steps, metadata = 0, 0, []
     while engine.has_unfinished_requests():
         before = sum(map(len, made.values()))
         whole = not mix and not finished and min(map(len, made.values())) >= 3
-        if profile and whole and profiler is None and report is None:
+        # With too few blocks no step has all requests: profile some steps in the middle then.
+        due = whole or 3 * before > count * decode
+        METADATA_SECONDS.clear()
+        if profile and due and profiler is None and report is None:
             torch.cuda.synchronize()
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profiler.__enter__()
-            profiled = time.perf_counter()
-            last = profiled
+            last = profiled = time.perf_counter()
+            profiled_tokens = 0
         for output in engine.step():
             finished += output.finished
             for one in output.outputs:
                 made[output.request_id.rsplit("/", 1)[-1]].extend(one.token_ids)
         now = time.perf_counter()
         steps.append(now - last)
+        tokens = sum(map(len, made.values())) - before
         if whole and not finished:
             full.append(now - last)
-            full_tokens += sum(map(len, made.values())) - before
+            full_tokens += tokens
+            metadata.append(sum(METADATA_SECONDS))
         last = now
-        if profiler is not None and len(full) >= profile:
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - profiled
-            profiler.__exit__(None, None, None)
-            report, profiler = shares(profiler, wall, len(full)), None
+        if profiler is not None:
+            profiled_steps, profiled_tokens = profiled_steps + 1, profiled_tokens + tokens
+            if profiled_steps >= profile:
+                torch.cuda.synchronize()
+                wall = time.perf_counter() - profiled
+                profiler.__exit__(None, None, None)
+                report = shares(profiler, wall, profiled_steps) | {"rows": profiled_tokens / profiled_steps}
+                profiler, last = None, time.perf_counter()
+    if profiler is not None:
+        profiler.__exit__(None, None, None)
     total = sum(map(len, made.values()))
     result = {"requests": count, "tokens": total, "seconds": last - begin, "step_ms": spread(full or steps)}
     result["tokens_per_s"] = full_tokens / sum(full) if full else total / (last - begin)
+    result |= {"metadata_ms": spread(metadata)} if metadata else {}
     result["first_tokens"] = [tokens[:32] for tokens in made.values()]
     return result | ({"profile": report} if report else {})
 
 
-def shares(profiler, wall, steps):
-    """Milliseconds of a step by kind of kernel, and the kernels that take most."""
-    kernels = {}
-    for event in profiler.key_averages():
-        time_us = float(getattr(event, "self_device_time_total", 0) or 0)
-        if "CUDA" in str(getattr(event, "device_type", "")) and time_us > 0:
-            have = kernels.setdefault(event.key, [0.0, 0])
-            have[0] += time_us / steps / 1e3
-            have[1] += event.count / steps
-    kinds = {}
-    for name, (milliseconds, _) in kernels.items():
-        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + milliseconds
-    step = wall / steps * 1e3
-    kinds["host"] = max(step - sum(kinds.values()), 0.0)
-    most = sorted(kernels.items(), key=lambda item: -item[1][0])[:30]
-    return {
-        "steps": steps,
-        "step_ms": step,
-        "kinds_ms": kinds,
-        "kernels": [{"name": name[:120], "ms": ms, "launches": launches} for name, (ms, launches) in most],
-    }
+def blocks_of(groups, requests, tokens):
+    """Blocks that some requests of some tokens each need, and the block of padding."""
+    specs = [group.kv_cache_spec for group in groups]
+    return 1 + requests * sum(
+        -(-tokens // spec.block_size) + getattr(spec, "num_speculative_blocks", 0) for spec in specs
+    )
 
 
 def one(args):
@@ -160,18 +150,11 @@ def one(args):
     import vllm
     import vllm_models
     from vllm import LLM
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     from sketchssm.vllm import register
 
-    name = args.models
-    load = DummyModelLoader.load_weights
-
-    def load_weights(self, model, *given, **others):
-        load(self, model, *given, **others)
-        vllm_models.set_weights(model)  # before there are heads, which take the gates' parameters over
-
-    DummyModelLoader.load_weights = load_weights
+    name, agree = args.models, args.parts == "agree"
+    vllm_models.load_random_weights()
     if args.system != "vllm":
         plans = args.system
         if args.system == "sketch":
@@ -180,9 +163,12 @@ def one(args):
             plans = vllm_models.write_plans(name, args.work, bench.MEAN_RANKS[name], args.map)
         os.environ["SKETCHSSM_VLLM"] = plans
         register()
+    time_metadata()
     compilation = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *range(16, args.batch, 16), args.batch})}
     if args.graphs == "decode":
-        compilation = {"cudagraph_capture_sizes": [args.batch], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        # `agree` has a smaller graph too, whose kernels round in another way
+        sizes = sorted({-(-args.batch // 2), args.batch}) if agree else [args.batch]
+        compilation = {"cudagraph_capture_sizes": sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     settings = {
         "model": vllm_models.write_model(name, args.work), "skip_tokenizer_init": True, "load_format": "dummy",
         "dtype": "bfloat16", "max_num_seqs": args.batch, "max_model_len": 2048, "max_num_batched_tokens": 8192,
@@ -193,18 +179,40 @@ def one(args):
     }  # fmt: skip
     if args.graphs == "none":
         del settings["compilation_config"]
+    if agree:
+        settings["logits_processors"] = [processor()]
     settings |= json.loads(args.extra)
     free = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     llm = LLM(**settings)
     config = llm.llm_engine.vllm_config
+    groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    vocabulary = config.model_config.get_vocab_size()
+    longest = 16 + max(args.decode, args.profile + 8)
+    if "mix" in args.parts:
+        mixed = (len(prompt) + tokens for prompt, tokens in requests_of(3 * args.batch, True, vocabulary, 3, 0))
+        longest = max(longest, *mixed)
     head = {
         "model": name, "system": args.system, "batch": args.batch, "graphs": args.graphs,
         "start_seconds": time.perf_counter() - begin, "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(), "block_tokens": config.cache_config.block_size,
         "blocks": config.cache_config.num_gpu_blocks, "state_page": config.cache_config.mamba_page_size_padded,
+        "blocks_needed": blocks_of(groups, args.batch, longest),
         "memory_taken": free - torch.cuda.mem_get_info()[0],
     }  # fmt: skip
+    if head["blocks"] < head["blocks_needed"]:
+        print(
+            f"{name}, {args.system}: {args.batch} requests need {head['blocks_needed']} blocks, there are "
+            f"{head['blocks']}: not all decode together. Give more memory (--memory) or a smaller --batch.",
+            flush=True,
+        )
+    if agree:
+        requests = draw_requests(args.batch, (16, 65), (32, 33), vocabulary, 5)
+        found = [serve(llm.llm_engine, requests, args.batch)]
+        if args.system == "vllm":
+            found.append(serve(llm.llm_engine, requests, -(-args.batch // 2)))
+        print(MARK + json.dumps(head | {"part": "agree", "logprobs": found}), flush=True)
+        return
     drive(llm, args.batch, 24, 1)
     parts = {"decode": (2, {}), "mix": (3, {"mix": True}), "profile": (4, {"profile": args.profile})}
     for part, (seed, how) in parts.items():
@@ -218,36 +226,53 @@ def run_all(args):
     results = []
     for name in args.models.split(","):
         for system in args.systems.split(","):
-            command = [sys.executable, __file__, *sys.argv[1:], "--models", name, "--system", system]
-            print(f"{name}, {system}", flush=True)
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for line in child.stdout:
-                if not line.startswith(MARK):
-                    sys.stdout.write(line)
-                    continue
-                results.append(json.loads(line.removeprefix(MARK)))
-                finish(results, args)
-                told = {key: x for key, x in results[-1].items() if key not in ("first_tokens", "profile")}
-                print(json.dumps(told | {"kinds_ms": results[-1].get("profile", {}).get("kinds_ms")}), flush=True)
-            if child.wait():
-                print(f"{name}, {system}: exit {child.returncode}", flush=True)
+            for parts in engines_of(args.parts):
+                command = [sys.executable, __file__, *sys.argv[1:], "--models", name, "--system", system]
+                print(f"{name}, {system}: {parts}", flush=True)
+                child = subprocess.Popen(
+                    [*command, "--parts", parts], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+                for line in child.stdout:
+                    if not line.startswith(MARK):
+                        sys.stdout.write(line)
+                        continue
+                    results.append(json.loads(line.removeprefix(MARK)))
+                    finish(results, args)
+                    told = {key: x for key, x in results[-1].items() if key not in (*BULKY, "profile")}
+                    print(json.dumps(told | {"kinds_ms": results[-1].get("profile", {}).get("kinds_ms")}), flush=True)
+                if child.wait():
+                    print(f"{name}, {system}: exit {child.returncode}", flush=True)
     return results
 
 
+BULKY = ("first_tokens", "logprobs")
+"""What results hold for comparisons alone."""
+
+
+def engines_of(parts):
+    """Parts that share an engine, as words with commas."""
+    timed = ",".join(part for part in parts.split(",") if part != "agree")
+    return [timed] * bool(timed) + ["agree"] * ("agree" in parts.split(","))
+
+
 def finish(results, args):
-    """Compare tokens with vLLM's, and write what there is."""
+    """Compare tokens and log-probabilities with vLLM's, and write what there is."""
     for result in results:
         wanted = [r for r in results if r["system"] == "vllm" and all(r[k] == result[k] for k in ("model", "part"))]
         if wanted and "first_tokens" in result:
             pairs = list(zip(result["first_tokens"], wanted[0]["first_tokens"], strict=True))
             same = sum(x == y for one, other in pairs for x, y in zip(one, other, strict=True))
             result["tokens_equal"] = same / max(sum(len(one) for one, _ in pairs), 1)
+        if wanted and "logprobs" in result:
+            result["agreement"] = compare(result["logprobs"][-1], wanted[0]["logprobs"][0])
     if not args.json:
         return
-    shown = [{key: x for key, x in result.items() if key != "first_tokens"} for result in results]
+    shown = [{key: x for key, x in result.items() if key not in BULKY} for result in results]
     report = {
         "command": shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": args.commit or git_commit(),
+        "device": next((result["gpu"] for result in results if "gpu" in result), None),
         "weights": "random; experts of MoE layers are used equally often",
         "results": shown,
     }
@@ -301,15 +326,19 @@ def main():
         "--graphs", default="default", choices=("default", "decode", "none"),
         help="vLLM's default; graphs of decode steps without compilation; neither",
     )  # fmt: skip
-    parser.add_argument("--memory", type=float, default=0.85, help="share of the device's memory")
+    parser.add_argument("--memory", type=float, default=0.92, help="share of the device's memory")
     parser.add_argument("--extra", default="{}", help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--work", default="/tmp/end-to-end", help="folder for models and plans")
+    parser.add_argument("--commit", help="for the report, where this is no clone")
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--plot", help="file for a picture")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.site:
         sys.path.insert(0, args.site)
+        # vLLM starts processes of its own, which find vLLM and this package by the environment alone
+        paths = [str(Path(__file__).parents[1]), args.site, os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if args.system:

@@ -117,3 +117,18 @@ def set_weights(model):
                 narrow = "conv" in kind.lower() or weight.shape[-1] <= 8
                 weight.data.normal_(0.0, 0.25 if narrow else 0.02, generator=draw)
     torch.cuda.synchronize()
+
+
+def load_random_weights(change=None):
+    """Let vLLM's dummy loader set these weights; `change` is called with the model afterwards."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def load_weights(self, model, *given, **others):
+        load(self, model, *given, **others)
+        set_weights(model)  # before there are heads, which take the gates' parameters over
+        if change is not None:
+            change(model)
+
+    DummyModelLoader.load_weights = load_weights

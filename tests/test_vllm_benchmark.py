@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_benchmark_scripts import script
@@ -20,6 +21,16 @@ def models():
 @pytest.fixture(scope="module")
 def run():
     return script("end_to_end")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return script("vllm_profile")
+
+
+@pytest.fixture(scope="module")
+def forced():
+    return script("vllm_forced")
 
 
 def layer_of(config):
@@ -53,7 +64,10 @@ def test_models_and_plans(models, tmp_path):
         ("_selective_scan_update_kernel", "state"),
         ("read_step", "state"),
         ("commit", "state"),
-        ("_mamba", "inputs"),
+        ("mamba_inputs", "inputs"),
+        ("add_skip", "inputs"),
+        ("normalised", "inputs"),
+        ("delta_inputs", "inputs"),
         ("_causal_conv1d_update_kernel", "convolution"),
         ("fused_moe_kernel", "MoE"),
         ("flash_fwd_kernel", "attention"),
@@ -61,8 +75,29 @@ def test_models_and_plans(models, tmp_path):
         ("vectorized_elementwise_kernel", "other"),
     ],
 )
-def test_kinds_of_kernels(run, kernel, kind):
-    assert run.kind_of(kernel) == kind
+def test_kinds_of_kernels(profile, kernel, kind):
+    assert profile.kind_of(kernel) == kind
+
+
+def test_shares(profile):
+    """Two steps of 10 ms: kernels that overlap take time each, and the device rests for what none covers."""
+
+    def event(name, begin, end, device="DeviceType.CUDA", note=False):
+        times = SimpleNamespace(start=begin, end=end)
+        return SimpleNamespace(name=name, device_type=device, time_range=times, is_user_annotation=note)
+
+    events = [
+        event("read_step", 0, 4000),
+        event("flush_step", 3000, 6000),
+        event("nvjet", 6000, 10000),
+        event("read_step", 12000, 18000),
+        event("aten::mm", 0, 20000, "DeviceType.CPU"),
+        event("note", 0, 20000, note=True),
+    ]
+    found = profile.shares(SimpleNamespace(events=lambda: events), 0.02, 2)
+    assert found["step_ms"] == 10
+    assert found["kinds_ms"] == pytest.approx({"state": 6.5, "weights": 2.0, "host": 2.0})
+    assert found["kernels"][0] == {"name": "read_step", "ms": 5.0, "launches": 1.0}
 
 
 def test_times(run):
@@ -79,10 +114,48 @@ def test_results_and_picture(run, tmp_path):
         common = {"model": "m", "system": system, "tokens_per_s": 100.0 * (1 + i), "first_tokens": tokens}
         results += [common | {"part": "decode"}, common | {"part": "mix"}]
         results.append(common | {"part": "profile", "profile": {"kinds_ms": {"state": 3.0 - i / 2, "host": 1.0}}})
+        logprobs = [[[0.0, 1.0], [2.0]], [[0.0, 1.0], [2.0 + i]]]  # served twice
+        results.append(common | {"part": "agree", "logprobs": logprobs, "gpu": "a device"})
     file = tmp_path / "results.json"
-    run.finish(results, argparse.Namespace(json=str(file)))
-    written = json.loads(file.read_text())["results"]
+    run.finish(results, argparse.Namespace(json=str(file), commit="abc"))
+    report = json.loads(file.read_text())
+    assert (report["commit"], report["device"]) == ("abc", "a device")
+    assert [result["agreement"]["rms"] > 0 for result in report["results"][3::4]] == [False, True, True, True]
+    written = [result for result in report["results"] if result["part"] != "agree"]
+    assert not any("logprobs" in result for result in report["results"])
     assert [result["tokens_equal"] for result in written[:6:3]] == [1.0, 0.75]
     assert "first_tokens" not in written[0]
     run.draw(results, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_agreement(forced):
+    wanted = [[0.0, 2.0], None, [4.0, 6.0], [1.0]]
+    found = [[0.0, 2.0], [3.0], [4.0, 6.0 + 5**0.5], None]
+    result = forced.compare(found, wanted)
+    assert (result["requests"], result["tokens"]) == (2, 4)
+    assert result["spread"] == pytest.approx(5**0.5)
+    assert result["rms"] == pytest.approx(0.5)
+    assert result["largest"] == pytest.approx(1.0)
+    assert result["worst_request"] == pytest.approx(0.5**0.5)
+
+
+def test_requests_with_continuations(forced):
+    requests = forced.draw_requests(50, (1, 4), (5, 6), 7, 0)
+    assert {len(prompt) for prompt, _ in requests} == {1, 2, 3}
+    assert {len(tokens) for _, tokens in requests} == {5}
+    assert {token for pair in requests for tokens in pair for token in tokens} == set(range(7))
+
+
+def test_blocks(run):
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (2048, 2048, 16)]
+    groups[1].kv_cache_spec.num_speculative_blocks = 3
+    assert run.blocks_of(groups, 10, 33) == 1 + 10 * (1 + 1 + 3 + 3)
+
+
+@pytest.mark.parametrize(
+    "parts, engines",
+    [("decode,mix", ["decode,mix"]), ("agree", ["agree"]), ("decode,agree,mix", ["decode,mix", "agree"])],
+)
+def test_parts_that_share_an_engine(run, parts, engines):
+    assert run.engines_of(parts) == engines
