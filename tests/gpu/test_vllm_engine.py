@@ -1,0 +1,95 @@
+"""Whole engines of vLLM 0.26 with heads against vLLM alone, on tiny models of the three kinds.
+
+The environment variable `SKETCHSSM_VLLM_SITE` names a folder with vLLM, if Python does not find it. Without vLLM the
+tests are skipped. All engines serve the same requests, which must take the same tokens: prompts and outputs of random
+lengths, 16 at a time, in chunks of 128 tokens, in so few blocks that some requests are preempted; some are aborted.
+
+Compared are log-probabilities, as shares of their spread. The control is vLLM against itself with other rows together,
+in other chunks: two such passes differ in rounding alone. Standard and replay heads, heads that read their full
+states, and sketches of all 64 columns give vLLM's outputs to rounding. The exact map regularises by 1e-4 of the mean
+diagonal of a state's metric: a singular direction of a state, s^2 times this mean, is read as s^2 / (s^2 + 1e-4) of
+itself, so that the error is at most sqrt(1e-4) / 2 = 0.5% of the root mean square direction, about bfloat16's own
+rounding (0.4%). Each of the two recurrent layers, the residual stream and the logits round to bfloat16: hence a limit
+of 3% for the root mean square where the control's is smaller, and of 10% for that of the worst request.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from end_to_end import ENVIRONMENT  # noqa: E402
+from vllm_forced import compare  # noqa: E402
+
+SITE = os.environ.get("SKETCHSSM_VLLM_SITE")
+if not SITE and importlib.util.find_spec("vllm") is None:
+    pytest.skip("no vLLM: SKETCHSSM_VLLM_SITE is not set", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+KINDS = ("mamba2", "gdn", "kda")
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Start all processes at once, as most of their time goes into compiling kernels; results by kind and graphs."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), SITE or "", os.environ.get("PYTHONPATH", "")]
+    running = {}
+    for kind in KINDS:
+        for graphs in ("none,decode", "default"):
+            folder = tmp_path_factory.mktemp(kind)
+            own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_CACHE_ROOT": str(folder / "cache")}
+            command = [sys.executable, str(Path(__file__).with_name("vllm_engines.py")), kind, graphs, str(folder)]
+            log = (folder / "log").open("w")
+            running[kind, graphs] = (
+                folder,
+                subprocess.Popen(command, env=ENVIRONMENT | os.environ | own, stdout=log, stderr=subprocess.STDOUT),
+            )
+
+    def results(kind, graphs):
+        folder, process = running[kind, graphs]
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = f"none after {SECONDS} s"
+        log = (folder / "log").read_text()
+        assert code == 0, f"exit {code}:\n{log[-6000:]}"
+        return [json.loads(line) for line in (folder / "results").read_text().splitlines()]
+
+    yield results
+    for _, process in running.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("graphs", ["none,decode", "default"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines(engines, kind, graphs, capsys):
+    first, *others = engines(kind, graphs)
+    assert first["system"] == "vllm"
+    control = compare(first["again"], first["logprobs"])
+    limits = {"rms": max(3 * control["rms"], 0.03), "worst_request": max(3 * control["worst_request"], 0.1)}
+    found = {(x["system"], x["graphs"]): compare(x["logprobs"], first["logprobs"]) for x in others}
+    with capsys.disabled():
+        for (system, how), agreement in {("vllm", "again"): control, **found}.items():
+            shown = {name: round(x, 4) for name, x in agreement.items()}
+            print(f"\n{kind}, {system}, {how}: {shown}", end="")
+    for result in (first, *others):
+        name = f"{result['system']}, {result['graphs']}"
+        assert result["preemptions"] > 0, name
+        assert len(set(result["free_blocks"])) == 1, name
+        before, after = result["memory"]
+        assert after - before < 4 << 20, name  # a hundred states would be 6 MiB
+    for (system, how), agreement in found.items():
+        for limit, most in limits.items():
+            if system == "coarse":  # what the limits must tell apart
+                assert agreement[limit] > 2 * most, f"{system}, {how}: {limit}"
+            else:
+                assert agreement[limit] < most, f"{system}, {how}: {limit}"

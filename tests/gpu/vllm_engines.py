@@ -1,0 +1,170 @@
+"""Engines of vLLM on a tiny model, without and with heads, one after the other; run by `test_vllm_engine.py`.
+
+    PYTHONPATH=benchmarks:SITE python vllm_engines.py KIND GRAPHS FOLDER
+
+Each engine serves the same requests with the same continuations (`benchmarks/vllm_forced.py`); a line of
+``FOLDER/results`` has what an engine gave. GRAPHS is "none,decode" (eager, then graphs of decode steps without
+compilation) or "default" (vLLM's default).
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import vllm_forced
+import vllm_models
+from vllm import LLM
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from sketchssm import bench
+from sketchssm.recurrence import DENSE, Layer
+
+COMMON = {
+    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 4096, "dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+# Two recurrent layers around one of attention. Attention has few tokens a block, so that requests grow by blocks.
+MODELS = {
+    "mamba2": vllm_models.nemotron_nano() | {
+        "hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 2,
+    },
+    # Every token takes all experts of the one MoE layer, which vLLM wants: rounding does not change routes.
+    "gdn": vllm_models.qwen3_next() | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "decoder_sparse_step": 3, "num_experts": 4,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    },
+    "kda": vllm_models.kimi_linear() | {
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+        "linear_attn_config": {
+            "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 64, "num_heads": 2, "short_conv_kernel_size": 4,
+        },
+        "num_experts": None,
+    },
+}  # fmt: skip
+LAYERS = {"mamba2": Layer("mamba2", 4, 64, 64, 2), "gdn": Layer("gdn", 4, 64, 64, 2), "kda": Layer("kda", 2, 64, 64)}
+ROWS, TOKENS, BLOCKS = 16, 128, 40
+REQUESTS = 68
+GRAPHS = {
+    "none": {"enforce_eager": True},
+    "decode": {
+        "compilation_config": {
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, ROWS],
+        },
+    },
+    "default": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, ROWS, 32, 64, TOKENS]}},
+}  # fmt: skip
+ENGINES = {
+    "none,decode": [
+        ("vllm", "none"), ("standard", "none"), ("standard", "decode"), ("replay", "decode"), ("sketch", "none"),
+        ("sketch", "decode"), ("coarse", "none"),
+    ],
+    "default": [("vllm", "default"), ("standard", "default"), ("sketch", "default")],
+}  # fmt: skip
+
+
+def write_plans(kind, system, folder):
+    """Plans of the recurrent layers: sketches of full rank and heads that read their state, or of rank 2."""
+    layer = LAYERS[kind]
+    if system == "coarse":
+        plan = bench.random_plan(layer, 2, 16, "lowrank")
+    else:
+        ranks = np.resize([layer.key_dim, DENSE], layer.heads)
+        plan = bench.random_plan(layer, ranks, 16, "exact", sketch_dtype="float32")
+    place = folder / system
+    place.mkdir()
+    for number in range(4):
+        plan.save(place / f"layers.{number}.safetensors")
+    return str(place)
+
+
+def let_states_matter(model):
+    """Give mamba2's states more weight in outputs than its skip connection has."""
+    for module in model.modules():
+        if hasattr(module, "D") and hasattr(module, "conv1d"):
+            module.D.data.fill_(0.1)
+            module.conv1d.weight.data.mul_(4)
+
+
+def used():
+    """Bytes of memory of the device in use by PyTorch and CuPy."""
+    import cupy
+
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() + cupy.get_default_memory_pool().used_bytes()
+
+
+def serve(kind, graphs, model, preemptions):
+    """Start an engine and serve; what it gave, and a list with another pass for a control."""
+    begin = time.perf_counter()
+    llm = LLM(
+        model=model, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_num_seqs=ROWS,
+        max_model_len=512, max_num_batched_tokens=TOKENS, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30,
+        num_gpu_blocks_override=BLOCKS, mamba_ssm_cache_dtype="float32", enable_prefix_caching=False,
+        disable_log_stats=True, generation_config="vllm", seed=0, logits_processors=[vllm_forced.processor()],
+        additional_config={"gdn_prefill_backend": "triton"}, **GRAPHS[graphs],
+    )  # fmt: skip
+    engine = llm.llm_engine
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    started = time.perf_counter()
+    requests = vllm_forced.draw_requests(REQUESTS, (1, 161), (4, 65), 1024, 1)
+    # prompts of one token, of a chunk, and of a chunk and one token
+    requests[:3] = [(requests[i][0][:1] * n, requests[i][1]) for i, n in enumerate((1, TOKENS, TOKENS + 1))]
+    vllm_forced.serve(engine, requests[:ROWS], ROWS)
+    before = used(), pool.get_num_free_blocks()
+    preemptions.clear()
+    logprobs = vllm_forced.serve(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
+    result = {
+        "logprobs": logprobs, "preemptions": len(preemptions), "memory": [before[0], used()],
+        "free_blocks": [before[1], pool.get_num_free_blocks()], "start_seconds": started - begin,
+    }  # fmt: skip
+    if "SKETCHSSM_VLLM" not in os.environ:
+        result["again"] = vllm_forced.serve(engine, requests, 6)
+    result["seconds"] = time.perf_counter() - started
+    engine.engine_core.shutdown()
+    return result
+
+
+def main():
+    kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON))
+    vllm_models.load_random_weights(let_states_matter)
+    preemptions = []
+    preempt = Scheduler._preempt_request
+
+    def counted(self, *given, **others):
+        preemptions.append(None)
+        return preempt(self, *given, **others)
+
+    Scheduler._preempt_request = counted
+    for system, graphs in ENGINES[engines]:
+        if system != "vllm":
+            from sketchssm.vllm import register
+
+            register()
+            known = system in ("standard", "replay")
+            plans = folder / system
+            os.environ["SKETCHSSM_VLLM"] = (
+                system if known else str(plans) if plans.exists() else write_plans(kind, system, folder)
+            )
+        result = serve(kind, graphs, str(folder), preemptions) | {"system": system, "graphs": graphs}
+        with (folder / "results").open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(kind, system, graphs, {name: x for name, x in result.items() if name not in ("logprobs", "again")})
+        sys.stdout.flush()
+        cleanup_dist_env_and_memory()
+        torch._dynamo.reset()
+    os._exit(0)  # engines take long to end
+
+
+if __name__ == "__main__":
+    main()
