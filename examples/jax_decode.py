@@ -72,4 +72,4 @@ print(f"48 tokens of 2 requests: squared error of the outputs {error:.5f} of the
 drift = np.linalg.norm(head.state - final) / np.linalg.norm(final)
 assert drift < 1e-5
 print(f"difference of the final states from JAX's own: {drift:.1e}")
-print(f"state traffic: {plan.reduction:.1f}x less than standard decoding")
+print(f"state traffic: {plan.reduction:.1f}x less than standard decode")

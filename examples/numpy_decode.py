@@ -41,5 +41,5 @@ drift = np.linalg.norm(sketch.state - standard.state) / np.linalg.norm(standard.
 assert drift < 1e-5
 
 print(f"{length} tokens of {requests} requests: squared error of the outputs {error / energy:.4f} of their energy")
-print(f"state traffic: {plan.reduction:.1f}x less than standard decoding")
+print(f"state traffic: {plan.reduction:.1f}x less than standard decode")
 print(f"difference of the final states: {drift:.1e}")

@@ -80,4 +80,4 @@ print(f"48 tokens of 3 requests: squared error after the output projection {erro
 drift = (torch.from_numpy(head.state.copy())[slots] - final).norm() / final.norm()
 assert drift < 1e-5
 print(f"difference of the final states from PyTorch's own: {drift:.1e}")
-print(f"state traffic: {plan.reduction:.1f}x less than standard decoding")
+print(f"state traffic: {plan.reduction:.1f}x less than standard decode")

@@ -171,7 +171,7 @@ class ModelPlans(Mapping[str, SketchPlan]):
 
     @property
     def reduction(self) -> float:
-        """Traffic reduction of all layers together: how many times fewer bytes than standard decoding."""
+        """Traffic reduction of all layers together: how many times fewer bytes than standard decode."""
         standard = {
             name: plan.layer.heads * traffic.standard(plan.layer.key_dim, plan.layer.value_dim)
             for name, plan in self.items()

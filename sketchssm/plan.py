@@ -156,7 +156,7 @@ class SketchPlan:
 
     @property
     def reduction(self) -> float:
-        """Traffic reduction: how many times fewer bytes than standard decoding, by the byte model."""
+        """Traffic reduction: how many times fewer bytes than standard decode, by the byte model."""
         layer = self.layer
         shape = layer.kind, layer.key_dim, layer.value_dim
         more: Any = {"sketch_dtype": self.sketch_dtype, "wide": self.wide, "flush_every": self.flush_every}

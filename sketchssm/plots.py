@@ -202,7 +202,7 @@ def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
         axes.plot([scale * p.cost for p in line], [p.error for p in line], color="black", linewidth=0.8, zorder=1)
         axes.plot(scale * found.chosen.cost, found.chosen.error, "o", color="black", markersize=11, fillstyle="none")
         axes.set_yscale("log")
-        figure.supxlabel("microseconds of a step" if timed else "bytes of a step, share of standard decoding's")
+        figure.supxlabel("microseconds of a step" if timed else "bytes of a step, share of standard decode's")
         return _finish(figure, [axes], "relative error of the outputs", Path(path))
 
 
@@ -232,7 +232,7 @@ def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path |
         low, high = panels[0].get_xlim()
         for axes in panels:
             _plain_ticks(axes.xaxis, [t for t in (1, 2, 4, 6, 9, 11, 16) if low <= t <= high])
-        figure.supxlabel("state traffic, times less than standard decoding (grey: 9 to 11)", fontsize=10)
+        figure.supxlabel("state traffic, times less than standard decode (grey: 9 to 11)", fontsize=10)
         return _finish(figure, panels, "relative error of the outputs", path)
 
 

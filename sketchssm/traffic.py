@@ -62,7 +62,7 @@ def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> f
 
 
 def standard(key_dim: int, value_dim: int, state_dtype: str = "float32") -> float:
-    """Bytes per token of standard decoding, which reads and writes the state at every token.
+    """Bytes per token of standard decode, which reads and writes the state at every token.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def standard(key_dim: int, value_dim: int, state_dtype: str = "float32") -> floa
 
 
 def replay(key_dim: int, value_dim: int, window: int = 16, state_dtype: str = "float32") -> float:
-    """Bytes per token of buffered replay, which reads the state at every token and writes it once a window.
+    """Bytes per token of replay, which reads the state at every token and writes it once a window.
 
     Parameters
     ----------
@@ -299,7 +299,7 @@ def reduction(
     wide: npt.ArrayLike | None = None,
     flush_every: int | None = None,
 ) -> float:
-    """Traffic reduction of sketched decoding relative to standard decoding with float32 states.
+    """Traffic reduction of sketched decoding relative to standard decode with float32 states.
 
     Parameters
     ----------

@@ -409,7 +409,7 @@ class TestLowRankReads:
 
 
 class TestKVBuffer:
-    """Chunkwise decoding as KVBuffer describes it, from its own buffer, against buffered replay."""
+    """Chunkwise decoding as KVBuffer describes it, from its own buffer, against replay."""
 
     def decode(self, layer, tokens, window):
         """Outputs and the last state. Each write is computed once, buffered, and added at the chunk's end."""

@@ -40,22 +40,22 @@ class Result:
     name, family : str
         The system, and the method that it is a setting of.
     reduction : float
-        Traffic reduction relative to standard decoding.
+        Traffic reduction relative to standard decode.
     loss : float
         Cross-entropy of test text in nats a token.
     perplexity : float
         Its exponential.
     increase : float
-        Loss above that of standard decoding.
+        Loss above that of standard decode.
     increase_error : float
         Standard error of the increase, over rows of text.
     divergence : float
-        Kullback-Leibler divergence of the next token's distribution from that of standard decoding, mean over tokens.
+        Kullback-Leibler divergence of the next token's distribution from that of standard decode, mean over tokens.
         Unlike the increase, the divergence has no errors that cancel.
     divergence_error : float
         Standard error of the divergence, over rows of text.
     agreement : float
-        Share of tokens after which the likeliest next token is that of standard decoding.
+        Share of tokens after which the likeliest next token is that of standard decode.
     recall : float
         Share of needle prompts answered word for word.
     """
@@ -92,7 +92,7 @@ class Scores(NamedTuple):
     guesses : ndarray
         Likeliest next tokens.
     divergences : ndarray
-        Kullback-Leibler divergences from the distributions of standard decoding.
+        Kullback-Leibler divergences from the distributions of standard decode.
     hidden : tensor
         Hidden vectors ``(rows, tokens - 1, d)``.
     """
@@ -105,7 +105,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def score_text(model, heads, ids, standard=None):
-    """Score test text, decoded from zero states, against the `Scores` of standard decoding."""
+    """Score test text, decoded from zero states, against the `Scores` of standard decode."""
     hidden = model(ids, Heads(heads))[:, :-1]
     found = []
     # row by row, as logits are large; in float64, as small divergences are differences of large numbers
@@ -201,7 +201,7 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
 
 
 def listed(options, calibrations):
-    """Systems by the options: standard decoding, other exact systems, then the rest."""
+    """Systems by the options: standard decode, other exact systems, then the rest."""
     systems = catalogue.baselines(calibrations, "exact", options.window)
     for family in options.systems:
         if family == "sketch":

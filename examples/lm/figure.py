@@ -34,7 +34,7 @@ class Comparison:
     kind : str
         The model's kind of recurrence.
     results : list of Result
-        What the systems did; each family is one line. The first is standard decoding.
+        What the systems did; each family is one line. The first is standard decode.
     without : float
         Recall with the states wiped.
     """
@@ -74,7 +74,7 @@ def draw(comparisons, path):
             upper.set(title=comparison.kind)
             lower.axhline(100 * comparison.without, color="#777777", linewidth=0.8, label="states wiped after prefill")
             lower.set(xlabel="traffic, times less than standard", xlim=(0, None), ylim=(-3, 103))
-        grid[0, 0].set(ylabel="perplexity above standard decoding", ylim=(-2 * FLOOR, None))  # shared by all panels
+        grid[0, 0].set(ylabel="perplexity above standard decode", ylim=(-2 * FLOOR, None))  # shared by all panels
         grid[1, 0].set_ylabel("needles recalled (%)")
         handles, labels = grid[1, 0].get_legend_handles_labels()
         columns = max(1, len(comparisons))

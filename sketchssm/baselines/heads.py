@@ -1,4 +1,4 @@
-"""The two exact baselines: standard decode and buffered replay."""
+"""The two exact baselines: standard decode and replay."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StandardHead(ExactHead):
 
 
 class ReplayHead(ExactHead):
-    """Buffered replay: writes the state once per window, but reads the state and the buffered inputs at every token.
+    """Replay: writes the state once per window, but reads the state and the buffered inputs at every token.
 
     ReplaySSM is the source of the scheme and of buffering raw inputs. Choices of this library: the triangular system
     of the delta rule is solved at the flush, each slot has a window of its own, and padding rows take no part. This

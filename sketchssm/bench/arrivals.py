@@ -47,7 +47,7 @@ class ArrivalsResult:
     shape, system, backend : str
         The layer's shape, the system, and where it ran.
     mode : str
-        One of `MODES`; "arrivals" for standard decoding, which has no windows.
+        One of `MODES`; "arrivals" for standard decode, which has no windows.
     batch, window, layers : int
         Rows of a step; tokens from one flush to the next; layers of the model.
     requests : int
@@ -55,7 +55,7 @@ class ArrivalsResult:
     microseconds : float
         A step of one layer, mean over layers and timed steps.
     over_lockstep : float
-        `microseconds` over those of the same sketch in lockstep; NaN for standard decoding.
+        `microseconds` over those of the same sketch in lockstep; NaN for standard decode.
     slowest : float
         The slowest step of all layers, over the mean step of all layers.
     error, state_error : float
@@ -118,7 +118,7 @@ class Model:
     case : Case
         Shape, window and gate.
     plan : SketchPlan or None
-        The plan of every layer; None for standard decoding.
+        The plan of every layer; None for standard decode.
     clock : bool
         Whether the layers have clocks; layer i has the phase ``i % window``.
     """
@@ -183,7 +183,7 @@ def measure_arrivals(
     seed: int,
     failed: Callable[[str, str, Exception], None],
 ) -> Iterator[ArrivalsResult]:
-    """Time standard decoding, and every sketch of a case in every mode; see `time_arrivals`."""
+    """Time standard decode, and every sketch of a case in every mode; see `time_arrivals`."""
     run: Callable[[Sequence[DecodeHead], Inputs, Requests], Run] = run_on_host
     if backend == "cuda":
         inputs, run = inputs_on_device(case, seed), partial(run_on_device, duty=duty)
@@ -241,7 +241,7 @@ def time_arrivals(
     seed: int = 0,
     progress: Callable[[str], None] = lambda label: None,
 ) -> ArrivalsReport:
-    """Time standard decoding, and every sketch of some cases in every mode.
+    """Time standard decode, and every sketch of some cases in every mode.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def time_arrivals(
     Returns
     -------
     ArrivalsReport
-        For each case standard decoding, then the modes of each plan in the order of `MODES`.
+        For each case standard decode, then the modes of each plan in the order of `MODES`.
 
     Raises
     ------

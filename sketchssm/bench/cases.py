@@ -31,7 +31,7 @@ class Case:
     batch, window : int
         Rows of a step; tokens from one flush to the next.
     plans : list of SketchPlan
-        Plans of the sketches, beside standard decoding and replay.
+        Plans of the sketches, beside standard decode and replay.
     gate : GateInput or None
         Gate of heads that take raw gate inputs.
     state_dtype : str
@@ -47,7 +47,7 @@ class Case:
     state_dtype: str = "float32"
 
     def systems(self) -> list[System]:
-        """Return standard decoding, replay, and the sketches in the order of the plans."""
+        """Return standard decode, replay, and the sketches in the order of the plans."""
         return systems(self.layer, self.window, self.plans, self.gate, self.state_dtype)
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ class BenchResult:
     read_microseconds : float
         A step between flushes, averaged over the window's positions.
     flush_microseconds : float
-        The step that flushes; for standard decoding, any step.
+        The step that flushes; for standard decode, any step.
     microseconds : float
         A step, amortised over the window with its flush.
     read_bytes, flush_bytes, bytes : float
@@ -66,7 +66,7 @@ class BenchResult:
     first_call_seconds : float
         Extra time of the first steps: compiling, or loading compiled kernels.
     positions : list of float
-        Microseconds of a step at each position of the window; all equal for standard decoding.
+        Microseconds of a step at each position of the window; all equal for standard decode.
     """
 
     shape: str
@@ -154,7 +154,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     Parameters
     ----------
     system : System
-        Standard decoding (named "standard"), buffered replay, or a sketch with its plan.
+        Standard decode (named "standard"), replay, or a sketch with its plan.
     layer : Layer
         Kind and shape.
     batch : int

@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
     """Cost of a rank table.
 
     ``read_bytes`` is the sum over heads of the bytes of one read between flushes, which the budget bounds.
-    ``reduction`` is the state traffic of standard decoding over that of the table, flushes included.
+    ``reduction`` is the state traffic of standard decode over that of the table, flushes included.
     """
 
     read_bytes: float

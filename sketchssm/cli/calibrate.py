@@ -146,7 +146,7 @@ def calibrate_traces(
             "scored on, in float64; the difference is what the refreshes add."
         )
     output.say(
-        f"All layers: {standard / used:.2f}x less state traffic than standard decoding; no table within "
+        f"All layers: {standard / used:.2f}x less state traffic than standard decode; no table within "
         f"the budget scores better by more than {percent(allocation.gap)}."
     )
     totals = {"reduction": standard / used, "gap": allocation.gap, "method": allocation.method}

@@ -204,7 +204,7 @@ def calibrate_model(
     columns = ["layer", "kind", "ranks", "less traffic", "retained (ideal map)"]
     output.table(f"{title}by {made.method})", columns, table, words=3)
     output.say(
-        f"All layers: {plans.reduction:.2f}x less state traffic than standard decoding; no table within the budget "
+        f"All layers: {plans.reduction:.2f}x less state traffic than standard decode; no table within the budget "
         f"scores better by more than {percent(made.gap)}. {made.tokens} tokens of text. Written: {out}"
     )
     totals = {"reduction": plans.reduction, "gap": made.gap, "method": made.method, "tokens": made.tokens}

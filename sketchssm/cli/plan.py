@@ -50,7 +50,7 @@ class Names(click.ParamType[tuple[str, ...]]):
 @click.option(
     "--traffic",
     type=click.FloatRange(min=0, min_open=True),
-    help="Target: at most this share of standard decoding's bytes, ring, inputs and outputs included.",
+    help="Target: at most this share of standard decode's bytes, ring, inputs and outputs included.",
 )
 @click.option(
     "--microseconds",

@@ -107,7 +107,7 @@ def _against(system: Measurement | None, base: Measurement) -> str:
 
 
 def _time(times: Mapping[tuple[str, str], float], layer: str, name: str) -> list[str]:
-    """Time of a token, and how many times faster than standard decoding; dashes for systems that were not timed."""
+    """Time of a token, and how many times faster than standard decode; dashes for systems that were not timed."""
     if (layer, name) not in times:
         return ["-", "-"]
     return [f"{times[layer, name]:.2f}", f"{times[layer, 'exact/standard'] / times[layer, name]:.2f}x"]

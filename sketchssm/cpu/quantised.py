@@ -62,7 +62,7 @@ class QuantisedEngine(StandardEngine):
 
 
 class CopyEngine(ReplayEngine):
-    """Buffered replay that reads a quantised copy of the state between flushes.
+    """Replay that reads a quantised copy of the state between flushes.
 
     Parameters
     ----------

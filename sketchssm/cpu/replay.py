@@ -1,4 +1,4 @@
-"""Buffered replay: the exact state is read at every token, and written once a window."""
+"""Replay: the exact state is read at every token, and written once a window."""
 
 from __future__ import annotations
 

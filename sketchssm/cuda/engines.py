@@ -1,4 +1,4 @@
-"""Buffered replay and sketches on the device. A step only launches kernels on its stream."""
+"""Replay and sketches on the device. A step only launches kernels on its stream."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MOST_DENSE_BLOCKS = 3
 
 
 class ReplayEngine(StandardEngine):
-    """Buffered replay: the window kernels with every head dense.
+    """Replay: the window kernels with every head dense.
 
     Parameters
     ----------

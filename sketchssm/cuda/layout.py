@@ -154,7 +154,7 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
 
 
 def pack_dense(layer: Layer) -> PackedPlan:
-    """Lay out a layer whose heads are all dense: buffered replay, which has no sketches.
+    """Lay out a layer whose heads are all dense: replay, which has no sketches.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ class Measurement:
     family, setting : str
         Name of the system in the registry.
     reduction : float
-        Traffic reduction relative to standard decoding.
+        Traffic reduction relative to standard decode.
     backend : str
         Where it ran.
     output_error : float

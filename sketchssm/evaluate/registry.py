@@ -63,13 +63,13 @@ class Entry:
 
 
 def _exact(study: Study) -> list[Entry]:
-    """Standard decoding and buffered replay, which read the full state at every token."""
+    """Standard decode and replay, which read the full state at every token."""
     window = study.settings.window
     return _ready("exact", exact_systems(study.traces.layer, window), window)
 
 
 def _rounded_states(study: Study) -> list[Entry]:
-    """States of 16 bits: standard decoding rounds them at every token, the sketch at one mean rank once a window."""
+    """States of 16 bits: standard decode rounds them at every token, the sketch at one mean rank once a window."""
     found = []
     for state_dtype in ("bfloat16", "float16"):
         standard = replace(

@@ -34,7 +34,7 @@ class System:
     build : callable
         ``build(num_slots, backend)`` makes its head.
     reduction : float
-        Traffic reduction relative to standard decoding with float32 states.
+        Traffic reduction relative to standard decode with float32 states.
     plan : SketchPlan or None
         The plan of a sketch.
     gate : GateInput or None
@@ -54,7 +54,7 @@ class System:
 def exact_systems(
     layer: Layer, window: int = 16, gate: GateInput | None = None, state_dtype: str = "float32"
 ) -> list[System]:
-    """List the systems that read the whole state: standard decoding and buffered replay.
+    """List the systems that read the whole state: standard decode and replay.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ class PlanPoint:
         Relative error of the outputs: root mean square over all heads, on the sequences that ranks were scored on.
         Weighted by the gradient of the loss where `PlanSearch.graded`.
     traffic : float
-        Bytes that a step of all layers moves, relative to standard decoding with float32 states. Unlike the byte
+        Bytes that a step of all layers moves, relative to standard decode with float32 states. Unlike the byte
         model of `SketchPlan.reduction`, the ring, inputs and outputs count, since windows differ in them.
     seconds : float or None
         Measured time of a step of all layers.
@@ -256,7 +256,7 @@ def _point(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: floa
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:
-    """Bytes of a step of all layers over those of standard decoding, as a GPU moves them."""
+    """Bytes of a step of all layers over those of standard decode, as a GPU moves them."""
     sums = np.zeros(2)
     for plan in plans:
         systems = sketch_system(plan, "sketch"), exact_systems(plan.layer)[0]

@@ -54,7 +54,7 @@ class StepTimes:
         return sum(self._time(f"{plan} {plan.ranks.tolist()}", sketch_system(plan, "sketch"), plan) for plan in plans)
 
     def standard(self, plans: Sequence[SketchPlan]) -> float:
-        """Measure the seconds of a step of standard decoding.
+        """Measure the seconds of a step of standard decode.
 
         Parameters
         ----------

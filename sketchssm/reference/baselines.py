@@ -33,7 +33,7 @@ class QuantisedEngine(StandardEngine):
 
 
 class CopyEngine(ReplayEngine):
-    """Buffered replay that reads a quantised copy of the state between flushes."""
+    """Replay that reads a quantised copy of the state between flushes."""
 
     def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
         super().__init__(layer, num_slots, window)

@@ -201,7 +201,7 @@ class StandardEngine:
 
 
 class ReplayEngine(StandardEngine):
-    """Buffered replay: a ring keeps the raw inputs, and its last token folds them into the state.
+    """Replay: a ring keeps the raw inputs, and its last token folds them into the state.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ class LayerTraffic(NamedTuple):
     Parameters
     ----------
     standard : float
-        Of standard decoding.
+        Of standard decode.
     patched : float
         Of the layer's head, see `sketchssm.traffic`.
     """
@@ -83,7 +83,7 @@ class ModelEvaluation:
 
     @property
     def reduction(self) -> float:
-        """State traffic of standard decoding over that of the heads, all layers together."""
+        """State traffic of standard decode over that of the heads, all layers together."""
         return sum(x.standard for x in self.layers.values()) / sum(x.patched for x in self.layers.values())
 
 
