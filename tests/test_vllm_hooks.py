@@ -460,9 +460,31 @@ def test_registers_once(monkeypatch):
     monkeypatch.setattr(plugin, "op_registry_oot", custom_op.op_registry_oot)
     before = plugin.Platform._align_hybrid_block_size
     monkeypatch.setattr(plugin.Platform, "_align_hybrid_block_size", before)
+    build = plugin.GPUModelRunner._build_attention_metadata
+    monkeypatch.setattr(plugin.GPUModelRunner, "_build_attention_metadata", build)
     sketchssm.vllm.register()
     sketchssm.vllm.register()
     assert custom_op.op_registry_oot == layers.LAYERS
+    assert plugin.GPUModelRunner._build_attention_metadata.__wrapped__ is build
+
+
+@pytest.mark.parametrize("settings, drafts", [("replay", 3), ("replay", 0), (None, 3)])
+def test_counts_are_given_at_steps_without_drafts(settings, drafts):
+    """vLLM gives builders the counts of accepted tokens only where rows have drafts; heads end their drafts later."""
+    calls = []
+    build = plugin.with_counts(lambda self, *args, **others: calls.append((others, drafted.tolist())))
+    drafted = np.array([3, 2, -1])
+    runner = SimpleNamespace(
+        speculative_config=SimpleNamespace() if drafts else None, num_decode_draft_tokens=SimpleNamespace(np=drafted),
+        vllm_config=SimpleNamespace(additional_config={"sketchssm": settings} if settings else {}),
+    )  # fmt: skip
+    build(runner, num_tokens=3, use_spec_decode=True)
+    build(runner, num_tokens=3, use_spec_decode=False)
+    wanted = ([-1] * 3, True) if settings and drafts else ([3, 2, -1], False)
+    assert calls == [
+        ({"num_tokens": 3, "use_spec_decode": True}, [3, 2, -1]),
+        ({"num_tokens": 3, "use_spec_decode": wanted[1]}, wanted[0]),
+    ]
 
 
 def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatch):
@@ -514,3 +536,4 @@ def test_names_that_the_plugin_needs():
         (plugin.Platform._align_hybrid_block_size, ["vllm_config", "backend_cls"]),
     ):
         assert list(inspect.signature(kind).parameters) == names
+    assert "use_spec_decode" in inspect.signature(plugin.GPUModelRunner._build_attention_metadata).parameters
