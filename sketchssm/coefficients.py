@@ -1,7 +1,8 @@
-"""Coefficient maps: what each needs, what a state stores of it, and what that costs.
+"""Coefficient maps: parameters, stored elements and cost of each map.
 
 A sketched read is ``o = U c`` with coefficients ``c = C x`` of the effective query x. `sketchssm.reference.maps`
-defines C for every map. This module holds the rest: a new map is one entry of `FORMS` and its kernels.
+defines C for every map. All other facts of a map are in this module: a new map is one entry of `FORMS` and its
+kernels.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class CoefficientMap:
     pivots : int, optional
         Pivot count P of `lowrank` and `prior`, 4 by default. None for the other maps.
     ridge : float, optional
-        Regularisation of `ridge`, `lowrank` and `prior` relative to the mean diagonal of the state metric; by
-        default the map's own in `FORMS`. None for the other maps.
+        Regularisation of `ridge`, `lowrank` and `prior` relative to the mean diagonal of the state metric; the
+        default is in `FORMS`. None for the other maps.
 
     Raises
     ------
@@ -179,7 +180,7 @@ class CoefficientMap:
         Returns
         -------
         ndarray
-            The rows, and of factors also F ``(G, p)`` and w ``(G,)``, in the shape of `rank`.
+            Elements of the rows, and for factors also of F ``(G, p)`` and w ``(G,)``, in the shape of `rank`.
         """
         g, rows = np.asarray(rank), self.rows(rank)
         return rows * key_dim + (g * rows + g if self.storage == "factors" else 0)

@@ -1,4 +1,4 @@
-"""Heads whose states are exact, and all that a server does with them: drafts, copies, pools, a clock."""
+"""Heads with exact states, and their operations for servers: drafts, copies, pools, a clock."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["ExactHead", "SketchHead", "check_drafts"]
 
 
 class ExactHead(DecodeHead):
-    """Common interface of the heads with exact states; make one of its subclasses instead.
+    """Common interface of the heads with exact states; construct a subclass.
 
     Parameters
     ----------
     system : {"standard", "replay", "sketch"}
         Which system.
     source : Layer or SketchPlan
-        What the system decodes.
+        The layer, or the plan of a sketch.
     num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}
@@ -106,20 +106,20 @@ class ExactHead(DecodeHead):
 
     @property
     def flush_every(self) -> int:
-        """Tokens from one flush to the next: the window, or that of a plan with refreshes."""
+        """Tokens from one flush to the next: the window, or `flush_every` of a plan with refreshes."""
         return self.window if isinstance(self._source, Layer) else self._source.flush_every
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        """All memory of a slot, part by part. On ``cuda`` the ring's types must be settled."""
+        """All memory of a slot, part by part. On ``cuda`` the activation type must be known (see `warmup`)."""
         with self._lock:
             return tuple(self._engine.parts)
 
     def commit(self, accepted: Any, slots: Any = None) -> None:
         """Keep the first tokens of each row's draft, and drop the rest.
 
-        States, outputs and later steps are those of decoding the accepted tokens alone. On ``cuda`` the counts may be
-        on the device, where they are not checked: a count below 0 stands for 0, one above the drafts for all of them.
+        States, outputs and later steps are the same as if only the accepted tokens had been decoded. On ``cuda`` the
+        counts may be on the device, where they are not checked but limited to 0 and the row's number of drafts.
 
         Parameters
         ----------
@@ -141,9 +141,9 @@ class ExactHead(DecodeHead):
             self._engine.commit(call.accepted(accepted, index, self._engine.memory["cursor"]), index)
 
     def adopt(self, slots: Any = None) -> None:
-        """Begin windows on states that already stand in the head's memory, such as those of a prefill into a pool.
+        """Begin windows on states that are already in the head's memory, such as states of a prefill into a pool.
 
-        Costs one read of the states. Buffered tokens and drafts are dropped.
+        Reads the states once. Buffered tokens and drafts are dropped.
 
         Parameters
         ----------
@@ -154,9 +154,9 @@ class ExactHead(DecodeHead):
             self._engine.adopt(call.slots(slots, None, self.num_slots))
 
     def copy(self, src: Any, dst: Any) -> None:
-        """Copy slots with all that they hold, except for drafts.
+        """Copy the contents of slots, except drafts.
 
-        All of `src` is read before any of `dst` is written, so rows may exchange slots.
+        All sources are read before any destination is written, so rows may exchange slots.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class ExactHead(DecodeHead):
             self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))
 
     def snapshot(self, slots: Any = None) -> Snapshot:
-        """Copy slots to the host, with all that they hold except for drafts; waits for the device.
+        """Copy the contents of slots, except drafts, to the host; waits for the device.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class ExactHead(DecodeHead):
         Returns
         -------
         Snapshot
-            The slots in this order, and what they belong to.
+            The slots in this order, and their owner.
         """
         with self._lock, self._arrays.call(slots) as call:
             owner, memory = self._owner(), self._engine.memory
@@ -197,10 +197,10 @@ class ExactHead(DecodeHead):
         return Snapshot(arrays, owner)
 
     def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
-        """Put the slots of a snapshot into slots of this head; what those held is dropped.
+        """Put the slots of a snapshot into slots of this head; the old contents of these slots are dropped.
 
-        The head needs the backend, layer, plan, gate, memory types and window of the snapshot's. Decoding goes on
-        within the window, as in the slots that were copied.
+        Backend, layer, plan, gate, memory types and window of the head must be those of the snapshot's head. Decoding
+        continues at the same window positions.
 
         Parameters
         ----------
@@ -214,7 +214,7 @@ class ExactHead(DecodeHead):
         TypeError
             If `snapshot` is no `Snapshot`.
         ValueError
-            If the snapshot belongs to anything else, or a slot is out of range or named twice.
+            If the snapshot has a different owner, or a slot is out of range or named twice.
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"snapshot: expected a Snapshot, got {type(snapshot).__name__}")
@@ -234,10 +234,10 @@ class ExactHead(DecodeHead):
         return owner_of(name, self.backend, self.layer, windows, plan, self._gate, self.state_dtype, parts)
 
     def left_out(self) -> int:
-        """Return how many rows were left out since the last look, and wait for the device to know.
+        """Return the number of rows left out since the last call; waits for the device.
 
         On ``cuda`` a row is left out, and its output is zeros, if its slot is on the device and out of range or named
-        twice in its call. Slots on the host are checked by the call itself.
+        twice in its call. Slots on the host are checked when the call is made.
 
         Returns
         -------
@@ -299,33 +299,32 @@ class SketchHead(ExactHead):
     num_slots : int
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
-        Where to run; "auto" is "cuda" where CuPy sees a device and the kernels support the plan, else "cpu".
+        Where to run; "auto" is "cuda" if CuPy sees a device and the kernels support the plan, else "cpu".
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8"}, optional
         Format in which sketches and maps are stored, instead of the plan's; see `sketchssm.formats`. A plan of
-        "int8+int4" takes only "float32". `reference` keeps float64 in place of "float32" and "bfloat16", and rounds as
-        the other backends do where codes are stored. Default: the plan's.
+        "int8+int4" takes only "float32". `reference` stores float64 instead of "float32" and "bfloat16", and rounds to
+        codes as the other backends do. Default: the plan's.
     gate : GateInput, optional
-        For kda: the argument g of `step` is then the layer's raw gate input, which the head converts.
+        For kda: the argument g of `step` is then the layer's raw gate input, and the head computes log-decays.
     activation_dtype : {"bfloat16", "float16", "float32"}, optional
         ``cuda`` only, an error elsewhere: type of q, k and v in the kernels and in the ring; arrays of another type
         are converted. Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup`
-        names). From then on an array of a wider type is an error, so that nothing is rounded unasked. float64 counts
-        as float32.
+        names). After that, an array of a wider type is an error, so that no input is rounded unless asked. float64
+        counts as float32.
     output_dtype : {"bfloat16", "float16", "float32"}, optional
-        ``cuda`` only: type in which outputs leave the kernels. Default: the activations' type.
+        ``cuda`` only: type of the kernels' outputs. Default: the activations' type.
     pad_slot : int, default -1
-        Slot number that means padding. If it is in range, that slot holds no row.
+        Slot number that means padding. If the number is in range, the slot with this number is not used.
     memory : mapping of str to array, optional
         The caller's memory, such as a serving engine's pool, for any of `parts`, by name: ``(num_slots, *shape)`` on
-        the device where the head computes, contiguous and aligned within a slot, any stride between slots. The head
-        sets the cursors, and does not read what else the memory holds: a slot begins with `load_state`, `adopt`,
-        `reset`, `copy` or `restore`.
+        the head's device, contiguous and aligned within a slot, any stride between slots. The head sets the cursors
+        and does not read the other contents: a slot begins with `load_state`, `adopt`, `reset`, `copy` or `restore`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of the states. A 16-bit type halves their bytes, and rounds a state once a window, when it is written.
+        Type of the states. A 16-bit type halves their bytes; a state is rounded when it is written, once a window.
     phase : int, optional
-        Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, whenever they
-        joined. Refreshes follow each row's own position.
-        Layers with different phases flush at different steps. Default: no clock, each row has windows of its own.
+        Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, independent
+        of the steps at which they began. Refreshes follow each row's own position. Layers with different phases flush
+        at different steps. Default: no clock, each row has its own windows.
 
     Raises
     ------
@@ -336,8 +335,8 @@ class SketchHead(ExactHead):
     Warns
     -----
     RuntimeWarning
-        If "auto" finds a device but takes "cpu", as the kernels do not support the plan; and at the first call that
-        copies arrays from a device to the host, as the head computes on the host.
+        If "auto" finds a device but takes "cpu", because the kernels do not support the plan; and at the first call
+        with arrays on a device, if the head computes on the host and has to copy them.
     """
 
     def __init__(
@@ -385,18 +384,18 @@ class SketchHead(ExactHead):
         activation_dtype: str | None = None,
         state_dtype: str = "float32",
     ) -> tuple[SlotPart, ...]:
-        """Describe the memory of a slot before there is a head, for `memory`.
+        """Describe the memory of a slot without a head, to allocate `memory`.
 
         Parameters
         ----------
         plan : SketchPlan
             Bases, ranks and settings of the layer.
         backend : str
-            That of the head.
+            As for the head.
         sketch_dtype, gate : optional
-            Those of the head.
+            As for the head.
         activation_dtype, state_dtype : str
-            Those of the head. On ``cuda`` give the activations' type.
+            As for the head. On ``cuda`` the activations' type is required.
 
         Returns
         -------

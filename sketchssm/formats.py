@@ -44,8 +44,8 @@ class Code(NamedTuple):
     top : float or None
         Largest magnitude of a code. None: the element itself is stored, without a scale.
     noise : float, default 0.0
-        Energy by which coding changes the reads through coded columns, over the energy of these reads. Allocation
-        counts the noise as a loss.
+        Energy of the change of a read by codes / energy of the read through these columns. Allocation counts the
+        noise as a loss.
     """
 
     name: str
@@ -76,9 +76,9 @@ class SketchFormat:
     name : str
         The `sketch_dtype`.
     code : Code
-        Code of an element; of a mixed format, of the leading columns.
+        Code of an element; in a mixed format, code of the leading columns.
     tail : Code, optional
-        Mixed formats only: code of the columns behind the leading ones.
+        Mixed formats only: code of the columns after the leading columns.
     """
 
     name: str
@@ -124,7 +124,7 @@ class SketchFormat:
         Parameters
         ----------
         sketch_dtype : str or None
-            Format that the head asks for; None for the plan's.
+            Format given to the head; None for the plan's.
 
         Returns
         -------

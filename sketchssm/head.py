@@ -19,16 +19,16 @@ __all__ = ["DecodeHead"]
 
 
 class DecodeHead:
-    """Common interface of every decode system; make one of its subclasses instead.
+    """Common interface of every decode system; construct a subclass.
 
     A head is one object for all slots of one layer. Threads may share it: a call waits until the call of another
     thread has returned. A head can't be copied or pickled.
 
-    On the ``cuda`` backend a head works on the device that is current when the head is made. A call runs on the
-    current stream of the framework whose arrays it gets; a call without arrays, on that of the call before. Calls on
-    different streams may overlap if their slots are disjoint; calls that share slots, and with a clock all calls of
-    `step`, must follow one another in stream order. After `warmup`, calls whose arrays are on the device neither wait
-    for the device nor allocate, so a graph can capture them. The methods' docstrings name further conditions.
+    On the ``cuda`` backend a head works on the device that is current when the head is constructed. A call runs on the
+    current stream of the framework of its arrays; a call without arrays runs on the stream of the previous call. Calls
+    on different streams may overlap if their slots are disjoint. Calls that share slots, and with a clock all calls of
+    `step`, must be ordered by streams. After `warmup`, calls whose arrays are on the device neither wait for the
+    device nor allocate, so a graph can capture them. The methods' docstrings name further conditions.
 
     Parameters
     ----------
@@ -94,8 +94,8 @@ class DecodeHead:
     def position(self) -> Any:
         """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy.
 
-        With refreshes, a draft that its window has no room for begins at the next window, and the tokens between count
-        as buffered.
+        With refreshes, a draft begins at the next window if the current window has no room for it. The skipped places
+        count as buffered tokens.
         """
         with self._lock, self._arrays.call():
             return self._engine.position.copy()
@@ -103,21 +103,21 @@ class DecodeHead:
     def warmup(self, activation_dtype: str | None = None, *, drafts: bool = False) -> None:
         """Compile the kernels of steps, loads and flushes now, instead of at the first call.
 
-        No state changes. On ``cuda`` all kernels compile in parallel; a step that needs a kernel which is not loaded
-        warns.
+        No state changes. On ``cuda`` all kernels compile in parallel; without `warmup`, a step that has to load a
+        kernel warns.
 
         Parameters
         ----------
         activation_dtype : {"bfloat16", "float16", "float32"}, optional
-            Type of q, k and v that ``cuda`` expects. Default: the type that the head was made for or has seen, else
-            "bfloat16". The other backends compute in one type, whatever comes.
+            Type of q, k and v on ``cuda``. Default: the type that the head was constructed for or has seen, else
+            "bfloat16". The other backends compute in one type for all inputs.
         drafts : bool, default False
-            Whether to compile the kernels of drafts and commits too; for heads that take drafts.
+            Whether to compile the kernels of drafts and commits too; only for heads with drafts.
 
         Raises
         ------
         ValueError
-            If the type is unknown, or not the one that the head has settled on, or the head takes no drafts.
+            If the type is unknown or differs from the head's type, or the head takes no drafts.
         KernelCompileError
             If a kernel does not compile: source, options and the compiler's log.
         """
@@ -142,13 +142,13 @@ class DecodeHead:
     ) -> Any:
         """Decode one token, or several in order, for each row of a batch.
 
-        With ``draft=True`` the tokens are on trial: the outputs are those of decoding them, but the slots keep none
-        until `commit` says how many. Any other call that uses a slot drops its drafts.
+        With ``draft=True`` the tokens are drafts: the outputs are the same, but a slot keeps no token until `commit`
+        accepts the first ones. Any other call that uses a slot drops its drafts.
 
         On ``cuda``, arrays on the device are used in place if their last axes, (heads, dim), are contiguous, all rows
         and tokens are aligned to 16 bytes, and the type is right: q, k and v of the activations' type, g and beta
-        float32. Others are copied, on the device. Gates on the device are not checked, since a check would wait for
-        the device. Rows whose slot is on the device and out of range or named twice are left out (`left_out` of
+        float32. Other arrays are copied on the device. Gates on the device are not checked, because a check would wait
+        for the device. Rows whose slot is on the device and out of range or named twice are left out (`left_out` of
         `ExactHead`). Arrays on the host are checked and uploaded. With a `GateInput`, g has the activations' type.
 
         A graph can capture a call whose arrays are all of one framework, on the device and of those types, if `out` is
@@ -161,7 +161,7 @@ class DecodeHead:
         v : array, (batch, [tokens,] heads, V)
             Values (for mamba2 with dt folded in).
         g : array, (batch, [tokens,] heads) or, for kda, (batch, [tokens,] heads, K)
-            Log-decays, <= 0; -inf forgets all. Of a head with a `GateInput`: raw gate inputs, any numbers.
+            Log-decays, <= 0; -inf clears the state. For a head with a `GateInput`: raw gate inputs, any numbers.
         beta : array, (batch, [tokens,] heads), optional
             Write gates; None for mamba2.
         slots : array of int, (batch,), optional
@@ -172,14 +172,14 @@ class DecodeHead:
         draft : bool, default False
             Whether the tokens are drafts: at most `drafts` for each row.
         lengths : array of int, (batch,), optional
-            Number of each row's drafts, from 0 to the length of the tokens axis; what stands behind them is not read.
-            Default: all.
+            Number of each row's drafts, from 0 to the length of the tokens axis; the tokens past this number are not
+            read. Default: all.
 
         Returns
         -------
         array, (batch, [tokens,] heads, V)
-            Outputs: v's kind of array, device and dtype, or `out`. Padding rows, and tokens behind a row's drafts,
-            are zeros.
+            Outputs: an array of v's framework, device and dtype, or `out`. Padding rows, and tokens past a row's
+            drafts, are zeros.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class DecodeHead:
             a number beyond the backend's type, a slot out of range or named twice, too many drafts, an `out` that
             overlaps itself.
         TypeError
-            If an argument is not a real floating-point array, or of a wider type than the head was told to expect.
+            If an argument is not a real floating-point array, or its type is wider than the head's activation type.
         """
         with self._lock:
             direct = self._arrays.direct

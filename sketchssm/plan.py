@@ -45,26 +45,27 @@ class SketchPlan:
     ranks : array_like of int, (heads,), Allocation or RankTable
         Rank of each head; `DENSE` for a head that reads its full state.
     window : int, optional
-        Tokens that are buffered exactly until the sketch is made anew (W). Default: the basis's window.
+        Tokens of a window (W): after so many buffered tokens, the sketch is computed again. Default: the basis's
+        window.
     map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, optional
-        Format in which sketches and maps are stored, see `sketchssm.formats`. Default: that of an `Allocation`, else
-        "bfloat16".
+        Format in which sketches and maps are stored, see `sketchssm.formats`. Default: the format of `ranks` if that
+        is an `Allocation`, else "bfloat16".
     wide : array_like of int, (heads,), optional
-        "int8+int4" only: columns of each head in 8 bits, 0 to its rank; the others have 4. Default: those of an
-        `Allocation`.
+        "int8+int4" only: number of columns of each head in 8 bits, 0 to its rank; the other columns have 4 bits.
+        Default: the widths of `ranks` if that is an `Allocation`.
     flush_every : int, optional
-        Tokens from one flush to the next: a multiple of the window, at most 128. At the windows between two flushes
-        the sketch is refreshed from itself and the buffered tokens, and the state is not read. Default: the window,
-        that is, no refreshes.
+        Tokens from one flush to the next: a multiple of the window, at most 128. At the end of a window without a
+        flush, the sketch is refreshed: computed from the old sketch and the buffered tokens, without the state.
+        Default: the window, that is, no refreshes.
 
     Attributes
     ----------
     layer : Layer
         Kind and shape.
     ranks : ndarray of int64, (heads,)
-        Rank per head, `DENSE` where the full state is read.
+        Rank per head; `DENSE` for a head that reads its full state.
     omega : ndarray of float32, (heads, K, rank_max)
         Sketch basis: a head of rank G uses its first G columns. Orthonormal columns, or E0-orthonormal ones for
         `prior` and `offline`.
@@ -164,7 +165,7 @@ class SketchPlan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that the plan holds, in hexadecimal; the checksum of its file."""
+        """SHA-256 of the plan's contents, in hexadecimal; the checksum of its file."""
         return fingerprint(FORMAT, *self._contents())
 
     def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
@@ -182,7 +183,7 @@ class SketchPlan:
     def shard(self, rank: int, world: int) -> SketchPlan:
         """Plan of the heads of one process of a tensor-parallel group, as vLLM and Megatron split a layer.
 
-        Process r holds the value heads ``r * heads / world`` to ``(r + 1) * heads / world`` and their key heads. Where
+        Process r holds the value heads ``r * heads / world`` to ``(r + 1) * heads / world`` and their key heads. If
         there are more processes than key heads, several processes hold the same key head.
 
         Parameters
@@ -195,8 +196,8 @@ class SketchPlan:
         Returns
         -------
         SketchPlan
-            A plan like any other, of the layer ``plan.layer.shard(rank, world)``. The ranks are those of this plan's
-            allocation, so `mean_rank` and `reduction` may differ from process to process.
+            The plan of the layer ``plan.layer.shard(rank, world)``. Heads keep their ranks, so `mean_rank` and
+            `reduction` may differ from process to process.
 
         Raises
         ------

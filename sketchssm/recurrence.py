@@ -140,7 +140,7 @@ class Layer:
         Returns
         -------
         dict of str to tuple of int
-            For q, k, v, g and, where the kind has a write gate, beta.
+            For q, k, v, g and, if the kind has a write gate, beta.
         """
         shapes: dict[str, tuple[int, ...]] = {
             "q": (self.key_heads, self.key_dim),
@@ -210,12 +210,12 @@ class Layer:
         x : ndarray
             Array with a key-head axis.
         axis : int, default -2
-            Which axis that is.
+            The key-head axis.
 
         Returns
         -------
         ndarray
-            `x` itself where every value head has a key head of its own.
+            `x` itself if every value head has its own key head.
         """
         return x if self.group == 1 else np.repeat(x, self.group, axis=axis)
 
@@ -241,12 +241,12 @@ def shard_range(name: str, size: int, rank: int, world: int) -> slice:
 def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:
     """Check the shapes of one call's inputs against a layer.
 
-    Looks at ``.shape`` alone, so it serves arrays of any framework on any device.
+    Reads only ``.shape``, so arrays may be of any framework and on any device.
 
     Parameters
     ----------
     layer : Layer
-        What the inputs must fit.
+        Layer of the inputs.
     q, k, v, g, beta : array
         Shapes ``(batch, [tokens,] ...)`` as in `Layer.token_shapes`; `beta` must be None for mamba2.
     tokens_axis : bool, optional
@@ -260,7 +260,7 @@ def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tok
     Raises
     ------
     ValueError
-        Naming the argument, the expected shape and the one that came.
+        Naming the argument, the expected shape and the given shape.
     """
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     shapes = layer.token_shapes()
@@ -326,7 +326,7 @@ def check_slots(
     name : str, default "slots"
         The argument's name, for messages.
     repeats : bool, default False
-        Whether rows may name one slot.
+        Whether several rows may name the same slot.
 
     Returns
     -------

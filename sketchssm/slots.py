@@ -1,4 +1,4 @@
-"""What a slot holds: the parts of its memory, and its cursor word.
+"""Memory of a slot: its parts, and its cursor word.
 
 A cursor word (int32) has these bits:
 
@@ -45,19 +45,19 @@ def drafted(words: Any) -> Any:
 class SlotPart:
     """One part of a slot's memory.
 
-    All of a slot's memory is in its parts, and the parts hold no addresses: a copy of their bytes to another slot of
-    the same head is a copy of the slot.
+    The parts are all memory of a slot, and they hold no addresses: a copy of their bytes to another slot of the same
+    head is a copy of the slot.
 
     Parameters
     ----------
     name : {"state", "keys", "values", "gates", "betas", "sketch", "cursor"}
-        What the part holds. Keys, values, gates and betas are the raw inputs of the buffered tokens.
+        Name of the contents. Keys, values, gates and betas are the raw inputs of the buffered tokens.
     shape : tuple of int
         Shape of one slot; the memory of all slots is ``(num_slots, *shape)``.
     dtype : str
-        Element type, such as "float32" or "bfloat16". Where a framework has no bfloat16, memory of uint16 will do.
+        Element type, such as "float32" or "bfloat16". bfloat16 memory may be an array of uint16.
     alignment : int
-        Bytes of which a slot's address must be a multiple.
+        A slot's address must be a multiple of this number of bytes.
     """
 
     name: str
@@ -81,7 +81,7 @@ def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: 
     array : ndarray
         The caller's memory.
     part : SlotPart
-        What it is for.
+        The part.
     num_slots : int
         Number of slots.
 

@@ -1,4 +1,4 @@
-"""Slots on the host: all that some slots of a head hold, as arrays and as a file."""
+"""Snapshots: contents of some slots of a head on the host, as arrays and as a file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Snapshot:
         Each part of the slots by name, ``(count, *shape)``; bfloat16 as uint16 bits. The cursors are the window
         positions.
     owner : dict
-        What the arrays belong to: system, backend, layer, window, plan (its fingerprint), gate, type of the states,
-        and parts.
+        The head of the arrays: system, backend, layer, window, plan (its fingerprint), gate, type of the states, and
+        parts.
     """
 
     arrays: dict[str, npt.NDArray[Any]]
@@ -100,7 +100,7 @@ class Snapshot:
         return snapshot
 
     def _check_arrays(self) -> None:
-        """Check that the arrays are what the owner's parts say."""
+        """Check the arrays against the owner's parts."""
         for name, shape, dtype in self.owner["parts"]:
             stored = "uint16" if dtype == "bfloat16" else dtype
             check_array(name, self.arrays[name], (len(self), *shape), stored)
@@ -120,7 +120,7 @@ class Snapshot:
         Raises
         ------
         ValueError
-            If the snapshot belongs to anything else, or its arrays do not fit it.
+            If the snapshot has a different owner, or its arrays do not fit the owner's parts.
         """
         for name, want in owner.items():
             if self.owner.get(name) != want:
@@ -139,7 +139,7 @@ def owner_of(
     state_dtype: str,
     parts: Iterable[SlotPart],
 ) -> dict[str, Any]:
-    """Describe what slots belong to, in terms that JSON knows.
+    """Describe the owner of slots, in types of JSON.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Traces: the inputs of one layer's recurrence on calibration and on test text, from an npz file.
 
 The documentation defines the format ("How to record traces"). Sequences start from a zero state at their first token.
-Some calibration sequences fit the basis and the others score the ranks, so that no rank is judged on the data of its
-basis. Test sequences serve neither.
+Some calibration sequences fit the basis and the others score the ranks, so that ranks are not scored on the data of
+the basis. Test sequences are used for neither.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Traces:
         Parameters
         ----------
         path : str or PathLike
-            An npz file; one that exists is replaced.
+            The npz file; an existing file is replaced.
         """
         parts = (("calib", self.calib), ("test", self.test))
         entries: dict[str, Any] = {
@@ -213,7 +213,7 @@ class _Header(NamedTuple):
 
 
 class _Archive:
-    """Arrays of an npz archive, each read when it is asked for."""
+    """Arrays of an npz archive; an array is read at its first access."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive

@@ -144,7 +144,7 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
 
 
 def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) -> float:
-    """Bytes per token where reads use a quantised copy and the full state is read and written once a window.
+    """Bytes per token if reads use a quantised copy, and the full state is read and written once a window.
 
     Parameters
     ----------
@@ -193,9 +193,9 @@ def sketch_read(
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
-        Coefficient map. A read moves the sketch and what a state stores of its map (`SketchFormat.bytes`). A dense
-        map also counts the paper's projected erase vectors for gdn and kda, ``2 G W`` bytes: in bfloat16 this is
-        ``2 G (V + K + W)`` bytes in all, and ``2 G (V + K)`` for mamba2.
+        Coefficient map. A read moves the sketch and the stored elements of its map (`SketchFormat.bytes`). For gdn and
+        kda, a dense map also counts the paper's projected erase vectors, ``2 G W`` bytes. In bfloat16 the sum is
+        ``2 G (V + K + W)`` bytes, and ``2 G (V + K)`` for mamba2.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
@@ -238,7 +238,7 @@ def sketch(
     wide: npt.ArrayLike | None = None,
     flush_every: int | None = None,
 ) -> Bytes:
-    """Bytes per token of sketched decoding, flushes included.
+    """Bytes per token of decode with sketches, flushes included.
 
     Parameters
     ----------
@@ -299,7 +299,7 @@ def reduction(
     wide: npt.ArrayLike | None = None,
     flush_every: int | None = None,
 ) -> float:
-    """Traffic reduction of sketched decoding relative to standard decode with float32 states.
+    """Traffic reduction of decode with sketches, relative to standard decode with float32 states.
 
     Parameters
     ----------
@@ -308,8 +308,7 @@ def reduction(
     key_dim, value_dim : int
         K and V.
     rank : array_like
-        One rank, or the rank of each head; `DENSE` for a full read. The ratio is taken after the bytes of all heads
-        are added up.
+        One rank, or the rank of each head; `DENSE` for a full read. The result is a ratio of sums over heads.
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
@@ -326,7 +325,7 @@ def reduction(
     Returns
     -------
     float
-        How many times fewer bytes.
+        Bytes of standard decode / bytes with sketches.
 
     Raises
     ------
@@ -363,8 +362,7 @@ def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16
     activation_dtype : {"bfloat16", "float16", "float32"}, default "bfloat16"
         Type of keys and values.
     raw_gates : bool, default True
-        For kda: whether gates are raw inputs of a `GateInput`, which have the type of the activations, and not
-        log-decays in float32.
+        For kda: True for raw inputs of a `GateInput`, in the type of the activations; False for log-decays in float32.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Rank allocation: the sketch rank of every head, under one budget of read traffic.
 
-This is the paper's appendix *Offline sketch-rank allocation*. Every head takes a rank or a full read. The table
-minimises the sum of the scores within the budget (equation *m-allocation*), which is a multiple-choice knapsack. A
-price on traffic makes the heads independent and gives a lower bound (equation *alloc-dual*). The bound certifies how
-far a table can be from the optimum.
+This is the paper's appendix *Offline sketch-rank allocation*. Every head gets a rank or a full read. The rank table
+minimises the sum of the scores within the budget (equation *m-allocation*), which is a multiple-choice knapsack. With
+a price on traffic instead of the budget, the heads are independent; this gives a lower bound (equation *alloc-dual*)
+and so a limit on the distance of a table from the optimum.
 
 A sketch of "int8+int4" has a second choice: w of its G columns in 8 bits. With J(G) the score of a rank and n8, n4 the
 noise of the codes (`sketchssm.formats`), the score of the pair is the loss of columns and of bits,
@@ -90,14 +90,14 @@ class Allocation:
 
     @property
     def tables(self) -> list[RankTable]:
-        """Ranks of each layer, to make its `SketchPlan` of."""
+        """Rank table of each layer, for its `SketchPlan`."""
         ranks = self.ranks if isinstance(self.ranks, list) else [self.ranks]
         wide = self.wide if isinstance(self.wide, list) else [self.wide] * len(ranks)
         return [RankTable(*own, self.sketch_dtype) for own in zip(ranks, wide, strict=True)]
 
     @property
     def gap(self) -> float:
-        """Duality certificate ``(P - D) / P``: no table within the budget is better by a larger share."""
+        """Duality gap ``(P - D) / P``: no table within the budget reduces the objective by a larger share."""
         return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
 
 
