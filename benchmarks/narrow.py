@@ -13,7 +13,10 @@ an output is exact. Forms that the backend lacks are left out, by name.
 
 `noise` is the error of a code, in float64 alone: the energy by which coding some columns changes the reads through
 these columns, over the energy of these reads, mean over heads and two ranks. Allocation uses their means
-(`sketchssm.formats`). The table goes to benchmarks/results/narrow.json, with a backend to narrow-BACKEND.json.
+(`sketchssm.formats`). `rotated`, in float64 alone: the energy that mixed sketches would lose with the rows of B
+rotated by its singular vectors instead of sorted by their lengths.
+
+The table goes to benchmarks/results/narrow.json, with a backend to narrow-BACKEND.json.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import re
 import shlex
 import subprocess
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import ml_dtypes
@@ -47,11 +51,12 @@ SKETCHES = (
     ("lowrank", "bfloat16", 4, None),
     *(("ridge", "bfloat16", rank, None) for rank in (4, 8, 16)),
     *(("ridge", name, rank, None) for name in ("int8", "fp8") for rank in (4, 8, 12, 16)),
-    *(("ridge", "int8+int4", rank, wide) for rank, wide in ((8, 4), (12, 6), (16, 8), (24, 8))),
+    *(("ridge", "int8+int4", rank, wide) for rank, wide in ((8, 4), (12, 6), (13, 6), (16, 8), (24, 8))),
     *((name, "int8", rank, None) for name in ("lowrank", "prior", "offline") for rank in (8, 16)),
 )
 COPIES = (8, 6, 4)
 NOISE_RANKS = (8, 16)
+ROTATED = ((12, 6), (16, 8), (24, 8))
 
 
 def whole_windows(tokens):
@@ -135,6 +140,34 @@ class FromHeads:
         return self.lost(CopyReadHead(self.layer, len(self.output), self.backend, bits=bits, window=WINDOW))
 
 
+def coded(x, code):
+    """Vectors as their codes hold them."""
+    codes, scale = narrow.encode(x, code)
+    return codes * scale[..., None]
+
+
+def rotated_read(state, omega, wide):
+    """Matrices ``(n, V, K)`` of mixed reads, with the rows of B rotated by its singular vectors."""
+    q, b = narrow.split_form(state, omega, CoefficientMap("ridge").effective_ridge)
+    turn = np.linalg.svd(b)[0]
+    columns, rows = (q @ turn).swapaxes(-1, -2), turn.swapaxes(-1, -2) @ b
+    parts = ((INT8, slice(wide)), (INT4, slice(wide, None)))
+    return sum(coded(columns[:, part], code).swapaxes(-1, -2) @ coded(rows[:, part], code) for code, part in parts)
+
+
+def rotated_shares(windows, basis):
+    """Share of the energy that rotated mixed sketches lose, by their columns in 8 and 4 bits."""
+    found = {}
+    for rank, wide in ROTATED:
+        omega = basis.columns(rank, weighted=False)[0]
+
+        def make(head, states, omega=omega, wide=wide):
+            return rotated_read(states, omega[head], wide)
+
+        found[f"{wide}+{rank - wide}"] = shares(windows, make)
+    return found
+
+
 def coding_noise(windows, basis):
     """Noise of every code: of 8 bits on the leading half of the columns in order of energy, of 4 bits on the rest."""
     states, queries = windows
@@ -147,14 +180,13 @@ def coding_noise(windows, basis):
             for code, part in ((INT8, slice(rank // 2)), (FP8, slice(rank // 2)), (INT4, slice(rank // 2, None))):
                 left, right = columns[:, part], rows[:, part]
                 reads = queries[:, head] @ right.swapaxes(-1, -2) @ left
-                coded = [codes * scale[..., None] for codes, scale in (narrow.encode(x, code) for x in (left, right))]
-                change = queries[:, head] @ coded[1].swapaxes(-1, -2) @ coded[0] - reads
+                change = queries[:, head] @ coded(right, code).swapaxes(-1, -2) @ coded(left, code) - reads
                 found[code.name].append(np.square(change).sum() / np.square(reads).sum())
     return {name: float(np.mean(shares)) for name, shares in found.items()}
 
 
-def layer_table(traces, backend=None, sketches=SKETCHES, copies=COPIES):
-    """Bytes and residual energy of every form on one layer, and the noise of the codes."""
+def layer_table(traces, backend=None, forms=("*",)):
+    """Bytes and residual energy of the forms on one layer whose names match; in float64 also what needs no form."""
     layer, tokens = traces.layer, whole_windows(traces.test)
     moments = Moments(layer, window=WINDOW)
     moments.update(*traces.calib)
@@ -163,34 +195,44 @@ def layer_table(traces, backend=None, sketches=SKETCHES, copies=COPIES):
     stored = {}
 
     def add(label, size, measure, *settings):
+        if not any(fnmatchcase(label, pattern) for pattern in forms):
+            return
         try:
             stored[label] = {"bytes": float(size), "lost": measure(*settings)}
         except UnsupportedError as error:
             print(f"  {label}: left out, {error}", flush=True)
 
-    for name, dtype, rank, wide in sketches:
+    for name, dtype, rank, wide in SKETCHES:
         map = CoefficientMap(name)
         label = f"{name} {dtype} {rank}" if wide is None else f"{name} {dtype} {wide}+{rank - wide}"
         size = SketchFormat.of(dtype).bytes(map, rank, layer.key_dim, layer.value_dim, wide)
         add(label, size, reads.sketch, map, dtype, rank, wide)
-    for bits in copies:
+    for bits in COPIES:
         size = (bits * layer.key_dim * layer.value_dim + 16 * (layer.key_dim + layer.value_dim)) / 8
         add(f"copy {bits} bits", size, reads.copy, bits)
     found = {"kind": layer.kind, "key_dim": layer.key_dim, "value_dim": layer.value_dim, "stored": stored}
-    return found if backend else found | {"noise": coding_noise(reads.windows, basis)}
+    if backend:
+        return found
+    return found | {"rotated": rotated_shares(reads.windows, basis), "noise": coding_noise(reads.windows, basis)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--backend", choices=BACKENDS, help="measure the heads of this backend")
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        default=["*"],
+        help="names of forms, such as 'ridge int8 *'; default: all",
+    )
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/narrow.json, or narrow-BACKEND.json")
     arguments = parser.parse_args()
     backend = arguments.backend
     target = arguments.json or HERE / "results" / f"narrow{f'-{backend}' if backend else ''}.json"
     layers = {}
     for path in arguments.traces:
-        layers[path.stem] = layer_table(Traces.load(path), backend)
+        layers[path.stem] = layer_table(Traces.load(path), backend, arguments.forms)
         print(path.name, flush=True)
         for label, found in layers[path.stem]["stored"].items():
             print(f"  {label:24} {found['bytes']:7.0f} {found['lost']:.5f}")
@@ -198,6 +240,7 @@ def main():
     describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(describe, cwd=HERE, capture_output=True, text=True, check=False)
     options = ["--backend", backend] if backend else []
+    options += [] if arguments.forms == ["*"] else ["--forms", *arguments.forms]
     about = {
         "commit": commit.stdout.strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
