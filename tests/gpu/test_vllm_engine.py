@@ -47,11 +47,11 @@ def engines(tmp_path_factory):
             folder = tmp_path_factory.mktemp(kind)
             own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_CACHE_ROOT": str(folder / "cache")}
             command = [sys.executable, str(Path(__file__).with_name("vllm_engines.py")), kind, graphs, str(folder)]
-            log = (folder / "log").open("w")
-            running[kind, graphs] = (
-                folder,
-                subprocess.Popen(command, env=ENVIRONMENT | os.environ | own, stdout=log, stderr=subprocess.STDOUT),
-            )
+            with (folder / "log").open("w") as log:
+                process = subprocess.Popen(
+                    command, env=ENVIRONMENT | os.environ | own, stdout=log, stderr=subprocess.STDOUT
+                )
+            running[kind, graphs] = folder, process
 
     def results(kind, graphs):
         folder, process = running[kind, graphs]
@@ -59,9 +59,9 @@ def engines(tmp_path_factory):
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             code = f"none after {SECONDS} s"
-        log = (folder / "log").read_text()
-        assert code == 0, f"exit {code}:\n{log[-6000:]}"
-        return [json.loads(line) for line in (folder / "results").read_text().splitlines()]
+        file, log = folder / "results", (folder / "log").read_text()
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines], "" if code == 0 else f"exit {code}:\n{log[-6000:]}"
 
     yield results
     for _, process in running.values():
@@ -72,15 +72,20 @@ def engines(tmp_path_factory):
 @pytest.mark.parametrize("graphs", ["none,decode", "default"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines(engines, kind, graphs, capsys):
-    first, *others = engines(kind, graphs)
+    results, error = engines(kind, graphs)
+    assert results, error
+    first, *others = results
     assert first["system"] == "vllm"
     control = compare(first["again"], first["logprobs"])
     limits = {"rms": max(3 * control["rms"], 0.03), "worst_request": max(3 * control["worst_request"], 0.1)}
     found = {(x["system"], x["graphs"]): compare(x["logprobs"], first["logprobs"]) for x in others}
     with capsys.disabled():
         for (system, how), agreement in {("vllm", "again"): control, **found}.items():
-            shown = {name: round(x, 4) for name, x in agreement.items()}
-            print(f"\n{kind}, {system}, {how}: {shown}", end="")
+            print(f"\n{kind}, {system}, {how}: { {name: round(x, 4) for name, x in agreement.items()} }", end="")
+        for x in results:
+            shown = {name: x[name] for name in ("preemptions", "memory", "free_blocks", "start_seconds", "seconds")}
+            print(f"\n{kind}, {x['system']}, {x['graphs']}: {shown}", end="")
+    assert not error, error
     for result in (first, *others):
         name = f"{result['system']}, {result['graphs']}"
         assert result["preemptions"] > 0, name

@@ -138,6 +138,7 @@ def main():
     kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON))
     vllm_models.load_random_weights(let_states_matter)
+    os.environ.pop("SKETCHSSM_VLLM", None)
     preemptions = []
     preempt = Scheduler._preempt_request
 
