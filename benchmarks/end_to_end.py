@@ -15,6 +15,8 @@ plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the
 `metadata_ms` is the host time of a step in which the batch is described to the layers. `blocks_needed` is the number
 of blocks that `--batch` requests need; with fewer `blocks`, only some of the requests decode together.
 
+With `--extra '{"tensor_parallel_size": 2}'` the model runs in processes of its own, where nothing is profiled.
+
 Weights are random (`vllm_models.py`). Requests are the same for all systems; `tokens_equal` is the share of output
 tokens that are vLLM's own, among the first 32 of each request. Random weights make near ties between tokens, so that
 rounding alone changes many tokens; `agree` does not depend on ties.
@@ -50,6 +52,8 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",  # multicast fails where the fabric manager does not allow it
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
 
 
@@ -144,6 +148,19 @@ def blocks_of(groups, requests, tokens):
     )
 
 
+def add_plugins(work, plugins):
+    """Let all processes of vLLM load functions, as those of an installed package."""
+    place = Path(work) / "plugins"
+    package = place / "end_to_end-0.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: end-to-end\nVersion: 0\n")
+    lines = [f"{name} = {function}" for name, function in plugins.items()]
+    (package / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    sys.path.insert(0, str(place))
+    own = [str(place), str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, own))
+
+
 def one(args):
     """Run one model with one system in this process; prints results as lines."""
     import torch
@@ -154,7 +171,8 @@ def one(args):
     from sketchssm.vllm import register
 
     name, agree = args.models, args.parts == "agree"
-    vllm_models.load_random_weights()
+    settings = {"tensor_parallel_size": 1} | json.loads(args.extra)
+    plugins = {"random_weights": "vllm_models:load_random_weights"}
     if args.system != "vllm":
         plans = args.system
         if args.system == "sketch":
@@ -162,9 +180,17 @@ def one(args):
 
             plans = vllm_models.write_plans(name, args.work, bench.MEAN_RANKS[name], args.map)
         os.environ["SKETCHSSM_VLLM"] = plans
-        register()
+        plugins["sketchssm"] = "sketchssm.vllm:register"
+    if settings["tensor_parallel_size"] > 1:  # vLLM starts processes, which load their plugins themselves
+        add_plugins(args.work, plugins)
+    else:
+        vllm_models.load_random_weights()
+        if args.system != "vllm":
+            register()
     time_metadata()
-    compilation = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *range(16, args.batch, 16), args.batch})}
+    # Larger graphs than for pure decode steps are of mixed steps' pieces. vLLM's own list has more sizes, up to 512.
+    mixed = range(args.batch, max(args.batch, min(2 * args.batch, 512)) + 1, 64)
+    compilation = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *range(16, args.batch, 16), *mixed})}
     if args.graphs == "decode":
         # `agree` has a smaller graph too, whose kernels round in another way
         sizes = sorted({-(-args.batch // 2), args.batch}) if agree else [args.batch]
@@ -176,12 +202,11 @@ def one(args):
         "disable_log_stats": True, "generation_config": "vllm", "seed": 0, "compilation_config": compilation,
         "additional_config": {"gdn_prefill_backend": "triton"},
         "enforce_eager": args.graphs == "none",
-    }  # fmt: skip
+    } | settings  # fmt: skip
     if args.graphs == "none":
         del settings["compilation_config"]
     if agree:
         settings["logits_processors"] = [processor()]
-    settings |= json.loads(args.extra)
     free = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     llm = LLM(**settings)
