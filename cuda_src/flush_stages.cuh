@@ -43,6 +43,7 @@ struct KeyStage {
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
+        full.expect(buffered * ((KEY_ROW == K ? KEY : 0) + GATE));
         if (KEY_ROW != K) full.copy_rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
         else if (buffered > 0) full.copy_contiguous<1>(k, 0, ring.k, buffered * KEY);
         if (GATE && RAW_GATE) full.copy_row_per_lane(given_gates(0), sizeof(g[0]), ring.g, GATE, buffered, GATE);
@@ -68,6 +69,7 @@ struct ValueStage {
 
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int VALUES = V * sizeof(act_t);
+        full.expect(SWIZZLED ? buffered * VALUES : 0);
         if (!SWIZZLED) full.copy_rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES);
         else if (buffered > 0) full.copy_contiguous<1>(v, 0, ring.v, buffered * VALUES);
         if (own)
@@ -108,6 +110,7 @@ struct StateStage {
     float norm;
 
     __device__ __forceinline__ void fetch(const state_t* from) {
+        full.expect(PARTS * BYTES);
         full.copy_contiguous<PARTS>(state.data, STRIDE, from, BYTES);
         full.commit();
     }

@@ -167,24 +167,37 @@ __device__ __forceinline__ bool elect_one() {
     return yes;
 }
 // Bulk copy of `bytes` (a multiple of 16) from global to shared memory. Completes `bytes` at the mbarrier with the
-// given shared address. The other function announces (expects) such bytes.
+// given shared address. The other function arrives and expects such bytes, in one operation.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, u32 mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      static_cast<u32>(__cvta_generic_to_shared(shared))),
                  "l"(global), "r"(bytes), "r"(mbarrier)
                  : "memory");
 }
-__device__ __forceinline__ void expect_bytes(int bytes, u32 mbarrier) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
+__device__ __forceinline__ void arrive_and_expect(int bytes, u32 mbarrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 #endif
 
-// Full barrier of a pipeline stage: completes when the copies of one producer warp have landed. The warp issues copies,
-// then commits. Small rows go by cp.async in pieces of 16 bytes, one a lane; long rows by bulk copies from sm_90 on.
+// Full barrier of a pipeline stage: completes when the copies of one producer warp have landed. Small rows go by
+// cp.async in pieces of 16 bytes, one a lane; long rows by bulk copies from sm_90 on. In each phase the warp expects the
+// bytes of all its bulk copies, issues copies, and commits.
+//
+// A phase has 33 arrivals: those of the lanes' cp.async, which `commit` requests, and one with the expected bytes. If
+// the bytes were expected without an arrival, the asynchronous arrivals of `commit` could overtake the operation and
+// complete the phase before the copies have landed (seen on H200).
 struct CopyBarrier {
     Mbarrier mbarrier;
 
-    __device__ __forceinline__ void init() { mbarrier.init(32); }
+    __device__ __forceinline__ void init() { mbarrier.init(33); }
+    // Before the phase's copies. `bytes` of all copy_contiguous and copy_row_per_lane; the same in all lanes.
+    __device__ __forceinline__ void expect(int bytes) {
+#if __CUDA_ARCH__ >= 900
+        if (elect_one()) arrive_and_expect(bytes, mbarrier.address());
+#else
+        if (threadIdx.x % 32 == 0) mbarrier.arrive();
+#endif
+    }
     // Copies rows of `bytes` (a multiple of 16), with strides in bytes. `place(row, byte)` is the source byte in the
     // row for a destination byte.
     template <class Place>
@@ -208,7 +221,6 @@ struct CopyBarrier {
     __device__ __forceinline__ void copy_contiguous(void* shared, int shared_stride, const void* global, int bytes) {
 #if __CUDA_ARCH__ >= 900
         if (elect_one()) {
-            expect_bytes(COUNT * bytes, mbarrier.address());
 #pragma unroll
             for (int i = 0; i < COUNT; i++)
                 bulk_load(static_cast<char*>(shared) + i * shared_stride, static_cast<const char*>(global) + i * bytes,
@@ -224,7 +236,6 @@ struct CopyBarrier {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
         if (lane < count) {
-            expect_bytes(bytes, mbarrier.address());
             bulk_load(static_cast<char*>(shared) + lane * shared_stride,
                       static_cast<const char*>(global) + lane * global_stride, bytes, mbarrier.address());
         }
@@ -299,8 +310,7 @@ template <class Copies>
 __device__ __forceinline__ void bulk_copy(const Copies& copies, [[maybe_unused]] int all, WarpCopyBarrier& full) {
 #if __CUDA_ARCH__ >= 900
     if (elect_one()) {
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full.mbarrier.address()), "r"(all)
-                     : "memory");
+        arrive_and_expect(all, full.mbarrier.address());
         copies([&](void* shared, const void* global, int bytes) {
             if (bytes > 0) bulk_load(shared, global, bytes, full.mbarrier.address());
         });

@@ -31,7 +31,9 @@ struct Basis {
     CopyBarrier full;
 
     __device__ __forceinline__ void fetch(const uint2* basis, int rank) {
-        full.copy_contiguous<1>(columns, 0, basis, (rank + 7) / 8 * static_cast<int>(sizeof(columns[0])));
+        const int bytes = (rank + 7) / 8 * static_cast<int>(sizeof(columns[0]));
+        full.expect(bytes);
+        full.copy_contiguous<1>(columns, 0, basis, bytes);
         full.commit();
     }
 };

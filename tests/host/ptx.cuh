@@ -177,11 +177,25 @@ struct Mbarrier {
     }
 };
 
-// Copies land at the first wait. Until then their target holds NaN.
+// Copies land at the first wait. Until then their target holds NaN. The bytes of the copies that are bulk copies from
+// sm_90 on must be those expected: lane 0 counts.
 struct CopyBarrier {
+    static constexpr int NONE = -1;
     Mbarrier mbarrier;
+    int missing;  // bytes that are expected and not yet requested; NONE before they are expected
 
-    void init() { mbarrier.init(host::WARP); }
+    void init() { mbarrier.init(host::WARP + 1), missing = NONE; }
+    void expect(int bytes) {
+        if (host::lane()) return;
+        if (missing != NONE) host::fail("a phase's copies are expected twice");
+        missing = bytes;
+        mbarrier.arrive();
+    }
+    void request(int bytes) {
+        if (host::lane()) return;
+        if (missing < bytes) host::fail("a copy brings other bytes than were expected");
+        missing -= bytes;
+    }
     void copy_rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes) {
         copy_rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
     }
@@ -195,13 +209,21 @@ struct CopyBarrier {
                               static_cast<const char*>(global) + row * global_stride + place(row, at), 16);
     }
     template <int COUNT> void copy_contiguous(void* shared, int shared_stride, const void* global, int bytes) {
+        request(COUNT * bytes);
         copy_rows(shared, shared_stride, global, bytes, COUNT, bytes);
     }
     void copy_row_per_lane(void* shared, int shared_stride, const void* global, int global_stride, int count,
                            int bytes) {
+        request(count * bytes);
         copy_rows(shared, shared_stride, global, global_stride, count, bytes);
     }
-    void commit() { mbarrier.arrive(); }
+    void commit() {
+        if (host::lane() == 0) {
+            if (missing) host::fail("a copy brings other bytes than were expected");
+            missing = NONE;
+        }
+        mbarrier.arrive();
+    }
     void wait(int phase, HOST_PLACE) {
         mbarrier.wait(phase, where);
         host::land(this);

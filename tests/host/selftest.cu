@@ -130,13 +130,14 @@ extern "C" __global__ void named_barrier(float* out, int rounds, int skipped) {
 }
 
 // Warp 0 requests rows, rows with swapped halves, and a block, twice; all threads read the results.
-extern "C" __global__ void stage_copies(const float* x, float* out, int bytes) {
+extern "C" __global__ void stage_copies(const float* x, float* out, int bytes, int expected) {
     alignas(16) __shared__ float rows[2][3][12], turned[2][3][8], block[2][16];
     __shared__ CopyBarrier full;
     if (threadIdx.x == 0) full.init();
     __syncthreads();
     for (int round = 0; round < 2; round++) {
         if (threadIdx.x < 32) {
+            full.expect(expected);
             full.copy_rows(rows[round], sizeof rows[0][0], x + 32 * round, 8 * sizeof(float), 3, bytes);
             full.copy_rows(turned[round], sizeof turned[0][0], x + 32 * round, 8 * sizeof(float), 3, 32,
                           [](int row, int byte) { return byte ^ row % 2 * 16; });

@@ -153,7 +153,7 @@ def test_a_named_barrier(module):
 
 def test_stage_copies_land_at_a_wait(module):
     x, out = np.arange(64, dtype=np.float32), np.zeros((2, 64, 4), np.float32)
-    module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(32)))
+    module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(32), np.int32(64)))
     lane = np.arange(64) % 32
     row, column = lane % 3, lane % 12
     for n in range(2):
@@ -164,7 +164,10 @@ def test_stage_copies_land_at_a_wait(module):
         assert np.array_equal(out[n, :, 2], 32 * n + lane % 16)
         assert np.array_equal(out[n, :, 3], 32 * n + 8 * row + (lane % 8 ^ row % 2 * 4))
     with pytest.raises(RuntimeError, match="a row of a copy is no multiple of 16 bytes"):
-        module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(20)))
+        module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(20), np.int32(64)))
+    for wrong in (0, 48, 80):
+        with pytest.raises(RuntimeError, match="a copy brings other bytes than were expected"):
+            module.get_function("stage_copies")((1,), (64,), (x, out, np.int32(32), np.int32(wrong)))
 
 
 @pytest.mark.parametrize("spoil", [False, True])
