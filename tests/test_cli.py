@@ -109,6 +109,17 @@ def test_calibrate_says_what_refreshes_add(traces, tmp_path):
     assert "what the refreshes add" in " ".join(invoke("calibrate", traces, "--out", plan, *settings).output.split())
 
 
+def test_calibrate_limits_ranks(traces, tmp_path):
+    plan = tmp_path / "plan.safetensors"
+    settings = ["--mean-rank", 4, "--window", 4]
+    invoke("calibrate", traces, "--out", plan, *settings)
+    assert SketchPlan.load(plan).ranks.max() > 3
+    invoke("calibrate", traces, "--out", plan, *settings, "--rank-max", 3)
+    assert SketchPlan.load(plan).ranks.max() <= 3
+    refused = invoke("calibrate", traces, "--out", plan, *settings, "--rank-max", 1000, code=2)
+    assert "rank_max: expected an integer from 1 to min(K, V)" in " ".join(refused.output.split())
+
+
 def test_several_layers_share_a_budget(tmp_path):
     files = [write_traces(tmp_path / f"layer{i}.npz", "kda", seed=i) for i in range(2)]
     report = json.loads(

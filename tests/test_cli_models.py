@@ -78,12 +78,15 @@ def test_settings_reach_the_plans(folder, tmp_path):
         out,
     ]
     chosen = ["--map", "offline", "--sketch-dtype", "int8", "--flush-every", 8, "--method", "error"]
-    invoke("calibrate", *arguments, *chosen, "--weighting", "output")
+    chosen += ["--rank-max", 3]
+    with pytest.warns(RuntimeWarning, match=r"^rank_max: .* heads have all 3 columns"):
+        invoke("calibrate", *arguments, *chosen, "--weighting", "output")
     plans = st.ModelPlans.load(out)
     assert plans.allocation.method == "error"
     assert {(x.window, x.flush_every, x.map.name, x.sketch_dtype) for x in plans.values()} == {
         (4, 8, "offline", "int8")
     }
+    assert max(plan.ranks.max() for plan in plans.values()) == 3
 
 
 def test_evaluate(folder, plans):

@@ -137,6 +137,18 @@ def test_formats_of_sketches(qwen, tmp_path):
         st.calibrate(qwen, text(), sketch_dtype="int3")
 
 
+def test_limited_ranks_are_told(qwen):
+    """Heads that reach `rank_max` are counted where they can't read full states and their layers have more columns."""
+    with pytest.warns(RuntimeWarning, match=r"^rank_max: ") as record:
+        plans = st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW, rank_max=2, flush_every=8)
+    assert [w.filename for w in record] == [__file__]
+    ranks = np.concatenate([plan.ranks for plan in plans.values()])
+    full = (ranks == 2).sum()
+    assert 0 < full <= ranks.size
+    assert f"{full} of {ranks.size} heads have all 2 columns, and with flush_every=8 no" in str(record[0].message)
+    st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW, rank_max=2)  # heads read full states: no warning
+
+
 def test_progress(qwen):
     labels = []
     st.calibrate(qwen, text(5), window=WINDOW, progress=labels.append)

@@ -263,7 +263,7 @@ def arguments(given=None):
         type=int,
         help="tokens from one flush of the states to the next (default: the window)",
     )
-    add("--rank-max", type=int, default=40, help="largest rank of a head")
+    add("--rank-max", type=int, default=56, help="largest rank of a head")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")

@@ -63,7 +63,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, weighting="uniform", rank_max=40):
+def calibrate(model, ids, window=16, weighting="uniform", rank_max=56):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.

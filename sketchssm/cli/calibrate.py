@@ -37,6 +37,11 @@ __all__ = ["command"]
     help="Tokens from one flush to the next: a multiple of the window, at most 128. Between flushes sketches are "
     "refreshed without reading the state.  [default: the window]",
 )
+@click.option(
+    "--rank-max",
+    type=click.IntRange(min=1),
+    help="Largest rank of a head.  [default: min(K, V); 56 for a model]",
+)
 @options.map_settings
 @model_options
 @options.output
@@ -45,6 +50,7 @@ def command(
     out: Path,
     mean_rank: float,
     flush_every: int | None,
+    rank_max: int | None,
     settings: Settings,
     source: ModelText | None,
     json_file: str | None,
@@ -58,9 +64,9 @@ def command(
         from sketchssm.cli.output import Output
 
         check_outputs((source.text,), [out], json_file)
-        calibrate_model(source, out, mean_rank, flush_every, settings, Output(json_file))
+        calibrate_model(source, out, mean_rank, flush_every, rank_max, settings, Output(json_file))
     else:
-        calibrate_traces(traces, out, mean_rank, flush_every, settings, json_file)
+        calibrate_traces(traces, out, mean_rank, flush_every, rank_max, settings, json_file)
 
 
 def calibrate_traces(
@@ -68,6 +74,7 @@ def calibrate_traces(
     out: Path,
     mean_rank: float,
     flush_every: int | None,
+    rank_max: int | None,
     settings: Settings,
     json_file: str | None,
 ) -> None:
@@ -93,7 +100,7 @@ def calibrate_traces(
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             try:
-                layers.append(calibrate(recorded, settings.window, weighting=settings.weighting))
+                layers.append(calibrate(recorded, settings.window, rank_max, settings.weighting))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     scores = [layer.scores for layer in layers]

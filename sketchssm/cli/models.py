@@ -159,14 +159,20 @@ def model_options(command: F) -> F:
 
 
 def calibrate_model(
-    source: ModelText, out: Path, mean_rank: float, flush_every: int | None, settings: Settings, output: Output
+    source: ModelText,
+    out: Path,
+    mean_rank: float,
+    flush_every: int | None,
+    rank_max: int | None,
+    settings: Settings,
+    output: Output,
 ) -> None:
     """Make one file with the plans of a model."""
     if out.is_dir():
         raise click.UsageError(f"--out: expected a file for the plans of a model, got the folder {out}")
     from sketchssm.cli.output import percent, ranks_text
     from sketchssm.transformers import calibrate
-    from sketchssm.transformers.calibration import progress_steps
+    from sketchssm.transformers.calibration import RANK_MAX, progress_steps
 
     model, rows = source.load(least=2)
     with output.progress("calibrating", progress_steps(len(rows))) as step:
@@ -180,6 +186,7 @@ def calibrate_model(
             sketch_dtype=settings.sketch_dtype,
             method=settings.method or "gradient",
             weighting=settings.weighting,
+            rank_max=rank_max or RANK_MAX,
             progress=step,
         )
     out.parent.mkdir(parents=True, exist_ok=True)

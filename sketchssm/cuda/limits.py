@@ -100,7 +100,7 @@ def check_shared(*variants: Variant) -> None:
         middle = (low + high) // 2
         low, high = (middle, high) if need(RANK_MAX=middle) <= limit else (low, middle)
     if low:
-        rooms.append(f"window {window} fits with ranks of up to {low}")
+        rooms.append(f"window {window} fits with ranks of up to {low} (calibrate with rank_max={low})")
     raise UnsupportedError(
         f"plan: rank {rank} with window {window} needs {need()} bytes of shared memory a block, and device "
         f"{device.id} (sm_{device.compute_capability}) has {limit}; {' and '.join(rooms) or 'no smaller plan fits'}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +21,7 @@ from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Tokens, check_flush_every, check_window
+from sketchssm.recurrence import DENSE, Layer, Tokens, check_flush_every, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, run_row, token_rows
@@ -28,6 +30,10 @@ __all__ = ["calibrate", "fingerprint", "progress_steps"]
 
 SAMPLES = 2**16
 """Values of a parameter that its fingerprint reads, at even distances."""
+
+RANK_MAX = 56
+"""Default limit of a head's rank. On the H100, H200 and B200 the CUDA flush of `ridge` and `exact` in 16 or 8 bits has
+room for as many columns, with every benchmarked shape and windows of up to 32."""
 
 Take = Callable[[Tokens, Any], object]
 """Takes the inputs ``(batch, tokens, ...)`` of one call of a layer, and the gradient of its output or None."""
@@ -46,7 +52,7 @@ def calibrate(
     sketch_dtype: str = DEFAULT_FORMAT,
     method: str = "gradient",
     weighting: str = "uniform",
-    rank_max: int = 40,
+    rank_max: int = RANK_MAX,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlans:
     """Make plans of all recurrent layers of a model, under one budget.
@@ -82,9 +88,11 @@ def calibrate(
         of the summed next-token cross-entropy by the layers' outputs.
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the bases, see `sketchssm.Moments`.
-    rank_max : int, default 40
-        Largest rank to score, where a layer has as many. A head that needs more reads its full state,
-        unless `flush_every` is longer than the window.
+    rank_max : int, default 56
+        Largest rank to score, where a layer has as many. A head that needs more reads its full state. With a
+        `flush_every` longer than the window it can't; a warning then counts the heads that have all columns. Backend
+        "cuda" has room for the default on devices with 227 KB of shared memory a block. Smaller devices need smaller
+        ranks: see *Limits* on the page of the CUDA backend.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -141,6 +149,8 @@ def calibrate(
     allocation = allocate_ranks(
         list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=every == window
     )
+    if every > window:
+        _warn_of_limit(rank_max, every, [x.layer for x in found.values()], [x.ranks for x in allocation.tables])
     plans, retained = {}, {}
     for name, table in zip(found, allocation.tables, strict=True):
         plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
@@ -150,6 +160,19 @@ def calibrate(
     tokens = sum(row.size for row in rows)
     summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
     return ModelPlans(plans, fingerprint(model), summary)
+
+
+def _warn_of_limit(rank_max: int, every: int, shapes: list[Layer], tables: list[npt.NDArray[np.int64]]) -> None:
+    """Warn if heads have the largest rank, although more columns are possible in their layers."""
+    more = [rank_max < min(layer.key_dim, layer.value_dim) for layer in shapes]
+    count = sum(int((ranks == rank_max).sum()) for ranks, possible in zip(tables, more, strict=True) if possible)
+    if count:
+        warnings.warn(
+            f"rank_max: {count} of {sum(ranks.size for ranks in tables)} heads have all {rank_max} columns, and with "
+            f"flush_every={every} no head can read its full state; a larger rank_max may lower the loss",
+            RuntimeWarning,
+            stacklevel=3,  # the caller of calibrate
+        )
 
 
 def progress_steps(rows: int) -> int:
