@@ -1,8 +1,8 @@
 """Which engine runs which system on which backend, and the protocols of engines and their arrays.
 
-A head (`sketchssm.head.DecodeHead`) checks a call. The engine's `Arrays` convert the caller's arrays to the engine's,
-and results back. The engine owns the memory of one layer's slots and does the arithmetic. Engines are imported on
-first use, so that importing the library stays cheap.
+A head (`sketchssm.head.DecodeHead`) checks a call. The engine's `Arrays` convert the caller's arrays for the engine,
+and results for the caller. The engine owns the memory of one layer's slots and does the arithmetic. Engines are
+imported on first use, which keeps the import of the library cheap.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UnsupportedError(ValueError):
 
 
 class Call(Protocol):
-    """One call's arrays, while the engine's device and the caller's stream are current."""
+    """Conversions of one call's arrays, while the engine's device and the caller's stream are current."""
 
     def slots(self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False) -> Any:
         """Check slots and convert them to the engine's; a `batch` of None takes any number of them, by default all.
@@ -85,7 +85,7 @@ class Call(Protocol):
         """
 
     def accepted(self, accepted: Any, slots: Any, cursor: Any) -> Any:
-        """Check and convert counts of accepted tokens, at most those that the slots' cursor words tell as drafted."""
+        """Check and convert counts of accepted tokens, at most the drafted tokens in the slots' cursor words."""
 
     def inputs(
         self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int, lengths: Any = None
@@ -130,7 +130,7 @@ class Arrays(Protocol):
     outputs, or None for a call that it has left alone."""
 
     def call(self, *arrays: Any) -> Context:
-        """Begin a call, on the stream of the first array that is where the engine computes."""
+        """Begin a call, on the stream of the first array on the engine's device."""
 
     def view(self, state: Any) -> Any:
         """View of an engine's own array for the caller, read-only where that is possible."""
@@ -140,8 +140,8 @@ class Engine(Protocol):
     """A backend's memory and arithmetic for one head.
 
     All arrays are the backend's own (on ``cuda`` pointers) and already checked. On the host they are C-contiguous,
-    slots are unique, in range, or -1 for padding rows, and counts of tokens are in range. On ``cuda`` slots and counts
-    may be wrong where they are on the device.
+    slots are unique, in range, or -1 for padding rows, and counts of tokens are in range. On ``cuda``, slots and
+    counts on the device are not checked yet.
     """
 
     arrays: Any
@@ -149,7 +149,7 @@ class Engine(Protocol):
 
     @property
     def state(self) -> Any:
-        """``(slots, heads, V, K)``: states as of each slot's last flush, exact unless the system itself is not."""
+        """``(slots, heads, V, K)``: states as of each slot's last flush; exact, or the system's approximation."""
 
     @property
     def position(self) -> Any:
@@ -157,9 +157,9 @@ class Engine(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens of a window (W); 1 where every token writes the state.
+        """Tokens of a window (W); 1 if every token writes the state.
 
-        The engine of a plan with refreshes flushes every F tokens, a multiple of W; of all others F is W.
+        The engine of a plan with refreshes flushes every F tokens, a multiple of W. Without refreshes, F is W.
         """
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
@@ -169,19 +169,19 @@ class Engine(Protocol):
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``.
 
         Drafts of the slots are dropped first. A token whose slot is due, or at position F - 1, flushes the slot. Any
-        other token that ends a window refreshes the slot's sketch after the token has read. Then the clock moves on by
-        the same rule as a slot; when it is at F - 1 it becomes due, and all slots of the call with it. A call without
-        rows does nothing.
+        other token that ends a window refreshes the slot's sketch after the token has read. Then the clock advances by
+        the same rule as a slot. When the clock is at F - 1, the clock and all slots of the call become due. A call
+        without rows does nothing.
         """
 
     def load_state(self, state: Any, slots: Any) -> None:
         """Set states ``(batch, heads, V, K)``, and begin windows as `adopt` does. `state` may be the head's own."""
 
     def flush(self, slots: Any) -> None:
-        """Fold what the slots have buffered into their states, and begin windows as `adopt` does."""
+        """Fold the slots' buffered tokens into their states, and begin windows as `adopt` does."""
 
     def reset(self, slots: Any) -> None:
-        """Make the slots as new, whatever they held: zero state, empty ring."""
+        """Clear the slots: zero state, empty ring."""
 
 
 class ExactEngine(Engine, Protocol):
@@ -208,35 +208,35 @@ class ExactEngine(Engine, Protocol):
         """Return `parts` of an engine of these constructor arguments (without the number of slots and the memory)."""
 
     def draft(self, tokens: Tokens, lengths: Any, slots: Any, out: Any) -> None:
-        """Read ``(batch, tokens, ...)`` inputs of which row i has ``lengths[i]``; outputs past those are zeros.
+        """Decode drafts ``(batch, tokens, ...)``, ``lengths[i]`` tokens of row i; outputs past the lengths are zeros.
 
-        First each slot that is due, or has no room for its row's tokens below position F, folds what it has committed.
-        Of the others, each slot whose window has no room (fewer than W tokens with the drafts) fills it with tokens
-        that change nothing, refreshes its sketch, and moves to the next window.
-        The tokens are buffered behind the position, which does not change; the cursor word tells how many there are.
-        The virtual row does the same with a row of full length.
+        First, each slot that is due, or has no room for its row's drafts below position F, folds its committed tokens.
+        Each other slot without room for the drafts in its window (a window has room for W - 1 tokens) fills the window
+        with no-op tokens, refreshes its sketch, and begins the next window. The drafts are buffered past the position.
+        The position does not change; the cursor word holds the number of drafts. The virtual row drafts a row of full
+        length.
         """
 
     def commit(self, accepted: Any, slots: Any) -> None:
         """Keep the first ``accepted[i]`` drafted tokens of each row's slot, at least 0 and at most all.
 
-        The virtual row keeps all n of its own. If it has then no room for n more, it and the slots become due.
+        The virtual row keeps all of its n drafts. If it then has no room for n more, it and the slots become due.
         """
 
     def adopt(self, slots: Any) -> None:
-        """Begin windows on the states that stand in memory: sketch them, position 0, due if the clock is."""
+        """Begin windows on the states in memory: sketch the states, position 0, due if the clock is due."""
 
     def copy(self, src: Any, dst: Any) -> None:
         """Copy all parts of the slots, as if all were read before any is written; drafts are not copied.
 
-        Where either slot is padding nothing is copied. The `src` may repeat.
+        If either slot of a pair is padding, nothing is copied. Slots of `src` may repeat.
         """
 
     def rejoin(self, slots: Any) -> None:
-        """Take slots whose parts were written from outside: keep positions, drop drafts, due if the clock is."""
+        """Begin with slots that the caller has written: keep positions, drop drafts, due if the clock is due."""
 
     def left_out(self) -> int:
-        """Return how many rows were left out since the last look, as their slot on the device was wrong.
+        """Return the number of rows left out since the last call, because their slot on the device was wrong.
 
         Waits for the device. Host engines return 0.
         """
@@ -288,17 +288,17 @@ def load_engine(
     system : str
         "standard", "replay", "sketch", "quantised", "copy" or "reduced".
     backend : {"auto", "reference", "cpu", "cuda"}
-        Where to run; "auto" takes "cuda" where CuPy sees a device and the kernels support the layer, else "cpu".
+        Where to run; "auto" takes "cuda" if CuPy sees a device and the kernels support the layer, else "cpu".
     *args
         Passed to the engine.
     gate : GateInput, optional
-        Says that tokens come with raw gate inputs.
+        Gate of a layer whose tokens have raw gate inputs.
     activation_dtype, output_dtype : str, optional
         Types for an engine that computes on a device; see `SketchHead`.
     pad_slot : int, default -1
-        The caller's number of padding.
+        The caller's slot number for padding.
     options : mapping, optional
-        Passed to the engine where they differ from the default of `OPTIONS`.
+        Passed to the engine if they differ from the defaults in `OPTIONS`.
     **settings
         Passed to the engine.
 
@@ -320,7 +320,7 @@ def load_engine(
     Warns
     -----
     RuntimeWarning
-        If "auto" takes "cpu" although there is a device, as the kernels do not support the layer or plan.
+        If "auto" takes "cpu" although there is a device, because the kernels do not support the layer or plan.
     """
     check_dtype_name(activation_dtype, "activation_dtype")
     check_dtype_name(output_dtype, "output_dtype")
@@ -372,11 +372,11 @@ def load_parts(
     system : str
         "standard", "replay" or "sketch".
     backend : {"auto", "reference", "cpu", "cuda"}
-        Where the engine would run; "auto" takes "cuda" where CuPy sees a device.
+        Where the engine would run; "auto" takes "cuda" if CuPy sees a device.
     *args
         Arguments of the engine apart from the number of slots.
     gate : GateInput, optional
-        Says that tokens come with raw gate inputs.
+        Gate of a layer whose tokens have raw gate inputs.
     activation_dtype : str, optional
         Type for an engine that computes on a device.
     **settings
@@ -412,7 +412,7 @@ def load_parts(
 
 
 def _why_not_cuda(system: str) -> str:
-    """Tell why no engine of a system can run on the CUDA backend of this machine; empty where one can."""
+    """Reason why no engine of a system can run on this machine's CUDA backend; empty if one can."""
     if ("cuda", system) not in ENGINES:
         return f"there are no CUDA kernels for {system}"
     from sketchssm.cuda import missing

@@ -1,8 +1,9 @@
 """The library's files: safetensors with one JSON document of versioned, checksummed metadata.
 
-Tensors are plain arrays that any framework can open. The document stands under the one metadata key `KEY`: a single
-key keeps the bytes of a file the same from run to run. It holds ``format``, ``version``, ``sha256`` and the fields of
-the format. The checksum is SHA-256 over the document and the tensors. It finds damage; it is no signature.
+Tensors are plain arrays that any framework can open. The document is the value of the only metadata key, `KEY`: with a
+single key, the bytes of a file are the same from run to run. The document holds ``format``, ``version``, ``sha256``
+and the fields of the format. The checksum is SHA-256 over the document and the tensors. It detects damage; it is no
+signature.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 @cache
 def source_digest(*patterns: str) -> str:
-    """Digest of the package's own sources, on which files kept on disk depend. A process reads each source once.
+    """Digest of the package's sources, for files on disk that depend on the sources. A process reads each source once.
 
     Parameters
     ----------

@@ -31,12 +31,12 @@ Array = npt.NDArray[Any]
 
 
 def tokens_like(like: Any, **arrays: Array | None) -> Tokens:
-    """Inputs of the recurrence as the kind of array that came in."""
+    """Inputs of the recurrence as arrays of the caller's framework."""
     return Tokens(**{name: x if x is None else to_kind(x, like) for name, x in arrays.items()})
 
 
 def is_raw(finished_name: str, finished: Any, raw_name: str, raw: Any, **parts: Any) -> bool:
-    """Check that a gate is given either raw or finished; `parts` belong to the raw gate."""
+    """Check that a gate is given either raw or computed; `parts` are the parameters of the raw gate."""
     if (raw is None) == (finished is None):
         got = "none" if raw is None else "both"
         raise ValueError(f"{raw_name}: expected {raw_name} or {finished_name}, got {got}")
@@ -70,7 +70,7 @@ def real_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> A
 
 
 def values(name: str, value: npt.ArrayLike) -> tuple[Array, tuple[int, ...], int, int]:
-    """Return the array that sets the shape of a call, its leading axes, heads and V."""
+    """Return the array that defines the shape of a call, its leading axes, heads and V."""
     array = real_array(name, value)
     if array.ndim not in (3, 4):
         raise ValueError(f"{name}: expected shape (batch, [tokens,] heads, V), got {array.shape}")

@@ -22,7 +22,7 @@ FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileEr
 
 
 class LayerFingerprint(NamedTuple):
-    """What identifies one recurrent layer.
+    """Identity of one recurrent layer.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class LayerFingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """What identifies a model whose layers were calibrated.
+    """Identity of a model with calibrated layers.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class AllocationSummary:
-    """How ranks were allocated to the layers of a model.
+    """Settings and quality of the rank allocation of a model.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class AllocationSummary:
     method : str
         Score that the rank table minimises, see `sketchssm.allocate_ranks`.
     gap : float
-        Certificate: no table within the budget has an objective that is smaller by a larger share.
+        Duality gap: no rank table within the budget reduces the objective by a larger share.
     retained : dict of str to float
         Share of the energy of the state reads that least-squares coefficients retain on the scored text, by layer.
     tokens : int

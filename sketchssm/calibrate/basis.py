@@ -1,9 +1,9 @@
 """Sketch bases: uncentred PCA of state-weighted queries (section 4.1 and its appendix).
 
 With ``E0 = E[S0 S0^T]`` and ``C_z = E0^{1/2} E[x x^T] E0^{1/2} = P Diag(lambda) P^T``, the optimal rank-G basis is
-``E0^{-1/2} P_G`` (equation *app-offline-solution*). Only its span matters for the sketch. A basis is kept in two forms
-with the same nested spans: `omega` has orthonormal columns, and `weighted` is ``E0^{-1/2} P_G``, whose columns are
-E0-orthonormal.
+``E0^{-1/2} P_G`` (equation *app-offline-solution*). The sketch depends only on the span of the basis. A basis has two
+forms with the same nested spans: `omega` has orthonormal columns, and `weighted` is ``E0^{-1/2} P_G``, with
+E0-orthonormal columns.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SketchBasis:
         Orthonormal columns.
     weighted : ndarray of float64, (heads, K, rank_max)
         E0-orthonormal columns with the same nested spans: ``weighted^T E0 weighted = I``. Columns beyond the rank of
-        a head's E0 are zero, since no calibration state has energy there. In `omega` the leading remaining query
-        directions follow.
+        a head's E0 are zero, because no calibration state has energy there. In `omega` these columns are the leading
+        remaining directions of the queries.
     e0 : ndarray of float64, (heads, K, K)
         Mean state metric, scaled to trace K.
     spectrum : ndarray of float64, (heads, K)
@@ -200,7 +200,7 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     moments : Moments
         Moments of the calibration traces.
     rank_max : int, optional
-        Number of columns; default min(K, V), since a wider sketch gains nothing.
+        Number of columns; default min(K, V), because a wider sketch is not more accurate.
 
     Returns
     -------

@@ -22,9 +22,9 @@ FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "sample
 
 
 class Moments:
-    """Running sums of ``S0 S0^T`` and ``x x^T`` over the reads that a sketch will serve.
+    """Running sums of ``S0 S0^T`` and ``x x^T`` over the tokens that read the state through a sketch.
 
-    A sample is a token at position 1 to W - 1 of a window. The flush token is none, because it reads the exact state.
+    A sample is a token at position 1 to W - 1 of a window. The flush token is no sample: it reads the exact state.
     A sample contributes its effective query x and the state S0 that x reads, so both expectations are over the same
     samples. Tokens whose S0 is exactly zero, such as those of a sequence's first window, are not samples.
 

@@ -1,4 +1,4 @@
-"""How much error refreshes add to a plan, measured on traces."""
+"""Errors of a plan with and without refreshes, measured on traces."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class RankScores:
     graded : bool or None
         Whether gradients are given; None before the first update.
     window, rank_max
-        As in use.
+        As given, or their defaults.
 
     Raises
     ------
@@ -201,7 +201,7 @@ class RankScores:
 
 
 def prefix_basis(sketch: Array) -> Array:
-    """Nested orthonormal bases of sketches: the first G columns of basis and sketch have one span.
+    """Nested orthonormal bases of sketches: the first G columns of basis and sketch have the same span.
 
     Parameters
     ----------

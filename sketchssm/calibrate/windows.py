@@ -27,7 +27,7 @@ BLOCK_BYTES = 2**27
 
 @dataclass(frozen=True)
 class Carry:
-    """Positions of sequences, from which a later call continues.
+    """Positions of sequences; a later call continues from there.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Vectors as codes of few bits, each vector with a scale of its own.
 
-The codes are those of `sketchssm.reference.narrow`, computed in float32: of a number halfway between two codes, the
-neighbour may be stored.
+The codes are those of `sketchssm.reference.narrow`, computed in float32. If a number is halfway between two codes, the
+two backends may choose different codes.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def clamp(typingctx: Any, vector: Any, limit: Any) -> Any:
 
 @njit
 def encode(kind: int, buf: Pointer, source: int, size: int, address: int) -> float:
-    """Store a vector from scratch memory as int8 or fp8 codes; return what to multiply loaded codes by.
+    """Store a vector from scratch memory as int8 or fp8 codes; return the factor for loaded codes.
 
-    That is NaN for a vector with a NaN or an infinity.
+    The factor is NaN for a vector with a NaN or an infinity.
     """
     largest = np.float64(peak(buf, source, size))
     top = 448.0 if kind == FP8 else 127.0

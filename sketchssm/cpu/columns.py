@@ -1,7 +1,7 @@
 """Products of K-last rows with matrices, summed over K, with tokens or sketch columns on lanes.
 
-They give a state's predictions for all buffered keys and products with the basis. `substitute` solves the triangular
-system of the tokens' writes.
+The products are a state's predictions for all buffered keys, and a state's products with the basis. `substitute`
+solves the triangular system of the tokens' writes.
 """
 
 from __future__ import annotations

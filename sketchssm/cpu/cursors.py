@@ -22,7 +22,7 @@ def _word(m: Record, slot: int) -> Any:
 
 @njit
 def position(m: Record, slot: int) -> int:
-    """Tokens that a slot has buffered. The bound is for memory of the caller's in which no window has begun."""
+    """Tokens that a slot has buffered. The bound is for the caller's memory in which no window has begun."""
     return min(_word(m, slot) & POSITION, m.flush_every - 1)
 
 
@@ -49,7 +49,7 @@ def _flushes(m: Record, word: int, tokens: int) -> bool:
 
 @njit
 def _room(m: Record, word: int, tokens: int) -> int:
-    """Position at which a draft begins, of a word that need not flush: the next window if its own has no room."""
+    """Position at which a draft begins, if the slot need not flush: the next window if the current has no room."""
     place = word & POSITION
     used = place % m.window
     return place if used + tokens < m.window else place - used + m.window

@@ -1,8 +1,9 @@
 """The kernel of decode with a buffered window.
 
-Workers write to separate memory, and every head takes the same instructions for any batch. So a row's result does not
-depend on the other rows. A flush or a refresh costs ten times as much as a read. Workers therefore share them and the
-reads of a step separately: flushes and refreshes by key head, reads by row, or by part of a row where rows are few.
+Workers write to separate memory, and every head executes the same instructions in any batch. So a row's result does
+not depend on the other rows. A flush or a refresh takes ten times as long as a read. Therefore flushes and refreshes
+on the one hand, and reads on the other, are divided among the workers separately: flushes and refreshes by key head,
+reads by row, or by part of a row if there are few rows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NO_OUTPUT = -1
 
 @Kernel
 def window_kernel(context: int, areas: int, worker: int) -> None:
-    """Run one worker's share of a task; of a step, for one token. One kernel for all tasks compiles in less time."""
+    """Run one worker's share of a task (of a step: one token). One kernel for all tasks compiles in less time."""
     m, at = call_record(context), areas_record(areas)
     if worker == SERIAL:
         _advance(m)
@@ -142,7 +143,7 @@ def _refresh_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, 
 
 @njit
 def _buffer_nothing(m: Record, slot: int, cursor: int, key_head: int) -> None:
-    """Put a token that changes nothing into place `cursor` of a key head's ring."""
+    """Put a no-op token into place `cursor` of a key head's ring."""
     zero = splat(np.float32(0.0))
     keys, values = slot * m.k_stride + cursor * m.key_row, slot * m.v_stride + cursor * m.value_row
     for c in range(key_head * m.keys, (key_head + 1) * m.keys, LANES):
@@ -162,7 +163,7 @@ def _buffer_nothing(m: Record, slot: int, cursor: int, key_head: int) -> None:
 
 @njit
 def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: int, place: int) -> None:
-    """Advance the states of a key head's value heads through their rings, and sketch them anew.
+    """Advance the states of a key head's value heads through their rings, and compute their sketches.
 
     The last token of a ring reads its output from the new state. A ring of several windows is folded window by window;
     the state stays in the cache.

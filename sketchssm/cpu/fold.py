@@ -1,7 +1,7 @@
 """Fold a head's ring into its state, from the raw inputs alone: `sketchssm.reference.window.fold`.
 
 A state advances 16 rows at a time: predict the values of the rows for all buffered keys (a matrix product), solve for
-the values that the tokens write, and add them (another product). Meanwhile the rows stay in the first cache.
+the values that the tokens write, and add them (another product). Meanwhile the rows stay in the first-level cache.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ OPTIONS = {"error_model": "numpy", "nogil": True}
 
 
 class ReadOnlyLocator(caching.InTreeCacheLocator):  # type: ignore[misc]  # the base is untyped
-    """The cache beside the sources, whether or not it can be written."""
+    """The cache beside the sources, writable or not."""
 
     def ensure_cache_path(self) -> None:
         """Do not test for a writable folder; saving does."""
 
 
 class CacheFiles(caching.CompileResultCacheImpl):  # type: ignore[misc]
-    """Where Numba keeps compiled functions; without any folder that can be written, beside the sources."""
+    """Folder of Numba's compiled functions; beside the sources if no folder can be written."""
 
     _locator_classes = (*caching.CacheImpl._locator_classes, ReadOnlyLocator)
 
@@ -49,9 +49,9 @@ class CacheFiles(caching.CompileResultCacheImpl):  # type: ignore[misc]
 class PackageCache(caching.FunctionCache):  # type: ignore[misc]
     """Numba's cache on disk, valid for one text of all kernels.
 
-    Numba compares a kernel's own file only, and would miss an edit or an upgrade of a function that the kernel calls.
-    A cache beside the sources is read even where it cannot be written. If saving fails, the process gives one warning
-    and goes on with what it compiled.
+    Numba compares only the kernel's own file, and would miss an edit or an upgrade of a function that the kernel
+    calls. A cache beside the sources is read even if it cannot be written. If saving fails, the process gives one
+    warning and continues with the kernels that it has compiled.
     """
 
     _impl_class = CacheFiles
@@ -66,7 +66,7 @@ class PackageCache(caching.FunctionCache):  # type: ignore[misc]
         self._places = (files,) if beside == self._cache_path else (files, installed)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load a kernel; None where there is none that can be read."""
+        """Load a kernel; None if there is no readable one."""
         for files in self._places:
             self._cache_file = files
             try:
@@ -121,7 +121,7 @@ def njit(function: Callable[..., Any], inline: str = "never") -> Any:
 
 
 def pasted(function: Callable[..., Any]) -> Any:
-    """Compile a piece of a kernel as part of its only caller, which takes less time than by itself."""
+    """Compile a piece of a kernel as part of its only caller, which takes less time than compiling it separately."""
     return njit(function, inline="always")
 
 
@@ -147,7 +147,7 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """Where the machine code begins: a C function of three 64-bit integers."""
+        """Address of the machine code: a C function of three 64-bit integers."""
         signature = types.void(types.intp, types.intp, types.intp)
         self.dispatcher.compile(signature)
         compiled = self.dispatcher.overloads[signature.args]

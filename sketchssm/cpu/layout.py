@@ -1,8 +1,8 @@
-"""The record by which kernels find all memory, scratch memory, and the tasks of the kernels.
+"""The record of all addresses for the kernels, scratch memory, and the tasks of the kernels.
 
 Rows of K or V elements are padded with zeros to a multiple of `LANES`, so that no kernel needs a loop for a remainder.
-The usual sizes (64, 80, 128) need no padding. Padding holds zeros, unless a NaN reaches the padding from the row
-beside it. Loading, adopting and resetting a slot clear its padding. Every array of an engine starts on a cache line.
+The usual sizes (64, 80, 128) need no padding. Padding holds zeros, unless a NaN spreads to the padding from its row.
+Loading, adopting and resetting a slot clear its padding. Every array of an engine starts on a cache line.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class Memory:
     window : int
         Tokens of a window; 0 for no ring.
     parts : dict of str to tuple of Run
-        What a slot holds.
+        Arrays of each part of a slot.
     given : Mapping, optional
-        Memory of the caller's for some parts.
+        The caller's memory for some parts.
     phase : int, optional
         Position at which the clock starts; None for no clock.
     flush_every : int, optional
@@ -135,7 +135,7 @@ class Memory:
     arrays : dict of str to ndarray
         Memory of each part, ``(num_slots, *shape)``.
     cursor : ndarray of int32, (num_slots,)
-        Cursor words; zeros where there is no ring.
+        Cursor words; zeros if there is no ring.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Memory:
 
     @property
     def stroke(self) -> int:
-        """The DUE bit with which a window begins."""
+        """The DUE bit of a new window: that of the clock."""
         return int(self.clock[0]) & DUE
 
     def own(self, name: str, size: int, dtype: Any = np.float32) -> Array:
@@ -197,7 +197,7 @@ class Memory:
         return array
 
     def begin(self, slots: npt.NDArray[np.int64]) -> None:
-        """Begin windows with empty rings; clear the padding of rings and states, as memory may have held anything."""
+        """Begin windows with empty rings; clear the padding of rings and states, whose contents are arbitrary."""
         layer = self.layer
         self.padded_state[slots, :, layer.value_dim :] = 0
         self.padded_state[slots, :, :, layer.key_dim :] = 0
@@ -222,7 +222,7 @@ class Memory:
         self.addresses = self.context.ctypes.data, areas.ctypes.data
 
     def __reduce__(self) -> NoReturn:
-        """Refuse a copy, whose record would hold the addresses of the original's arrays."""
+        """Refuse to copy: the record of the copy would hold the addresses of the original's arrays."""
         raise TypeError("a decode head on backend 'cpu' cannot be copied or pickled: it holds addresses of its memory")
 
 

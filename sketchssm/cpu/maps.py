@@ -6,7 +6,7 @@ with a product of a few vectors over V with the state, ``T^T S``. For `lowrank` 
 is C.
 
 Float32 cannot hold the squares of every float32 state. A state whose squares overflow or underflow is therefore
-multiplied by a power of two, the *unit*, before anything is squared; T carries the unit back.
+multiplied by a power of two, the *unit*, before anything is squared; T is multiplied by the unit again.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def begin_map(
 
 @njit
 def end_map(m: Record, at: Record, buf: Pointer, slot: int, head: int, unit: float, mu: float, energy: float) -> None:
-    """Store a map whose rows ``T^T S``, of this squared norm, stand in ``rows``."""
+    """Store a map from its rows ``T^T S`` in ``rows``, whose squared norm is `energy`."""
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     if rows == 0:
         return
@@ -200,7 +200,7 @@ def _pack_rows(m: Record, buf: Pointer, source: int, target: int, rows: int, wid
 
 @njit
 def _pack_split(m: Record, at: Record, buf: Pointer, slot: int, head: int, factor: float) -> None:
-    """Store Q and B of the split inverse as codes; of the mixed form in order of the norms of the rows of B.
+    """Store Q and B of the split inverse as codes; in the mixed form ordered by the norms of the rows of B.
 
     Scratch has ``Q / factor`` in `span`, and B in `rows`.
     """
@@ -228,7 +228,7 @@ def _pack_split(m: Record, at: Record, buf: Pointer, slot: int, head: int, facto
 
 @njit
 def _largest(norms: Any, count: int) -> int:
-    """Index of the first of the largest norms that are not taken; of NaN, any."""
+    """Index of the first of the largest norms that are not taken; with NaN, any index."""
     best = -1
     for g in range(count):
         if norms[g] != TAKEN and (best < 0 or norms[g] > norms[best]):

@@ -101,7 +101,7 @@ def field(c: Record, head: int, column: int) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the parts of every head are, and what all slots share.
+    """Places of the parts of every head, and the arrays that all slots share.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class Packing:
     rank: int
 
     def attach(self, memory: Memory) -> None:
-        """Record the settings and the addresses of what all slots share."""
+        """Record the settings and the addresses of the arrays that all slots share."""
         for name in ("table", "omega", "pi"):
             memory.share(name, getattr(self, name))
         memory.set(**self.settings)

@@ -1,6 +1,6 @@
-"""What a slot holds, part by part.
+"""Parts of a slot and their arrays.
 
-Each part (`sketchssm.slots.SlotPart`) holds one array or several, each on a cache line of its own:
+Each part (`sketchssm.slots.SlotPart`) holds one array or several arrays; each array begins on a cache line:
 
 ======  =======  ========================  ======================================================================
 part    array    shape                     contents
@@ -14,7 +14,7 @@ gates   reach    (heads, W)                ``D_{s+1:t}`` up to the newest token 
 betas   beta     (F, heads)                ring: write gates
 betas   gram     (W, heads, W)             ``<D_{s+1:j} k_s, k_j>``, the matrix A of `sketchssm.reference.window`
 sketch  packed   see `packed`              sketches and map rows, and the other arrays of `sketchssm.cpu.packed`
-sketch  served   (heads, V, K)             of a `sketchssm.cpu.quantised.CopyEngine`: the copy that reads use
+sketch  served   (heads, V, K)             the copy for reads of `sketchssm.cpu.quantised.CopyEngine`
 cursor  cursor   ()                        cursor word
 ======  =======  ========================  ======================================================================
 
@@ -26,8 +26,8 @@ to whole vectors. A flush uses the raw inputs only: k, v, beta and gate. Reads r
 to token. The gate of kda is kept as ``exp g`` because the recurrence uses no other form and exponentials are costly.
 
 Tokens come before heads, so that a step reads and writes long contiguous runs. One core reads runs of less than 16 KiB
-at a third of the bandwidth of long runs. Where a head has several numbers per token, two tokens are an odd number of
-heads apart. At a power of two, all tokens of a head would compete for one set of the first cache.
+at a third of the bandwidth of long runs. If a head has several numbers per token, the distance between two tokens is
+an odd number of heads. With a power of two, all tokens of a head would compete for one set of the first-level cache.
 
 Standard decode has a state, and for drafts the raw inputs of the last draft call, token by token and without padding.
 """

@@ -1,7 +1,7 @@
 """Quantised states and quantised copies for reads: `sketchssm.reference.quantise` in float32.
 
 Memory holds the values of the codes, not the codes: results are the same, and the byte model counts the codes.
-Quantising is a separate pass after a token, so times of these engines say nothing about a fused kernel.
+Quantising is a separate pass after a token, so times of these engines do not predict those of a fused kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads between flushes: outputs ``o_t = U C x_t + sum_s c_ts v_s`` of one token.
 
-A dense head reads its state in place of ``U C``. Each head has chains of dependent operations, so a few heads take
-every stage together.
+A dense head reads its state instead of ``U C``. A head's operations are chains of dependent operations, so each stage
+processes a few heads together.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read(
 ) -> None:  # fmt: skip
     """Append one token of some key heads to place `cursor` of the ring and compute its outputs.
 
-    The decays that reads carry from token to token begin at element `reach` of `reaches`.
+    The decays that reads update from token to token begin at element `reach` of `reaches`.
     """
     buffer_token(m, at, buf, slot, place, cursor, first, last)
     begin = cursor // m.window * m.window
@@ -93,10 +93,10 @@ def read(
 def read_drafts(
     m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, count: int, first: int, last: int
 ) -> None:
-    """Append drafts of some key heads to the ring and compute their outputs; `place` is that of the first draft.
+    """Append drafts of some key heads to the ring and compute their outputs; `place` is the first draft's.
 
-    A few heads at a time take all drafts, so that their sketches or states come from memory once. Decays that the
-    drafts would change in place are changed in a copy, so that rejected drafts leave no trace.
+    All drafts of a few heads are computed together, so that the heads' sketches or states come from memory once.
+    Decays that reads update in place are updated in a copy, so that rejected drafts change nothing.
     """
     together = max(1, HEADS_TOGETHER // m.group)
     for start in range(first, last, together):
@@ -113,7 +113,7 @@ def read_drafts(
 
 @njit
 def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, count: int) -> None:
-    """Carry the decays of a slot over its first `count` drafts, as `read` would have done."""
+    """Update the decays of a slot for its first `count` drafts, as `read` does."""
     if m.kind == KDA:
         return
     reaches = floats(m.reach)
@@ -128,9 +128,9 @@ def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, cou
 
 @njit
 def _fetch(m: Record, slot: int, head: int, begin: int, cursor: int) -> None:
-    """Prefetch what will be read of the ring, and as much of the packed sketches as one takes, some way ahead of it.
+    """Prefetch the ring of a head, and one head's share of the packed sketches some way ahead.
 
-    A head's numbers are too short a run of memory for the hardware to see them coming.
+    A head's numbers are too few for the hardware's prefetcher.
     """
     for s in range(begin, begin + cursor):
         first = slot * m.v_stride + s * m.value_row + head * m.values
@@ -146,7 +146,7 @@ def _fetch(m: Record, slot: int, head: int, begin: int, cursor: int) -> None:
 
 @njit
 def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -> None:
-    """Multiply the decayed query, and except for mamba2 the newest key, by the stored rows of a head's map.
+    """Multiply the stored rows of a head's map by the decayed query and, except for mamba2, by the newest key.
 
     For maps in factors, the results are ``Pi^T x`` of both vectors, then ``(B - Pi Diag(w) L)^T x`` of both.
     """

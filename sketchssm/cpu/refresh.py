@@ -2,7 +2,7 @@
 
 The surrogate ``S^^T = U R`` of rank G advances through the W tokens of a window as a product of its columns, by rows
 of V, and of its rows: ``S'^T = Y X`` with ``Y = [U, w]`` and ``X = [R D; l^T]``. No matrix ``(V, K)`` is formed,
-except where float32 cannot hold the squares of S'.
+unless float32 cannot hold the squares of S'.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _advance(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: i
 
 @njit
 def _erase(m: Record, at: Record, buf: Pointer, rank: int, writes: int) -> None:
-    """Turn the values of a window's tokens into what the tokens write: subtract predictions and solve."""
+    """Replace the values of a window's tokens by the tokens' writes: subtract predictions and solve."""
     products, values = at.wide_small, m.values
     for g in range(0, rank, LANES):
         for s in range(0, m.window, LANES):
@@ -206,7 +206,7 @@ def _scale(m: Record, buf: Pointer, first: int, rows: int, width: int, scales: i
 
 @njit
 def _rows_of_factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, target: int) -> None:
-    """Add to ``Pi^T`` in scratch memory what the factors of a map know: ``R = Pi^T + C (I - Omega Pi^T)``.
+    """Compute R in scratch memory from ``Pi^T`` and the factors of a map: ``R = Pi^T + C (I - Omega Pi^T)``.
 
     With the stored rows ``T = (B - Pi Diag(w) L)^T`` the map is ``C = Diag(w) Pi^T + F T``. As ``Pi^T Omega = I``,
     ``R = Pi^T + F (T - (T Omega) Pi^T)``.

@@ -48,7 +48,7 @@ class ReplayEngine(StandardEngine):
         self._open(Memory(layer, num_slots, window, parts, memory, phase), dense(layer))
 
     def _open(self, memory: Memory, packing: Packing) -> None:
-        """Take the memory, and allocate what all slots share."""
+        """Take the memory, and allocate the arrays that all slots share."""
         self.window = int(memory.context["window"][0])
         self._own(memory, min(MAX_DRAFTS, self.window - 1))
         packing.attach(memory)

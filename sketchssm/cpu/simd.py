@@ -33,8 +33,8 @@ INT4     4-bit integers, two to a byte
 Codes (the last three) are loaded and stored 16 at a time, from places that are multiples of 16. Of 16 elements of INT4
 the first 8 are the low halves of 8 bytes and the last 8 are the high halves.
 
-An e4m3 code moved 7 bits to the left is a float16 number of 2^-8 times its value, subnormals included. CPUs widen
-float16 in one instruction. Its users put the factor 2^8 into the scale of the codes (`E4M3_UNIT`).
+An e4m3 code shifted left by 7 bits is a float16 number of 2^-8 times the code's value, subnormals included. CPUs widen
+float16 in one instruction. The factor 2^8 is part of the codes' scale (`E4M3_UNIT`).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> An
 
 
 def store_codes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
-    """Store 16 numbers as codes, which can hold their size: 127, 7 or 448 at most."""
+    """Store 16 numbers as codes; magnitudes are at most 127, 7 or 448."""
     wide, narrow = ir.VectorType(INT32, LANES), ir.VectorType(ir.IntType(8), LANES)
     if dtype == E4M3:
         bits = builder.bitcast(value, wide)

@@ -1,4 +1,4 @@
-"""Sketched decode: exact states written once a window, and read through their sketches in between."""
+"""Decode with sketches: exact states written once a window, and read through their sketches in between."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SketchEngine(ReplayEngine):
 
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
-    # a master copy of U would keep digits that a 16-bit state has lost, and miss what was refreshed
+    # a master copy of U would keep digits that a 16-bit state has lost, and would not include refreshes
     exact = state_dtype == "float32" and plan.flush_every == plan.window
     packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and exact)
     return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs, plan.flush_every)

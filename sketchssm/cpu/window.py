@@ -21,7 +21,7 @@ __all__ = ["buffer_token", "carry_decays", "dense_query", "weigh"]
 def buffer_token(
     m: Record, at: Record, buf: Pointer, slot: int, place: int, cursor: int, first: int, last: int
 ) -> None:
-    """Copy one token of some key heads into place `cursor` of the ring, and its queries and keys into scratch memory.
+    """Copy one token of some key heads to place `cursor` of the ring, and its queries and keys to scratch memory.
 
     `place` counts tokens over rows. The key heads are those from `first` to `last`, without `last`.
     """
@@ -114,7 +114,7 @@ def _scalar_scores(
 
 @njit
 def carry_decays(m: Record, reaches: Pointer, own: int, cursor: int, decay: float) -> None:
-    """Carry one head's decays ``D_{s+1:t}`` on to the token at `cursor`."""
+    """Update one head's decays ``D_{s+1:t}`` for the token at `cursor`."""
     every = splat(decay)
     for i in range(0, cursor + 1, LANES):
         store(reaches, own + i, every * load(reaches, own + i))

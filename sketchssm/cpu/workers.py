@@ -1,6 +1,6 @@
 """Threads that share the rows and heads of a call.
 
-The calling thread works together with one thread per further core. An idle thread looks for work for one or two
+The calling thread works together with one thread for each other core. An idle thread polls for work for one or two
 milliseconds and then sleeps. The calling thread also does the share of a thread that has not begun in time. If the
 threads are busy with another caller's call, the caller does all of its work alone. A forked child starts its own
 threads.
@@ -116,7 +116,7 @@ class Pool:
     Attributes
     ----------
     workers : int
-        Number of workers that exist: fewer than asked for where the system starts no more threads.
+        Number of workers; fewer than asked for if the system starts no more threads.
     """
 
     def __init__(self, workers: int) -> None:

@@ -1,4 +1,4 @@
-"""CUDA backend: the kernels of `cuda_src/`, compiled where they run, and the engines that launch them."""
+"""CUDA backend: the kernels of `cuda_src/`, compiled on the user's machine, and the engines that launch them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DRIVER = 12000
 
 @cache
 def missing() -> str:
-    """Tell what this machine lacks to run the backend; evaluated once, never raises.
+    """Name the requirement of the backend that this machine lacks; evaluated once, never raises.
 
     Returns
     -------
     str
-        Empty where CuPy is installed and sees a device with a recent driver.
+        Empty if CuPy is installed and sees a device with a recent driver.
     """
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (pip install 'sketchssm[cuda12]' or 'sketchssm[cuda13]')"

@@ -1,8 +1,8 @@
-"""How a caller's arrays reach the CUDA kernels, and how results go back.
+"""Conversion of a caller's arrays for the CUDA kernels, and of results for the caller.
 
-A kernel needs addresses and strides. Kernels use an array in place if it is on the device, of the right type, and its
-tokens are contiguous and aligned: nothing is copied or allocated, and nobody waits. Any other array is converted on
-the device, or checked and uploaded from the host.
+A kernel needs addresses and strides. Kernels use an array in place if it is on the device, has the right type, and its
+tokens are contiguous and aligned. This takes no copy, no allocation and no wait. Any other array is converted on the
+device, or checked and uploaded from the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
 
 
 class DeviceArrays(CallArguments):
-    """The arrays of one engine's calls; see `sketchssm.backends.Arrays` and `Call`, which are one object here.
+    """The arrays of one engine's calls: implements both `sketchssm.backends.Arrays` and `Call`.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class DeviceArrays(CallArguments):
 
     @property
     def activation_dtype(self) -> str | None:
-        """Type of q, k and v in the kernels, once it is settled."""
+        """Type of q, k and v in the kernels; None until the first call or `warmup`."""
         return self._activation_dtype
 
     @property
@@ -86,7 +86,7 @@ class DeviceArrays(CallArguments):
         )
 
     def warmup(self, activation_dtype: str, capacity: int) -> None:
-        """Settle the activations' type, and allocate what slots of any kind need."""
+        """Fix the activations' type, and allocate the memory that slots of every kind need."""
         if self._activation_dtype not in (None, activation_dtype):
             raise ValueError(
                 f"activation_dtype: expected {self._activation_dtype!r}, as the head has settled on, got "
@@ -97,7 +97,7 @@ class DeviceArrays(CallArguments):
         self.device.synchronize()  # the next call may be on another stream
 
     def all_slots(self, count: int, capacity: int) -> Slots:
-        """Slots 0, 1, ... of a call without slots. Their memory is never freed, as a captured graph may use it."""
+        """Slots 0, 1, ... of a call without slots. The array is never freed, because a captured graph may use it."""
         if self._all is None:
             self._all = self._cupy.arange(capacity, dtype=np.int32)
             self.device.synchronize()

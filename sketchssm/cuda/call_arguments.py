@@ -86,9 +86,9 @@ class CallArguments:
         return framework, array, dtype
 
     def _in_place(self, array: Any, one: ArrayLayout) -> tuple[int, tuple[int, int, int]]:
-        """Address and strides of an argument that is not contiguous, aligned and of the call's framework, or a copy.
+        """Address and strides of an argument: in place if its strides allow, else of a copy.
 
-        The strides are as `ArrayLayout.contiguous`, which a copy has.
+        The strides have the form of `ArrayLayout.contiguous`, the strides of a copy.
         """
         found = self._on_device(array, one.name)
         if found is None:
@@ -145,7 +145,7 @@ class CallArguments:
         return names.pop() if len(names) == 1 and names <= {"bfloat16", "float16"} else "float32"
 
     def _keep_foreign(self) -> None:
-        """Keep arrays of other frameworks, which know nothing of the stream, until the device is done with them."""
+        """Keep arrays of other frameworks alive until the device no longer uses them: they do not know the stream."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record()
         self._pending.append((event, self._foreign))

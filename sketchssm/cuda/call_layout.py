@@ -1,4 +1,4 @@
-"""What the arrays of a call look like, and which views the kernels can take in place."""
+"""Layout of the arrays of a call, and the check whether kernels can use a view in place."""
 
 from __future__ import annotations
 

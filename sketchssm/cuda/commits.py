@@ -29,7 +29,7 @@ class Committer:
     clock : cupy.ndarray of int32, (1,), or None
         The head's clock.
     window : int
-        Tokens from one flush to the next; 1 where the cursor words are only to be cleared.
+        Tokens from one flush to the next; 1 if the cursor words are only cleared.
     slot_limits : tuple
         Slot number of padding, and number of slots.
     """

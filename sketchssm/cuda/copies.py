@@ -54,7 +54,7 @@ class Copier:
         Parameters
         ----------
         src, dst : Slots, (pairs,)
-            From and to where; padding is skipped.
+            Source and destination of each pair; padding is skipped.
         workspace : int
             Address of the stream's `Schedule`.
         """

@@ -1,8 +1,8 @@
 """Steps of PyTorch tensors in one call of C++, from the arguments to the launches.
 
-Most of a step's host time in Python goes into looking at tensors. ``_direct.cpp`` does the same in less than a
-microsecond, for arguments that the kernels can use in place. All other calls, and the first with so many rows or on a
-stream, go through Python.
+Most of a step's host time in Python is spent on the properties of tensors. ``_direct.cpp`` reads them in less than a
+microsecond, for arguments that the kernels can use in place. All other calls go through Python, and so does the first
+call for each number of rows and each stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DirectStep:
     capacity : int
         Number of state slots.
     clean : callable
-        Called before an error is raised, as some of the kernels may have been launched.
+        Called before an error is raised, because some of the kernels may have been launched.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DirectStep:
         self._made = False
 
     def learn(self, rows: int, grids: list[tuple[int, int]], workspace: int) -> None:
-        """Let later calls like the present one go through C++, if its arrays are PyTorch's.
+        """Let later calls like the present call go through C++, if the arrays are PyTorch's.
 
         Parameters
         ----------

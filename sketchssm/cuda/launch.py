@@ -1,7 +1,7 @@
 """Launches kernels through the driver: with an attribute that CuPy does not offer, and in less time on the host.
 
-The attribute lets a kernel start while the one ahead of it in the stream still runs; the kernel itself waits
-(``wait_for_kernel_before`` in ``ptx.cuh``). See docs/cuda.md.
+The attribute lets a kernel start while the previous kernel of the stream still runs; the kernel itself waits
+(``wait_for_previous_kernel`` in ``ptx.cuh``). See docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Launcher:
     shared : int, default 0
         Bytes of dynamic shared memory.
     overlaps : bool, default True
-        Whether the kernel may start before the one ahead of it has ended, on a device and a driver that can. It must
-        then wait before it relies on global memory that anybody writes.
+        Whether the kernel may start before the previous kernel has ended, if device and driver support this. The
+        kernel must then wait before it uses global memory that other kernels write.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Launcher:
         Returns
         -------
         config, function, arguments : int
-            What the driver's launch function takes: addresses of CUlaunchConfig and of the arguments' addresses.
+            Arguments of the driver's launch function: addresses of CUlaunchConfig and of the arguments' addresses.
         varying : list of (int, int, str)
             Address, bytes and name of each argument that varies.
         """
@@ -207,7 +207,7 @@ def driver_addresses() -> tuple[int, ...]:
 
 @cache
 def _capture_info() -> Any:
-    """Function of the driver that tells about a capture."""
+    """Function of the driver that describes a capture."""
     info = _library().cuStreamGetCaptureInfo_v2
     info.argtypes = (ctypes.c_void_p,) * 6
     return info
@@ -221,7 +221,7 @@ def capture_of(stream: int) -> int:
 
 
 def _can_overlap() -> bool:
-    """Tell whether the current device and its driver can start a kernel before the one ahead has ended."""
+    """Whether the current device and its driver can start a kernel before the previous kernel has ended."""
     import cupy
 
     capable = int(cupy.cuda.Device().compute_capability) >= OVERLAP_CAPABILITY

@@ -1,4 +1,4 @@
-"""Where a plan's heads lie in packed device memory, and its bases in the kernels' operand order."""
+"""Places of a plan's heads in packed device memory, and its bases in the kernels' operand order."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint
     omega : ndarray, (K, G)
         The basis.
     slices : int
-        How many bf16 numbers add up to one of it: 1 or 2.
+        Number of bf16 numbers whose sum is an element of the basis: 1 or 2.
 
     Returns
     -------

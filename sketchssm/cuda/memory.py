@@ -74,7 +74,7 @@ def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -
     num_slots : int
         Number of slots.
     given : dict of str to array
-        The caller's memory by name. What is used is taken out of it.
+        The caller's memory by name. Entries that are used are removed.
 
     Returns
     -------

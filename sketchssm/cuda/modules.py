@@ -61,9 +61,9 @@ def _source_folder() -> Any:
 
 @cache
 def source_text(operation: str) -> str:
-    """Source of an operation with its headers put in place, each once.
+    """Source of an operation with its headers inserted, each once.
 
-    CuPy keys its cache by the source text, which must therefore change when a header does.
+    CuPy keys its cache by the source text, so the text must change when a header changes.
     """
     folder, seen = _source_folder(), set[str]()
 
@@ -95,7 +95,7 @@ def load(variant: Variant, *, late: bool = False) -> Any:
     variant : Variant
         The variant.
     late : bool, default False
-        Warn if the module is not loaded yet, as a step is waiting for it.
+        Warn if the module is not loaded yet, because a step is waiting for it.
 
     Returns
     -------

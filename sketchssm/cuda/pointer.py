@@ -17,7 +17,7 @@ class Pointer:
     Parameters
     ----------
     address : int
-        Where the first row starts.
+        Address of the first row.
     shape : tuple of int
         Rows first; then, for outputs, tokens.
     row, step : int
@@ -41,13 +41,13 @@ class Slots:
     Parameters
     ----------
     address : int
-        Where they start; they are contiguous.
+        Address of the first number; the numbers are contiguous.
     shape : tuple of int
         ``(rows,)``.
     flags : int
         `WIDE` if they are int64, not int32; `COUNTED`.
     scan : (int, int), default (0, 0)
-        Rows of the call, counted from the first of these, that may name the same slot. None if the host has looked.
+        Rows of the call, counted from the first of these, that may name the same slot; (0, 0) if the host has checked.
     """
 
     __slots__ = ("address", "flags", "scan", "shape")
@@ -78,12 +78,12 @@ class Slots:
 
 
 class StepInputs:
-    """A step's q, k, v, g and beta; zeros stand for a beta that the layer does not have.
+    """A step's q, k, v, g and beta; zeros if the layer has no beta.
 
     Parameters
     ----------
     addresses : sequence of int
-        Where the first rows start.
+        Addresses of the first rows.
     row_strides, steps : tuple of int
         Bytes of each array from one row to the next, and from one token to the next.
     """

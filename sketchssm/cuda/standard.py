@@ -78,7 +78,7 @@ class StandardEngine:
     gate : GateInput, optional
         Converts raw gate inputs, which have the activations' type.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of states in memory: what is rounded whenever a state is written.
+        Type of states in memory; a state is rounded whenever it is written.
     drafts : int, default 0
         Most tokens of a draft.
     pad_slot : int, default -1
@@ -129,7 +129,7 @@ class StandardEngine:
         self.arrays.device.synchronize()  # the first call may come on another stream
 
     def _begin_memory(self) -> None:
-        """Allocate what follows the states."""
+        """Allocate all memory except the states."""
         if self._most_drafts:
             self.memory |= allocate((cursor_part(),), self.num_slots, self._given)
             self.cursor = self.memory["cursor"]
@@ -236,7 +236,7 @@ class StandardEngine:
         return self._drafts
 
     def _prepare(self, late: bool = True) -> None:
-        """Get ready to launch, once the activations' type is settled; `late` warns of kernels that are not loaded."""
+        """Prepare launches, when the activations' type is known; `late` warns of kernels that are not loaded."""
         if self._ready:
             return
         self.fit()  # a type that the first call has settled may take more room

@@ -1,4 +1,4 @@
-"""Drafts of standard decode: kernels that decode on trial, and the ring that keeps the drafts' raw inputs."""
+"""Drafts of standard decode: kernels that decode without writing states, and the ring of the drafts' raw inputs."""
 
 from __future__ import annotations
 

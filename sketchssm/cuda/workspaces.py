@@ -1,4 +1,4 @@
-"""Memory through which the kernels of one call communicate. Each stream and each captured graph has its own.
+"""Workspaces: memory through which the kernels of one call communicate, one for each stream and captured graph.
 
 Calls on two streams may run at the same time, and so may two graphs. Nothing can be allocated during a capture, so
 some workspaces are allocated in advance.

@@ -26,7 +26,7 @@ Energies = npt.NDArray[np.float64]
 
 
 class PlannedLayer(Protocol):
-    """What the search needs of a layer.
+    """Interface of a layer for the search.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class PlannedLayer(Protocol):
     graded: bool
 
     def refusal(self, candidate: Candidate) -> str:
-        """Why the errors of a candidate can't be measured; empty if they can."""
+        """Reason why the errors of a candidate can't be measured; empty if they can."""
 
     def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
         """Basis and rank scores for a window."""
@@ -49,7 +49,7 @@ class PlannedLayer(Protocol):
         """Energy ``(2, heads)`` of the error and of the signal, weighted by the gradient of the loss if `graded`."""
 
     def test_error(self, plan: SketchPlan) -> Energies:
-        """Energy ``(2, heads)`` of the error and of the signal on text that the search has not seen."""
+        """Energy ``(2, heads)`` of the error and of the signal on text that the search has not used."""
 
 
 class TracedLayer:

@@ -27,7 +27,7 @@ Measure = Callable[[Sequence[SketchPlan]], float]
 
 @dataclass(frozen=True, eq=False)
 class PlanPoint:
-    """Plans of all layers with the same settings, and what they cost and lose.
+    """Plans of all layers with the same settings, and their cost and error.
 
     Parameters
     ----------
@@ -39,10 +39,10 @@ class PlanPoint:
         A plan for each layer.
     error : float
         Relative error of the outputs: root mean square over all heads, on the sequences that ranks were scored on.
-        Weighted by the gradient of the loss where `PlanSearch.graded`.
+        Weighted by the gradient of the loss if `PlanSearch.graded`.
     traffic : float
         Bytes that a step of all layers moves, relative to standard decode with float32 states. Unlike the byte
-        model of `SketchPlan.reduction`, the ring, inputs and outputs count, since windows differ in them.
+        model of `SketchPlan.reduction`, this includes the ring, inputs and outputs, which depend on the window.
     seconds : float or None
         Measured time of a step of all layers.
     loss : float or None
@@ -95,7 +95,7 @@ class PlanSearch:
         return self.chosen.plans
 
     def test_error(self, point: PlanPoint | None = None) -> float:
-        """Relative error of a point's outputs on the test sequences, which the search has not seen.
+        """Relative error of a point's outputs on the test sequences, which the search has not used.
 
         Parameters
         ----------
@@ -144,8 +144,8 @@ def autoplan(
     Parameters
     ----------
     layers : sequence of Traces or of (SketchBasis, RankScores)
-        Traces of each layer. From scores alone, errors are those of the ideal map at the scores' window, so that the
-        search chooses ranks and formats of `ridge` and `exact`.
+        Traces of each layer. With scores instead of traces, errors are those of the ideal map at the scores' window,
+        and the search chooses only ranks and formats, for `ridge` and `exact`.
     error, traffic, seconds, loss : float
         The target: exactly one of them.
     candidates : iterable of Candidate, optional
@@ -221,7 +221,7 @@ def _target(**given: float | None) -> tuple[str, float]:
 
 
 def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of: Measure | None) -> None:
-    """Refuse a target without its measurement, and a measurement that nothing uses."""
+    """Refuse a target without its measurement, and a measurement without a use."""
     name = target[0]
     if name == "seconds" and time_of is None:
         raise ValueError("time_of: expected a measurement of a step's time for the target seconds, got None")
@@ -230,7 +230,7 @@ def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of:
 
 
 def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
-    """The candidates whose errors all layers can measure; of given ones, that must be all."""
+    """The candidates whose errors all layers can measure; if the caller gives candidates, all of them must be."""
     tried = list(all_candidates() if given is None else given)
     refused = {candidate: reason for layer in layers for candidate in tried if (reason := layer.refusal(candidate))}
     if not tried or (given is not None and refused):
@@ -256,7 +256,7 @@ def _point(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: floa
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:
-    """Bytes of a step of all layers over those of standard decode, as a GPU moves them."""
+    """Bytes that a GPU moves in a step of all layers / bytes of standard decode."""
     sums = np.zeros(2)
     for plan in plans:
         systems = sketch_system(plan, "sketch"), exact_systems(plan.layer)[0]
@@ -290,7 +290,7 @@ def _choose(
 def _by_loss(
     points: list[PlanPoint], bound: float, loss_of: Measure, progress: Callable[[str], None]
 ) -> tuple[list[PlanPoint], PlanPoint]:
-    """Bisect the frontier for its cheapest point within a loss; dearer points of the frontier lose less."""
+    """Bisect the frontier for its cheapest point within a loss; points of higher cost have a smaller loss."""
     line = frontier(points)
     low, high, chosen = 0, len(line), None
     while low < high:

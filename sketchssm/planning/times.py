@@ -14,9 +14,10 @@ __all__ = ["StepTimes"]
 
 
 class StepTimes:
-    """Time of a step of all layers on this machine, amortised over the flushes.
+    """Time of a step of all layers on this machine, mean from one flush to the next.
 
-    Layers with the same shape, ranks and settings are timed once. Inputs are random: times do not depend on them.
+    Layers with the same shape, ranks and settings are timed once. Inputs are random; times do not depend on the
+    inputs.
 
     Parameters
     ----------
