@@ -1,4 +1,4 @@
-"""How a call's arrays reach an engine that computes on the host, and how its results go back."""
+"""Conversion of a call's arrays for an engine on the host, and of its results for the caller."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HostArrays:
     log_decays : callable, optional
         Converts the argument g to log-decays. Default: g holds log-decays.
     why : str, default ""
-        Why the head computes on the host, for the warning about arrays on a device.
+        Reason why the head computes on the host, for the warning about arrays on a device.
     pad_slot : int, default -1
-        The caller's number of padding; engines see -1.
+        The caller's slot number for padding; engines get -1.
     own : sequence of ndarray, optional
         The engine's memory. Arguments that share it are copied before the engine reads them.
     """
@@ -73,7 +73,7 @@ class HostArrays:
         return check_slots(host, batch, capacity, self._pad_slot, name, repeats)
 
     def _excluded(self, capacity: int) -> list[int]:
-        """Slots that are no slots, as their number means padding."""
+        """Numbers in range that are no slots, because they mean padding."""
         return [self._pad_slot] if 0 <= self._pad_slot < capacity else []
 
     def lengths(self, lengths: Any, slots: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
@@ -153,7 +153,7 @@ class HostArrays:
         return from_host(written.reshape(v.shape), like=v, out=out)
 
     def check(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Check the values of one argument, padding apart.
+        """Check the values of one argument, except padding.
 
         Parameters
         ----------
@@ -210,7 +210,7 @@ class HostArrays:
         return taken.copy() if self._owns(taken) else taken
 
     def _owns(self, array: npt.NDArray[Any]) -> bool:
-        """Tell whether an array may share memory with the engine."""
+        """Whether an array may share memory with the engine."""
         if array.flags.c_contiguous:  # nearly always, and nearly always below or above all of the engine's memory
             start: int = array.__array_interface__["data"][0]
             if start >= self._own_bounds[1] or start + array.nbytes <= self._own_bounds[0]:
@@ -231,7 +231,7 @@ def _counts(name: str, counts: Any, batch: int) -> npt.NDArray[np.int64]:
 def slot_memory(
     parts: Iterable[SlotPart], num_slots: int, given: Mapping[str, Any] | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """Memory of all slots: the caller's arrays on the host where there are any, else new zeros.
+    """Memory of all slots: the caller's arrays on the host, and new zeros for the other parts.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ def slot_memory(
 
 
 def _overlap(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    """Tell whether two arrays share an element; False for strides that would take too long to compare."""
+    """Whether two arrays share an element; False for strides that would take too long to compare."""
     candidates: Any = 10000  # NumPy's stubs know no other numbers than -1 and 0
     try:
         return np.shares_memory(one, other, max_work=candidates)

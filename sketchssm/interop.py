@@ -1,8 +1,8 @@
-"""Converts arrays of any framework to the host's, and results back to the caller's kind.
+"""Converts arrays of any framework to NumPy arrays, and results to the caller's framework.
 
-`to_host` views an array without a copy if the array is on the host: NumPy's own, PyTorch's and JAX's on the CPU, and
-any that exports ``__dlpack__`` or ``__array__``. Arrays of PyTorch, JAX and CuPy on a GPU are *copied* to the host,
-and results back. A framework is imported only after a caller has passed one of its arrays.
+`to_host` views an array without a copy if the array is on the host: arrays of NumPy, of PyTorch and JAX on the CPU,
+and any object with ``__dlpack__`` or ``__array__``. Arrays of PyTorch, JAX and CuPy on a GPU are *copied* to the host,
+and results are copied back. A framework is imported only after a caller has passed one of its arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def to_host(array: Any, name: str) -> npt.NDArray[Any]:
     ----------
     array : array
         NumPy, PyTorch, JAX or CuPy array, or any object with ``__dlpack__`` or ``__array__``. Gradients are not
-        followed. Integers and sequences of them are taken too: they can name slots.
+        followed. Integers and sequences of integers are also accepted, for slots.
     name : str
         Argument's name, for the message.
 
@@ -81,7 +81,7 @@ def _viewed(array: Any) -> npt.NDArray[Any]:
 
 
 def is_on_device(array: Any) -> bool:
-    """Tell whether an array's memory is a device's.
+    """Whether an array's memory is on a device.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def is_on_device(array: Any) -> bool:
     Returns
     -------
     bool
-        False for arrays on the host, and for objects that do not say where their memory is.
+        False for arrays on the host, and for objects that do not name the device of their memory.
     """
     kind = framework(array)
     if kind == "torch":
@@ -122,7 +122,7 @@ def is_real(dtype: np.dtype[Any]) -> bool:
 
 
 def to_type(host: npt.NDArray[Any], dtype: np.dtype[Any], name: str, live: Any = slice(None)) -> npt.NDArray[Any]:
-    """Make a host array contiguous and of a type, without a copy where it already is.
+    """Make a host array contiguous and of a type, without a copy if it is so already.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def to_type(host: npt.NDArray[Any], dtype: np.dtype[Any], name: str, live: Any =
     name : str
         Argument's name, for the message.
     live : index, optional
-        Rows that are checked; padding may hold anything. Default: all.
+        Rows that are checked, without padding. Default: all.
 
     Returns
     -------
@@ -143,7 +143,8 @@ def to_type(host: npt.NDArray[Any], dtype: np.dtype[Any], name: str, live: Any =
     Raises
     ------
     ValueError
-        If a finite number is beyond the type's range. A log-decay `g` may be: its limit -inf forgets as much.
+        If a finite number is beyond the type's range. A log-decay `g` may be beyond: it becomes -inf, and both clear
+        the state.
     """
     if host.dtype == dtype:
         return np.ascontiguousarray(host)
@@ -201,7 +202,7 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
 
 
 def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
-    """Tell whether two elements of a strided array share memory; strides and `item` in the same unit."""
+    """Whether two elements of a strided array share memory; strides and `item` in the same unit."""
     axes = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
     reach = item  # of all axes so far
     for stride, size in axes:
@@ -221,15 +222,15 @@ def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: in
 
 
 def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
-    """Hand a result to the caller as the kind of array that came in.
+    """Return a result as an array of the caller's framework.
 
     Parameters
     ----------
     array : ndarray
         Result on the host, C-contiguous; its memory may become the caller's.
     like : array
-        Argument whose kind, dtype and device the result takes. If ``__dlpack__`` or ``__array__`` do not tell the
-        kind, the result is a NumPy array.
+        Argument with the framework, dtype and device of the result. If the framework is not known, the result is a
+        NumPy array.
     out : array, optional
         Array to fill instead, which `check_out` has accepted.
 
@@ -258,14 +259,14 @@ def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
 
 
 def to_kind(array: npt.NDArray[Any], like: Any) -> Any:
-    """Hand an array to the caller as the kind that came in, in its own dtype.
+    """Return an array as an array of the caller's framework, with unchanged dtype.
 
     Parameters
     ----------
     array : ndarray
         Array on the host, of a type that every framework has; its memory may become the caller's.
     like : array
-        Argument whose kind and device the result takes.
+        Argument with the framework and device of the result.
 
     Returns
     -------

@@ -1,12 +1,12 @@
 """Inputs of the recurrence from the activations and parameters of a model's layer.
 
 A converter takes a layer's values after the projections and the short convolution. Arguments have the names of the
-layer's code (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). Where a layer has computed a gate already,
-pass the gate: ``g``, ``beta`` or ``A``. Arrays of NumPy, PyTorch (parameters and bfloat16 included), JAX and CuPy are
-accepted; gradients are not followed. Leading axes are ``(batch, tokens)`` or, for one decoding step, ``(batch,)``.
+layer's code (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). If a layer has computed a gate already, pass
+the gate: ``g``, ``beta`` or ``A``. Arrays of NumPy, PyTorch (parameters and bfloat16 included), JAX and CuPy are
+accepted; gradients are not followed. Leading axes are ``(batch, tokens)`` or, for one decode step, ``(batch,)``.
 
-Arithmetic is float64 on the host, as in `sketchssm.gates`. Results are the kind of array that the values are (``x``
-or ``v``), on the same device: float64 for a float64 argument, else rounded to float32.
+Arithmetic is float64 on the host, as in `sketchssm.gates`. Results have the framework and the device of the values
+(``x`` or ``v``): float64 for a float64 argument, else rounded to float32.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def prefill_state(state: Any, layout: str, layer: Layer) -> Any:
     Returns
     -------
     array
-        ``(batch, heads, V, K)``, a view of `state` where the framework has views.
+        ``(batch, heads, V, K)``, a view of `state` if the framework has views.
 
     Raises
     ------

@@ -207,7 +207,7 @@ def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
 
 
 def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:
-    """The accuracy figure of the paper, in terms of output error."""
+    """The accuracy figure of the paper, with output error instead of accuracy."""
     shown = [[s for s in layer.systems if s.family != "ablation"] for layer in layers]
     lossy = [[s for s in own if ROUNDING < s.output_error < np.inf] for own in shown]
     if not any(lossy):
@@ -316,7 +316,7 @@ def _look(i: int) -> dict[str, Any]:
 
 
 def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
-    """A look for each curve of lossy systems: the map in use stands out, other sketches are grey."""
+    """Colour and style of each curve of lossy systems: the study's map in colour, other sketches grey."""
     own = {f"sketch/{layer.map}" for layer in layers}
     lossy = [s.name for layer in layers for s in layer.systems if s.family not in ("ablation", "exact")]
     listed = sorted(dict.fromkeys(map(series, lossy)), key=lambda name: name not in own)
@@ -361,7 +361,7 @@ def _finish(figure: Any, panels: Sequence[Any], y: str, path: Path) -> Path:
 
 
 def _plain(text: str) -> str:
-    """Names of the user as they are: a dollar sign begins no formula."""
+    """Names of the user as plain text: a dollar sign does not begin a formula."""
     return text.replace("$", r"\$")
 
 

@@ -107,11 +107,11 @@ class StandardHead(ExactHead):
 class ReplayHead(ExactHead):
     """Replay: writes the state once per window, but reads the state and the buffered inputs at every token.
 
-    ReplaySSM is the source of the scheme and of buffering raw inputs. Choices of this library: the triangular system
-    of the delta rule is solved at the flush, each slot has a window of its own, and padding rows take no part. This
-    head also stands for KVBuffer (arXiv 2605.19049), which buffers keys and the write of each token instead. In exact
-    arithmetic outputs and states are the same at every token; a test compares the two. KVBuffer's speculative form,
-    with a rollback, is left out.
+    The scheme and the buffer of raw inputs are from ReplaySSM. Choices of this library: the flush solves the
+    triangular system of the delta rule, each slot has its own window, and padding rows are skipped. This head also
+    represents KVBuffer (arXiv 2605.19049), which buffers keys and the write of each token instead. In exact arithmetic
+    outputs and states are the same at every token; a test compares the two. KVBuffer's speculative form, with a
+    rollback, is left out.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Key reduction with DRRQR: a strong rank-revealing QR picks key channels, the others are folded into them."""
+"""Key reduction with DRRQR: a strong rank-revealing QR picks key channels; the other channels are folded into them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
     Parameters
     ----------
     gram : ndarray, (K, K)
-        ``M^T M``; the method needs no more of M.
+        ``M^T M``; the method needs nothing else of M.
     count : int
         Columns to keep, 1 to K.
     growth : float, default 1.5
@@ -90,9 +90,9 @@ class KeyMoments:
 
     Nazari and Rusch (arXiv 2602.04852) and their repository are the source of the strong rank-revealing QR of keys
     and queries together, one per key head, of its bound of 1.5, and of dropping a share of the channels of every head.
-    They factorise up to 5000 samples of activations before the layer normalises them. Here samples come normalised:
-    queries are scaled to unit length, so that they weigh as much as keys, and all samples count, through their Gram
-    matrix.
+    They factorise up to 5000 samples of activations before the layer normalises them. Here samples are normalised:
+    queries are scaled to unit length, so that queries and keys have equal weights. All samples count, through their
+    Gram matrix.
 
     Parameters
     ----------
@@ -246,12 +246,12 @@ class KeyReducedHead(ReducedHead):
     """The recurrence over the key channels that DRRQR picks.
 
     The source slices queries and keys, and the layer then normalises the rest (``fold=False``; both keep their
-    lengths). Short convolutions before the recurrence leave no other way within a model's weights. A decode head gets
-    queries and keys after the convolutions and can fold the dropped channels into the kept ones. Where
-    ``k = E k[kept]``, with E made of the identity and the weights of the reduction, and ``E^T E = L L^T``, the
-    recurrence with keys ``L^T k[kept]`` and queries ``L^-1 E^T q`` has the outputs of the whole recurrence. Folding is
-    exact if the rank of the keys does not exceed the number of kept channels. Other keys keep their lengths, so that
-    no token erases too much. The maps belong to the layer and cost no state traffic.
+    lengths). Within a model's weights nothing else is possible, because of the short convolutions before the
+    recurrence. A decode head gets queries and keys after the convolutions and can fold the dropped channels into the
+    kept channels. If ``k = E k[kept]``, with E made of the identity and the weights of the reduction, and
+    ``E^T E = L L^T``, the recurrence with keys ``L^T k[kept]`` and queries ``L^-1 E^T q`` has the outputs of the full
+    recurrence. Folding is exact if the rank of the keys does not exceed the number of kept channels. Other keys keep
+    their lengths, so that no token erases too much. The maps belong to the layer and cost no state traffic.
 
     Parameters
     ----------

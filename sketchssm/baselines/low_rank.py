@@ -1,4 +1,4 @@
-"""A fixed low-rank read: the simplest read-only variant beside the sketch."""
+"""A fixed low-rank read: the simplest read-only variant."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["low_rank_basis", "low_rank_plan"]
 def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     """Compute the leading eigenvectors of the mean state Gram matrix ``E[S S^T]`` of every head.
 
-    Among all subspaces of their dimension they hold the most energy of the states on average: they minimise
-    ``E |S - E E^T S|^2``, whatever the queries are.
+    Among all subspaces of this dimension, their span has the most energy of the states on average: it minimises
+    ``E |S - E E^T S|^2``, which does not depend on the queries.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ class QuantisedHead(DecodeHead):
     """Quantised states, requantised at every token: DSQ of Q-Mamba (Findings of ACL 2025, 551).
 
     DSQ has separate scales along both dimensions of the state, computed whenever the state is stored. Two choices are
-    this library's: how the scales are computed (`sketchssm.reference.quantise`), and that the output of a token is
-    read from the updated state before it is requantised, which a kernel has at hand.
+    this library's: the computation of the scales (`sketchssm.reference.quantise`), and that the output of a token is
+    read from the updated state before its quantisation, when a kernel has the state in registers.
 
     Error feedback is an option of this library: rounding errors are stored too, in 4 bits that share the scales, and
     added back before the decay of the next token. Every element has a rounding error, so a state costs ``bits + 4``
@@ -62,8 +62,8 @@ class CopyReadHead(DecodeHead):
     A read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*: updates wait in the ring
     as in `ReplayHead`, and each flush quantises the updated state. The appendix does not name the format of the copy.
     Here the copy has the scales of `QuantisedHead`, whose bytes agree with the printed traffic, and all ``2^bits``
-    levels at the centres of equal cells. Zero is not a level. That would add noise to a recurrence at every token, but
-    not to a copy, and removes a third to two thirds of the error of a 2-bit copy.
+    levels at the centres of equal cells. Zero is not a level: this would add noise to a recurrence at every token, but
+    not to a copy. It removes a third to two thirds of the error of a 2-bit copy.
 
     Parameters
     ----------

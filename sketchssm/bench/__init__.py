@@ -1,8 +1,8 @@
-"""Benchmarks: window-amortised step times of decode systems, compared with the measured memory bandwidth.
+"""Benchmarks: step times of decode systems, averaged over a window, compared with the measured memory bandwidth.
 
 The cost of a step depends on its position in the window: the ring grows, and the last token flushes. Every position is
-timed, and the mean over positions is the result. The floor is the bytes that the operation must move over the copy
-bandwidth measured in the same run. Each time stands beside the error of the outputs of the same run.
+timed, and the result is the mean over positions. The floor is the number of bytes that the operation must move / the
+copy bandwidth measured in the same run. Each result also has the error of the outputs of the same run.
 
 `measure_host` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
 `time_cases` runs a list of cases with the three. `time_arrivals` times steps while requests arrive and leave.

@@ -1,7 +1,7 @@
-"""Times of steps while requests arrive and leave at random, beside those of rows in lockstep.
+"""Times of steps while requests arrive and leave at random, compared with rows in lockstep.
 
-The layers of a model decode one batch: a step runs all of them, with the same slots and inputs. Their sketches
-and rings together exceed the caches, as those of a model do.
+The layers of a model decode one batch: a step runs all layers, with the same slots and inputs. As in a model, the
+sketches and rings of all layers exceed the caches.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ArrivalsReport:
     results : list of ArrivalsResult
         Results.
     not_timed : list of str
-        What could not be timed, with the reason.
+        Systems that could not be timed, with the reason.
     device : str
         Name of the GPU; empty on a CPU.
     duty : float
@@ -252,7 +252,7 @@ def time_arrivals(
     layers : int, default 32
         Layers of the model.
     steps : int, default 128
-        Timed steps, rounded up to whole windows. One window goes ahead, in which the first requests begin.
+        Timed steps, rounded up to whole windows. The first requests begin in one more window, which is not timed.
     mean_tokens : float, default 256
         Mean length of a request.
     duty : float, default 1.0

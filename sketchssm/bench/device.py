@@ -1,8 +1,9 @@
 """Times of decode systems on a GPU, by replaying captured graphs.
 
 A window is W graphs, one per position, which read and advance the cursors on the device like any other step. They are
-launched without waiting, with an event between each two; between windows the device may rest. Each graph goes through
-so many sets of slots that the L2 cache no longer holds the sketches and ring of a set when its turn comes again.
+launched without waiting, with an event between consecutive graphs; between windows the device may rest. Each graph
+goes through so many sets of slots that the L2 cache does not hold the sketches and ring of a set at the set's next
+turn.
 """
 
 from __future__ import annotations
@@ -220,8 +221,8 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
     seconds : float
         Device time to spend, in whole rounds, at least five.
     duty : float, default 1.0
-        Share of the time that the device works, in (0, 1]. A device that rests keeps its clocks; one that never rests
-        may reach its power limit, which lowers them.
+        Share of the time that the device works, in (0, 1]. A device that rests keeps its clock rate; a device that
+        never rests may reach its power limit, which lowers the clock rate.
 
     Returns
     -------

@@ -16,7 +16,7 @@ AHEAD, TIMES = 256 << 20, 3
 
 
 class Ahead:
-    """Work for an idle device that goes ahead of timed work, so that the timed work is queued when its turn comes."""
+    """Work for an idle device before timed work, so that the timed work is already queued when it begins."""
 
     def __init__(self) -> None:
         import cupy
@@ -45,7 +45,7 @@ def upload(tokens: Tokens, activation: str = "float32", raw_gate: bool = False) 
 
 
 def captured(work: Callable[[], None], stream: Any) -> Any:
-    """Capture as a graph what launches kernels on CuPy's current stream, without waiting or allocating."""
+    """Capture a function as a graph; it launches kernels on CuPy's current stream and neither waits nor allocates."""
     with stream:
         stream.begin_capture()
         work()

@@ -1,4 +1,4 @@
-"""Standard decode of other libraries, where they are installed: checked against float64, then timed the same way.
+"""Standard decode of other installed libraries: checked against float64, then timed like the heads.
 
 All of them need PyTorch, which is imported only when a peer is timed.
 """

@@ -16,7 +16,7 @@ SPARE = 8
 
 @dataclass(frozen=True)
 class Requests:
-    """Which slot each row of a batch decodes at each step.
+    """Slot of each row of a batch at each step.
 
     Attributes
     ----------

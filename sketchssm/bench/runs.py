@@ -1,4 +1,4 @@
-"""What a run of arriving requests takes and returns, and runs on this machine's CPU."""
+"""Arguments and results of a run of arriving requests, and runs on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run returns.
+    """Results of a run.
 
     Attributes
     ----------

@@ -1,6 +1,6 @@
 """The command line: ``sketchssm demo | calibrate | plan | evaluate | bench | info``.
 
-Each command is a module of its own, imported when it is called, so that ``sketchssm --help`` is instant.
+Each command is a module, imported when the command is called, so that ``sketchssm --help`` is instant.
 """
 
 from __future__ import annotations

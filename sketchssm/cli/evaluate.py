@@ -1,4 +1,4 @@
-"""``sketchssm evaluate``: what systems retain, cost and lose on traces."""
+"""``sketchssm evaluate``: retained energy, traffic and errors of systems on traces."""
 
 from __future__ import annotations
 
@@ -95,11 +95,12 @@ def command(
     plans: Path | None,
     json_file: str | None,
 ) -> None:
-    """Decode the test sequences of TRACES with every system and say what each retains, costs and loses.
+    """Decode the test sequences of TRACES with every system and report retained energy, traffic and errors.
 
-    Each file is calibrated first. Finished results are kept in the folder of --out; an interrupted run goes on there.
+    Each file is calibrated first. Finished results are kept in the folder of --out, so an interrupted run can
+    continue.
 
-    With --model, say what the --plans of a whole model cost and lose on a text.
+    With --model, compare the predictions of a model with and without --plans on a text.
     """
     if source is not None:
         options.refuse("with --model", TRACE_OPTIONS)
@@ -149,7 +150,7 @@ def command(
 
 
 def _refuse_ignored(families: set[str]) -> None:
-    """Refuse settings of sketches where none of the chosen families has sketches."""
+    """Refuse settings of sketches if none of the chosen families has sketches."""
     if not families & {"sketch", "narrow"}:
         options.refuse("without the families sketch and narrow", ("ranks",))
     if not families & {"ablation", "rounded-states"}:

@@ -26,7 +26,7 @@ MODEL_OPTIONS = ("model", "text", "rows", "length", "dtype", "device")
 
 @dataclass(frozen=True)
 class ModelText:
-    """A model and a text on disk, and how they are read: the options of `model_options`.
+    """A model and a text on disk, and the settings for reading them: the options of `model_options`.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class ModelText:
     rows, length : int
         Rows to take from the beginning of the text, and their tokens.
     dtype : str
-        Type of the parameters, "auto" for that of the files.
+        Type of the parameters; "auto" for the type of the files.
     device : str
-        Where the model runs, "auto" for the first CUDA device if there is one.
+        Device of the model; "auto" for the first CUDA device if there is one.
     """
 
     model: Path

@@ -59,12 +59,12 @@ def output(command: F) -> F:
 
 
 def plots(**settings: Any) -> Callable[[F], F]:
-    """``--plots``, with the settings of the option; refused where matplotlib is missing, before any work."""
+    """``--plots``, with the settings of the option; refused before any work if matplotlib is missing."""
     return click.option("--plots", callback=needs_matplotlib, **settings)
 
 
 def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Check for matplotlib where an option is given that needs it: a callback of the option."""
+    """Check for matplotlib if an option needs it: a callback of the option."""
     if value:
         from sketchssm import figures
 
@@ -100,12 +100,12 @@ def seed(command: F) -> F:
 
 
 def trace_files(command: F) -> F:
-    """``TRACES...``, which a command may leave out where `sketchssm.cli.models.model_options` has a model."""
+    """``TRACES...``; optional if `sketchssm.cli.models.model_options` has a model."""
     return click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))(command)
 
 
 def map_settings(command: F) -> F:
-    """Options of how a plan is made, as one argument `settings`."""
+    """Options of plans, as one argument `settings`."""
 
     @wraps(command)
     def gathered(
@@ -181,7 +181,7 @@ def refuse(reason: str, names: Sequence[str]) -> None:
     Parameters
     ----------
     reason : str
-        What makes them void.
+        Reason why they would be ignored.
     names : sequence of str
         Names of the parameters.
     """

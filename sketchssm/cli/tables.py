@@ -36,7 +36,7 @@ def show(output: Output, table: Table) -> None:
 
 
 def show_all(output: Output, layers: Sequence[LayerResults]) -> None:
-    """Print the systems and the ablations; details of each system where there is one layer only."""
+    """Print the systems and the ablations; with a single layer also details of each system."""
     parts = [layers[start : start + WIDTH] for start in range(0, len(layers), WIDTH)]
     shown = [details(layers)] if len(layers) == 1 else [systems(part) for part in parts]
     for table in [*shown, *map(ablations, parts)]:

@@ -1,7 +1,7 @@
 """Compare decode systems on traces: the sketch and its ablations, and quantised, pruned and read-only states.
 
-`Study` holds one layer, `select` picks its systems by name, `measure` decodes the test sequences with one of them, and
-`evaluate` measures all of them on several layers and keeps the finished parts.
+`Study` holds one layer, `select` picks systems by name, `measure` decodes the test sequences with one system, and
+`evaluate` measures all systems on several layers and keeps finished results.
 """
 
 from sketchssm.evaluate.calibrated import Calibrated, Settings, calibrate

@@ -18,7 +18,7 @@ __all__ = ["Calibrated", "Settings", "calibrate"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How plans are made, as by the options of `sketchssm calibrate`.
+    """Settings of plans, as in the options of `sketchssm calibrate`.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Settings:
     map : CoefficientMap
         Coefficient map, by default the default map.
     method : str or None
-        Allocation method, see `allocate_ranks`. None: "gradient" where the traces have gradients, else "error".
+        Allocation method, see `allocate_ranks`. None: "gradient" if the traces have gradients, else "error".
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the basis, see `Moments`.
     sketch_dtype : str, default "bfloat16"
@@ -49,7 +49,7 @@ class Settings:
         SketchFormat.of(self.sketch_dtype).check_map(self.map)
 
     def maps(self) -> list[CoefficientMap]:
-        """Return every map that the format serves: the one in use with its parameters, others with their defaults."""
+        """Return every map that the format serves: `map` with its parameters, the others with their defaults."""
         maps = [self.map if name == self.map.name else CoefficientMap(name) for name in MAPS]
         return [map for map in maps if SketchFormat.of(self.sketch_dtype).serves(map)]
 

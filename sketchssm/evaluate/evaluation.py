@@ -1,4 +1,4 @@
-"""The whole evaluation: every chosen system on every layer, kept as it is finished, written as CSV and JSON."""
+"""The whole evaluation: every chosen system on every layer; finished results are kept, and written as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _measured(entry: Entry, study: Study, store: Store, backend: str) -> Measure
     part = store.get(digest, study.traces.name, entry.name, lambda: measure(entry, study, backend).plain())
 
     def bounded(value: Any, beyond: float) -> Any:
-        """Put back what JSON has no numbers for: an error or a loss beyond all bounds."""
+        """Restore the infinite errors and losses of a measurement, which JSON cannot hold."""
         if isinstance(value, list):
             return [bounded(item, beyond) for item in value]
         return beyond if value is None else value

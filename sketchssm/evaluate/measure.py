@@ -44,18 +44,18 @@ class Measurement:
         Error of the states after the last token (of systems with windows: after the last flush).
     retained : float
         Retained energy of the state reads, mean over heads: 1 minus the error's energy over the energy of the state
-        reads between flushes. For a sketch, the share of the energy that it keeps. Negative where the error exceeds
-        what is read.
+        reads between flushes. For a sketch, the share of the energy that it retains. Negative if the error has more
+        energy than the reads.
     head_output_error, head_state_error, head_retained : list of float
         The same errors per head.
     drift : dict of str to list
-        ``tokens``: points of the curves. ``output_error``: of the outputs since the point before. ``state_error``: of
-        the states at the point.
+        ``tokens``: points of the curves. ``output_error``: error of the outputs since the last point. ``state_error``:
+        error of the states at the point.
     ranks : list of int or None
         Ranks of a sketch, -1 for a full read.
     objective : float or None
-        Gradient-weighted score of the ranks on the sequences that ranks were scored on; None without gradients, and
-        for systems whose ranks are not allocated.
+        Gradient-weighted score of the ranks on the sequences for rank scores; None without gradients, and for systems
+        without allocated ranks.
     """
 
     family: str
@@ -84,7 +84,7 @@ class Measurement:
 
 
 def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
-    """Decode the test sequences with one system and judge the outputs by the float64 recurrence.
+    """Decode the test sequences with one system and compare the outputs with the float64 recurrence.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def relative_error(have: npt.ArrayLike, want: npt.ArrayLike) -> float:
     Returns
     -------
     float
-        The ratio; infinity for an error where the reference is zero.
+        The ratio; infinity for an error if the reference is zero.
     """
     away = np.asarray(have, dtype=np.float64) - np.asarray(want, dtype=np.float64)
     return float(_ratio(np.square(away).sum(), np.square(np.asarray(want, dtype=np.float64)).sum()))
@@ -187,6 +187,6 @@ def rounded(value: Any) -> Any:
 
 
 def _ratio(error: npt.ArrayLike, size: npt.ArrayLike) -> Array:
-    """Relative norms from sums of squares; infinity for an error where the reference is zero."""
+    """Relative norms from sums of squares; infinity for an error if the reference is zero."""
     lost, whole = np.asarray(error), np.asarray(size)
     return np.sqrt(np.divide(lost, whole, out=np.where(lost > 0, np.inf, 0.0), where=whole > 0))

@@ -82,21 +82,21 @@ def _rounded_states(study: Study) -> list[Entry]:
 
 
 def _sketches(study: Study) -> list[Entry]:
-    """Every map at every mean rank, and the map in use with a random basis."""
+    """Every map at every mean rank, and the study's map with a random basis."""
     make = partial(_planned, study, "sketch")
     found = [make(f"{map.name}-{rank}", rank, map=map) for map in study.settings.maps() for rank in study.ranks]
     return found + [make(f"random-basis-{rank}", rank, random=True) for rank in study.ranks]
 
 
 def _narrow(study: Study) -> list[Entry]:
-    """The map in use in every format of few bits that serves it, at every mean rank."""
+    """The study's map in every format of few bits that serves it, at every mean rank."""
     forms = [form for form in FORMATS.values() if form.scaled and form.serves(study.settings.map)]
     make = partial(_planned, study, "narrow")
     return [make(f"{form.name}-{rank}", rank, sketch_dtype=form.name) for form in forms for rank in study.ranks]
 
 
 def _ablations(study: Study) -> list[Entry]:
-    """The sketch at one mean rank with one part replaced; with the map in use unless the name starts with another."""
+    """The sketch at one mean rank with one part replaced; its map is the study's, or the one that begins the name."""
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
     methods = METHODS if graded else ("error", "uniform")
@@ -123,7 +123,7 @@ def _plan(study: Study) -> list[Entry]:
 
 
 def _baseline(family: str, make: Callable[[Layer, Tokens, int], list[System]]) -> Callable[[Study], list[Entry]]:
-    """Settings of a baseline, calibrated on the calibration sequences where it needs them."""
+    """Settings of a baseline, calibrated on the calibration sequences if needed."""
 
     def listed(study: Study) -> list[Entry]:
         window = study.settings.window
@@ -201,7 +201,7 @@ def select(studies: Sequence[Study], names: Sequence[str]) -> list[list[Entry]]:
 
 
 def series(name: str) -> str:
-    """Name of the curve that a system belongs to: its own name without the one number that varies.
+    """Name of a system's curve: the system's name without the number that varies.
 
     Parameters
     ----------

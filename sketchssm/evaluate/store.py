@@ -1,4 +1,4 @@
-"""Finished results on disk, so that an interrupted evaluation goes on where it stopped."""
+"""Finished results on disk, so that an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Store:
     Parameters
     ----------
     folder : Path or None
-        Where parts are kept.
+        Folder of the parts.
     """
 
     def __init__(self, folder: Path | None) -> None:

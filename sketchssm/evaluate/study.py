@@ -1,4 +1,4 @@
-"""One layer to evaluate: its traces, its settings, its calibrations, and the float64 results that judge systems."""
+"""One layer to evaluate: its traces, settings and calibrations, and the float64 results for comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Study:
     traces : Traces
         The layer's traces.
     settings : Settings
-        How plans are made.
+        Settings of plans.
     ranks : sequence of int
         Mean ranks of the sketches.
     mean_rank : float
@@ -41,7 +41,7 @@ class Study:
     seed : int
         Seed of random bases.
     plan : SketchPlan or None
-        A plan to measure beside the others.
+        An additional plan to measure.
     every : int
         Tokens from one point of the curves over tokens to the next.
 

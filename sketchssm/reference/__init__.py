@@ -1,1 +1,1 @@
-"""The method in plain NumPy and float64: slow, readable beside the paper, and the judge of every other backend."""
+"""The method in plain NumPy and float64: slow, close to the paper, and the reference for every other backend."""

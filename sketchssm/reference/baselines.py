@@ -1,4 +1,4 @@
-"""The baselines whose arithmetic is their own, in float64: quantised states, and quantised copies for reads."""
+"""Baselines with separate arithmetic, in float64: quantised states, and quantised copies for reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 
 
 class QuantisedEngine(StandardEngine):
-    """The recurrence on quantised states: what a token leaves is requantised before the next one finds it."""
+    """The recurrence on quantised states: a state is quantised again after every token."""
 
     def __init__(self, layer: Layer, num_slots: int, bits: int, residual_bits: int) -> None:
         super().__init__(layer, num_slots)

@@ -95,7 +95,7 @@ class StandardEngine:
         return output
 
     def _tick(self, slots: Slots) -> None:
-        """Move the clock on by a plain token; at its stroke, mark these slots due."""
+        """Advance the clock by a plain token; at its stroke, mark these slots due."""
         if self._clock is None:
             return
         last = self.flush_every - 1
@@ -167,7 +167,7 @@ class StandardEngine:
 
     @property
     def _stroke(self) -> int:
-        """The DUE bit that a window begins with."""
+        """The DUE bit of a new window: that of the clock."""
         return 0 if self._clock is None else self._clock & DUE
 
     def _begin(self, slot: int, word: int) -> None:
@@ -210,7 +210,7 @@ class ReplayEngine(StandardEngine):
     num_slots : int
         Number of state slots.
     window : int
-        Tokens of a window (W): a read weights those of its own window one by one.
+        Tokens of a window (W).
     flush_every : int, optional
         Tokens of the ring, from one flush to the next; default one window.
     state_dtype, memory
@@ -295,9 +295,10 @@ class ReplayEngine(StandardEngine):
             self._clock = self._room(self._clock, length) | length << DRAFTED_SHIFT
 
     def _room(self, word: int, length: int) -> int:
-        """Position of a slot at which a draft may begin: 0 if the slot has to flush before.
+        """Position of a slot at which a draft may begin: 0 if the slot has to flush first.
 
-        A draft that its window has no room for begins at the next window. Tokens that change nothing fill the gap.
+        If the current window has no room for the draft, the draft begins at the next window. No-op tokens fill the
+        gap.
         """
         position = word & POSITION
         if word & DUE or position + length > self.flush_every - 1:
@@ -331,9 +332,9 @@ class ReplayEngine(StandardEngine):
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
-    Formats with codes are rounded as every backend rounds them; "float32" and "bfloat16" stay float64. Sketches are no
-    part of a slot's memory: a read compares the state and the buffered tokens with those that the sketches were made
-    from.
+    Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. Sketches are not in a
+    slot's memory: a read compares the state and the buffered tokens with those from which the sketches were computed,
+    and computes the sketches again if they differ.
     """
 
     def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", **settings: Any) -> None:

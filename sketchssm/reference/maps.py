@@ -9,14 +9,14 @@ map        C                                                                    
 =========  ==========================================================================  ==================
 exact      ``pinv(U) S^T``, evaluated as `ridge` at `RIDGE_FLOOR`                      equation *m-coeff*
 ridge      ``(Omega^T H Omega + ridge I)^-1 Omega^T H``                                *pivot-ridge*
-lowrank    the same with ``H ~ B B^T + Diag(d)``: what p pivots see, and a diagonal    *pivot-metric*
-prior      the same with ``H ~ B B^T + a E0``: energy that the pivots miss is put      (ours)
-           where calibration saw energy
+lowrank    the same with ``H ~ B B^T + Diag(d)``: projection on p pivots, diagonal     *pivot-metric*
+prior      the same with ``H ~ B B^T + a E0``: the energy that the pivots miss is      (ours)
+           distributed as in calibration
 offline    ``(Omega^T E0 Omega)^-1 Omega^T E0``, the same for every state              section 4.1
 =========  ==========================================================================  ==================
 
 `lowrank` and `prior` share one form and are kept as factors. With a diagonal residual ``delta`` (``d``, or ``a`` for
-every column) and a shared projection ``Pi`` (``Omega``, or ``E0 Omega`` where ``Omega^T E0 Omega = I``),
+every column) and a shared projection ``Pi`` (``Omega``, or ``E0 Omega`` if ``Omega^T E0 Omega = I``),
 
     C = (L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T),    B = S Q / sqrt(mu),  L = Omega^T B,
 
@@ -157,7 +157,7 @@ def pivot_basis(sketch: Array, pivots: int) -> Array:
     Returns
     -------
     ndarray, (..., V, p)
-        Orthonormal columns, a zero column wherever a sketch column depends on the ones before it.
+        Orthonormal columns, and a zero column for each sketch column that depends on the columns before it.
     """
     p = min(pivots, sketch.shape[-1])
     q = np.zeros((*sketch.shape[:-1], p))
@@ -200,7 +200,7 @@ def lowrank_factors(state: Array, omega: Array, pivots: int, ridge: float) -> Ma
 
 
 def prior_factors(state: Array, omega: Array, projection: Array, pivots: int, ridge: float) -> MapFactors:
-    """Map with the calibrated metric in place of the diagonal: ``H ~ B B^T + a E0``.
+    """Map with the calibrated metric instead of the diagonal: ``H ~ B B^T + a E0``.
 
     ``a = 1 - |B|_F^2 / K`` is the share of the state's energy that the pivots miss. E0 has trace K.
 

@@ -1,12 +1,12 @@
 """Sketches in few bits, as every backend stores them: the split form of a dense map, and the codes.
 
 **Split form.** `ridge` reads ``S^T x`` as ``U C x`` with ``C = M^-1 U^T S^T / mu`` and ``M = U^T U / mu + ridge I``.
-U and C cancel in part, so the errors of few bits grow in the product. With the Cholesky factor ``M = L L^T`` the same
-product has well-conditioned factors:
+Terms of the product U C cancel in part, which amplifies the errors of few bits. With the Cholesky factor
+``M = L L^T`` the same product has well-conditioned factors:
 
     U C = Q B,    Q = U L^-T (V, G),    B = L^-1 (S U)^T / mu (G, K).
 
-The columns of Q are nearly orthogonal and of length ``sqrt(mu)``, except where the ridge shortens them.
+The columns of Q are nearly orthogonal and of length ``sqrt(mu)``, unless the ridge shortens them.
 
 **Codes.** A vector x is stored as integers or e4m3 numbers times a scale, ``x ~ scale * codes``:
 
@@ -19,7 +19,7 @@ int4  c max|x| / 7                 nearest integers, -7 to 7; c in `SHRINKS` wit
 ====  ===========================  =====================================================
 
 Codes are computed with the unrounded scale. Scales are stored in float32, the product of a column's and a row's scale
-as one number. A vector of zeros has scale 0. A vector with NaN or an infinity reads as NaN: its scale is NaN.
+as one number. A vector of zeros has scale 0. A vector with NaN or an infinity has scale NaN, so its reads are NaN.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Decoupled-scale quantisation (DSQ) of states, in float64.
 
 A state is a sum of outer products of keys and values, so its outliers fill whole rows and whole columns. Each row and
-each column therefore has a scale of its own. Q-Mamba (Chen et al., Findings of ACL 2025, 551) proposed these two sets
-of scales, recomputed from every state, with symmetric integer codes. Its public summary does not say how the scales
-are found. Here the scale of a row is its largest magnitude, and the scale of a column is the largest magnitude after
-all rows were divided by theirs. Every element is then at most the product of its two scales, and nothing is clipped.
-Rows (value channels) come first: on most real traces the error was smaller than with columns first or with a geometric
-mean of both. Scales are bfloat16 numbers, as the byte model counts them, rounded up so that the bound holds.
+each column therefore has its own scale. Q-Mamba (Chen et al., Findings of ACL 2025, 551) proposed these two sets of
+scales, recomputed from every state, with symmetric integer codes. Its public summary does not give the computation of
+the scales. Here the scale of a row is its largest magnitude, and the scale of a column is the largest magnitude after
+all rows were divided by their scales. Every element is then at most the product of its two scales, and no element is
+clipped. Rows (value channels) come first: on most real traces the error was smaller than with columns first or with a
+geometric mean of both. Scales are bfloat16 numbers, as the byte model counts them, rounded up so that the bound holds.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def scales(state: Array) -> tuple[Array, Array]:
 
 
 class Grid(NamedTuple):
-    """The codes of a quantiser: every whole number from ``-top`` to ``top``, or those shifted by a half.
+    """The codes of a quantiser: every integer from ``-top`` to ``top``, or integers plus one half.
 
-    A grid with zero (``top = 2^(bits - 1) - 1``) stores an element of zero exactly. A grid without zero has one level
-    more, at the centres of ``2^bits`` equal cells (``top = 2^(bits - 1) - 1/2``).
+    A grid with zero (``top = 2^(bits - 1) - 1``) stores an element of zero exactly. A grid without zero has its levels
+    at the centres of ``2^bits`` equal cells (``top = 2^(bits - 1) - 1/2``): one more level.
     """
 
     top: float
@@ -59,18 +59,18 @@ class Grid(NamedTuple):
         return cls(2.0 ** (bits - 1) - 1.0, 0.0) if zero else cls(2.0 ** (bits - 1) - 0.5, 0.5)
 
     def step(self, scale: Array) -> Array:
-        """Distance of two codes for elements of at most `scale`: half of it is the largest error."""
+        """Distance between two codes for elements of at most `scale`; the largest error is half of this distance."""
         return scale / (self.top + self.shift)
 
     def encode(self, x: Array, step: Array) -> Array:
-        """Nearest codes; any code decodes to zero where the step is zero."""
+        """Nearest codes; if the step is zero, every code decodes to zero."""
         with np.errstate(over="ignore", invalid="ignore"):
             codes = np.divide(x, step, out=np.zeros(np.broadcast(x, step).shape), where=step > 0)
         return np.clip(np.rint(codes - self.shift) + self.shift, -self.top, self.top)
 
 
 def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = True) -> Array:
-    """Quantise states with scales of their own and return what is stored.
+    """Quantise states with scales from the states, and return the stored values.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = Tru
         Bits per element.
     residual_bits : int, default 0
         Bits per element of a second set of codes, for the error of the first; 0 for none. The error is at most half
-        a step, so it needs no scales of its own.
+        a step, so the same scales serve.
     zero : bool, default True
         Whether the grid holds zero, see `Grid`.
 

@@ -26,7 +26,7 @@ def transition(k: Array, g: Array, beta: Array | None) -> Array:
     k : ndarray, (..., K)
         Key.
     g : ndarray, (..., 1) or (..., K)
-        Log-decay, one for all channels or one each.
+        Log-decay: one for all channels, or one per channel.
     beta : ndarray (...) or None
         Write gate; None erases nothing (mamba2).
 

@@ -1,13 +1,13 @@
-"""Refresh: advance a sketch and its map through a window's tokens from themselves, without the state.
+"""Refresh: advance a sketch and its map through a window's tokens, without the state.
 
 A sketch and its map stand for a surrogate ``S^`` of the state, of rank G,
 
     S^^T = U R,      R = C                              for `exact` and `ridge`,
                      R = Pi^T + C (I - Omega Pi^T)      for the other maps.
 
-The second form is the oblique projection with ``S^^T Omega = U`` (because ``Pi^T Omega = I``). The dense maps have
-this property by themselves, up to their ridge: ``C Omega = (H + ridge I)^-1 H`` with ``H = U^T U / mu``. For them the
-surrogate is what the sketch reads, ``U C`` or ``Q B``, so the form of storage does not matter.
+The second form is the oblique projection with ``S^^T Omega = U`` (because ``Pi^T Omega = I``). For the dense maps,
+``R = C`` already has this property up to the ridge: ``C Omega = (H + ridge I)^-1 H`` with ``H = U^T U / mu``. Their
+surrogate is the product that reads use, ``U C`` or ``Q B``, so the form of storage does not matter.
 
 The tokens of a window advance the surrogate as they advance the state, by the same fold. A refresh then takes the
 sketch and the map of the new surrogate:
@@ -15,16 +15,15 @@ sketch and the map of the new surrogate:
     S'^T = U R D_{1:W} + sum_s w_s l_s^T,      U' = S'^T Omega,      C' = the map of S'.
 
 For mamba2 the new sketch is exact, ``U' = a U + sum_s w_s (Omega^T l_s)^T``, whatever R. The delta rule predicts the
-values ``S^^T D_{1:s} k_s = U R D_{1:s} k_s`` that a token replaces: this and the map carry the error of R along. The
-error of the surrogate itself follows the state's own transitions, ``M_{1:W} (S - S^)``, and so decays and is erased
-with the tokens.
+values ``S^^T D_{1:s} k_s = U R D_{1:s} k_s`` that a token replaces; these predictions and the map have the error of R.
+The error of the surrogate follows the transitions of the state, ``M_{1:W} (S - S^)``: it decays, and tokens erase it.
 
 Here S' is formed as a matrix ``(K, V)``. Kernels never form it: with the columns ``Y = [U, w]`` ``(V, G + W)`` and the
 rows ``X = [R D_{1:W}; l^T]`` ``(G + W, K)``,
 
     S'^T = Y X,   U' = Y (X Omega),   U'^T S'^T = (U'^T Y) X,   |S'|_F^2 = <Y^T Y, X X^T>.
 
-The state takes no part in a refresh, and nothing of a refresh enters the state.
+A refresh neither reads nor changes the state.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = ["HeadPlan", "Sketch", "refresh", "sketch_state", "surrogate"]
 
 
 class HeadPlan(NamedTuple):
-    """How one head's states are sketched.
+    """Settings of one head's sketches.
 
     Attributes
     ----------
@@ -66,7 +65,7 @@ class Sketch(NamedTuple):
     """A sketch and its coefficient map, as stored.
 
     ``read (..., V, K)`` is the product of both: the read of an effective query x is ``read @ x``. ``u (..., V, G)`` is
-    the sketch U; for dense maps, of which only the product matters, ``read @ omega``.
+    the sketch U; for dense maps it is ``read @ omega``, because only the product of sketch and map matters.
     """
 
     u: Array

@@ -1,4 +1,4 @@
-"""The sketches of one slot, as the plan's map reads them: made from the state, refreshed window by window."""
+"""The sketches of one slot: computed from the state, and refreshed window by window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["SlotSketches"]
 
 
 class SlotSketches:
-    """Sketches of all heads of a slot. They follow from the state and from the ring's tokens of whole windows.
+    """Sketches of all heads of a slot, computed from the state and from the ring's tokens of whole windows.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class SlotSketches:
         return np.stack([own @ x if sketch is None else sketch.read @ x for own, sketch, x in each])
 
     def _follow(self, state: Array, ring: Ring) -> None:
-        """Sketch the state, unless the sketches are of its first windows, and refresh them up to the ring's end."""
+        """Bring the sketches up to date: sketch the state if it has changed, then refresh through the ring."""
         window, count, done = self._plan.window, ring.k.shape[1], self._made_from(state, ring)
         if done is None:
             done, self._state = 0, state.copy()
@@ -68,7 +68,7 @@ class SlotSketches:
         self._ring = copy.deepcopy(ring)
 
     def _made_from(self, state: Array, ring: Ring) -> int | None:
-        """Tokens behind the state that the sketches were made from; None if they are of other tokens or states."""
+        """Number of the ring's tokens in the sketches; None if the sketches are of other tokens or another state."""
         if self._state is None or self._ring is None or not np.array_equal(self._state, state):
             return None
         count = self._ring.k.shape[1]
@@ -87,7 +87,7 @@ class SlotSketches:
         return refresh(self._head(head), sketch, tokens.at(head))
 
     def _head(self, head: int) -> HeadPlan:
-        """How a head's states are sketched."""
+        """Settings of a head's sketches."""
         plan, rank = self._plan, int(self._plan.ranks[head])
         omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
         return HeadPlan(self._form, plan.map, omega, projection, 0 if plan.wide is None else int(plan.wide[head]))

@@ -11,8 +11,8 @@ decayed scores ``P[t, s] = <l_s(t), q_t>``: the weights of the buffer output sol
     c_ts = beta_s (P[t, s] - sum_{s < j <= t} c_tj A[j, s]),
 
 and the same weights give the effective query, ``x_t = D_{1:t} q_t - sum_j c_tj D_{1:j} k_j``. This is the transpose of
-the paper's WY recurrence (equation *wy*) and needs none of its forward factors ``pi_s``. Decay enters only as ``exp``
-of sums of log-decays over a stretch of tokens, never as a quotient of cumulative decays.
+the paper's WY recurrence (equation *wy*) and does not need its forward factors ``pi_s``. Decay enters only as ``exp``
+of sums of log-decays over consecutive tokens, never as a quotient of cumulative decays.
 
 Arrays have any leading axes, with the ``t`` tokens on axis -2 of k and v. All arithmetic is in float64.
 """
@@ -64,7 +64,7 @@ class WindowReads(NamedTuple):
 
 
 def decay_between(g: Array) -> tuple[Array, Array]:
-    """Decay over every stretch of tokens of a window.
+    """Decay over every range of consecutive tokens of a window.
 
     Parameters
     ----------
