@@ -1,9 +1,9 @@
-"""Heads as PyTorch operators, which ``torch.compile(fullgraph=True)`` and CUDA graphs take as they are.
+"""Heads as PyTorch operators, for ``torch.compile(fullgraph=True)`` and CUDA graphs.
 
 An operator finds its head by name. A head's memory is not among its arguments: every operator has an argument `order`
 instead, a tensor of one byte that stands for the memory. The schema says that the operator writes `order`, so the
-compiler keeps the operators of one head in order and removes none of them. Where the compiler copies what an operator
-writes, it copies one byte, not the states of all slots.
+compiler keeps the operators of one head in order and removes none of them. If the compiler copies the arguments that
+an operator writes, it copies one byte instead of the states of all slots.
 
 The operators are ``torch.ops.sketchssm.step``, ``step_out``, ``load_state``, ``adopt``, ``commit``, ``copy``,
 ``flush`` and ``reset``. `DecodeLayer` calls them.
@@ -105,7 +105,7 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         out : torch.Tensor, optional
             Where to write the outputs; shares no memory with another argument.
         draft : bool, default False
-            Whether the tokens are drafts, of which `commit` keeps some.
+            Whether the tokens are drafts; `commit` then keeps the accepted tokens.
         lengths : torch.Tensor of int, (batch,), optional
             Number of each row's drafts. Default: all.
 
@@ -132,9 +132,9 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         torch.ops.sketchssm.load_state(self.order, self.name, state, slots)
 
     def adopt(self, slots: Any = None) -> None:
-        """Begin windows on states that already stand in the head's memory; see `SketchHead.adopt`.
+        """Begin windows on states that are already in the head's memory; see `SketchHead.adopt`.
 
-        The compiler does not know that the operator reads that memory: write it outside of the graph.
+        The compiler does not know that the operator reads this memory: write the memory outside the graph.
 
         Parameters
         ----------
@@ -156,7 +156,7 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         torch.ops.sketchssm.commit(self.order, self.name, accepted, slots)
 
     def copy(self, src: Any, dst: Any) -> None:
-        """Copy slots with all that they hold, except for drafts; see `SketchHead.copy`.
+        """Copy the contents of slots, except drafts; see `SketchHead.copy`.
 
         Parameters
         ----------

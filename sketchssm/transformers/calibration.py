@@ -1,4 +1,4 @@
-"""Calibrate the recurrent layers of a model of transformers, while text runs through it."""
+"""Calibrate the recurrent layers of a model of transformers, while text runs through the model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def calibrate(
     mean_rank : float, default 7
         Budget: the read traffic of all heads of all layers at this rank.
     window : int, default 16
-        Tokens that a sketch is read for.
+        Tokens of a window (W).
     flush_every : int, optional
         Tokens from one flush to the next, see `SketchPlan`. Default: the window.
     map : CoefficientMap or str, default "ridge"
@@ -89,17 +89,17 @@ def calibrate(
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the bases, see `sketchssm.Moments`.
     rank_max : int, default 56
-        Largest rank to score, where a layer has as many. A head that needs more reads its full state. With a
-        `flush_every` longer than the window it can't; a warning then counts the heads that have all columns. Backend
-        "cuda" has room for the default on devices with 227 KB of shared memory a block. Smaller devices need smaller
-        ranks: see *Limits* on the page of the CUDA backend.
+        Largest rank to score, at most min(K, V) of the layer. A head that needs more reads its full state. With a
+        `flush_every` longer than the window no head can read its full state; a warning then counts the heads that have
+        all columns. Backend "cuda" has room for the default on devices with 227 KB of shared memory a block. Smaller
+        devices need smaller ranks: see *Limits* on the page of the CUDA backend.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
     Returns
     -------
     ModelPlans
-        Plans of all layers, which `patch` takes; `ModelPlans.save` writes them to one file.
+        Plans of all layers, for `patch`; `ModelPlans.save` writes them to one file.
 
     Raises
     ------
@@ -176,12 +176,12 @@ def _warn_of_limit(rank_max: int, every: int, shapes: list[Layer], tables: list[
 
 
 def progress_steps(rows: int) -> int:
-    """How often `calibrate` calls `progress` for some number of rows."""
+    """Number of calls of `progress` by `calibrate` for some number of rows."""
     return rows + 1
 
 
 def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
-    """What identifies a model and its recurrent layers.
+    """Identity of a model and its recurrent layers.
 
     A digest covers the parameters of a layer's module, as many as `SAMPLES` values of each at even distances, rounded
     to bfloat16: the same weights loaded in float32 and in bfloat16 have the same digest.
@@ -223,7 +223,7 @@ def _digest(layer: str, module: torch.nn.Module) -> str:
 
 
 class _Stream:
-    """Hands one layer's inputs on as they come, and runs the recurrence of transformers."""
+    """Passes one layer's inputs on during the forward pass, and runs the recurrence of transformers."""
 
     def __init__(self, take: Take, gradients: bool) -> None:
         self._take = take
@@ -256,7 +256,7 @@ def _adder(sums: Moments | RankScores) -> Take:
 
 @contextmanager
 def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -> Iterator[None]:
-    """Hand the inputs of layers on while a model runs, in evaluation mode and without gradients of parameters."""
+    """Pass the inputs of layers on while a model runs, in evaluation mode and without gradients of parameters."""
     handlers = {name: _Stream(take, gradients) for name, take in takes.items()}
     training = [module for module in model.modules() if module.training]
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -275,7 +275,7 @@ def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -
 
 def _backward(model: Any, row: Ids) -> None:
     """Backward pass of the summed next-token cross-entropy of a row."""
-    # The embeddings start the backward pass, as no parameter has a gradient.
+    # The backward pass ends at the embeddings, because no parameter has a gradient.
     start = model.get_input_embeddings().register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
     try:
         with torch.enable_grad():

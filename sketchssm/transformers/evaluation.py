@@ -1,4 +1,4 @@
-"""What a model of transformers loses when heads decode its recurrent layers: loss, agreement, traffic."""
+"""Comparison of a model of transformers with and without heads: loss, agreement, traffic."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LayerTraffic(NamedTuple):
     Parameters
     ----------
     standard : float
-        Of standard decode.
+        Traffic of standard decode.
     patched : float
-        Of the layer's head, see `sketchssm.traffic`.
+        Traffic of the layer's head, see `sketchssm.traffic`.
     """
 
     standard: float
@@ -40,7 +40,7 @@ class LayerTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """A model with heads beside the same model without, from `evaluate`.
+    """Comparison of a model with and without heads, from `evaluate`.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class ModelEvaluation:
     increase_error : float
         Standard error of the increase of the loss, over rows; NaN for one row.
     agreement : float
-        Share of tokens after which both find the same next token likeliest.
+        Share of positions at which the likeliest next token is the same with and without heads.
     divergence : float
         Kullback-Leibler divergence of the predictions with heads from those of transformers, in nats per token.
     layers : dict of str to LayerTraffic
@@ -68,7 +68,7 @@ class ModelEvaluation:
 
     @property
     def increase(self) -> float:
-        """Loss with heads above that of transformers."""
+        """Loss with heads minus loss of transformers."""
         return self.patched_loss - self.loss
 
     @property
@@ -101,15 +101,15 @@ def evaluate(
 ) -> ModelEvaluation:
     """Compare a model's predictions on a text with and without heads.
 
-    Rows run one at a time, without a cache. Heads decode every row token by token from zero states. All else in the
-    model computes the tokens of a row together.
+    Rows run one at a time, without a cache. Heads decode every row token by token from zero states. All other modules
+    of the model compute the tokens of a row together.
 
     Parameters
     ----------
     model : torch.nn.Module
         A model of transformers for causal language modelling.
     text : str, sequence of str, or array of int
-        Text that calibration has not seen, as for `calibrate`.
+        Text that calibration has not used; in the forms of `calibrate`.
     plans : ModelPlans, mapping of str to SketchPlan, path, or {"standard", "replay"}
         See `patch`.
     tokenizer : PreTrainedTokenizerBase, optional
@@ -117,7 +117,7 @@ def evaluate(
     length : int, optional
         Tokens of a row that is cut; default 1024.
     window : int, optional
-        Tokens from one flush to the next, for "replay" alone; default 16.
+        Tokens from one flush to the next, only for "replay"; default 16.
     backend : str, default "auto"
         See `SketchHead`.
     progress : callable, optional

@@ -1,4 +1,4 @@
-"""The recurrent layers of a transformers model, and how calls of their recurrences are intercepted."""
+"""The recurrent layers of a transformers model, and the interception of calls of their recurrences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NORM_EPSILON = 1e-6
 
 
 class Call(NamedTuple):
-    """One call of a recurrence: inputs ``(batch, tokens, heads, ...)`` of any length, and what surrounds them.
+    """One call of a recurrence: inputs ``(batch, tokens, heads, ...)`` of any length, state, skip and output gate.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How modeling files of transformers run one kind of recurrence.
+    """Interface of one kind of recurrence in modeling files of transformers.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class RecurrentLayer:
     module : torch.nn.Module
         The mixer.
     rule : Rule
-        How the mixer runs its recurrence.
+        Interface of the mixer's recurrence.
     """
 
     name: str
@@ -190,7 +190,7 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     Raises
     ------
     ValueError
-        If the version of transformers is not supported, or no layer has a recurrence that is known.
+        If the version of transformers is not supported, or no layer has a known recurrence.
     """
     check_version()
     found = {}
@@ -208,7 +208,7 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
 
 
 def check_version() -> None:
-    """Refuse a version of transformers whose modeling files are written otherwise."""
+    """Refuse a version of transformers with other modeling files."""
     import transformers
 
     version = transformers.__version__
@@ -218,7 +218,7 @@ def check_version() -> None:
 
 
 class Handler(Protocol):
-    """Runs the recurrence of one layer in place of transformers."""
+    """Runs the recurrence of one layer instead of transformers."""
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """Answer a call of any number of tokens; `run` takes `given` and is the function of transformers."""
@@ -264,9 +264,9 @@ def intercepted(handlers: dict[str, Handler], found: dict[str, RecurrentLayer]) 
 
 @contextmanager
 def _announcing(layer: RecurrentLayer, handler: Handler) -> Iterator[None]:
-    """Let a mixer's forward say, while it runs, which layer it is.
+    """Let a mixer's forward record, while it runs, that its layer is active.
 
-    The forward is replaced, since hooks of a module do not see the end of a forward that Ctrl-C ends.
+    The forward is replaced, because hooks of a module are not called if Ctrl-C ends the forward.
     """
     module, user = layer.module, (layer, handler)
     with _lock:
@@ -313,7 +313,7 @@ class _Forward:
         self._forward = module.forward = announced
 
     def remove(self, module: torch.nn.Module) -> None:
-        """Undo the replacement; a function that was wrapped since stays, and does nothing without users."""
+        """Undo the replacement; if other code has wrapped the function since, it stays and has no effect."""
         if vars(module).get("forward") is not self._forward:
             return
         if self._before is None:
@@ -324,7 +324,7 @@ class _Forward:
 
 @contextmanager
 def _dispatching(module: str, name: str) -> Iterator[None]:
-    """Replace a function of a modeling file by one that asks the handler of the running mixer."""
+    """Replace a function of a modeling file by a function that calls the handler of the active mixer."""
     place, key = vars(sys.modules[module]), (module, name)
     with _lock:
         if key not in _replaced:

@@ -36,11 +36,11 @@ def patch(
 ) -> Patch:
     """Decode the recurrent layers of a model with heads.
 
-    Prefill stays with transformers. A call of one token, with a cache, is a step of the layer's head; states begin
-    from the prefill's. Caches are transformers' own: reordering for beam search copies slots, a second prompt on a
-    cache begins from the exact state, a deep copy of a cache has slots of its own, and a cache's slots are free again
-    when the cache is. Outputs of decoding carry no gradients. `torch.compile` takes a step as one graph, and breaks
-    the graph at each layer of a prompt.
+    transformers runs the prefill. A call of one token with a cache is a step of the layer's head, which begins from
+    the prefill's state. Caches are transformers' own: reordering for beam search copies slots, a second prompt on a
+    cache begins from the exact state, a deep copy of a cache has its own slots, and a cache's slots are free again
+    when the cache is deleted. Outputs of decode steps have no gradients. `torch.compile` compiles a step as one graph,
+    and breaks the graph at each layer of a prompt.
 
     Parameters
     ----------
@@ -48,12 +48,12 @@ def patch(
         A model of transformers.
     plans : ModelPlans, mapping of str to SketchPlan, path, or {"standard", "replay"}
         `ModelPlans` from `calibrate`, or the path of their file: they must have been made for this model. Any other
-        mapping has plans by the layers' names (`layers`): layers without a plan stay with transformers. "standard"
+        mapping has plans by the layers' names (`layers`), and transformers runs the layers without a plan. "standard"
         and "replay" name a system for all layers.
     slots : int, default 64
         Sequences that all caches may hold together; one for each beam.
     window : int, optional
-        Tokens from one flush to the next, for "replay" alone; default 16.
+        Tokens from one flush to the next, only for "replay"; default 16.
     backend : str, default "auto"
         See `SketchHead`.
     **settings
@@ -62,7 +62,7 @@ def patch(
     Returns
     -------
     Patch
-        A context manager; `Patch.start` patches for good.
+        A context manager; `Patch.start` patches until `Patch.stop`.
 
     Raises
     ------
@@ -165,7 +165,7 @@ class Patch:
         return self
 
     def stop(self) -> None:
-        """Undo `start`. Caches in use get their exact states back, so they go on with transformers."""
+        """Undo `start`. Caches in use get their exact states back, and transformers continues from them."""
         if self._stack is not None:
             self._stack.close()
             self._stack = None
@@ -182,7 +182,7 @@ class Patch:
 
     @property
     def free(self) -> int:
-        """Slots that no cache holds, in the layer that has the fewest."""
+        """Number of free slots, in the layer with the fewest."""
         return min(len(handler.free) for handler in self._handlers.values())
 
 
@@ -250,7 +250,7 @@ class _HeadHandler:
         self.head.load_state(self._turned(states.detach()).float().contiguous(), held.slots)
 
     def _turned(self, state: torch.Tensor) -> torch.Tensor:
-        """A state in the head's layout for one in the cache's, and the other way round."""
+        """Convert a state between the head's layout and the cache's layout."""
         return state.transpose(-1, -2) if self._layer.rule.transposed else state
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -264,9 +264,9 @@ class _HeadHandler:
 
 
 class _Rows:
-    """Slots with the rows of one layer of a cache; stands there in place of the method `reorder_cache`.
+    """Slots of the rows of one layer of a cache; replaces the method `reorder_cache` of the cache's layer.
 
-    A deep copy of the cache makes a deep copy of this object, which has slots of its own.
+    A deep copy of the cache makes a deep copy of this object, with its own slots.
     """
 
     def __init__(self, handler: _HeadHandler, place: Any, slots: torch.Tensor) -> None:

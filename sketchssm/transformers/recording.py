@@ -66,7 +66,7 @@ class Recording:
         name : str
             The layer.
         test : sequence of int
-            Numbers of the sequences that serve as test text; the others serve calibration.
+            Numbers of the test sequences; the other sequences are for calibration.
 
         Returns
         -------

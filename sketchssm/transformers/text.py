@@ -20,7 +20,7 @@ LENGTH = 1024
 
 
 def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, least: int, rows: int = 1) -> list[Ids]:
-    """Rows of token ids, each of which runs through a model by itself.
+    """Rows of token ids. Each row runs through a model separately.
 
     Parameters
     ----------

@@ -7,19 +7,19 @@ The plugin changes nothing until it is switched on, by the environment variable 
 =============  =====================================================================================
 module         content
 =============  =====================================================================================
-`settings`     how the plugin is switched on, and what the plugin refuses; knows nothing of vLLM
+`settings`     settings of the plugin, and engines that it refuses; does not import vLLM
 `blocks`       the parts of a slot behind the state of a block of vLLM's pool, and their size
 `plans`        the plan of a layer of vLLM
-`batches`      which rows of a batch decode, which are prefilled, which begin anew
-`decoder`      the head of one layer, and all that the layer asks of the head
+`batches`      rows of a batch that decode, that are prefilled, and that begin a request
+`decoder`      the head of one layer, and its operations for the layer
 `inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `metadata`     vLLM's metadata builders, with the rows of a batch
 `layers`       vLLM's layers, with heads
 `plugin`       registers the layers
 =============  =====================================================================================
 
-A head's slots are the blocks of vLLM's pool: a slot's ring, sketch and cursor stand behind the state, in the same
-block. Nothing is mapped, and joining, leaving, preemption and reuse of blocks are vLLM's own.
+A head's slots are the blocks of vLLM's pool: a slot's ring, sketch and cursor are behind the state in the same block.
+So there is no table from blocks to slots, and vLLM alone handles joining, leaving, preemption and reuse of blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of a batch: which decode, which are prefilled, which begin anew. Decisions are made on the host.
+"""The rows of a batch: rows that decode, that are prefilled, and that begin a request. Decisions are made on the host.
 
 vLLM orders the rows of a batch: requests that decode come first, then continued prefills, then new requests. A row's
 `length` is the number of its tokens in the batch, `computed` the number of its tokens before. Heads decode the first
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Split:
-    """How the rows of a batch are treated.
+    """Kinds of the rows of a batch.
 
     Parameters
     ----------
@@ -30,13 +30,13 @@ class Split:
     decode_tokens : int
         Tokens of these rows.
     fresh : ndarray of int
-        Rows among them that begin a request, as a prompt of one token does: their state is zero.
+        Rows among them that begin a request with a prompt of one token: their state is zero.
     whole : ndarray of int
-        Rows among them whose tokens are no drafts, though there are several: all are kept (`KnownTokens`).
+        Rows among them with several tokens that are no drafts: all tokens are kept (`KnownTokens`).
     prefills : int
         Number of rows behind.
     continued : ndarray of int
-        Rows behind that continue a request, as rows of the batch: their exact states must stand in their blocks.
+        Rows behind that continue a request, by their numbers in the batch: their blocks must hold exact states.
     """
 
     decodes: int
@@ -171,9 +171,10 @@ class PrefillRows:
 
 
 class KnownTokens:
-    """Rows whose tokens were known, though they looked like drafts: all of their tokens are kept.
+    """Rows with tokens of the prompt that were decoded like drafts: all of their tokens are kept.
 
-    vLLM counts sampled tokens, which says nothing about such rows. The counts stay until the row's next step.
+    vLLM counts only sampled tokens, so its counts are wrong for these rows. The correct counts are kept until the
+    row's next step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a slot behind the state of a block: where they lie, how many bytes they take, views of them."""
+"""Parts of a slot behind the state of a block: their places, their bytes, and views of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the parts of a slot but its state lie in the bytes behind the state.
+    """Places of the parts of a slot (except the state) in the bytes behind the state.
 
     Parameters
     ----------
@@ -95,5 +95,5 @@ class BlockLayout:
 
 
 def as_memory(tensor: torch.Tensor) -> Any:
-    """Memory as heads take it: a tensor on a device as it is, a tensor on the host as a NumPy array."""
+    """Memory in the form for heads: a tensor on a device, or a NumPy array for a tensor on the host."""
     return tensor if tensor.is_cuda else tensor.numpy()

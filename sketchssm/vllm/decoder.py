@@ -1,4 +1,4 @@
-"""The head of one layer, and all that a layer of vLLM asks of the head."""
+"""The head of one layer, and its operations for a layer of vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the heads of one layer have in common, whatever memory they work on.
+    """Common arguments of all heads of one layer, on any memory.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ class LayerDecoder:
     Parameters
     ----------
     recipe : Recipe
-        What to make.
+        Arguments of the head.
     states : torch.Tensor, (blocks, heads, V, K)
         States of all blocks, contiguous within a block.
     side : torch.Tensor of uint8, (blocks, bytes), optional
@@ -175,7 +175,7 @@ class LayerDecoder:
         rows : DecodeRows
             The rows.
         out : torch.Tensor, (tokens, heads, V)
-            Where the outputs go.
+            Memory for the outputs.
         """
         if rows.lengths is None:
             self.head.step(q, k, v, g, beta, slots=rows.slots, out=out)

@@ -75,7 +75,7 @@ def side_bytes(vllm_config: Any) -> int:
 
 
 class HeadLayer:
-    """What the layers of all kinds share. Stands before vLLM's layer among the bases.
+    """Common part of the layers of all kinds; the first base class, before vLLM's layer.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class HeadLayer:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """What the layer's heads have in common. The weights must have been loaded."""
+        """Common arguments of the layer's heads. The weights must have been loaded."""
         settings = self._settings
         assert settings is not None
         model, states = (

@@ -41,7 +41,7 @@ class BatchMetadata:
 
 
 class HeadRows:
-    """What the builders of all kinds share. Stands before vLLM's builder among the bases."""
+    """Common part of the builders of all kinds; the first base class, before vLLM's builder."""
 
     vllm_config: Any
     supports_update_block_table = True

@@ -1,4 +1,4 @@
-"""The plans of a model, and which of them belongs to a layer of vLLM."""
+"""The plans of a model, and the plan of each layer of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the plugin is switched on, and which engines the plugin refuses."""
+"""Settings of the plugin, and the engines that the plugin refuses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SYSTEMS = ("standard", "replay")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the plugin decodes with.
+    """Settings of the plugin.
 
     Parameters
     ----------
     plans : str
         Path of a model's plans, or "standard" or "replay" for exact heads in all layers.
     window : int, default 16
-        Tokens from one flush to the next, for "replay". Plans have windows of their own.
+        Tokens from one flush to the next, for "replay". Plans have their own windows.
     phases : bool, default True
         Whether the heads have clocks: all rows of a layer then flush at the same step, and about one layer in W
         flushes at each step.
@@ -103,7 +103,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine is configured to do, as far as it matters here.
+    """Configuration of an engine, as far as the plugin depends on it.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class EngineFacts:
 
 
 def check_engine(facts: EngineFacts) -> None:
-    """Refuse an engine in which the plugin would be wrong.
+    """Refuse an engine that the plugin does not support.
 
     Parameters
     ----------
