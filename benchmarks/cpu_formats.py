@@ -3,9 +3,9 @@
     NUMBA_NUM_THREADS=1 python benchmarks/cpu_formats.py --json benchmarks/results/cpu-formats.json
 
 The formats take turns, window by window, so that other load on the machine slows all of them alike and no head finds
-its sketches in a cache. Times are processor time of one thread, as other programs may have the cores in between. Each
-token's time is the least of all rounds. Errors are those of a first window's outputs and state, one row, against the
-reference head of the same format in float64.
+its sketches in a cache. Times are processor time of one thread, because other programs may use the cores in between.
+Each token's time is the least of all rounds. Errors are those of a first window's outputs and state, one row, against
+the reference head of the same format in float64.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_refresh.py --json benchmarks/results/cpu-refresh.json
 
-Each row is one layer at the shape of a model in use, with mixed ranks around a plan's usual mean. All rows stand at
-the same positions. The systems take turns, 128 tokens at a time, so that other load on the machine slows all alike.
-Errors are those of one row against the float64 reference of the same plan, as the bases are random.
+Each row is one layer at the shape of a model in use, with mixed ranks around a plan's usual mean. All rows are at the
+same positions. The systems take turns, 128 tokens at a time, so that other load on the machine slows all alike. Errors
+are those of one row against the float64 reference of the same plan, because the bases are random.
 """
 
 from __future__ import annotations

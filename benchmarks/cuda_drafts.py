@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_drafts.py --drafts 4 --json benchmarks/results/cuda-drafts.json
 
-A call of `--drafts` tokens a row is two launches: the flush kernel, which finds no row without room here, and the
-draft read. At each position it is timed on the ring of that position, and then a step of one token, which moves on.
+A call of `--drafts` tokens a row is two launches: the flush kernel (here every row has room, so it folds nothing), and
+the draft read. At each window position, the call is timed, and then a step of one token, which advances the position.
 The outputs of both are compared with float64.
 """
 

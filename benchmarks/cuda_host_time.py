@@ -3,9 +3,9 @@
     python benchmarks/cuda_host_time.py               # on a device
     python benchmarks/cuda_host_time.py --no-device   # on the host build of the kernels, with launches that do nothing
 
-`direct` is a step whose arguments C++ takes as they are, `operator` the same through `sketchssm.torch.DecodeLayer`,
-and `python` a step without the extension. Without a device, tensors of the host claim to be on a device, and only the
-library's own work is timed. Each time is the median over many rounds of the thread's own CPU time.
+`direct` is a step through the C++ extension, `operator` the same through `sketchssm.torch.DecodeLayer`, and `python` a
+step without the extension. Without a device, tensors on the host claim to be on a device, and only the library's own
+work is timed. Each time is the median over many rounds of the thread's own CPU time.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/cuda_step.py --batches 32,256 --json benchmarks/results/cuda-step.json
 
-For comparing commits: what is timed, and how, is `sketchssm bench --backend cuda` (see docs/cuda.md); this puts its
-numbers, with one map, under the names that earlier reports have. `--systems standard,peers` leaves buffered ones out
-and times the other libraries that are installed. `--raw-gate` gives heads of kda raw gate inputs. `--sketch-dtype`
-stores sketches in another format, and `--mean-rank` sets the mean rank of all shapes.
+For comparisons of commits. The measurements are those of `sketchssm bench --backend cuda` (see docs/cuda.md); this
+script writes their numbers, for one map, with the names of earlier reports. `--systems standard,peers` leaves replay
+and sketches out and times the other installed libraries. `--raw-gate` gives heads of kda raw gate inputs.
+`--sketch-dtype` stores sketches in another format, and `--mean-rank` sets the mean rank of all shapes.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/make_demo_slice.py TRACES.npz OUT.npz --calib 3 --test 1 --tokens 224
 
-The shipped files are cut so from layer 1 of each kind: of the two layers recorded, the one of whose output the paper's
-map retains less, so that the demo flatters nobody. Values are rounded to bfloat16 (gradients, which only rank scores
-see, to float8) and kept in float16, so that deflate finds something; gradients are kept only for the sequences that
-ranks are scored on.
+The shipped files are cut from layer 1 of each kind. Of the two recorded layers, this is the layer of which the paper's
+map retains less, so the demo is not the better case. Values are rounded to bfloat16 (gradients, which only rank scores
+use, to float8) and stored in float16, so that deflate can compress them. Only the sequences for rank scores have
+gradients.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LICENCE = "Apache-2.0, as the project; the arrays are activations of a throw-awa
 
 
 def rounded(x, dtype=ml_dtypes.bfloat16):
-    """Round to a shorter mantissa inside float16, without its subnormals: they would cost bytes and say nothing."""
+    """Round to a shorter mantissa within float16, without subnormals, which would cost bytes."""
     short = x.astype(np.float32).astype(dtype).astype(np.float32)
     return np.where(np.abs(short) < np.finfo(np.float16).smallest_normal, 0, short).astype(np.float16)
 

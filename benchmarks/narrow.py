@@ -1,11 +1,11 @@
-"""Residual energy of state reads by the bytes of what is read: sketches in few bits, and read-only copies.
+"""Residual energy of state reads by bytes: sketches in few bits, and read-only copies.
 
     python benchmarks/narrow.py traces/*.npz
     python benchmarks/narrow.py traces/*.npz --backend cpu
 
-On test text, with bases from the calibration text and one rank for all heads: the energy that reads lose over the
-energy of the reads, mean over heads. Bytes are those of a state's sketch and map (`SketchFormat.bytes`), or of a
-copy's codes and 16-bit scales.
+The residual energy is the energy of the reads' error / the energy of the state reads, mean over heads, on test text
+with bases from the calibration text and one rank for all heads. Bytes are those of a state's sketch and map
+(`SketchFormat.bytes`), or of a copy's codes and 16-bit scales.
 
 Without `--backend`, reads are computed in float64 from the equations of `sketchssm.reference`. With a backend, its
 heads decode the test text. The errors of their outputs between flushes are the errors of the reads, since the rest of

@@ -1,11 +1,12 @@
-"""How large the ridge of the `ridge` map should be: errors of long runs and of sketches that are hard to invert.
+"""Errors of the `ridge` map by its ridge: long runs, and sketches that are hard to invert.
 
     python benchmarks/ridges.py traces/*.npz
 
-Real layers decode their test text over and over, made-up ones keys and values that leave a sketch nearly singular,
-every head at the same rank. Each error is the norm of what state reads lose over the norm of all outputs, in float64
-(`exact`), of the `cpu` backend, and of what the CUDA kernels do, in NumPy (`two_slices`): products of two bf16 slices,
-Gram matrix and Cholesky in float32. The table goes to benchmarks/results/ridges.json.
+Real layers decode their test text repeatedly; made-up layers decode keys and values whose sketches are nearly
+singular. Every head has the same rank. An error is the norm of the state reads' error / the norm of all outputs. It is
+measured in float64 (`exact`), on the `cpu` backend, and with the arithmetic of the CUDA kernels in NumPy
+(`two_slices`): products of two bf16 slices, Gram matrix and Cholesky factor in float32. The table goes to
+benchmarks/results/ridges.json.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python benchmarks/sketch_bounds.py traces/gdn-layer5.npz
 
-Least-squares coefficients for every token stand for the best map: no map reads more from a sketch. With them, ranks
-are allocated by the loss on the test sequences themselves. The lower bound of this allocation holds for every rank
-table within the bytes (`sketchssm.calibrate.allocate_ranks`). A copy that loses less than the bound is ahead because
-of the basis, not because of map or ranks. The bound for a basis fitted to the test sequences shows what another basis
-could gain. All losses are shares of the energy that the heads read from states.
+Least-squares coefficients for every token replace the map: no map reads more from a sketch. With these coefficients,
+ranks are allocated by the loss on the test sequences themselves. The lower bound of this allocation holds for every
+rank table within the bytes (`sketchssm.calibrate.allocate_ranks`). If a copy loses less than the bound, the basis is
+the reason, not the map or the ranks. The bound for a basis fitted to the test sequences shows the possible gain of
+another basis. All losses are shares of the energy of the heads' state reads.
 """
 
 import argparse

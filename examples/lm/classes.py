@@ -1,8 +1,8 @@
 """A `HybridLM` as a class of transformers with the same weights: Bamba (mamba2), Qwen3.5 (gdn) or Kimi-Linear (kda).
 
-The recurrences are the classes' own. No configuration expresses everything around them: rotations by position and
-norms of queries and keys are taken out, Bamba's norm of each group becomes one norm, and Kimi-Linear's log-decays get
-the model's lower bound.
+The classes run their own recurrences. Some differences to the model are not settings of the classes, so their code is
+replaced: rotations by position and norms of queries and keys are removed, Bamba's norm of each group becomes one norm,
+and Kimi-Linear's log-decays get the model's lower bound.
 """
 
 import torch
@@ -51,7 +51,7 @@ def load(module, **tensors):
 
 
 def shared(lm):
-    """Settings that the classes have in common."""
+    """Common settings of the classes."""
     config = {
         "vocab_size": lm.emb.num_embeddings,
         "hidden_size": lm.emb.embedding_dim,

@@ -3,8 +3,8 @@
     python examples/lm/evaluate.py --model gdn.safetensors --tokens TOKENS --out RESULTS
 
 TOKENS is a folder with ``calib.npy`` and ``test.npy`` (token ids) and ``tokenizer.json``. Test text is decoded from
-its first token on. Of a needle prompt, all but the last `--decoded` tokens of the haystack are read exactly, as a
-prefill does; then each system decodes the rest, the question and the answer.
+its first token on. In a needle prompt, the haystack except its last `--decoded` tokens is processed exactly, as in a
+prefill; then each system decodes these tokens, the question and the answer.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Result:
     Attributes
     ----------
     name, family : str
-        The system, and the method that it is a setting of.
+        The system, and its method.
     reduction : float
         Traffic reduction relative to standard decode.
     loss : float
@@ -46,16 +46,16 @@ class Result:
     perplexity : float
         Its exponential.
     increase : float
-        Loss above that of standard decode.
+        Loss minus loss of standard decode.
     increase_error : float
         Standard error of the increase, over rows of text.
     divergence : float
-        Kullback-Leibler divergence of the next token's distribution from that of standard decode, mean over tokens.
-        Unlike the increase, the divergence has no errors that cancel.
+        Kullback-Leibler divergence of the next token's distribution from the distribution of standard decode, mean
+        over tokens. Unlike in the increase, errors do not cancel in the divergence.
     divergence_error : float
         Standard error of the divergence, over rows of text.
     agreement : float
-        Share of tokens after which the likeliest next token is that of standard decode.
+        Share of positions at which the likeliest next token is the same as in standard decode.
     recall : float
         Share of needle prompts answered word for word.
     """
@@ -155,19 +155,19 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
     model : HybridLM
         The model.
     systems : list of ModelSystem
-        What to compare.
+        Systems to compare.
     text : ndarray of int64, (rows, tokens)
         Test text.
     prompts : Prompts
         Needle prompts.
     decoded : int
-        Tokens of the haystack that systems decode themselves.
+        Tokens of the haystack that systems decode.
     batch : int
         Prompts that decode at once.
     backend : str
         Where heads run.
     step : callable
-        Told what comes next.
+        Called with a label before each part.
     """
     if not 0 <= decoded <= prompts.question:
         raise ValueError(f"decoded: expected 0 to {prompts.question} tokens of haystack, got {decoded}")

@@ -2,8 +2,8 @@
 
     python examples/lm/figure.py lm-gdn.json lm-gdn-read-only.json "lm-gdn-uniform.json:uniform ranks" --out lm.svg
 
-Files of one kind share a column. What follows a file's colon is a note that tells its systems from the same
-systems of another file: their lines are dashed or dotted.
+Files of one kind share a column. The text after a file's colon is a note; lines of files with notes are dashed or
+dotted.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Comparison:
     kind : str
         The model's kind of recurrence.
     results : list of Result
-        What the systems did; each family is one line. The first is standard decode.
+        Results of the systems; each family is one line. The first is standard decode.
     without : float
         Recall with the states wiped.
     """

@@ -2,7 +2,7 @@
 
 Pre-norm blocks of a mixer and a SwiGLU; the configuration's pattern says which mixers are recurrent ("R": Mamba-2,
 Gated DeltaNet or Kimi Delta Attention behind a short convolution) and which are causal softmax attention without
-positions ("A"). Everything but the recurrent states is the model's own: convolution tails, keys and values.
+positions ("A"). The model keeps convolution tails, keys and values; the core keeps the recurrent states.
 """
 
 import json
@@ -180,7 +180,8 @@ class HybridLM(nn.Module):
         """Hidden vectors ``(batch, tokens, d)``, which `head` converts to logits of the next tokens.
 
         `core` runs the recurrences, in chunks from zero states by default. A `cache` (a dict, empty at first) keeps
-        what else the model must remember of these tokens, so that the next call goes on from there.
+        the model's other caches (convolution tails, keys and values), so that the next call continues from these
+        tokens.
         """
         core = Chunked() if core is None else core
         cache = {} if cache is None else cache

@@ -83,9 +83,9 @@ def needle_prompts(text, encode, prompts, length, rng, most=8):
     encode : callable
         Tokens of a string, as a list.
     prompts, length : int
-        How many, and tokens of each.
+        Number of prompts, and tokens of each.
     rng : numpy Generator
-        What is random comes from it.
+        Source of randomness.
     most : int
         Most needles in one prompt.
     """

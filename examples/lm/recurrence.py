@@ -1,8 +1,8 @@
 """Cores, which compute the recurrences of a `HybridLM`.
 
 A core is called as ``core(layer, q, k, v, g, beta)`` with tensors ``(batch, tokens, heads, dim)`` in the library's
-conventions and gives the outputs ``(batch, tokens, heads, V)``. States live in the core, so that a model that is
-called with one piece of text after the other goes on where it was.
+conventions and returns the outputs ``(batch, tokens, heads, V)``. The core keeps the states, so a model that is called
+with one piece of text after the other continues from its states.
 """
 
 import torch

@@ -42,11 +42,11 @@ class ModelSystem:
     Attributes
     ----------
     name : str
-        What to call it.
+        Name in tables.
     family : str
-        The method that it is a setting of.
+        Method of the system.
     layers : dict of int to System
-        The layers' own.
+        System of each layer.
     """
 
     name: str
@@ -79,7 +79,7 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=56):
     weighting : {"uniform", "output"}
         See `sketchssm.Moments`.
     rank_max : int
-        Largest rank to score, where the layer has as many; a head that needs more reads its full state.
+        Largest rank to score, at most min(K, V); a head that needs more reads its full state.
 
     Returns
     -------
