@@ -206,7 +206,7 @@ def test_sketches_beside_copies_are_listed(lm):
 def test_pictures_come_from_files(lm, tmp_path):
     """Files of one kind share a column; notes distinguish systems of the same name, and no system appears twice."""
     pytest.importorskip("matplotlib")
-    numbers = {"perplexity": 9.0, "increase_error": 0.1, "recall": 0.5}
+    numbers = {"perplexity": 9.0, "increase_error": 0.1, "recall": 0.5, "divergence": 0.1, "divergence_error": 0.01}
     for file, kind, reductions in (("a", "gdn", (1.0, 2.0)), ("b", "gdn", (1.0, 3.0)), ("c", "kda", (1.0,))):
         systems = [{"name": f"{x:g}", "family": "other" if x > 1 else "exact", "reduction": x} for x in reductions]
         report = {"kind": kind, "recall_without_states": 0.5, "systems": [x | numbers for x in systems]}
@@ -220,6 +220,10 @@ def test_pictures_come_from_files(lm, tmp_path):
         lm["figure"].main([*files, "--out", str(tmp_path / name)])
         texts.append((tmp_path / name).read_bytes())
     assert texts[0] == texts[1] and b"other, noted" in texts[0]
+    assert b"perplexity above" in texts[0]
+    lm["figure"].main([*files, "--upper", "divergence", "--out", str(tmp_path / "three.svg")])
+    text = (tmp_path / "three.svg").read_bytes()
+    assert b"divergence from" in text and b"perplexity" not in text
 
 
 def test_layers_share_the_budget(lm):

@@ -1,6 +1,7 @@
 """The picture of a comparison: perplexity and recall of systems against their traffic.
 
     python examples/lm/figure.py lm-gdn.json lm-gdn-read-only.json "lm-gdn-uniform.json:uniform ranks" --out lm.svg
+    python examples/lm/figure.py lm-gdn-copies.json --upper divergence --out lm-copies.svg
 
 Files of one kind share a column. The text after a file's colon is a note; lines of files with notes are dashed or
 dotted.
@@ -14,6 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
+
+UPPER = ("perplexity", "divergence")
+"""Measures of the upper row: increase of perplexity, or divergence of the next token's distribution."""
 
 FLOOR = 1e-3
 """Increases of perplexity are drawn on a logarithmic scale above this value, on a linear scale below."""
@@ -44,10 +48,12 @@ class Comparison:
     without: float
 
 
-def draw(comparisons, path):
-    """Draw comparisons side by side into a PNG or SVG file."""
-    pyplot = load_pyplot()
+def draw(comparisons, path, upper_row="perplexity"):
+    """Draw comparisons side by side into a PNG or SVG file, with one of the measures `UPPER` in the upper row."""
+    pyplot, diverges = load_pyplot(), upper_row == "divergence"
     families = list(dict.fromkeys(x.family for each in comparisons for x in each.results))
+    if diverges:  # exact systems diverge by rounding alone
+        families.remove("exact")
     plain = [family.partition(":")[0] for family in families]
     notes = list(dict.fromkeys(["", *(family.partition(":")[2] for family in families)]))
     colours = list(dict.fromkeys(ALIKE.get(family, family) for family in plain))
@@ -67,14 +73,24 @@ def draw(comparisons, path):
                     "linewidth": 1.2,
                     "label": family.replace(":", ", "),
                 }
-                more = [x.perplexity - comparison.results[0].perplexity for x in members]
-                upper.errorbar(traffic, more, [x.perplexity * x.increase_error for x in members], **look)
+                if diverges:
+                    more, errors = [x.divergence for x in members], [x.divergence_error for x in members]
+                else:
+                    more = [x.perplexity - comparison.results[0].perplexity for x in members]
+                    errors = [x.perplexity * x.increase_error for x in members]
+                upper.errorbar(traffic, more, errors, **look)
                 lower.plot(traffic, [100 * x.recall for x in members], **look)
-            upper.set_yscale("symlog", linthresh=FLOOR)
+            if diverges:
+                upper.set_yscale("log")
+            else:
+                upper.set_yscale("symlog", linthresh=FLOOR)
             upper.set(title=comparison.kind)
             lower.axhline(100 * comparison.without, color="#777777", linewidth=0.8, label="states wiped after prefill")
             lower.set(xlabel="traffic, times less than standard", xlim=(0, None), ylim=(-3, 103))
-        grid[0, 0].set(ylabel="perplexity above standard decode", ylim=(-2 * FLOOR, None))  # shared by all panels
+        if diverges:
+            grid[0, 0].set_ylabel("divergence from standard decode (nats)")
+        else:
+            grid[0, 0].set(ylabel="perplexity above standard decode", ylim=(-2 * FLOOR, None))  # shared by all panels
         grid[1, 0].set_ylabel("needles recalled (%)")
         handles, labels = grid[1, 0].get_legend_handles_labels()
         columns = max(1, len(comparisons))
@@ -104,9 +120,10 @@ def main(given=None):
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="files of evaluate.py, each with an optional note after a colon")
+    parser.add_argument("--upper", choices=UPPER, default=UPPER[0], help="measure of the upper row")
     parser.add_argument("--out", type=Path, required=True, help="a name that ends in .png or .svg")
     options = parser.parse_args(given)
-    print(f"written: {draw(load(options.files), options.out)}")
+    print(f"written: {draw(load(options.files), options.out, options.upper)}")
 
 
 if __name__ == "__main__":
