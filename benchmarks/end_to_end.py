@@ -271,7 +271,7 @@ def run_all(args):
 
 
 BULKY = ("first_tokens", "logprobs")
-"""What results hold for comparisons alone."""
+"""Fields of results that are used only for comparisons."""
 
 
 def engines_of(parts):

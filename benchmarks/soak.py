@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from soak.cases import CASES, server
 
 GROWTH = 8 << 20
-"""Bytes by which the process may grow: what the allocator leaves between blocks."""
+"""Bytes by which the process may grow, because of fragmentation."""
 
 
 def grown(used: list[int]) -> int:

@@ -15,7 +15,7 @@ BAND = (9.0, 11.0)
 LEAST = 4.0
 RIVALS = ("quantised", "pruned", "key-reduced")
 SAME = 1 - 1e-6
-"""Traffic reductions in this ratio are equal: rounding."""
+"""Traffic reductions in this ratio are equal up to rounding."""
 CLOSE = 0.995
 """Traffic reductions in this ratio count as equal: ranks are whole numbers."""
 

@@ -126,8 +126,8 @@ class Arrays(Protocol):
     """Converts a caller's arrays for an engine, and the engine's results for the caller."""
 
     direct: Any
-    """The short way of a step of one token, if there is one: takes q, k, v, g, beta, out and slots, and returns the
-    outputs, or None for a call that it has left alone."""
+    """Fast path for a step of one token, or None. It takes q, k, v, g, beta, out and slots, and returns the outputs,
+    or None for a call that it declines."""
 
     def call(self, *arrays: Any) -> Context:
         """Begin a call, on the stream of the first array on the engine's device."""

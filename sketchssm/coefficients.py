@@ -21,7 +21,7 @@ RIDGE_FLOOR = 1e-4
 The state metric has a mean diagonal of 1 and a largest eigenvalue of up to K. A direction of the sketch whose share s
 of the mean diagonal is near the floor is read as ``s / (s + 1e-4)`` of itself. A lower floor enlarges rounding errors:
 float32 rounds the Gram matrix of a sketch to about K 2^-24, and bfloat16 rounds a sketch's columns to 2^-9. The
-pseudo-inverse of a sketch whose rank exceeds the state's enlarges them without bound. Read error on gdn's shipped
+pseudo-inverse of a sketch with a higher rank than the state enlarges them without bound. Read error on gdn's shipped
 trace, rank 16, first window, bfloat16: 9e-2 with the pseudo-inverse, 2e-2 with this floor. Over all windows of the
 shipped traces at ranks 4 to 32, this floor is within 4% of the best of 1e-6 to 1e-2, except for gdn at rank 32 (8e-3
 against 6e-3 with 1e-5).

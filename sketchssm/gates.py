@@ -20,7 +20,7 @@ __all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
 Array = npt.NDArray[Any]
 
 LARGEST = 40.0
-"""Largest magnitude of `A_log`: float32 holds the rate, and a rate times an underflowing softplus is negligible."""
+"""Largest magnitude of `A_log`: float32 holds the rate, and the rate times an underflowing softplus is negligible."""
 
 
 def log_softplus(x: Array) -> Array:

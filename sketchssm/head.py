@@ -260,7 +260,7 @@ class DecodeHead:
             self._engine.flush(call.slots(slots, None, self.num_slots))
 
     def reset(self, slots: Any = None) -> None:
-        """Clear some slots: zero state and sketch, empty ring, cursor at 0, whatever they held.
+        """Clear some slots, whatever their contents: zero state and sketch, empty ring, cursor at 0.
 
         Parameters
         ----------

@@ -29,10 +29,10 @@ BAND = (9.0, 11.0)
 """Traffic reductions at which the paper's sketches keep their accuracy."""
 
 LEAST = 4.0
-"""Over tokens, each kind of compressed state is shown at the setting nearest above this traffic reduction."""
+"""Pictures over tokens show each kind of compressed state at its setting with the next larger traffic reduction."""
 
 FLOOR = 1e-8
-"""Where an error of zero is drawn."""
+"""Value at which an error of zero is drawn."""
 
 
 def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> dict[str, Path]:

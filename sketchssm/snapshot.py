@@ -28,7 +28,7 @@ class SnapshotFileError(FileFormatError):
 
 
 FORMAT = FileFormat("sketchssm-snapshot", 2, (), SnapshotFileError, "take the snapshot again")
-"""Raise the version whenever a backend lays a part out in another way."""
+"""Raise the version whenever a backend changes the layout of a part."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ FLOOR = 1e-3
 """Increases of perplexity are drawn on a logarithmic scale above this value, on a linear scale below."""
 
 ALIKE = {"key-reduced": "pruned"}
-"""Families that share a colour, as no kind has both."""
+"""Families that share a colour, because no kind has both."""
 
 DASHES = ("-", "--", ":")
 """Line styles: without a note, and of successive notes."""

@@ -16,11 +16,11 @@ from sketchssm.reference.recurrence import Array
 __all__ = ["GROWTH", "KeyMoments", "KeyReducedHead", "KeyReduction", "StrongQR", "strong_rrqr"]
 
 GROWTH = 1.5
-"""The search stops where no swap of two channels makes the volume larger than this factor: f, the source's value."""
+"""The search stops when no swap multiplies the volume by more than this factor: f, the source's value."""
 
 SUPPORT = 1e-7
-"""Directions with less than this share of the largest singular value count as absent: the rounding of a Gram matrix
-loses their squares."""
+"""Directions with less than this share of the largest singular value count as absent: a Gram matrix rounds their
+squares away."""
 
 
 class StrongQR(NamedTuple):

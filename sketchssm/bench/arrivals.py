@@ -30,7 +30,7 @@ from sketchssm.recurrence import Tokens
 __all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
 
 MODES = ("lockstep", "clock", "no clock")
-"""How the rows of a sketch stand: all at one position; at random, with a clock; at random, without."""
+"""Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock."""
 
 JUDGED_HEADS = 8
 """At least so many heads are compared with float64, if the layer has as many."""

@@ -43,7 +43,7 @@ __all__ = [
 ACTIVATION = "bfloat16"
 
 PASSING = 1 << 30
-"""Bytes read before a set of slots comes again: no L2 cache holds them, and gaps between graphs hardly count."""
+"""Bytes read between two turns of a set of slots: more than any L2 cache, and gaps between graphs hardly count."""
 
 MAX_SETS = 512
 

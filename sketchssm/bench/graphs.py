@@ -12,7 +12,7 @@ from sketchssm.recurrence import Tokens
 __all__ = ["Ahead", "captured", "upload"]
 
 AHEAD, TIMES = 256 << 20, 3
-"""Bytes that `Ahead` clears, and how often: a fifth of a millisecond in all."""
+"""Bytes that `Ahead` clears, and number of repetitions: a fifth of a millisecond together."""
 
 
 class Ahead:

@@ -214,8 +214,8 @@ class _Cost(NamedTuple):
 class _Table:
     """Score, read bytes, rank and columns in 8 bits ``(N, actions)``: sketches by rising cost, then the full read.
 
-    A score is inf for what a head can't take: a sketch of an unscored rank, one as dear as the full read, and the full
-    read where it is not allowed.
+    A score is inf for a choice that a head can't take: a sketch of an unscored rank, a sketch with at least the bytes
+    of the full read, and the full read if it is not allowed.
     """
 
     score: Array

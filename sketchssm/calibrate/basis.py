@@ -23,8 +23,8 @@ from sketchssm.reference.recurrence import Array
 __all__ = ["SketchBasis", "fit_basis"]
 
 SUPPORT = 1e-10
-"""Eigenvalues of E0 below this share of the largest count as zero. Directions with so little of the states' energy
-do not show in an output, and a float64 eigenvalue solver gets smaller eigenvalues wrong by more than 1e-5."""
+"""Eigenvalues of E0 below this share of the largest count as zero. Directions with so little of the states' energy do
+not change an output, and a float64 eigenvalue solver has errors of more than 1e-5 in smaller eigenvalues."""
 
 FORMAT = FileFormat("sketchssm-basis", 2, ("omega", "weighted", "e0", "spectrum", "retained"))
 

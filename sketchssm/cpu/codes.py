@@ -1,4 +1,4 @@
-"""Vectors as codes of few bits, each vector with a scale of its own.
+"""Vectors as codes of few bits, each vector with its own scale.
 
 The codes are those of `sketchssm.reference.narrow`, computed in float32. If a number is halfway between two codes, the
 two backends may choose different codes.
@@ -37,7 +37,7 @@ from sketchssm.reference.narrow import SHRINKS
 __all__ = ["encode", "encode_4"]
 
 LEAST = 2.0**-120
-"""Least largest magnitude of a vector. Below, float32 cannot hold the inverse of the scale, and the scale is 0."""
+"""A vector whose largest magnitude is smaller has scale 0: float32 cannot hold the inverse of its scale."""
 
 ROUNDING = np.float32(12582912.0)
 """1.5 * 2^23: a float32 number plus this, and minus this again, is the nearest integer."""

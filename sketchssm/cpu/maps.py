@@ -61,10 +61,10 @@ LEAST_SQUARES, MOST_SQUARES = 2.0**-60, 2.0**80
 """Range of squared norms that need no unit. The margins to float32's range are for small and for large columns."""
 
 TAKEN = -1.0
-"""Stands for the norm of a row that has its place."""
+"""Replaces the norm of a row that already has its place."""
 
 MOST_UNIT = 2.0**100
-"""Bound on the unit. The map of a state with a norm below its inverse falls to zero with the state."""
+"""Bound on the unit. The map of a state with a norm below the inverse of this bound goes to zero with the state."""
 
 
 @njit

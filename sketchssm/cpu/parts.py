@@ -65,7 +65,7 @@ Array = npt.NDArray[Any]
 CACHE_LINE = 64
 
 ALIGNMENT = 4
-"""Bytes of which the addresses of a caller's parts must be multiples. Kernels run fastest on whole cache lines."""
+"""The addresses of a caller's parts must be multiples of this. Kernels run fastest on whole cache lines."""
 
 
 STATE_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}

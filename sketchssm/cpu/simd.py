@@ -79,7 +79,7 @@ Pointer = Any
 """In signatures of compiled functions: a pointer to elements of one of the types in the table above."""
 
 E4M3_UNIT = 2.0**8
-"""Value of an e4m3 code over what `load` makes of it."""
+"""Value of an e4m3 code / number that `load` returns for the code."""
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
@@ -364,7 +364,7 @@ def total(typingctx: Any, vector: Any) -> Any:
 
 
 EXP_LOWEST = -87.0
-"""Argument below which `exp` returns 0, where float32 has subnormals only."""
+"""`exp` returns 0 for smaller arguments: the result would be subnormal in float32."""
 
 EXP_TERMS = [1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0]
 

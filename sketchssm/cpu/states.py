@@ -1,4 +1,4 @@
-"""States that are stored in 16 bits: widened to float32 in scratch memory, and rounded where they are stored."""
+"""States that are stored in 16 bits: widened to float32 in scratch memory, and rounded when they are stored."""
 
 from __future__ import annotations
 

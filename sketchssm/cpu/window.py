@@ -150,7 +150,7 @@ def _channel_scores(
 def _solve(m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: int, first: int, last: int) -> None:
     """Solve the unit triangular systems by back substitution, from the newest token to the oldest.
 
-    Lanes from j on of a Gram row are undefined, so the weights have an area of their own.
+    Lanes from j on of a Gram row are undefined, so the weights are in a separate area.
     """
     for j in range(cursor, -1, -1):
         betas, products = slot * m.beta_stride + (start + j) * m.heads, slot * m.gram_stride + j * m.gram_row

@@ -9,7 +9,7 @@ from functools import cache
 __all__ = ["missing"]
 
 DRIVER = 12000
-"""Version of the driver from which on there are launches with attributes."""
+"""First version of the driver that has launches with attributes."""
 
 
 @cache

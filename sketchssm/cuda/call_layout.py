@@ -11,10 +11,10 @@ from sketchssm.cuda.frameworks import host_type
 __all__ = ["ALIGNMENT", "ArrayLayout", "CallLayout"]
 
 ALIGNMENT = 16
-"""Bytes: the kernels load 16 at a time, except of scalars per head."""
+"""Bytes: the kernels load 16 at a time, except scalars per head."""
 
 LARGEST = 2**31 - 1
-"""Of the kernels' strides, in bytes."""
+"""Largest stride of the kernels, in bytes."""
 
 
 class ArrayLayout:

@@ -16,7 +16,7 @@ __all__ = ["COMMIT", "Committer"]
 COMMIT = Variant("commit", {})
 
 THREADS = 512
-"""Of a block of the commit kernel."""
+"""Threads of a block of the commit kernel."""
 
 
 class Committer:

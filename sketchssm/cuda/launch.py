@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["Launcher"]
 
 OVERLAP = 12030
-"""Version of the driver from which on graphs capture the attribute for overlap."""
+"""First version of the driver in which graphs capture the attribute for overlap."""
 
 OVERLAP_CAPABILITY = 90
 OVERLAP_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

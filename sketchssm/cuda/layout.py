@@ -21,13 +21,13 @@ ALIGN = 128
 
 
 LEAST_ELEMENTS = 8
-"""Of a slot's sketches where there are none: 16 bytes, the least that ``slots.cu`` sets."""
+"""Elements of a slot's part "sketch" in a layer without sketches: 16 bytes, the least that ``slots.cu`` sets."""
 
 MAPS = {"factors": 0, "dense": 1, "shared": 2}
-"""How maps are stored, as the kernels number it."""
+"""Storage of maps, and its number in the kernels."""
 
 TYPES = {"bfloat16": 0, "float32": 2, "int8": 3, "fp8": 4}
-"""Formats of sketches, as the kernels number them; see ``cuda_src/common.cuh``."""
+"""Formats of sketches, and their numbers in the kernels; see ``cuda_src/common.cuh``."""
 
 ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8", "fp8": "uint8"}
 """Type of a slot's sketches in memory, by format."""

@@ -131,7 +131,7 @@ def load(variant: Variant, *, late: bool = False) -> Any:
 
 
 def _compiled(variant: Variant) -> Any:
-    """Compile a variant; without CuPy's cache on disk where that can't be written."""
+    """Compile a variant; without CuPy's cache on disk if it can't be written."""
     import cupy
 
     def compiled() -> Any:

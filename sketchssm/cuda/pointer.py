@@ -8,7 +8,7 @@ WIDE = 1
 """Flag of integers of 8 bytes; as in ``cuda_src/call_slots.cuh``."""
 
 COUNTED = 2
-"""Flag of slots whose rows are counted where they are left out."""
+"""Flag of slots: rows that are left out are counted."""
 
 
 class Pointer:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["StandardEngine"]
 
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-"""Element types by name, as the kernels number them."""
+"""Element types, and their numbers in the kernels."""
 
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 

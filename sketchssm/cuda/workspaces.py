@@ -26,13 +26,13 @@ PAIRS = SLOTS + 4 * MAX_ROWS + 4
 """Byte at which `Schedule` has room for pairs of slots."""
 
 WORDS = PAIRS // 4 + 2 * MAX_ROWS
-"""Of `Schedule` in ``cuda_src/schedule.cuh``, with what aligns its rows."""
+"""Words of `Schedule` in ``cuda_src/schedule.cuh``, with padding for the alignment of its rows."""
 
 READY = 64
 """Workspaces that are allocated together."""
 
 LEAST = READY // 2
-"""More are allocated, outside of captures, when fewer than so many are left."""
+"""If fewer workspaces than this are left, more are allocated, outside of captures."""
 
 PER_THREAD = 2
 """Handle of the default stream that each thread has for itself."""

@@ -20,7 +20,7 @@ ALLOCATED = ("sketch", "ablation")
 """Families whose ranks are allocated."""
 
 DIGITS = 6
-"""Significant digits that results keep: another order of summation does not change them."""
+"""Significant digits of results; the order of summation does not change them."""
 
 
 @dataclass(frozen=True)

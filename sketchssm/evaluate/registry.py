@@ -34,7 +34,7 @@ RINGS = (2, 4, 8)
 """Windows from one flush to the next, with refreshes between them."""
 
 FULL = "full-method"
-"""The ablation that replaces nothing: the base of all others."""
+"""The ablation with no part replaced: the base of all others."""
 
 
 @dataclass(frozen=True)

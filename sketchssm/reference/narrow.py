@@ -142,7 +142,7 @@ def energy_order(b: Array) -> npt.NDArray[np.intp]:
 def sketched_read(
     form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, projection: Array, wide: int = 0
 ) -> Array:
-    """The matrix through which states are read, as a format stores it.
+    """The matrix of a state read, with the rounding of a format.
 
     Parameters
     ----------

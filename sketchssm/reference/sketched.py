@@ -30,7 +30,7 @@ class SlotSketches:
 
     def __init__(self, plan: SketchPlan, form: SketchFormat) -> None:
         self._plan, self._form = plan, form
-        # what the sketches were made from, copied
+        # copies of the state and the tokens from which the sketches were computed
         self._state: Array | None = None
         self._ring: Ring | None = None
         self._sketches: list[Sketch | None] = []

@@ -20,10 +20,10 @@ from sketchssm.recurrence import Layer, Tokens
 __all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
 
 LEAST_VERSION, NEXT_VERSION = (5, 20), (6,)
-"""Of transformers. In the versions between, every modeling file calls its recurrence by the functions of `RULES`."""
+"""Supported versions of transformers: every modeling file calls its recurrence through the functions of `RULES`."""
 
 NORM_EPSILON = 1e-6
-"""Of the squared norm of queries and keys, as in transformers."""
+"""Added to the squared norm of queries and keys, as in transformers."""
 
 
 class Call(NamedTuple):

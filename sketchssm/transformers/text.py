@@ -16,7 +16,7 @@ __all__ = ["Ids", "run_row", "token_rows"]
 Ids = npt.NDArray[np.int64]
 
 LENGTH = 1024
-"""Tokens of a row, if nothing else is said."""
+"""Default number of tokens of a row."""
 
 
 def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, least: int, rows: int = 1) -> list[Ids]:

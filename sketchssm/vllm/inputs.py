@@ -8,7 +8,7 @@ import torch.nn.functional as F
 __all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
 
 EPSILON = 1e-6
-"""Of the squared norms of queries and keys, as in vLLM's kernels."""
+"""Added to the squared norms of queries and keys, as in vLLM's kernels."""
 
 
 def mamba_inputs(
