@@ -200,7 +200,7 @@ def _pack_rows(m: Record, buf: Pointer, source: int, target: int, rows: int, wid
 
 @njit
 def _pack_split(m: Record, at: Record, buf: Pointer, slot: int, head: int, factor: float) -> None:
-    """Store Q and B of the split inverse as codes; in the mixed form ordered by the norms of the rows of B.
+    """Store Q and B of the split form as codes; in the mixed form ordered by the norms of the rows of B.
 
     Scratch has ``Q / factor`` in `span`, and B in `rows`.
     """

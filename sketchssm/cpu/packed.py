@@ -173,7 +173,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         used[MASTER] += rank * values if tracked else 0
         used[FACTORS] += int(plan.map.elements(rank, keys)) - rows * keys
         if kind >= INT8:
-            # scales; columns and rows of a split inverse share theirs
+            # scales; columns and rows of a split form share their scales
             used[FACTORS] += rank + (rows if plan.map.storage == "factors" else 0)
         used[PENDING] += rank if plan.layer.erases else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
