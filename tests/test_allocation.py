@@ -130,7 +130,7 @@ def test_widths_against_exhaustive_search(seed, mean_rank, name):
 
 
 def test_widths_go_where_energy_is():
-    """One column with nearly all energy has 8 bits, as 4 would lose more of it than the others hold."""
+    """One column has nearly all energy and gets 8 bits: 4 bits would lose more of it than the energy of the others."""
     curves = np.array([np.r_[1.0, 0.02 * 0.9 ** np.arange(12)]])
     allocation = ss.allocate_ranks(scores_of(Layer("gdn", 1, 32, 24), curves), 6, sketch_dtype="int8+int4")
     assert 1 <= allocation.wide < allocation.ranks
@@ -152,7 +152,7 @@ def test_uniform_widths_and_plans(rng):
 
 
 def test_half_the_bytes_for_the_same_ranks(rng):
-    """In int8 a mean rank costs half, but for the scales and the erase vectors."""
+    """In int8 a mean rank costs half, except for the scales and the erase vectors."""
     scores = scores_of(Layer("mamba2", 4, 32, 24), falling(rng, 4, 12))
     wide, narrow = (ss.allocate_ranks(scores, 5, sketch_dtype=name) for name in ("bfloat16", "int8"))
     assert narrow.budget == wide.budget / 2 + 4 * 5 * 4

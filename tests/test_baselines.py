@@ -157,7 +157,7 @@ class TestGhost:
     def test_score_is_controllability_times_observability(self, kind, rng):
         """By brute force, token by token: the energy of a channel's row times the squared entry of the query.
 
-        And so the squared error of what is read when that channel is zeroed.
+        This is also the squared error of the reads if this channel is zeroed.
         """
         layer = LAYERS[kind]
         tokens = tokens_of(rng, layer, 2, 12, np.float64)

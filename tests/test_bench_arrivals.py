@@ -69,7 +69,7 @@ class TestRequests:
 
 
 def check(results, layers, steps=2 * WINDOW, batch=3):
-    """What results of one case with one plan have in common."""
+    """Check the common properties of the results of one case with one plan."""
     assert [r.mode for r in results] == MODES
     standard, lockstep, *others = results
     assert np.isnan(standard.over_lockstep)
@@ -92,7 +92,7 @@ def case_of(kind, raw=False):
 class TestHost:
     @pytest.mark.parametrize(("kind", "raw"), [("mamba2", False), ("gdn", False), ("kda", False), ("kda", True)])
     def test_reference(self, kind, raw):
-        """The judge is the same system, so it agrees to the last bit: it has seen the same requests and clocks."""
+        """The float64 comparison uses the same system, requests and clocks, so it agrees to the last bit."""
         report = bench.time_arrivals([case_of(kind, raw)], "reference", layers=6, steps=5, mean_tokens=5)
         check(report.results, 6)
         assert all(r.error == r.state_error == 0 for r in report.results)

@@ -1,4 +1,4 @@
-"""Scripts behind docs/evaluation.md: its tables are those of the reports that it names, and bounds are bounds."""
+"""Scripts behind docs/evaluation.md: its tables agree with the reports that it names, and bounds are bounds."""
 
 import importlib.util
 import json

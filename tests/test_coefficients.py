@@ -1,4 +1,4 @@
-"""The record of coefficient maps: parameters, storage, and what a state stores."""
+"""The record of coefficient maps: parameters, storage, and stored elements of a state."""
 
 import re
 

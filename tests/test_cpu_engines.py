@@ -138,7 +138,7 @@ def sequence(data, pair, rng):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_sequence_of_calls(system, kind, shape):
-    """In memory of the engine's own, and in one block of the caller's that held random bytes."""
+    """In the engine's memory, and in one block of the caller's memory with random contents."""
     layer = Layer(kind, **SHAPES[shape])
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -186,7 +186,7 @@ def outputs(engine, method, tokens, *arguments):
 def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dtype, rng):
     """Draft outputs are those of steps, and rejected drafts leave no trace, whether or not the row flushes first.
 
-    With refreshes, tokens that change nothing fill the window before drafts that it has no room for.
+    With refreshes, no-op tokens fill the window before drafts without room in it.
     """
     window, slots, n = 12, np.array([2, 0]), 5
     (engine, _), (twin, _) = (engines(system, layer, window, state_dtype=state_dtype) for _ in range(2))
@@ -210,7 +210,7 @@ def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dty
 
 
 def test_the_bytes_of_its_parts_are_a_slot(system, layer, rng):
-    """A slot whose bytes are copied to another slot, of another engine and elsewhere in memory, goes on from there."""
+    """A slot of another engine, elsewhere in memory, continues from a copy of the bytes of a slot."""
     window = 12
     engine, _ = engines(system, layer, window)
     twin, _ = engines(system, layer, window, memory=block(engine.parts, rng))
@@ -230,7 +230,7 @@ def test_the_bytes_of_its_parts_are_a_slot(system, layer, rng):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_states_of_16_bits(system, layer, dtype, rng):
-    """Each stored state is the rounded fold of what was stored before, and outputs come from before the rounding.
+    """Each stored state is the rounded fold of the stored state before it; outputs are computed before the rounding.
 
     Rounding hides float32's errors except where a number lies between two of the type's: then the two engines store
     neighbours, 2^-8 (bfloat16) or 2^-11 (float16) of the number apart. Each of a window's flushes and each of its

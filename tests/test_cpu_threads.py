@@ -75,8 +75,8 @@ np.testing.assert_array_equal(decode(0), want)
 def test_idle_threads_sleep() -> None:
     """A step of a quarter of a millisecond takes no more than 5 ms of processor time, the pause after it included.
 
-    On a loaded machine it took 3.6. Threads that wait awake, as those of OpenMP do, use more than the 10 ms of the
-    pause, which PyTorch lacks between two steps.
+    On a loaded machine it took 3.6 ms. Threads that spin, like those of OpenMP, use more than the 10 ms of the pause;
+    PyTorch then lacks this time between two steps.
     """
     used = run("""
 decode(0)

@@ -236,7 +236,7 @@ def test_output_types(name, value_dim, output, rng, cupy):
 
 @pytest.mark.parametrize("neighbour", [DENSE, 4])
 def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
-    """It spoils a part of both heads that share matrix products; a dense head shares none."""
+    """It makes a part of both heads not finite that share matrix products; a dense head shares none."""
     layer = Layer("gdn", 4, 64, 64, 2)
     plan = make_plan(layer, [neighbour, 5, 3, 9], rng, window=8)
     tokens = make_tokens(layer, 2, 6, "bfloat16", rng, hard_gates=False)

@@ -113,7 +113,7 @@ def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
 
 
 def test_no_residual_is_negative(rng, cupy):
-    """Of a state that its pivots see whole nothing is left but rounding, of both signs."""
+    """If the pivots hold the whole state, the residual is only rounding, of both signs."""
     layer = LAYERS["gdn"]
     plan = make_plan(layer, [7, DENSE, 16, 2], rng, map="lowrank", ridge=0.0)
     mixed = rng.standard_normal((8, layer.heads, 128, 4)) @ rng.standard_normal((8, layer.heads, 4, 16))
@@ -185,7 +185,7 @@ def test_gates_of_one_strength(name, gate, rng, cupy):
     ],
 )
 def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng, cupy):
-    """A huge state and huge values that have decayed to nothing, or to the others' size, at the end of the window."""
+    """A huge state and huge values decay to nothing, or to the size of the others, by the end of the window."""
     layer = LAYERS[name]
     device = poisoned(ReplayEngine(layer, 2, 16, activation_dtype=activation, output_dtype="float32"))
     oracle = reference.ReplayEngine(layer, 2, 16)

@@ -46,7 +46,7 @@ def make(system, **options):
 
 @pytest.mark.parametrize("system", ["replay", "sketch"])
 def test_a_block_holds_all_of_a_slot(system, rng):
-    """The bits of a head with memory of its own; nothing outside of the parts is written; bytes can be moved."""
+    """Results are bitwise those of a head with its own memory; only the parts are written; bytes can be moved."""
     parts = parts_of(system)
     block, views = blocks_of(parts, 4)
     options = {"activation_dtype": "bfloat16"}

@@ -38,7 +38,7 @@ class TestActivations:
         ],
     )
     def test_the_first_call_decides(self, types, settled, rng):
-        """It settles on the narrowest type that rounds nothing, and sketches the states that were loaded before."""
+        """It fixes the narrowest type that rounds nothing, and sketches the states that were loaded before."""
         plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
         head, twin = ss.SketchHead(plan, 4, "cuda"), sketch("reference")
         tokens, start = tokens_of(rng), rng.standard_normal((2, *LAYER.state_shape)).astype(np.float32)

@@ -24,7 +24,7 @@ def cupy(monkeypatch):
 
 @pytest.mark.parametrize("map", ["lowrank", "ridge"])
 def test_shards(map, rng):
-    """States and flushed outputs are equal to the last bit, as are all outputs where maps are factors.
+    """States and flushed outputs are equal to the last bit; for maps in factors all outputs are.
 
     A ridge map is solved in blocks, whose number depends on the largest rank of the layer's heads. Its sums then have
     another order, and the maps are stored in bf16: outputs differ by a few roundings of 2^-9.

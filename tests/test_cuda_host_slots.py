@@ -47,7 +47,7 @@ def sliced(tokens):
 @pytest.mark.parametrize("system", ["standard", "sketch"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_slices_and_narrow_slots_in_place(system, length, rng, monkeypatch):
-    """Gaps between rows and tokens, int32 slots, gaps between rows of outputs: the bits of plain arrays."""
+    """Gaps between rows and tokens, int32 slots, gaps between rows of outputs: bitwise the results of plain arrays."""
     head, twin = head_with(system), head_with(system)
     memory = standin.full((3, length + 1, *LAYER.state_shape[:2]), np.nan, BFLOAT16)
     out, slots = memory[:, :length], standin.asarray(np.array([3, -1, 0], np.int32))
@@ -158,7 +158,7 @@ def test_a_slot_that_means_padding(system, rng):
 
 @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
 def test_copies(system, rng):
-    """All slots are read before any is written; a window goes on in the copy; drafts stay behind."""
+    """All sources are read before any destination is written; windows continue in the copies, without drafts."""
     head = head_with(system)
     head.step(*narrow(tokens_of(rng, 4, 6), standin.asarray))
     head.step(*narrow(tokens_of(rng, 2, 1), standin.asarray), slots=[1, 2])

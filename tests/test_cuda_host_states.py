@@ -30,8 +30,8 @@ if missing := compiler.missing():
 # engines without a warmup() compile at their first step
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
-# Both sides round the same states but for float32's errors (1e-7), which now and then tip an element to the other
-# neighbour: 1 element in 10^4, by 2^-8 (bf16), which is 4e-5 of the norm. A missing or a second rounding is an error
+# Both sides round the same states, except for float32's errors (1e-7), which move about 1 element in 10^4 to the other
+# neighbour: by 2^-8 (bf16), which is 4e-5 of the norm. A missing or a second rounding is an error
 # of 1e-3 (bf16) or 1.4e-4 (fp16), and a rounding toward zero twice as much.
 TIPPED = {"bfloat16": 1.5e-4, "float16": 5e-5}
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -71,7 +71,7 @@ def kind(request):
 
 @pytest.mark.parametrize(("form", "name"), FORMS)
 def test_states_of_any_size(form, name, layer, rng):
-    """A power of two changes scales alone, except that norms may round differently: as of a number halfway."""
+    """A power of two changes only scales, except that norms may round differently, with the effect of a tie."""
     plan = coded(rng, layer, [DENSE, 5, 3, 1], [0, 2, 3, 0], form, name)
     head = ss.SketchHead(plan, 3, "cpu")
     tokens, start = tokens_of(rng, layer, 3, 7), states_of(rng, layer, 3)

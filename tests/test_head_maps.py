@@ -23,7 +23,7 @@ class TestMaps:
     """Every coefficient map, on both backends."""
 
     def test_a_full_rank_sketch_reads_exactly(self, layer, rng):
-        """Of a state that lies in the basis the exact map loses what the ridge's floor takes, and nothing else.
+        """For a state in the span of the basis, the exact map loses only the effect of the ridge's floor.
 
         A direction with share s of the metric is off by ``floor / (s + floor)`` of a read of ``sqrt(s mu)``: at most
         half the floor's root, of reads of ``sqrt(mu)`` on average.
@@ -49,7 +49,7 @@ class TestMaps:
     def test_states_of_any_size(self, backend, name, scale, layer, rng):
         """After harsh decays squares of the state underflow float32. Reads must stay finite and bounded.
 
-        Outputs are at most a few times the norms of what they are made of, sketched or not.
+        Outputs are at most a few times the norms of their terms, with and without sketches.
         """
         head = ss.SketchHead(plan_of(rng, layer, RANKS, window=8, map=name), 3, backend)
         tokens, start = tokens_of(rng, layer, 3, 7, np.float64), scale * states_of(rng, layer, 3, np.float64)
@@ -120,8 +120,8 @@ class TestMaps:
     def test_a_sketch_of_more_columns_than_the_state_has_directions(self, backend, name, dtype, rank, layer, rng):
         """Float32 noise is all that the other directions hold, and no map enlarges it.
 
-        The state lies in the basis, so the exact read is there to compare with. Numbers in bf16 are off by 2^-9, and
-        the ridge's floor takes K times itself at most of a direction with the metric's mean diagonal.
+        The state is in the span of the basis, so reads are compared with exact reads. Numbers in bf16 are off by 2^-9,
+        and the ridge's floor takes at most K times itself of a direction with the metric's mean diagonal.
         """
         layer = Layer(layer.kind, 4, 48, 32, 2)
         plan = plan_of(rng, layer, 8, window=8, map=name, ridge=0.0)
@@ -201,7 +201,7 @@ class TestMaps:
         assert relative(got, want) < 1e-5  # 2^-24 over a ridge of 0.1 times a metric of up to K
 
     def test_no_residual_is_negative(self, rng):
-        """Of a state that its pivots see whole nothing is left but rounding, of both signs."""
+        """If the pivots hold the whole state, the residual is only rounding, of both signs."""
         layer = Layer("mamba2", 4, 128, 64, 1)
         plan = plan_of(rng, layer, 32, window=8, map="lowrank", pivots=4, ridge=0.0)
         keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 4, 32)), plan.omega)
@@ -220,8 +220,8 @@ class TestMaps:
     def test_thousands_of_tokens_on_the_cpu(self, layer, rng):
         """4096 tokens with a memory of some thousand: float32 rounding errors do not build up.
 
-        Errors leave the state as tokens do, so that the last tokens are as good as the first. Of 2^-24 a rounding a
-        random walk over a thousand tokens makes 2e-6, and the ridge map's solve may add as much: 1e-5 holds for both.
+        The state forgets errors as it forgets tokens, so the last tokens are as accurate as the first. A random walk
+        of a thousand roundings of 2^-24 is 2e-6, and the ridge map's solve may add as much: 1e-5 covers both.
         """
         layer = Layer(layer.kind, heads=2, key_dim=24, value_dim=16, key_heads=1)
         tokens, start = tokens_of(rng, layer, 1, 4096, np.float64), states_of(rng, layer, 1)

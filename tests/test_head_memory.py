@@ -1,4 +1,4 @@
-"""What heads with exact states take from a server: memory, padding, types of states, and arguments of its calls."""
+"""Settings and calls of heads with exact states for servers: memory, padding, types of states, arguments."""
 
 import re
 
@@ -101,7 +101,7 @@ class TestMemory:
         assert (block[used == 0] == 77).all()
 
     def test_bytes_are_the_slot(self, make, parts_of, layer, rng):
-        """A copy of a slot's bytes, by an engine that knows the parts' bytes alone, is a copy of the slot."""
+        """A copy of the bytes of a slot's parts is a copy of the slot."""
         block, memory = one_block(parts_of(), SLOTS)
         head = make(memory=memory)
         head.load_state(states_of(rng, layer, SLOTS))
@@ -128,7 +128,7 @@ class TestMemory:
         np.testing.assert_array_equal(first, second)
 
     def test_adopt(self, make, parts_of, layer, rng):
-        """States that stand in the pool are decoded from as loaded ones, whatever the slot held."""
+        """Decode from states in the pool equals decode from loaded states, whatever the slot held."""
         part = next(part for part in parts_of() if part.name == "state")
         pool = np.zeros((SLOTS, *part.shape), part.dtype)
         head, twin = make(memory={"state": pool}), make()

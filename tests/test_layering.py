@@ -1,4 +1,4 @@
-"""Import rules between the package's modules: no circles, and no layer knows one above it.
+"""Import rules between the package's modules: no circles, and no layer imports a layer above it.
 
 All import statements count, also those in functions and under ``TYPE_CHECKING``.
 """
@@ -76,7 +76,7 @@ def circles(imports: dict[str, set[str]]) -> set[tuple[str, ...]]:
 
 
 def inside(module: str, *packages: str) -> bool:
-    """Whether a module is one of the packages or stands in one."""
+    """Whether a module is one of the packages or in one of them."""
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
@@ -85,7 +85,7 @@ def test_no_circles():
 
 
 def test_frameworks():
-    """Modules that only compute leave frameworks to others, and need no module that can't do without one."""
+    """Modules that only compute import no framework, directly or through other modules."""
     importing = {module for module, imports in IMPORTS.items() if imports & FRAMEWORKS}
     assert importing <= KNOW_FRAMEWORKS
     users = {module for module, imports in IMPORTS.items() if "sketchssm.torch" in imports}

@@ -72,7 +72,7 @@ class TestCodes:
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_not_finite(self, bad, code, rng):
-        """The vector reads as NaN, and no other does."""
+        """Only this vector becomes NaN."""
         x = rng.standard_normal((3, 8))
         want = decoded(x, code)
         x[1, 5] = bad

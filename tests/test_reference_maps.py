@@ -126,7 +126,7 @@ class TestLowrank:
 class TestPrior:
     @given(cases())
     def test_is_the_solve_of_its_metric(self, case):
-        """``H^ = B B^T + a E0``, the share a being what the pivots miss of the trace K."""
+        """``H^ = B B^T + a E0``, where a is the share of the trace K that the pivots miss."""
         rng, state, rank, pivots, ridge = case
         phi, projection, e0 = weighted_basis(rng, state.shape[0], rank)
         seen = pivot_part(state, state.T @ phi, pivots)

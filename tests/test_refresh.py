@@ -92,7 +92,7 @@ class TestAlgebra:
         assert np.isfinite(refresh(head, sketch, ring).read).all()
 
     def test_no_tokens_change_little(self, kind, name, rng):
-        """Tokens that change nothing leave the sketch as it is."""
+        """No-op tokens do not change the sketch."""
         head, sketch, _, ring = case(kind, name, rng)
         nothing = type(ring)(*(None if x is None else np.zeros_like(x) for x in ring))
         new = refresh(head, sketch, nothing)
@@ -112,7 +112,7 @@ def test_the_sketch_of_mamba2_stays_exact(rng):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sketch_of_full_rank_loses_nothing(kind, rng):
-    """G = V columns hold a state of rank V, so each refresh adds at most what the ridge takes of a sketch."""
+    """G = V columns hold a state of rank V, so each refresh adds at most the effect of the ridge on a sketch."""
     layer = LAYERS[kind]
     tokens = tokens_of(rng, layer, 2, 3 * EVERY, np.float64)
     state = rng.standard_normal((2, *layer.state_shape))
@@ -190,7 +190,7 @@ class TestHead:
         np.testing.assert_array_equal(*(ss.SketchHead(plan, 2, "reference").step(*tokens) for plan in plans))
 
     def test_drafts(self, kind, rng):
-        """Drafts are read as their tokens would be; what is rejected leaves no trace, whatever the position."""
+        """Outputs of drafts are those of the same tokens; rejected drafts leave no trace, at any position."""
         head, layer = head_of(rng, kind), LAYERS[kind]
         twin = ss.SketchHead(head.plan, 3, "reference")
         assert head.drafts == WINDOW - 1
@@ -223,7 +223,7 @@ class TestHead:
             assert np.linalg.norm(head.state[row] - want[0]) < FLOAT64 * np.linalg.norm(start[row])
 
     def test_a_draft_without_room_begins_at_the_next_window(self, kind, rng):
-        """The gap holds tokens that change nothing; before the end of the ring the slot flushes."""
+        """The gap is filled with no-op tokens; at the end of the ring the slot flushes instead."""
         head, layer = head_of(rng, kind, slots=1), LAYERS[kind]
         tokens = tokens_of(rng, layer, 1, 6, np.float64)
         start = states_of(rng, layer, 1, np.float64)

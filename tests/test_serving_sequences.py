@@ -1,7 +1,7 @@
-"""Random sequences of all that a server does with heads, against a model of slots that runs the plain recurrence.
+"""Random sequences of a server's calls, against a model of slots that runs the plain recurrence.
 
-The model keeps each slot's state and the tokens since its last flush. It decides on flushes by rules of its own: those
-of docs/serving.md, one row at a time.
+The model keeps each slot's state and the tokens since its last flush. It decides on flushes by the rules of
+docs/serving.md, one row at a time.
 """
 
 import numpy as np
@@ -42,7 +42,7 @@ some_slots = st.lists(st.integers(PAD, SLOTS - 1), min_size=1, max_size=SLOTS + 
 
 
 class Row:
-    """When a row flushes: the rules of windows, drafts and clocks. The clock is a row, too."""
+    """The rules of a row's flushes: windows, drafts and clocks. The clock is a row, too."""
 
     def __init__(self, window, position=0):
         self.window, self.position, self.drafted = window, position, 0
@@ -176,7 +176,7 @@ class Model:
         return state.astype(ml_dtypes.bfloat16).astype(np.float64)
 
     def tick(self, slots):
-        """Move the clock on after a token of these slots."""
+        """Advance the clock after a token of these slots."""
         if self.clock is not None:
             self.clock.step()
             if self.clock.position == self.window - 1:
@@ -184,7 +184,7 @@ class Model:
                     each.due = True
 
     def committed(self, slots):
-        """Move the clock on after a commit."""
+        """Advance the clock after a commit."""
         if self.clock is not None:
             count = self.clock.drafted
             self.clock.commit(count)

@@ -228,7 +228,7 @@ def repeatable(layered, layer, rng):
 
 
 def test_pytorch_accepts_the_operators(make, layer, rng):
-    """Schemas say what is written, fakes say what comes back, and graphs compute the same as calls."""
+    """Schemas list the written arguments, fakes have the shapes of results, and graphs compute the same as calls."""
     layered = DecodeLayer(make(layer))
     calls = repeatable(layered, layer, rng)
     ours = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sketchssm::")}
@@ -256,7 +256,7 @@ def test_names(make):
 
 
 def test_errors_reach_the_caller(make, rng):
-    """Of the head, naming the argument, also from a compiled graph; and nothing has been written."""
+    """The head's error names the argument, also from a compiled graph, and nothing has been written."""
     layer = LAYERS["gdn"]
     layered, twin = DecodeLayer(make(layer)), make(layer)
     given = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
