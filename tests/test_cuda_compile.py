@@ -17,6 +17,7 @@ from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.drafts import draft_variant
 from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.cuda.layer_inputs import layer_inputs_variant
+from sketchssm.cuda.limits import STATIC_SHARED
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.slots import SLOTS
 from sketchssm.cuda.standard_drafts import standard_draft_variant
@@ -207,6 +208,30 @@ def test_sizes(chosen, tmp_path):
         subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
         assert f" places = {places};" in ptx.read_text(), name
         assert f" schedule = {4 * WORDS};" in ptx.read_text(), name
+
+
+@pytest.mark.slow
+def test_room_for_the_default_rank(tmp_path, monkeypatch):
+    """Plans of whole models fit into the 227 KB of shared memory that a block has on the H100, H200 and B200.
+
+    At the shapes with the largest states and the longest window.
+    """
+    pytest.importorskip("torch")
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc, the CUDA compiler, is not installed")
+    from sketchssm.transformers.calibration import RANK_MAX
+
+    standin.install(monkeypatch)
+    for name in ("qwen3-next", "kimi-linear"):
+        ranks = np.full(LAYERS[name].heads, RANK_MAX)
+        plan = make_plan(LAYERS[name], ranks, np.random.default_rng(0), map="ridge", window=32)
+        flush = SketchEngine(plan, 1, activation_dtype="bfloat16").variants()[1]
+        source, ptx = tmp_path / "flush.cu", tmp_path / "flush.ptx"
+        source.write_text(source_text("flush"))
+        options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *flush.options)
+        subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
+        need = int(re.search(r" flush_shared_bytes = (\d+);", ptx.read_text())[1])
+        assert need <= 227 * 1024 - STATIC_SHARED, name
 
 
 BEFORE_WAIT = {
