@@ -43,7 +43,7 @@ def growth(curve):
 
 
 def headline(layers):
-    """Worst and best sketch in the band, and how many times less they err than the best compressed state."""
+    """Worst and best sketch in the band, and the error of the best compressed state over their errors."""
     for layer in layers:
         band = [s["output_error"] for s in sketches(layer).values() if BAND[0] <= s["reduction"] <= BAND[1]]
         compressed = families(layer, *RIVALS)
@@ -90,8 +90,8 @@ def growths(layers):
 
 
 TABLES = {
-    headline: ("layer", "sketch, worst to best in the band", "best compressed state", "less error, times",
-               "slowest head halves in"),
+    headline: ("layer", "sketch, worst to best in the band", "best compressed state", "its error / sketch's",
+               "longest half-life"),
     copies: ("layer", "read-only variant", "sketch", "its error over the variant's"),
     ablations: ("ablation", "output error over the full method's"),
     growths: ("layer", "family", "error of", "last quarter over first"),

@@ -107,7 +107,7 @@ class GateInput:
             If its kind is not kda, or heads or channels differ.
         """
         if layer.kind != "kda":
-            raise ValueError(f"gate: expected None for {layer.kind}; raw gate inputs are taken for kda alone")
+            raise ValueError(f"gate: expected None for {layer.kind}; only kda has raw gate inputs")
         want, have = (layer.heads, layer.key_dim), self.dt_bias.shape
         if have != want:
             raise ValueError(f"gate: expected A_log and dt_bias of {want} heads and channels, got {have}")

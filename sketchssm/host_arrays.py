@@ -270,7 +270,7 @@ def slot_memory(
         raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(rest))!r}")
     for one, other in combinations(memory, 2):
         if _overlap(memory[one], memory[other]):
-            raise ValueError(f"memory: expected memory of its own for every part, but {one!r} and {other!r} overlap")
+            raise ValueError(f"memory: expected separate memory for every part, but {one!r} and {other!r} overlap")
     if "cursor" in memory:
         memory["cursor"][...] = 0
     return memory

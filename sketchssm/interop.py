@@ -198,7 +198,7 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
     if not dense:
         strides, item = (out.stride(), 1) if kind == "torch" else (out.strides, out.itemsize)
         if _elements_overlap(shape, strides, item):
-            raise ValueError(f"out: expected memory of its own for every element, got strides {tuple(strides)}")
+            raise ValueError(f"out: expected separate memory for every element, got strides {tuple(strides)}")
 
 
 def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:

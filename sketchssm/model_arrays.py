@@ -42,9 +42,9 @@ def is_raw(finished_name: str, finished: Any, raw_name: str, raw: Any, **parts: 
         raise ValueError(f"{raw_name}: expected {raw_name} or {finished_name}, got {got}")
     for name, part in parts.items():
         if finished is not None and part is not None:
-            raise ValueError(f"{name}: expected None beside {finished_name}, which is computed with it already")
+            raise ValueError(f"{name}: expected None with {finished_name}, which is computed with it already")
     if raw is not None and parts and parts["A_log"] is None:
-        raise ValueError(f"A_log: expected the decay rate beside {raw_name}, got None")
+        raise ValueError(f"A_log: expected the decay rate for {raw_name}, got None")
     return raw is not None
 
 
@@ -133,7 +133,7 @@ def biased(raw: Array, bias: npt.ArrayLike | None, shape: tuple[int, ...]) -> Ar
 def log_steps(x: Array) -> Array:
     """Logarithms of steps, which must not be negative."""
     if (x < 0).any():
-        raise ValueError(f"dt: expected steps >= 0 where dt_softplus is False, got {x.min()}")
+        raise ValueError(f"dt: expected steps >= 0 if dt_softplus is False, got {x.min()}")
     with np.errstate(divide="ignore"):
         return np.log(x)
 
@@ -144,7 +144,7 @@ def write_gate(b: Any, beta: Any, shape: tuple[int, ...], allow_neg_eigval: bool
         raw = real_array("b", b, shape)
         return rounded(expit(raw.astype(np.float64)) * (2.0 if allow_neg_eigval else 1.0), raw)
     if allow_neg_eigval:
-        raise ValueError("allow_neg_eigval: expected False beside beta, which is computed with it already")
+        raise ValueError("allow_neg_eigval: expected False with beta, which is computed with it already")
     gate = real_array("beta", beta, shape)
     return rounded(gate.astype(np.float64), gate)
 

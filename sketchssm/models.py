@@ -298,7 +298,7 @@ def kda_inputs(
     v, lead, heads, _ = values("v", v)
     q, k = queries_keys(q, k, lead, heads, scale, l2norm, eps)
     if lower_bound is not None and clamp_min is not None:
-        raise ValueError("clamp_min: expected None beside a lower_bound, which is a gate of its own, got both")
+        raise ValueError("clamp_min: expected None with a lower_bound, which selects another gate, got both")
     for name, bound in (("lower_bound", lower_bound), ("clamp_min", clamp_min)):
         if bound is not None and not bound < 0:
             raise ValueError(f"{name}: expected a negative number, got {bound}")

@@ -127,14 +127,14 @@ def test_types_of_parameters(folder, plans):
         (["calibrate", "--out", "x"], "TRACES: expected trace files, or --model DIR"),
         (["calibrate", "--out", "x", "--rows", "3"], "--rows: has no effect without --model"),
         (["calibrate", "--out", "x", "--model", "{}"], "--text: expected a text for the model to read"),
-        (["calibrate", "--out", "x", "--model", "{}", "{}/text.npy"], "--model: expected no trace files beside"),
+        (["calibrate", "--out", "x", "--model", "{}", "{}/text.npy"], "--model: expected no trace files with"),
         (
             ["calibrate", "--out", "{}", "--model", "{}", "--text", "{}/text.npy"],
             "--out: expected a file for the plans",
         ),
         (
             ["calibrate", "--out", "{}/text.npy", "--model", "{}", "--text", "{}/text.npy"],
-            "--out: expected a file of its own",
+            "--out: expected a separate file",
         ),
         (
             ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/text.npy"],

@@ -51,7 +51,7 @@ class TestActivations:
         assert error(output.astype(float), want) < STORED
         assert error(output[:, 3].astype(float), want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
         other = {"bfloat16": "float32", "float32": "bfloat16"}[settled]
-        with pytest.raises(ValueError, match=rf"^activation_dtype: expected '{settled}', as the head has settled on"):
+        with pytest.raises(ValueError, match=rf"^activation_dtype: expected '{settled}', the head's type"):
             head.warmup(other)
 
     def test_a_refused_call_decides_nothing(self, rng):

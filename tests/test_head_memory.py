@@ -183,7 +183,7 @@ class TestMemory:
             ({"state": np.broadcast_to(whole[0], shape)}, ValueError, "memory['state']: expected slots of"),
             ({"state": shifted}, ValueError, "memory['state']: expected slots aligned to"),
             ({"state": frozen}, ValueError, "memory['state']: expected writable memory, got a read-only array"),
-            (both, ValueError, "memory: expected memory of its own for every part, but 'state' and 'values' overlap"),
+            (both, ValueError, "memory: expected separate memory for every part, but 'state' and 'values' overlap"),
         ):
             with pytest.raises(error, match="^" + re.escape(message)):
                 make(memory=memory)

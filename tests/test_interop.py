@@ -167,7 +167,7 @@ class TestOut:
         with pytest.raises(TypeError, match=r"^out: expected a real floating-point array, got dtype torch.complex64"):
             check_out(torch.zeros(3, 4, dtype=torch.complex64), (3, 4))
         for overlapping in (torch.zeros(4).expand(3, 4), torch.zeros(9).as_strided((3, 4), (2, 1))):
-            with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
+            with pytest.raises(ValueError, match=r"^out: expected separate memory for every element"):
                 check_out(overlapping, (3, 4))
         for bad, came in (
             (torch.zeros(3, 4, device="meta"), "a tensor on the meta device"),
@@ -194,7 +194,7 @@ class TestOut:
     @pytest.mark.parametrize("strides", [(0, 8), (8, 8), (16, 8), (24, 8), (8, 4), (30, 8)])
     def test_elements_that_share_memory_are_refused(self, strides):
         out = np.lib.stride_tricks.as_strided(np.zeros(20), (3, 4), strides)
-        with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
+        with pytest.raises(ValueError, match=r"^out: expected separate memory for every element"):
             check_out(out, (3, 4))
 
     @pytest.mark.parametrize("strides", [(8, 24), (40, 8), (64, 16), (-32, 8), (32, -8), (8, 32), (16, 24), (24, 32)])

@@ -99,7 +99,7 @@ class TestHeads:
         head, twin = self.pair(backend, rng)
         tokens = at(tokens_of(rng, LAYER, 2, 1), np.s_[:, 0])
         out = np.lib.stride_tricks.as_strided(np.zeros(100, np.float32), tokens.v.shape, (12, 8, 4))
-        with pytest.raises(ValueError, match=r"^out: expected memory of its own for every element"):
+        with pytest.raises(ValueError, match=r"^out: expected separate memory for every element"):
             head.step(*tokens, out=out)
         np.testing.assert_array_equal(head.position, 0)
         np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))

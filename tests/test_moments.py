@@ -292,7 +292,7 @@ class TestLayerArgument:
         assert ss.Moments(layer, window=8).layer == ss.Moments("gdn", 4, 6, 5, 2, window=8).layer == layer
 
     def test_sizes_beside_it_are_refused(self):
-        with pytest.raises(ValueError, match=r"^heads: expected None beside a Layer, which has its sizes, got 4"):
+        with pytest.raises(ValueError, match=r"^heads: expected None with a Layer, which has its sizes, got 4"):
             ss.Moments(ss.Layer("gdn", 4, 6, 5), 4)
 
     @pytest.mark.parametrize(("sizes", "missing"), [((), "heads"), ((4,), "key_dim"), ((4, 6), "value_dim")])

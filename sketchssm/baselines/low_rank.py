@@ -42,7 +42,7 @@ def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis
     if not 1 <= columns <= most:
         raise ValueError(f"rank_max: expected 1 to {most}, got {rank_max}")
     if not moments.samples.all():
-        raise ValueError("moments: expected samples of every head, got none of some")
+        raise ValueError("moments: expected samples of every head, some heads have none")
     energy, vectors = np.linalg.eigh(moments.state_gram / moments.samples[:, None, None])
     energy, vectors = np.maximum(energy[:, ::-1], 0.0), np.ascontiguousarray(vectors[:, :, ::-1][:, :, :columns])
     total = energy.sum(axis=-1, keepdims=True)

@@ -145,7 +145,7 @@ def allocate_ranks(
     single = isinstance(scores, RankScores)
     layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
     if not layers:
-        raise ValueError("scores: expected those of at least one layer, got none")
+        raise ValueError("scores: expected scores of at least one layer, got none")
     for index, layer in enumerate(layers):
         if not layer.samples.any():
             raise ValueError(

@@ -198,9 +198,7 @@ def _layer(kind: str | Layer, **sizes: int | None) -> Layer:
     given = {name: size for name, size in sizes.items() if size is not None}
     if isinstance(kind, Layer):
         if given:
-            raise ValueError(
-                f"{min(given)}: expected None beside a Layer, which has its sizes, got {given[min(given)]}"
-            )
+            raise ValueError(f"{min(given)}: expected None with a Layer, which has its sizes, got {given[min(given)]}")
         return kind
     for name in ("heads", "key_dim", "value_dim"):
         if name not in given:

@@ -66,7 +66,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     "plan_files",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Time this plan at its layer's shape in place of --shape; may be repeated.",
+    help="Time this plan at its layer's shape, instead of --shape; may be repeated.",
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"

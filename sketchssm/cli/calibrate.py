@@ -181,5 +181,5 @@ def check_outputs(traces: tuple[Path, ...], plans: list[Path], json_file: str | 
     taken = {path.resolve() for path in traces}
     for option, path in outputs:
         if path.resolve() in taken:
-            raise click.UsageError(f"{option}: expected a file of its own, got {path}")
+            raise click.UsageError(f"{option}: expected a separate file, got {path}")
         taken.add(path.resolve())

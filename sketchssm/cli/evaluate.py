@@ -37,7 +37,7 @@ TRACE_OPTIONS = (
     "--plan",
     "plan_file",
     type=click.Path(path_type=Path),
-    help="Measure this plan, as the system plan/given; without --systems, beside the exact systems alone.",
+    help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems.",
 )
 @click.option(
     "--ranks", type=Numbers(), default="2,4,6,8,12,16", show_default=True, help="Mean ranks of the sketches."

@@ -120,7 +120,7 @@ def model_options(command: F) -> F:
                 raise click.UsageError("TRACES: expected trace files, or --model DIR")
             return command(*args, source=None, **others)
         if others["traces"]:
-            raise click.UsageError("--model: expected no trace files beside a model")
+            raise click.UsageError("--model: expected no trace files with a model")
         if text is None:
             raise click.UsageError("--text: expected a text for the model to read")
         return command(*args, source=ModelText(model, text, rows, length, dtype, device), **others)
@@ -147,7 +147,7 @@ def model_options(command: F) -> F:
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
             default="auto",
             show_default=True,
-            help="Type of the parameters of --model; auto takes that of its files.",
+            help="Type of the parameters of --model; auto is the type of the files.",
         ),
         click.option(
             "--device", default="auto", show_default=True, help="Where --model runs; auto prefers a CUDA device."

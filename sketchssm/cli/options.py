@@ -156,7 +156,7 @@ def map_settings(command: F) -> F:
         click.option(
             "--method",
             type=click.Choice(METHODS),
-            help="Rank allocation.  [default: gradient where the traces have gradients, else error]",
+            help="Rank allocation.  [default: gradient if the traces have gradients, else error]",
         ),
         click.option(
             "--weighting",

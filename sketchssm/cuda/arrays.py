@@ -89,8 +89,7 @@ class DeviceArrays(CallArguments):
         """Fix the activations' type, and allocate the memory that slots of every kind need."""
         if self._activation_dtype not in (None, activation_dtype):
             raise ValueError(
-                f"activation_dtype: expected {self._activation_dtype!r}, as the head has settled on, got "
-                f"{activation_dtype!r}"
+                f"activation_dtype: expected {self._activation_dtype!r}, the head's type, got {activation_dtype!r}"
             )
         self._activation_dtype, self._layout = activation_dtype, None
         self.all_slots(capacity, capacity)

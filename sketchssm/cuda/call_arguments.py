@@ -81,7 +81,7 @@ class CallArguments:
             return None
         if device != self._home:
             raise ValueError(
-                f"{name}: expected an array on CUDA device {self._home}, as the head is, got one on {device}"
+                f"{name}: expected an array on CUDA device {self._home}, the head's device, got one on {device}"
             )
         return framework, array, dtype
 

@@ -50,14 +50,14 @@ def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, l
     strings = [text] if isinstance(text, str) else text
     if isinstance(strings, Sequence) and strings and all(isinstance(x, str) for x in strings):
         if tokenizer is None:
-            raise ValueError("tokenizer: expected the model's tokenizer beside text, got None")
+            raise ValueError("tokenizer: expected the model's tokenizer for text, got None")
         found = _cut(_tokenised(strings, tokenizer), length)
     elif tokenizer is not None:
-        raise ValueError("tokenizer: expected None beside token ids")
+        raise ValueError("tokenizer: expected None with token ids")
     elif hasattr(text, "shape") and len(text.shape) == 1:
         found = _cut(_ids(text), length)
     elif length is not None:
-        raise ValueError(f"length: expected None beside rows of token ids, got {length}")
+        raise ValueError(f"length: expected None with rows of token ids, got {length}")
     else:
         found = [_ids(row) for row in text]
     short = [row.size for row in found if row.size < least]

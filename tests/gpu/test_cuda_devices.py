@@ -142,7 +142,7 @@ def test_arrays_on_the_other_device(heads, torch, rng):
     (first, second), _ = heads
     tokens = make_tokens(LAYER, 4, 1, "bfloat16", rng)
     token = on(tokens, 0, 0, torch)
-    expected = r"^q: expected an array on CUDA device 1, as the head is, got one on 0"
+    expected = r"^q: expected an array on CUDA device 1, the head's device, got one on 0"
     with pytest.raises(ValueError, match=expected):
         second.step(*token)
     with pytest.raises(ValueError, match=r"^slots: expected an array on CUDA device 1"):
