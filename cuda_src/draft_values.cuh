@@ -14,7 +14,7 @@ struct ColumnFactors {
     float w = 1, f[PIVOTS] = {};
 
     __device__ __forceinline__ ColumnFactors(const DraftBuffer& buffer, const TileHeads& heads, int h, int column) {
-        const SmallPart<const small_t> small(buffer.sketches() + heads.at[h], heads.rank[h]);
+        const SmallPart<const small_t> small(buffer.sketches() + heads.at[h], heads.rank[h], heads.wide(h));
         const float scale = CODED ? widen<SMALL>(small.scale[column]) : 1.f;
         if constexpr (MAP == FACTORS) {
             const int p = pivots_of(heads.rank[h]);
@@ -78,20 +78,21 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
     };
     int first = 0;
     if constexpr (CODED) {
-        const int codes = buffer.sketches_at() + heads.at[h];
+        const int codes = buffer.sketches_at() + heads.at[h], wide = heads.wide(h);
 #pragma unroll 1
         for (; first < tokens; first += 16, weights += 16) {
             u32 slices[2];
             load_slices(slices);
-            const int row = min(first + lane % 8 + lane / 16 * 8, rank - 1), turn = code_swizzle(row) ^ half;
+            const CodedColumn column(min(first + lane % 8 + lane / 16 * 8, rank - 1), wide);
+            const NarrowMasks narrow(first + 2 * c, wide, first + 2 * c + 8, wide);
 #pragma unroll
             for (int channel = 0; channel < V; channel += 32) {
                 u32 x[4];
-                load_transposed(x, buffer.data,
-                                codes + row * V + channel / CODE_SPAN * CODE_SPAN + (channel % CODE_SPAN ^ turn));
+                load_transposed(x, buffer.data, codes + column.share(channel, half));
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if (channel + 16 * i < V) multiply_codes(sums[channel / 16 + i], x[i], x[2 + i], slices);
+                    if (channel + 16 * i < V)
+                        multiply_codes(sums[channel / 16 + i], x[i], x[2 + i], narrow, i > 0, slices);
             }
         }
     }
@@ -146,13 +147,14 @@ __device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, cons
         for (int n = 0; n < Own::WIDTH; n++) o[t][i][n] += weight * x[n];
     };
     const sketch_t* const u = buffer.sketches() + heads.at[0];
+    const int wide = heads.wide(0);
 #pragma unroll 2
     for (int j = 0; j < rank; j++)
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
             ColumnShare<Own::WIDTH> x;
-            x.load(u + j * V + Own::at(i));
+            x.load(u + column_at(j, wide), Own::at(i), j >= wide);
 #pragma unroll
             for (int t = 0; t < GROUP; t++) add(x, t, scratch.c[t][0][j], i);
         }

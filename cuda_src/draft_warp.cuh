@@ -8,7 +8,8 @@
 
 constexpr int MAX_SCORES = 128;  // most key heads of a block with SHARED_SCORES, as in read.cu
 constexpr int LARGEST_DRAFT =
-    DraftBuffer::bytes(W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS, TILE_HEADS * sketch_elements(RANK_MAX));
+    DraftBuffer::bytes(W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS,
+                       TILE_HEADS * sketch_elements(RANK_MAX, RANK_MAX));
 
 // Scores <k_s, q_t> of a row at one key head, computed once per block (SHARED_SCORES).
 struct DraftScores {

@@ -308,7 +308,7 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
         if (info.x > 0) {
             if (sketch_n % EPILOGUE_WARPS == member)
                 finish_sketch(m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z, info.x,
-                              f.ridge, sketch_n, [&] { fetch_basis(coming); });
+                              wide_of(info), f.ridge, sketch_n, [&] { fetch_basis(coming); });
             sketch_n++;
         } else if ((sketch_n + EPILOGUE_WARPS - 1) % EPILOGUE_WARPS == member) {
             fetch_basis(coming);  // by the warp that knows that the last basis has been used

@@ -212,7 +212,7 @@ __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, int ran
 
 template <class Wait>
 __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchBarriers& barriers,
-                                            sketch_t* packed, int rank, float mu, float ridge, float missing,
+                                            sketch_t* packed, int rank, int wide, float mu, float ridge, float missing,
                                             [[maybe_unused]] int sketch_n, Wait wait_sums) {
     gram_of_columns(m, rank, mu, ridge);
     if (!CODED) barriers.columns_empty[0].arrive();
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums, SketchB
     if constexpr (CODED) {
         split_dense(m, sums, rank, mu);
         __syncwarp();
-        store_split(m.columns[0], sums, packed, rank, missing);
+        store_split(m.columns[0], sums, packed, rank, wide, missing);
         barriers.columns_empty[0].arrive();
     } else {
         solve_dense(m, sums, packed + rank * V, rank, mu);

@@ -33,18 +33,72 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
+// Order of a head's columns in MIXED codes: by falling norm of their rows of B; equal norms stay in order. The last
+// columns have 4 bits. Lane l has the places of columns l, l + 32, ...
+struct EnergyOrder {
+    static constexpr int EACH = (RANK_MAX + 31) / 32, ROWS = 8;
+    int places[EACH];
+
+    __device__ __forceinline__ EnergyOrder(const Sums& b, int rank) {
+        const int lane = threadIdx.x % 32;
+        u32 norms[EACH] = {};  // bits of squares, which compare as the squares do, NaN included
+#pragma unroll 1
+        for (int first = 0; first < rank; first += ROWS) {
+            float squares[ROWS] = {};
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                Packed<FP32, MINE> row;
+                row.load(b.at(0, min(first + i, rank - 1), MINE * lane));
+#pragma unroll
+                for (int n = 0; n < MINE; n++) squares[i] += row[n] * row[n];
+            }
+            const u32 own = __float_as_uint(warp_sums(squares));  // lane l: of row first + l / 4
+            const u32 mine = __shfl_sync(ALL, own, lane % ROWS * (32 / ROWS));
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                if ((lane + 32 * e) / ROWS == first / ROWS) norms[e] = mine;
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; e++) places[e] = 0;
+#pragma unroll 1
+        for (int g = 0; g < rank; g++) {
+            const u32 other = of_column(norms, g);
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                places[e] += other > norms[e] || (other == norms[e] && g < lane + 32 * e);
+        }
+    }
+    __device__ __forceinline__ int of(int g) const { return of_column(places, g); }
+
+    template <class T> static __device__ __forceinline__ T of_column(const T (&x)[EACH], int g) {
+        T own = x[0];
+#pragma unroll
+        for (int e = 1; e < EACH; e++)
+            if (g / 32 == e) own = x[e];
+        return __shfl_sync(ALL, own, g % 32);
+    }
+};
+
 // Stores the split form as codes, by one warp. Q has replaced U, and B has replaced the first group's sums. `missing`:
 // factor that the scales are multiplied by.
-__device__ __forceinline__ void store_split(const Columns& q, const Sums& b, sketch_t* packed, int rank,
+__device__ __forceinline__ void store_split(const Columns& q, const Sums& b, sketch_t* packed, int rank, int wide,
                                             float missing) {
-    const SmallPart<float> small(packed, rank);
+    const SmallPart<float> small(packed, rank, wide);
+    auto store = [&](int g, int place) {
+        const float scale = store_column_codes(q.of[g], place, wide, packed) *
+                            store_row_codes(packed + column_at(rank, wide) + row_at(place, wide),
+                                            MIXED && place >= wide, [&](int channel, float(&x)[4]) {
+                                                load_floats(x, b.at(0, g, channel));
+                                            });
+        if (threadIdx.x % 32 == 0) small.scale[place] = scale * missing;
+    };
+    if constexpr (MIXED) {
+        const EnergyOrder order(b, rank);
 #pragma unroll 1
-    for (int g = 0; g < rank; g++) {
-        const float scale = store_column_codes(q.of[g], g, packed) *
-                            store_row_codes(packed + rank * V + g * K, [&](int channel, float(&x)[4]) {
-                                load_floats(x, b.at(0, g, channel));
-                            });
-        if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
+        for (int g = 0; g < rank; g++) store(g, order.of(g));
+    } else {
+#pragma unroll 1
+        for (int g = 0; g < rank; g++) store(g, g);
     }
 }
 

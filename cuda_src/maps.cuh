@@ -76,7 +76,8 @@ template <class Then>
 __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& barriers,
                                               [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const projection_t* projection, int rank,
-                                              [[maybe_unused]] float ridge, int sketch_n, Then then) {
+                                              [[maybe_unused]] int wide, [[maybe_unused]] float ridge, int sketch_n,
+                                              Then then) {
     barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
@@ -104,7 +105,7 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& b
     store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
+    store_dense(m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

@@ -10,7 +10,7 @@
 //
 // -D constants besides common.cuh's: W, DENSE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form
 // of the map: 0 factors, 1 a matrix per state, 2 a matrix shared by all states), SKETCH (type of sketches and maps:
-// 0 bf16, 2 float32, 3 int8, 4 fp8).
+// 0 bf16, 2 float32, 3 int8, 4 fp8, 5 int8 and 4 bits).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"

@@ -50,10 +50,11 @@ struct BlockRows {
 
 // The plan's entries for the heads of a tile.
 struct TileHeads {
-    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a dense head
+    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a dense head; projection of MIXED: columns of 8 bits
     int at[TILE_HEADS];                            // offsets of their sketches in the tile's sketches
     int from, elements;                            // offset of the tile's sketches in a slot, and their length
 
+    __device__ __forceinline__ int wide(int h) const { return MIXED ? projection[h] : rank[h]; }
     __device__ __forceinline__ void load(const int4* heads, int part) {
         from = elements = 0;
 #pragma unroll
@@ -62,7 +63,7 @@ struct TileHeads {
             rank[h] = info.x, projection[h] = info.z;
             if (elements == 0) from = info.y;
             at[h] = elements;
-            elements += sketch_elements(info.x);
+            elements += sketch_elements(info.x, wide_of(info));
         }
     }
 };

@@ -13,7 +13,7 @@
 #include "read_backward.cuh"
 #include "read_values.cuh"
 
-constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX));
+constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX, RANK_MAX));
 constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                           : SHARED_SCORES && V <= 64 ? 20
                                                      : 16;  // limited by registers; multiples of 4

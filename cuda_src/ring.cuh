@@ -14,11 +14,15 @@ __device__ __forceinline__ constexpr int swizzle(u32 row) {
     return SWIZZLED ? row / (64 / SWIZZLE_SPAN) % (SWIZZLE_SPAN / 8) * 8 : 0;
 }
 
-// Codes (codes.cuh) have half the bytes: 16 bytes of a row are 16 channels. Byte n of column `row` of U is stored at
-// n ^ code_swizzle(row).
+// Codes (codes.cuh) of 8 bits have half the bytes: 16 bytes of a row are 16 channels. Byte n of column `row` of U is
+// stored at n ^ code_swizzle(row). With 4 bits, 16 bytes are 32 channels, and V_4 bytes a row.
 constexpr int CODE_SPAN = V % 128 == 0 ? 128 : V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
 __device__ __forceinline__ constexpr int code_swizzle(u32 row) {
     return SWIZZLED ? row / (128 / CODE_SPAN) % (CODE_SPAN / 16) * 16 : 0;
+}
+constexpr int NARROW_SPAN = V_4 % 64 == 0 ? 64 : V_4 % 32 == 0 ? 32 : 16;
+__device__ __forceinline__ constexpr int narrow_swizzle(u32 row) {
+    return SWIZZLED ? row / (128 / NARROW_SPAN) % (NARROW_SPAN / 16) * 16 : 0;
 }
 
 // A slot's ring of raw inputs, at one head.

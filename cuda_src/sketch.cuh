@@ -213,10 +213,10 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
 
 // Stores all of U as codes, by one warp. `missing`: factor that the scales are multiplied by.
 __device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* packed, int rank, float missing) {
-    const SmallPart<float> small(packed, rank);
+    const SmallPart<float> small(packed, rank, rank);
 #pragma unroll 2
     for (int g = 0; g < rank; g++) {
-        const float scale = store_column_codes(u.of[g], g, packed);
+        const float scale = store_column_codes(u.of[g], g, rank, packed);
         if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
     }
 }

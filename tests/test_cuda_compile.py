@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from gpu.cuda_support import make_plan
+from gpu.cuda_support import make_plan, stored_as
 from host import compiler, standin
 from samples import gate_of
 
@@ -103,8 +103,11 @@ def variants():
         ("nemotron-3-super", "ridge", "int8"),
         ("qwen3-next", "ridge", "fp8"),
         ("kimi-linear", "lowrank", "int8"),
+        ("qwen3-next", "exact", "int8+int4"),
+        ("kimi-linear", "ridge", "int8+int4"),
     ):
-        plan = make_plan(LAYERS[name], np.resize([7, 1, 16, 3], LAYERS[name].heads), rng, map=kind)
+        ranks = np.resize([7, 1, 16, 3], LAYERS[name].heads)
+        plan = make_plan(LAYERS[name], ranks, rng, map=kind, **stored_as(coded, ranks))
         engines[f"{name}-{coded}"] = SketchEngine(plan, 1, coded)
     layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
     plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")

@@ -11,6 +11,7 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    stored_as,
     tokens_to_device,
 )
 from host import compiler, standin
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
 # as in test_cuda_host.py, and for the same reasons
 EXACT = 2e-6
-STORED = {"bfloat16": 1.2e-2, "float32": 1e-4, "int8": 1.2e-2, "fp8": 2e-2}  # codes: as in test_cuda_host_codes.py
+# codes: as in test_cuda_host_codes.py
+STORED = {"bfloat16": 1.2e-2, "float32": 1e-4, "int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
 
 LAYERS = {
     "mamba2": Layer("mamba2", 16, 128, 64, 2),
@@ -194,12 +196,19 @@ def test_replay(name, window, activation, rng, cupy):
         ("kda", 16, "lowrank", "int8", "bfloat16"),
         ("kda-64", 8, "ridge", "fp8", "bfloat16"),
         ("mamba2-80", 8, "prior", "int8", "float16"),
+        ("mamba2", 16, "ridge", "int8+int4", "bfloat16"),
+        ("gdn", 16, "ridge", "int8+int4", "bfloat16"),
+        ("kda", 8, "exact", "int8+int4", "bfloat16"),
+        ("mamba2-80", 8, "ridge", "int8+int4", "bfloat16"),
+        ("gdn-96", 8, "ridge", "int8+int4", "float16"),
     ],
 )
 def test_sketch(name, window, kind, stored, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
-    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    ranks = np.resize(RANKS[layer.kind], layer.heads)
+    settings = {"map": kind, "ridge": RIDGE[kind], "window": window}
+    plan = make_plan(layer, ranks, rng, **settings, **stored_as(stored, ranks))
     device = SketchEngine(plan, SLOTS, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
     oracle = reference.SketchEngine(plan, SLOTS, "float32" if stored == "bfloat16" else stored)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF

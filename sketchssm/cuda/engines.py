@@ -378,8 +378,8 @@ class SketchEngine(ReplayEngine):
         Bases, ranks and settings of the layer.
     num_slots : int
         Number of state slots.
-    sketch_dtype : {"bfloat16", "float32"}, default "bfloat16"
-        Type of sketches and maps.
+    sketch_dtype : {"bfloat16", "float32", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps.
     phase : int, optional
         See `ReplayEngine`.
     **memory

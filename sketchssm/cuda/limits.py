@@ -9,10 +9,9 @@ from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_format", "check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
+__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
-FORMATS = ("bfloat16", "float32", "int8", "fp8")
 MAX_GROUP = 16
 MAX_PIVOTS = 8
 SUPPORTED = (
@@ -51,15 +50,6 @@ def check_plan(plan: SketchPlan) -> None:
         _refuse("flush_every", plan.flush_every)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
-
-
-def check_format(sketch_dtype: str) -> None:
-    """Refuse a sketch format that the kernels do not support."""
-    if sketch_dtype not in FORMATS:
-        raise UnsupportedError(
-            f"sketch_dtype: the CUDA kernels don't support {sketch_dtype!r}; they support {', '.join(FORMATS)}, and "
-            "backends 'cpu' and 'reference' all formats"
-        )
 
 
 def shared_limit() -> int:

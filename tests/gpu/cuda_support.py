@@ -5,7 +5,7 @@ from samples import gate_of, map_of
 
 from sketchssm.cuda import engines
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.recurrence import DENSE, Layer, Tokens
 
 
 def round_to(x, activation):
@@ -85,6 +85,39 @@ def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=1
     plan = SketchPlan.__new__(SketchPlan)
     plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map, sketch_dtype, wide)
     return plan
+
+
+def stored_as(stored, ranks):
+    """The format of a plan, and for the mixed one the 8-bit columns of its heads: from none to all."""
+    if stored != "int8+int4":
+        return {"sketch_dtype": stored}
+    shares = np.resize([2, 0, 3, 4, 1], len(ranks))
+    return {"sketch_dtype": stored, "wide": np.where(np.asarray(ranks) == DENSE, 0, (ranks * shares + 3) // 4)}
+
+
+def separable_states(plan, slots, rng):
+    """States ``(slots, heads, V, K)`` whose split form has the same codes in every backend.
+
+    Bases are the first unit vectors, in place of the plan's. Columns of U have no value channel in common, so the
+    Gram matrix is diagonal. All numbers are integers of up to 8 bits, with such largest numbers that no code of 8 or 4
+    bits is halfway between two. Columns differ in energy, in a random order.
+    """
+    layer = plan.layer
+    plan.omega[...] = np.eye(*plan.omega.shape[1:])
+    states = rng.integers(-9, 10, (slots, *layer.state_shape)).astype(float)
+    for slot, head in np.ndindex(slots, layer.heads):
+        rank = plan.ranks[head]
+        if rank == DENSE:
+            continue
+        owner = np.arange(layer.value_dim) % rank
+        rows = np.zeros((rank, layer.key_dim))
+        for g in range(rank):
+            column, row = ((63, 3), (15, 7))[rng.integers(2)]
+            own = rng.integers(-column, column + 1, np.count_nonzero(owner == g))
+            own[0], rows[g, rank:] = column, rng.integers(-row, row + 1, layer.key_dim - rank)
+            rows[g, g], rows[g, rng.integers(rank, layer.key_dim)] = 1, -row
+            states[slot, head, owner == g] = own[:, None] * rows[g]
+    return states.astype(np.float32)
 
 
 def error(got, want):

@@ -10,6 +10,7 @@ from cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    stored_as,
     tokens_to_device,
     with_blocks,
 )
@@ -35,6 +36,7 @@ CASES = [(name, activation) for name in ("mamba2", "gdn", "kda") for activation 
 MAPS = {("gdn", "bfloat16"): ("lowrank", "ridge", "prior", "offline"), ("kda-raw", "bfloat16"): ("lowrank",)}
 
 CODES = [("mamba2", "ridge", "int8"), ("gdn", "lowrank", "fp8"), ("kda", "ridge", "int8"), ("kda", "offline", "int8")]
+CODES += [(name, "ridge", "int8+int4") for name in ("mamba2", "gdn", "kda")]
 
 
 def main():
@@ -55,7 +57,8 @@ def main():
             run(engine, layer, activation, gate, rng)
     for name, kind, stored in CODES:
         layer, options = LAYERS[name], {"activation_dtype": "bfloat16", "output_dtype": "float32"}
-        plan = make_plan(layer, np.resize([9, DENSE, 3], layer.heads), rng, map=kind, window=WINDOW)
+        ranks = np.resize([9, DENSE, 3], layer.heads)
+        plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW, **stored_as(stored, ranks))
         engine = SketchEngine(plan, SLOTS, stored, **options)
         with_blocks(engine, 1)
         run(engine, layer, "bfloat16", None, rng)

@@ -1,4 +1,4 @@
-"""Sketches in codes of 8 bits on a device, against the reference of the same format."""
+"""Sketches in codes on a device, against the reference of the same format."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,9 @@ from gpu.cuda_support import (
     make_tokens,
     round_to,
     run_pair,
+    separable_states,
     slot_table,
+    stored_as,
     tokens_to_device,
 )
 from gpu.draft_graphs import SLOTS, check_graph
@@ -26,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel
 EXACT = 2e-6
 # Some codes are neighbours of the reference's; tests/test_cuda_host_codes.py says why, and what was measured on
 # the host.
-NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2}
+NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
 RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
 
 
@@ -59,6 +61,25 @@ def test_every_code_is_exact(name, stored, rng, cupy):
     assert error(got, want) < 1e-5
 
 
+@pytest.mark.parametrize("activation", ["bfloat16", "float32"])
+@pytest.mark.parametrize("stored", ["int8", "int8+int4"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "mamba2-80", "gdn-96", "kda-64"])
+def test_codes_of_the_split_form(name, stored, activation, rng, cupy):
+    """Every code, its place and its scale are the reference's; the error is as above."""
+    layer = LAYERS[name]
+    ranks = np.resize([9, 17, 3, 1, 16], layer.heads)
+    plan = make_plan(layer, ranks, rng, map="exact", ridge=0.0, **stored_as(stored, ranks))
+    start = separable_states(plan, 3, rng)
+    device = SketchEngine(plan, 3, stored, activation_dtype=activation, output_dtype="float32")
+    oracle = reference.SketchEngine(plan, 3, stored)
+    device.load_state(cupy.asarray(start), cupy.arange(3))
+    oracle.load_state(start.astype(np.float64), np.arange(3))
+    length = plan.window - 1
+    tokens = make_tokens(layer, 3, length, activation, rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), activation)
+    assert error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "kind", "stored", "window", "activation"),
     [
@@ -71,11 +92,21 @@ def test_every_code_is_exact(name, stored, rng, cupy):
         ("gdn-96", [9, 33], "lowrank", "fp8", 8, "bfloat16"),
         ("mamba2-80", [9, DENSE, 40, 1], "prior", "int8", 4, "float16"),
         ("kda-64", [5, 17], "offline", "int8", 16, "float32"),
+        ("mamba2", [5, 1, 17, DENSE, 8, 3, 40, 7], "ridge", "int8+int4", 16, "bfloat16"),
+        ("gdn", [7, DENSE, 16, 2], "ridge", "int8+int4", 16, "bfloat16"),
+        ("gdn", [7, 33, 16, 2], "exact", "int8+int4", 32, "bfloat16"),
+        ("kda", [9, 16, DENSE], "ridge", "int8+int4", 16, "bfloat16"),
+        ("gdn-96", [9, 33], "ridge", "int8+int4", 8, "bfloat16"),
+        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8+int4", 8, "bfloat16"),
+        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8+int4", 4, "float16"),
+        ("kda-64", [5, 17], "ridge", "int8+int4", 16, "float32"),
     ],
 )
 def test_reads(name, ranks, kind, stored, window, activation, rng, cupy):
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(ranks, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    ranks = np.resize(ranks, layer.heads)
+    settings = {"map": kind, "ridge": RIDGE[kind], "window": window}
+    plan = make_plan(layer, ranks, rng, **settings, **stored_as(stored, ranks))
     device = SketchEngine(plan, 6, stored, activation_dtype=activation, output_dtype="float32")
     device.sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(6))
@@ -94,15 +125,17 @@ def test_reads(name, ranks, kind, stored, window, activation, rng, cupy):
     assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < NEIGHBOURS[stored]
 
 
+@pytest.mark.parametrize("stored", ["int8", "int8+int4"])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
-def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
+def test_rows_do_not_depend_on_their_batch(name, stored, rng, cupy):
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize([7, 16, 3], layer.heads), rng, map="ridge", ridge=0.001)
+    ranks = np.resize([7, 16, 3], layer.heads)
+    plan = make_plan(layer, ranks, rng, map="ridge", ridge=0.001, **stored_as(stored, ranks))
     tokens = make_tokens(layer, 7, 20, "bfloat16", rng)
     start = cupy.asarray(rng.standard_normal((7, *layer.state_shape)).astype(np.float32))
 
     def run(rows):
-        engine = SketchEngine(plan, 7, "int8", output_dtype="float32")
+        engine = SketchEngine(plan, 7, stored, output_dtype="float32")
         engine.load_state(start, cupy.arange(7))
         own = tokens_to_device(type(tokens)(*(x if x is None else x[rows] for x in tokens)), "bfloat16")
         out = cupy.zeros((len(rows), 20, layer.heads, layer.value_dim), np.float32)
@@ -112,12 +145,17 @@ def test_rows_do_not_depend_on_their_batch(name, rng, cupy):
     assert np.array_equal(run(list(range(7)))[4], run([4])[0])
 
 
-@pytest.mark.parametrize(("name", "kind"), [("mamba2", "ridge"), ("gdn", "ridge"), ("kda", "lowrank")])
-def test_graph_of_drafts(name, kind, rng, cupy):
+@pytest.mark.parametrize(
+    ("name", "kind", "stored"),
+    [
+        *(("mamba2", "ridge", "int8"), ("gdn", "ridge", "int8"), ("kda", "lowrank", "int8")),
+        *((name, "ridge", "int8+int4") for name in ("mamba2", "gdn", "kda")),
+    ],
+)
+def test_graph_of_drafts(name, kind, stored, rng, cupy):
     layer = LAYERS[name]
-    plan = make_plan(
-        layer, np.resize([7, 16, DENSE], layer.heads), rng, map=kind, ridge=RIDGE[kind], sketch_dtype="int8"
-    )
+    ranks = np.resize([7, 16, DENSE], layer.heads)
+    plan = make_plan(layer, ranks, rng, map=kind, ridge=RIDGE[kind], **stored_as(stored, ranks))
     head = ss.SketchHead(plan, SLOTS, "cuda", output_dtype="float32")
     head.warmup(drafts=True)
-    check_graph(cupy, head, ss.SketchHead(plan, SLOTS, "reference"), rng, 300)
+    check_graph(cupy, head, ss.SketchHead(plan, SLOTS, "reference"), rng, 300, NEIGHBOURS[stored])

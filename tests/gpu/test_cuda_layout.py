@@ -57,6 +57,20 @@ def test_packed_heads_do_not_overlap(kind, stored, size, rng):
     assert packed.slot_elements * size % ALIGN == 0  # so that every slot's heads do
 
 
+def test_packed_heads_of_two_widths(rng):
+    """A column of 8 bits has 80 bytes, its row 64; of 4 bits 48, a multiple of 16, and 32."""
+    ranks, wide = np.array([3, DENSE, 17, 1, 8]), [3, 0, 5, 0, 4]
+    plan = make_plan(Layer("gdn", 5, 64, 80), ranks, rng, map="ridge", sketch_dtype="int8+int4", wide=wide)
+    packed, end = pack_plan(plan, "int8+int4"), 0
+    for head in (0, 2, 3, 4):
+        rank, offset, leading, _ = packed.heads[head]
+        assert (rank, leading) == (ranks[head], wide[head])
+        assert offset % ALIGN == 0
+        assert end <= offset < end + ALIGN
+        end = offset + leading * (80 + 64) + (rank - leading) * (48 + 32) + 4 * rank
+    assert end <= packed.slot_elements < end + ALIGN
+
+
 @pytest.mark.parametrize("operation", ["standard", "read", "flush"])
 def test_sources_carry_their_headers_once(operation):
     text = source_text(operation)
