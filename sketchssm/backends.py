@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.host_arrays import HostArrays
-from sketchssm.recurrence import PAD_SLOT, Tokens
+from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.slots import SlotPart
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "Engine",
     "ExactEngine",
     "UnsupportedError",
+    "common_rank",
     "load_engine",
     "load_layer_inputs",
     "load_parts",
@@ -63,6 +64,9 @@ ENGINES = {
 
 OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0}
 """Settings of engines that need not support them, with their defaults."""
+
+COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
+"""Largest ranks of `common_rank` on backend "cuda" at K = V = 128, with windows of up to 16 and of 32."""
 
 
 class UnsupportedError(ValueError):
@@ -268,6 +272,25 @@ def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...])
 
     with cupy.cuda.Device(device):
         return LayerInputs(heads, dim, types), TorchArrays(device).stream
+
+
+def common_rank(layer: Layer, window: int) -> int:
+    """Largest rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    window : int
+        Tokens from one sketch to the next.
+
+    Returns
+    -------
+    int
+        Columns for which flushes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
+    """
+    short, long = COMMON_RANKS[layer.kind]
+    return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 
 def load_engine(

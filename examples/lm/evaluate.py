@@ -207,7 +207,9 @@ def listed(options, calibrations):
         if family == "sketch":
             layer, window = next(iter(calibrations.values())).layer, options.window
             for name, form, every in product(options.maps, options.formats, options.flush_every or [window]):
-                beside = [catalogue.rank_of_copy(layer, bits, window, name, form, every) for bits in options.copy_bits]
+                beside = [
+                    catalogue.rank_of_copy(layer, bits, window, name, form, every) for bits in options.copy_bits or ()
+                ]
                 settings = window, name, options.method, form, every
                 systems += catalogue.sketches(calibrations, [*options.ranks, *beside], *settings)
         else:
@@ -244,9 +246,7 @@ def arguments(given=None):
     choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
     add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
     add("--ranks", nargs="*", type=float, default=(4, 8, 16), help="mean ranks of sketches")
-    add(
-        "--copy-bits", nargs="+", type=float, default=(), help="also sketches of the traffic of copies of so many bits"
-    )
+    add("--copy-bits", nargs="*", type=float, help="also sketches of the traffic of copies of so many bits")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
@@ -263,7 +263,7 @@ def arguments(given=None):
         type=int,
         help="tokens from one flush of the states to the next (default: the window)",
     )
-    add("--rank-max", type=int, default=56, help="largest rank of a head")
+    add("--rank-max", type=int, help="largest rank of a head (default: what the CUDA kernels have room for)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")

@@ -8,6 +8,7 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
+from sketchssm.backends import common_rank
 from sketchssm.evaluate import exact_systems, sketch_system
 from sketchssm.evaluate.baselines import key_reduced_systems, pruned_systems, quantised_systems, read_only_systems
 from sketchssm.recurrence import Tokens
@@ -63,7 +64,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, weighting="uniform", rank_max=56):
+def calibrate(model, ids, window=16, weighting="uniform", rank_max=None):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
@@ -78,8 +79,9 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=56):
         Tokens from one flush to the next.
     weighting : {"uniform", "output"}
         See `sketchssm.Moments`.
-    rank_max : int
-        Largest rank to score, at most min(K, V); a head that needs more reads its full state.
+    rank_max : int, optional
+        Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: what the CUDA
+        kernels have room for.
 
     Returns
     -------
@@ -103,7 +105,7 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=56):
         moments = ss.Moments(layer, window=window, weighting=weighting)
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
-        scores = ss.RankScores(basis, rank_max=min(rank_max, basis.rank_max))
+        scores = ss.RankScores(basis, rank_max=min(rank_max or common_rank(layer, window), basis.rank_max))
         found[place] = Calibration(layer, tokens, basis, scores)
     for row in score.split(1):
         recorder = graded(model, row)

@@ -40,7 +40,7 @@ __all__ = ["command"]
 @click.option(
     "--rank-max",
     type=click.IntRange(min=1),
-    help="Largest rank of a head.  [default: min(K, V); 56 for a model]",
+    help="Largest rank of a head.  [default: min(K, V); for a model what the CUDA kernels have room for]",
 )
 @options.map_settings
 @model_options

@@ -172,7 +172,7 @@ def calibrate_model(
         raise click.UsageError(f"--out: expected a file for the plans of a model, got the folder {out}")
     from sketchssm.cli.output import percent, ranks_text
     from sketchssm.transformers import calibrate
-    from sketchssm.transformers.calibration import RANK_MAX, progress_steps
+    from sketchssm.transformers.calibration import progress_steps
 
     model, rows = source.load(least=2)
     with output.progress("calibrating", progress_steps(len(rows))) as step:
@@ -186,7 +186,7 @@ def calibrate_model(
             sketch_dtype=settings.sketch_dtype,
             method=settings.method or "gradient",
             weighting=settings.weighting,
-            rank_max=rank_max or RANK_MAX,
+            rank_max=rank_max,
             progress=step,
         )
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from sketchssm.backends import common_rank
 from sketchssm.calibrate.allocation import METHODS, allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
@@ -31,10 +32,6 @@ __all__ = ["calibrate", "fingerprint", "progress_steps"]
 SAMPLES = 2**16
 """Values of a parameter that its fingerprint reads, at even distances."""
 
-RANK_MAX = 56
-"""Default limit of a head's rank. On the H100, H200 and B200 the CUDA flush of `ridge` and `exact` in 16 or 8 bits has
-room for as many columns, with every benchmarked shape and windows of up to 32."""
-
 Take = Callable[[Tokens, Any], object]
 """Takes the inputs ``(batch, tokens, ...)`` of one call of a layer, and the gradient of its output or None."""
 
@@ -52,7 +49,7 @@ def calibrate(
     sketch_dtype: str = DEFAULT_FORMAT,
     method: str = "gradient",
     weighting: str = "uniform",
-    rank_max: int = RANK_MAX,
+    rank_max: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlans:
     """Make plans of all recurrent layers of a model, under one budget.
@@ -88,11 +85,12 @@ def calibrate(
         of the summed next-token cross-entropy by the layers' outputs.
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the bases, see `sketchssm.Moments`.
-    rank_max : int, default 56
-        Largest rank to score, at most min(K, V) of the layer. A head that needs more reads its full state. With a
-        `flush_every` longer than the window no head can read its full state; a warning then counts the heads that have
-        all columns. Backend "cuda" has room for the default on devices with 227 KB of shared memory a block. Smaller
-        devices need smaller ranks: see *Limits* on the page of the CUDA backend.
+    rank_max : int, optional
+        Largest rank to score, where a layer has as many. A head that needs more reads its full state. With a
+        `flush_every` longer than the window it can't; a warning then counts the heads that have all columns. Default:
+        the largest rank for which backend "cuda" has room on the H100, H200 and B200 (`ridge` with windows of up to
+        16: 61 for kda, 70 for the other kinds). Smaller devices need smaller ranks: see *Limits* on the page of the
+        CUDA backend.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -116,7 +114,7 @@ def calibrate(
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if not (np.isfinite(mean_rank) and mean_rank >= 1):
         raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
-    if isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1:
+    if rank_max is not None and (isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1):
         raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
     map = CoefficientMap.of(map)
     SketchFormat.of(sketch_dtype).check_map(map)
@@ -133,7 +131,7 @@ def calibrate(
             with torch.no_grad():
                 run_row(model, row)
     step("bases")
-    limits = {name: min(rank_max, x.layer.key_dim, x.layer.value_dim) for name, x in found.items()}
+    limits = {name: _rank_limit(rank_max, x.layer, window) for name, x in found.items()}
     bases = {name: fit_basis(sums, limits[name]) for name, sums in moments.items()}
     scores = {name: RankScores(basis) for name, basis in bases.items()}
     graded = method in ("gradient", "sensitivity")
@@ -150,7 +148,8 @@ def calibrate(
         list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=every == window
     )
     if every > window:
-        _warn_of_limit(rank_max, every, [x.layer for x in found.values()], [x.ranks for x in allocation.tables])
+        shapes = [x.layer for x in found.values()]
+        _warn_of_limit(list(limits.values()), shapes, [x.ranks for x in allocation.tables], every)
     plans, retained = {}, {}
     for name, table in zip(found, allocation.tables, strict=True):
         plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
@@ -162,14 +161,25 @@ def calibrate(
     return ModelPlans(plans, fingerprint(model), summary)
 
 
-def _warn_of_limit(rank_max: int, every: int, shapes: list[Layer], tables: list[npt.NDArray[np.int64]]) -> None:
+def _rank_limit(rank_max: int | None, layer: Layer, window: int) -> int:
+    """Largest rank of a layer's heads."""
+    if rank_max is None:
+        return common_rank(layer, window)
+    return min(rank_max, layer.key_dim, layer.value_dim)
+
+
+def _warn_of_limit(limits: list[int], shapes: list[Layer], tables: list[npt.NDArray[np.int64]], every: int) -> None:
     """Warn if heads have the largest rank, although more columns are possible in their layers."""
-    more = [rank_max < min(layer.key_dim, layer.value_dim) for layer in shapes]
-    count = sum(int((ranks == rank_max).sum()) for ranks, possible in zip(tables, more, strict=True) if possible)
-    if count:
+    full = [
+        int((ranks == limit).sum())
+        for limit, layer, ranks in zip(limits, shapes, tables, strict=True)
+        if limit < min(layer.key_dim, layer.value_dim)
+    ]
+    if sum(full):
+        heads = sum(ranks.size for ranks in tables)
         warnings.warn(
-            f"rank_max: {count} of {sum(ranks.size for ranks in tables)} heads have all {rank_max} columns, and with "
-            f"flush_every={every} no head can read its full state; a larger rank_max may lower the loss",
+            f"rank_max: {sum(full)} of {heads} heads have all {max(limits)} columns, and with flush_every={every} no "
+            "head can read its full state; a larger rank_max may lower the loss",
             RuntimeWarning,
             stacklevel=3,  # the caller of calibrate
         )
