@@ -58,11 +58,16 @@ TRACE_OPTIONS = (
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write results.json and CSV files into this folder, and use finished results that are there.",
+    help="Write results.json and CSV files into this folder, and use the finished results in it.",
 )
 @options.plots(is_flag=True, help="Draw pictures into the folder of --out (needs matplotlib).")
 @click.option(
-    "--format", "suffix", type=click.Choice(["png", "svg"]), default="png", show_default=True, help="Of --plots."
+    "--format",
+    "suffix",
+    type=click.Choice(["png", "svg"]),
+    default="png",
+    show_default=True,
+    help="Format of the pictures of --plots.",
 )
 @click.option(
     "--report",

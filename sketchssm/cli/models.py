@@ -129,7 +129,7 @@ def model_options(command: F) -> F:
     file = click.Path(exists=True, dir_okay=False, path_type=Path)
     found = [
         click.option(
-            "--model", type=folder, help="In place of TRACES: folder of a model of Hugging Face transformers."
+            "--model", type=folder, help="Instead of TRACES: folder of a model of Hugging Face transformers."
         ),
         click.option("--text", type=file, help="Text for --model: UTF-8, or token ids in an npy file."),
         click.option(

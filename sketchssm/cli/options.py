@@ -80,7 +80,7 @@ def backend(command: F) -> F:
         default="auto",
         show_default=True,
         callback=_check_backend,
-        help="Where to decode.",
+        help="Backend of the heads.",
     )(command)
 
 

@@ -64,12 +64,20 @@ class Names(click.ParamType[tuple[str, ...]]):
     "[default: ridge,ridge:0.01,lowrank,prior,offline]",
 )
 @click.option("--sketch-dtypes", type=Names(tuple(FORMATS)), default="bfloat16,int8,int8+int4", show_default=True)
-@click.option("--windows", type=options.Numbers(), default="16,32", show_default=True, help="Tokens between sketches.")
 @click.option(
-    "--flushes", type=options.Numbers(), default="1,4", show_default=True, help="Windows between flushes of the state."
+    "--windows",
+    type=options.Numbers(),
+    default="16,32",
+    show_default=True,
+    help="Tokens of a window, from one sketch to the next.",
+)
+@click.option(
+    "--flushes", type=options.Numbers(), default="1,4", show_default=True, help="Windows from one flush to the next."
 )
 @click.option("--mean-ranks", type=options.Numbers(), default="2,3,4,6,8,10,12,16", show_default=True)
-@click.option("--time-on", type=click.Choice(["cpu", "cuda"]), help="Measure times here.  [default: count bytes]")
+@click.option(
+    "--time-on", type=click.Choice(["cpu", "cuda"]), help="Measure times on this backend.  [default: count bytes]"
+)
 @click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Rows of a timed step.")
 @options.backend
 @options.plots(type=click.Path(dir_okay=False, path_type=Path), help="Draw the frontier (needs matplotlib).")
