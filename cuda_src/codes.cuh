@@ -6,8 +6,8 @@
 // one multiplication corrects it. The conversion takes three (INT8) or four (FP8) instructions a pair on all
 // architectures; sm_80 has no instruction that converts e4m3.
 //
-// INT8_4 also has codes of 4 bits: sign and magnitude, -7 to 7. They are in the order of codes of 8 bits, but pieces of
-// 16 bytes share their bytes: piece 2i has the lower four bits, piece 2i + 1 the upper four.
+// INT8_4 also has codes of 4 bits: sign and magnitude, -7 to 7. They are in the order of codes of 8 bits, and two
+// pieces of 16 bytes are packed into one: piece 2i has the lower four bits of each byte, piece 2i + 1 the upper four.
 #pragma once
 #include "ring.cuh"
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ u32 unpack_codes(u32 x, u32 narrow, bool upper) {
 template <int N> struct Codes {
     u32 pairs[N < 4 ? 1 : N / 2];
 
-    // From `channel` on, of a column as it is stored without a swizzle.
+    // Codes from `channel` on, of a column that is stored without a swizzle.
     __device__ __forceinline__ void load(const sketch_t* column, int channel, bool narrow) {
         const sketch_t* const from = column + (MIXED && narrow ? channel / 32 * 16 + channel % 16 : channel);
         auto codes = [&](u32 x) { return MIXED ? unpack_codes(x, narrow ? ALL : 0, channel / 16 % 2) : x; };
@@ -78,7 +78,7 @@ __device__ __forceinline__ u32 codes_of(const float (&x)[4]) {
 
 // Column g of U in a head's codes. Byte n is stored at `at` + (n ^ turn).
 struct CodedColumn {
-    bool narrow;  // whether it has codes of 4 bits
+    bool narrow;  // whether the column has codes of 4 bits
     int at, turn;
 
     __device__ __forceinline__ CodedColumn(int g, int wide)
@@ -92,8 +92,8 @@ struct CodedColumn {
     }
 };
 
-// Stores a row of LENGTH numbers as codes of 4 bits, by one warp, and returns the row's scale: the scale of least
-// squared error, of eight. Lane n has the four numbers of word n. Words n and n + 4 share the word at byte
+// Stores a row of LENGTH numbers as codes of 4 bits, by one warp. Returns the row's scale, which has the least squared
+// error of eight scales. Lane n has the four numbers of word n. Words n and n + 4 are packed into the word at byte
 // (16 (n / 8) ^ turn) + 4 (n % 4).
 template <int LENGTH>
 __device__ __forceinline__ float store_narrow_codes(sketch_t* to, int turn, float (&x)[4], float largest) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ float store_narrow_codes(sketch_t* to, int turn, floa
             errors[i] += rest * rest;
         }
     }
-    const u32 error = __float_as_uint(warp_sums(errors));  // lane n: of scale n / 4
+    const u32 error = __float_as_uint(warp_sums(errors));  // lane n: error of scale n / 4
     const u32 least = __reduce_min_sync(ALL, error);
     const float steps = 16 - (__ffs(__ballot_sync(ALL, error == least)) - 1) / (32 / SHRINKS);
     const float inverse = __fdividef(16.f, steps);

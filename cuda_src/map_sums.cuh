@@ -33,7 +33,7 @@ template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], cons
     }
 }
 
-// Order of a head's columns in MIXED codes: by falling norm of their rows of B; equal norms stay in order. The last
+// Order of a head's columns in MIXED codes: by decreasing norm of their rows of B; equal norms stay in order. The last
 // columns have 4 bits. Lane l has the places of columns l, l + 32, ...
 struct EnergyOrder {
     static constexpr int EACH = (RANK_MAX + 31) / 32, ROWS = 8;
@@ -41,7 +41,7 @@ struct EnergyOrder {
 
     __device__ __forceinline__ EnergyOrder(const Sums& b, int rank) {
         const int lane = threadIdx.x % 32;
-        u32 norms[EACH] = {};  // bits of squares, which compare as the squares do, NaN included
+        u32 norms[EACH] = {};  // bits of squares: they compare like the squares, and NaN is the largest
 #pragma unroll 1
         for (int first = 0; first < rank; first += ROWS) {
             float squares[ROWS] = {};
@@ -52,7 +52,7 @@ struct EnergyOrder {
 #pragma unroll
                 for (int n = 0; n < MINE; n++) squares[i] += row[n] * row[n];
             }
-            const u32 own = __float_as_uint(warp_sums(squares));  // lane l: of row first + l / 4
+            const u32 own = __float_as_uint(warp_sums(squares));  // lane l: square of row first + l / 4
             const u32 mine = __shfl_sync(ALL, own, lane % ROWS * (32 / ROWS));
 #pragma unroll
             for (int e = 0; e < EACH; e++)

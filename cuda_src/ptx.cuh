@@ -180,8 +180,8 @@ __device__ __forceinline__ void arrive_and_expect(int bytes, u32 mbarrier) {
 #endif
 
 // Full barrier of a pipeline stage: completes when the copies of one producer warp have landed. Small rows go by
-// cp.async in pieces of 16 bytes, one a lane; long rows by bulk copies from sm_90 on. In each phase the warp expects the
-// bytes of all its bulk copies, issues copies, and commits.
+// cp.async in pieces of 16 bytes, one a lane; long rows by bulk copies from sm_90 on. In each phase the warp expects
+// the bytes of all its bulk copies, issues copies, and commits.
 //
 // A phase has 33 arrivals: those of the lanes' cp.async, which `commit` requests, and one with the expected bytes. If
 // the bytes were expected without an arrival, the asynchronous arrivals of `commit` could overtake the operation and
