@@ -32,7 +32,7 @@ import ml_dtypes
 import numpy as np
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
-from sketchssm.backends import BACKENDS, UnsupportedError
+from sketchssm.backends import BACKENDS, ENGINES, UnsupportedError
 from sketchssm.baselines import CopyReadHead
 from sketchssm.bench.device import device_name
 from sketchssm.calibrate.windows import host_tokens, walk
@@ -137,6 +137,8 @@ class FromHeads:
         return self.lost(SketchHead(plan, rows, self.backend))
 
     def copy(self, bits):
+        if (self.backend, "copy") not in ENGINES:
+            raise UnsupportedError(f"backend: {self.backend!r} has no copies")
         return self.lost(CopyReadHead(self.layer, len(self.output), self.backend, bits=bits, window=WINDOW))
 
 
