@@ -31,7 +31,7 @@ SANITIZERS = (
 )
 
 
-_precompiling = threading.Lock()
+_precompiling = threading.Lock()  # of what all libraries share: threads compile several at once
 
 
 class CompileError(Exception):
@@ -83,13 +83,20 @@ def compile_library(code, constants=()):
     # not on the command line: g++ rejects a precompiled header that contains a name defined there
     defines = ["#define " + option.removeprefix("-D").replace("=", " ", 1) for option in constants]
     source = "\n".join([f'#include "{precompiled(options)}"', *defines, host_source(code)])
-    return built(["g++", *options, "-shared"], source, ".cpp", ".so")
+    return built(["g++", *options, "-shared", scheduler(options)], source, ".cpp", ".so")
+
+
+def scheduler(options):
+    """Path of the compiled ``scheduler.cpp``, which every library contains."""
+    quick = ["-O2" if option == "-Og" else option for option in options]
+    with _precompiling:
+        return str(built(["g++", *quick, "-I", str(HERE), "-c"], (HERE / "scheduler.cpp").read_text(), ".cpp", ".o"))
 
 
 def precompiled(options):
     """A precompiled ``device.h``."""
     include = f'#include "{HERE / "device.h"}"\n'
-    with _precompiling:  # kernels are compiled by several threads
+    with _precompiling:
         header = built(["g++", *options, "-x", "c++-header"], include, ".h", ".h.gch").with_suffix("")
     if not header.exists():  # g++ reads this text if another compiler made the binary
         header.write_text(include)

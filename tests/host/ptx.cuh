@@ -149,7 +149,7 @@ inline void store_release(int* at, int x) { *at = x; }
 inline int load_acquire(const int* at) { return *at; }
 inline u32 clock_now() { return 0; }  // not used on the host
 inline void wait_since(u32, u32) {}
-inline void copy_async_commit() { host::current->batch++; }
+inline void copy_async_commit() { host::commit_copies(); }
 template <int PENDING> inline void copy_async_wait() { host::land_copies(PENDING); }
 
 template <int THREADS> inline void named_barrier_sync(int number, HOST_PLACE) {
@@ -170,10 +170,10 @@ struct Mbarrier {
     void wait(int phase, HOST_PLACE) {
         // the device compares parities: a phase that has not begun would look finished
         if (phase > static_cast<int>(phases))
-            host::fail("an mbarrier is waited for one phase too early, at " + host::describe(where));
+            host::fail("an mbarrier is waited for one phase too early", where);
         while (static_cast<int>(phases) <= phase) host::wait_at(this, where);
         if (static_cast<int>(phases) > phase + 1)
-            host::fail("an mbarrier has gone two phases on, at " + host::describe(where));
+            host::fail("an mbarrier has gone two phases on", where);
     }
 };
 
@@ -236,9 +236,8 @@ template <int COUNT> void bulk_store(void* global, const void* shared, int share
     __syncwarp(~0u, where);
     const int lane = host::lane();
     if (lane < COUNT)
-        host::current->sent.push_back({static_cast<char*>(global) + lane * bytes,
-                                       static_cast<const char*>(shared) + lane * shared_stride,
-                                       static_cast<std::size_t>(bytes), 0});
+        host::send_later(static_cast<char*>(global) + lane * bytes,
+                         static_cast<const char*>(shared) + lane * shared_stride, bytes);
 }
 inline void fence_async_proxy() {}
 inline void wait_bulk_stores(HOST_PLACE) {
@@ -251,11 +250,11 @@ inline void wait_bulk_stores(HOST_PLACE) {
 struct WarpCopyBarrier {
     unsigned char phases[host::WARP];  // that a lane has sent, modulo 256
 
-    void init() { std::fill(phases, phases + host::WARP, 0); }
+    void init() { std::memset(phases, 0, sizeof phases); }
     void wait(u32 phase, HOST_PLACE) {
         unsigned char& sent = phases[host::lane()];
         if (sent != (phase + 1) % 256)
-            host::fail("a warp's copies are waited for in another phase than their last, at " + host::describe(where));
+            host::fail("a warp's copies are waited for in another phase than their last", where);
         host::land(&sent);
     }
 };
