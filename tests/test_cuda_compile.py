@@ -1,7 +1,7 @@
 """Kernels compile for the supported architectures and spill few registers. Needs nvcc, no GPU.
 
-``SKETCHSSM_ALL_ARCHITECTURES=1`` compiles every variant for every architecture, as .ci/run does. Otherwise variants are
-compiled for sm_90, where their spills are checked, and the small ones for the other architectures too.
+``SKETCHSSM_ALL_ARCHITECTURES=1`` compiles every variant for every architecture, as .ci/run does. Otherwise variants
+are compiled for sm_90, where their spills are checked, and the small ones for the other architectures too.
 """
 
 import os
