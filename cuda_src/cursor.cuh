@@ -8,9 +8,13 @@ constexpr int POSITION_BITS = 127, DUE = 128, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 __device__ __forceinline__ int position_of(int word) { return word & POSITION_BITS; }
 __device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
-// Whether a plain token completes the row's window.
+// Whether a plain token flushes the row. `window`: tokens of the ring, as in all functions but `ends_window`.
 __device__ __forceinline__ bool flushes_now(int word, int window) {
     return word & DUE || position_of(word) == window - 1;
+}
+// Whether a plain token completes a window, of which the ring has several.
+__device__ __forceinline__ bool ends_window(int word, int window) {
+    return word & DUE || position_of(word) % window == window - 1;
 }
 // The word after a plain token.
 __device__ __forceinline__ int after_token(int word, int window) {

@@ -35,10 +35,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         }
     };
     auto move_cursors = [&] {
-        if (clock.word && ticks && threadIdx.x == 0) clock.tick(W);
+        if (clock.word && ticks && threadIdx.x == 0) clock.tick(RING);
         if (clock.word) __syncthreads();
         const int stroke = clock.stroke();
-        set_cursors([&](int word) { return after_token(word, W) | stroke; });
+        set_cursors([&](int word) { return after_token(word, RING) | stroke; });
     };
     // Without dense heads, the list of due rows is complete before the read kernel has ended: flushes then run beside
     // the reads of other rows.
@@ -49,9 +49,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const int warp = threadIdx.x / 32;
     int count = 0;
     const int own = blockIdx.x + threadIdx.x * gridDim.x;  // of the first AHEAD threads: the block's first tiles
-    DueRow entry{};
+    [[maybe_unused]] DueRow entry{};
     auto find = [&] {
-        if (threadIdx.x < TileScheduler::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
+        if (!REFRESHES && threadIdx.x < TileScheduler::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
     };
     if (mode == STEP) {
         find();  // loaded together with their number; entries past `due` are stale and not used
@@ -72,8 +72,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         find();
     }
     if (threadIdx.x == 0) m.init();
+#if WINDOWS == 1
     if (threadIdx.x < TileScheduler::AHEAD)
         m.queue.tiles[threadIdx.x] = own < count * HEADS ? tile_at(own, entry) : NO_TILE;
+#endif
     if (RAW_KEYS && W < WP && warp == SOLVER)
         for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(W);
     __syncthreads();

@@ -53,7 +53,7 @@
 #include "flush_tiles.cuh"
 
 // Fold warp, one tile: folds the window into the warp's row block and reads the output from the updated rows.
-__device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& rows) {
+__device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, int state, StateStage& rows) {
     BlockMemory& m = f.m;
     const int lane = threadIdx.x % 32, block = threadIdx.x / 32, c = lane % 4, folded = f.folded(tile);
     KeyStage& stage = m.keys[n % KEY_STAGES];
@@ -62,7 +62,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     auto wait_solve = [&] { m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES); };
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
-    rows.full.wait(n / STATE_STAGES);
+    rows.full.wait(state / STATE_STAGES);
     if (RAW_KEYS && folded < W) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
     if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solve);
@@ -98,11 +98,11 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     }
     fence_async_proxy();
     __syncwarp();
-    if (RAW_KEYS) rows.store(f.home(tile, block));
-    if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
+    if (RAW_KEYS && tile.is_last()) rows.store(f.home(tile, block));
+    if (SKETCHED_HEADS && MAP != SHARED && tile.is_last()) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
-    if (!RAW_KEYS) m.state_folded[n % STATE_STAGES][block].arrive();
-    if (f.mode != STEP) return;
+    if (!RAW_KEYS && tile.is_last()) m.state_folded[state % STATE_STAGES][block].arrive();
+    if (!f.takes_own(tile)) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
@@ -112,14 +112,15 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     }
 }
 
-// A warp's part of a tile's sketch, if the head has a sketch (info.x is its rank); `then` as in sketch_head.
+// A warp's part of the sketch of a folded state, if the head has a sketch (info.x is its rank); `then` as in
+// sketch_head.
 template <class Then>
-__device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group,
-                                            int member, int& sketch_n, Then then) {
+__device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int state,
+                                            int group, int member, int& sketch_n, Then then) {
 #if SKETCHED_HEADS
     if (info.x > 0) {
-        sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[n % STATE_STAGES], group, member, f.packed(tile, info),
-                    info.x, sketch_n, then);
+        sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[state % STATE_STAGES], group, member,
+                    f.packed(tile, info), info.x, sketch_n, then);
         return;
     }
 #endif
@@ -140,13 +141,14 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
     if (RAW_KEYS && tiles.now.exists()) m.keys[0].full.wait(0);
     fetch(tiles.now, 0);
     for (; tiles.now.exists(); tiles.advance()) {
-        const int n = tiles.n;
-        if (RAW_KEYS && STATE_STAGES > 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
-        fold_tile(f, tiles.now, n, m.rows[n % STATE_STAGES][block]);
-        if (RAW_KEYS)
-            sketch_tile(f, tiles.now, f.head(tiles.now), n, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
+        const int n = tiles.n, state = tiles.state();
+        const bool is_last = tiles.now.is_last();
+        if (RAW_KEYS && STATE_STAGES > 1 && is_last) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
+        fold_tile(f, tiles.now, n, state, m.rows[state % STATE_STAGES][block]);
+        if (RAW_KEYS && is_last)
+            sketch_tile(f, tiles.now, f.head(tiles.now), state, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
                         [&](int) {
-                            if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
+                            if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
                         });
     }
     wait_bulk_stores();  // shared memory must live until the stores have read it
@@ -157,7 +159,7 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile
     if (!tile.exists()) return;
     KeyStage& stage = f.m.keys[n % KEY_STAGES];
     if (RAW_KEYS && f.folded(tile) < W) stage.clear(f.folded(tile));
-    stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.mode == STEP);
+    stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
 }
 
 // Producer warp (not RAW_KEYS): loads states, stores them when they are folded, and loads keys (except a block's first
@@ -183,21 +185,23 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
     TileIterator tiles(f);
     if (tiles.now.exists()) f.m.first_keys_full.wait(0);  // as in run_fold_warp
     fetch(tiles.now, 0);
-    if (STATE_STAGES > 1) fetch(tiles.ahead(1), 1);
+    if (STATE_STAGES > 1 && !REFRESHES) fetch(tiles.ahead(1), 1);
     if (tiles.now.exists()) follow(0);
     for (; tiles.now.exists(); tiles.advance()) {
-        const int n = tiles.n, stage = n % STATE_STAGES;
-        const bool follows = tiles.ahead(1).exists();
+        const int n = tiles.n, state = tiles.state(), stage = state % STATE_STAGES;
+        const bool follows = tiles.ahead(1).exists(), is_last = tiles.now.is_last();
         if (PREPARED_STAGES > 1 && follows) follow(n + 1);
+        if (REFRESHES && STATE_STAGES > 1 && is_last) fetch(tiles.ahead(1), state + 1);
         state_t* to = f.home(tiles.now, 0);
 #pragma unroll 1
-        for (int block = 0; block < ROW_BLOCKS; block++, to += 16 * K) {
-            f.m.state_folded[stage][block].wait(n / STATE_STAGES);
+        for (int block = 0; block < ROW_BLOCKS && is_last; block++, to += 16 * K) {
+            f.m.state_folded[stage][block].wait(state / STATE_STAGES);
             f.m.rows[stage][block].store(to);
         }
         if (PREPARED_STAGES == 1 && follows) follow(n + 1);
+        if (!is_last) continue;
         wait_bulk_stores();
-        fetch(tiles.ahead(STATE_STAGES), n + STATE_STAGES);
+        if (!REFRESHES || STATE_STAGES == 1) fetch(tiles.ahead(STATE_STAGES), state + STATE_STAGES);
     }
 }
 
@@ -206,11 +210,12 @@ __device__ __forceinline__ void run_sketch_warp(const Flush& f) {
     const int member = threadIdx.x / 32 - FIRST_SKETCH_WARP;
     int sketch_n = 0;
     for (TileIterator tiles(f); tiles.now.exists(); tiles.advance()) {
-        const int stage = tiles.n % STATE_STAGES;
+        if (!tiles.now.is_last()) continue;
+        const int state = tiles.state(), stage = state % STATE_STAGES;
         const int4 info = f.head(tiles.now);  // the load overlaps with the wait
         for (int block = member; block < ROW_BLOCKS; block += GROUP_WARPS)
-            f.m.state_folded[stage][block].wait(tiles.n / STATE_STAGES);
-        sketch_tile(f, tiles.now, info, tiles.n, 0, member, sketch_n,
+            f.m.state_folded[stage][block].wait(state / STATE_STAGES);
+        sketch_tile(f, tiles.now, info, state, 0, member, sketch_n,
                     [&](int block) { f.m.state_empty[stage][block].arrive(); });
     }
 }
@@ -249,8 +254,12 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
 // basis. Waits and signals: see finish_sketch.
 __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
     BlockMemory& m = f.m;
+#if WINDOWS > 1
+    TileClaim claim{f};
+    if (solves) claim.push_first();
+#endif
     auto fetch_values = [&](const FlushTile& tile) {
-        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), tile.buffered, f.mode == STEP);
+        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
     };
     auto solve = [&](const FlushTile& tile, int n) {
         if (!tile.exists()) return;
@@ -276,7 +285,9 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
     if (member == 0) fetch_basis(head_at(m.queue.get(0)));
 #endif
     TileIterator tiles(f);
+#if WINDOWS == 1
     TileClaim claim{f};
+#endif
     if (solves) {
         if (!RAW_KEYS) claim.begin();
         fetch_keys(f, tiles.now, 0);
@@ -303,7 +314,7 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
             }
         }
 #if SKETCHED_HEADS
-        if (member < 0) continue;
+        if (member < 0 || !tiles.now.is_last()) continue;
         const int4 info = f.head(tiles.now), coming = head_at(tiles.ahead(1));
         if (info.x > 0) {
             if (sketch_n % EPILOGUE_WARPS == member)

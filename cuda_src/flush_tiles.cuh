@@ -20,16 +20,27 @@ constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
 constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
 constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
 
-// Work tile: a slot, index = row * HEADS + head, and the number of tokens in the ring. slot < 0: past the last tile.
-struct alignas(8) FlushTile {
+// Work tile: one window of a (row, head), with index = row * HEADS + head. `buffered`: tokens of the window that are in
+// the ring. slot < 0: past the last tile. With refreshes the windows of a state are consecutive tiles of one block, and
+// the state stays in its stage from the first to the last.
+struct alignas(REFRESHES ? 16 : 8) FlushTile {
     int slot;
     u32 index : 26, buffered : 6;
+#if WINDOWS > 1
+    int start, behind;  // the ring place of the window's first token; windows of the state behind this one
+    __device__ __forceinline__ int begin() const { return start; }
+    __device__ __forceinline__ bool is_last() const { return behind == 0; }
+#else
+    __device__ __forceinline__ int begin() const { return 0; }
+    static constexpr __device__ __forceinline__ bool is_last() { return true; }
+#endif
     __device__ __forceinline__ bool exists() const { return slot >= 0; }
     __device__ __forceinline__ int row() const { return index / HEADS; }
     __device__ __forceinline__ int head() const { return index % HEADS; }
 };
 
-// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart.
+// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart;
+// with refreshes all tiles are claimed.
 // The solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly, because
 // memory serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up to 10%
 // after the others.
@@ -48,13 +59,14 @@ struct TileScheduler {
     }
     // The block's nth tile. The warp may look at most AHEAD tiles beyond the first one that it has not released.
     __device__ __forceinline__ FlushTile get(int n) {
-        if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
+        if (REFRESHES) full[n % LENGTH].wait(n / LENGTH);
+        else if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
         return tiles[n % LENGTH];
     }
     __device__ __forceinline__ void release(int n) {
         if (n % RELEASE_GROUP == RELEASE_GROUP - 1) empty[n % LENGTH / RELEASE_GROUP].arrive();
     }
-    // By the solver warp, for n = AHEAD, AHEAD + 1, ...
+    // By the solver warp, for n = AHEAD, AHEAD + 1, ...; with refreshes, from 0 on.
     __device__ __forceinline__ void push(int n, const FlushTile& tile) {
         if (n >= LENGTH && n % RELEASE_GROUP == 0) empty[n % LENGTH / RELEASE_GROUP].wait(n / LENGTH - 1);
         if (threadIdx.x % 32 == 0) tiles[n % LENGTH] = tile;
@@ -125,7 +137,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
         if (row < batch) schedule.slots[row] = slot;
         if (blockIdx.x == 0) slots.note(slot);
         const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word);
-        const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), W));
+        const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), RING));
         const bool due = slot >= 0 && (mode == LOAD || folds);
         const u32 ballot = __ballot_sync(ALL, due);
         if (lane == 0) counts[warp] = __popc(ballot);
@@ -158,11 +170,15 @@ struct Flush {
     float ridge;
     int count;  // rows to flush
 
-    __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + (mode == STEP); }
+    // Whether the window's last token is the step's own.
+    __device__ __forceinline__ bool takes_own(const FlushTile& tile) const { return mode == STEP && tile.is_last(); }
+    __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + takes_own(tile); }
     __device__ __forceinline__ Token token(const FlushTile& tile) const {
         return Token(inputs, tile.row(), tile.head());
     }
-    __device__ __forceinline__ Ring ring(const FlushTile& tile) const { return Ring(memory, tile.slot, tile.head()); }
+    __device__ __forceinline__ Ring ring(const FlushTile& tile) const {
+        return Ring(memory, tile.slot, tile.head(), tile.begin());
+    }
     __device__ __forceinline__ state_t* home(const FlushTile& tile, int block) const {
         return memory.state.of(tile.slot) + (tile.head() * V + 16 * block) * K;
     }
@@ -180,7 +196,7 @@ struct Flush {
     template <class T>
     __device__ __forceinline__ float scalar(const FlushTile& tile, const T* kept, const T* own) const {
         const int lane = threadIdx.x % 32, last = tile.buffered;
-        return lane < last ? kept[lane] : mode == STEP && lane == last ? *own : 0.f;
+        return lane < last ? kept[lane] : takes_own(tile) && lane == last ? *own : 0.f;
     }
     __device__ __forceinline__ float beta_of(const FlushTile& tile) const {
         return ERASES ? scalar(tile, ring(tile).beta, token(tile).beta) : 0.f;
@@ -190,21 +206,33 @@ struct Flush {
     }
 };
 
+constexpr FlushTile NO_TILE{-1};
+#if WINDOWS == 1
 // Tile number i of the flush. The tiles of a row are consecutive; `entry` is the row's entry in the schedule.
-constexpr FlushTile NO_TILE{-1, 0, 0};
 __device__ __forceinline__ FlushTile tile_at(int i, const DueRow& entry) {
     return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered};
 }
+#endif
 
 // A warp's iteration over its block's tiles.
 struct TileIterator {
     TileScheduler& queue;
     int n = 0;
     FlushTile now;
+#if WINDOWS > 1
+    int states = 0;  // before the tile's own
+
+    __device__ __forceinline__ int state() const { return states; }
+#else
+    __device__ __forceinline__ int state() const { return n; }
+#endif
 
     __device__ __forceinline__ explicit TileIterator(const Flush& flush) : queue(flush.m.queue), now(queue.get(0)) {}
     __device__ __forceinline__ FlushTile ahead(int by) const { return queue.get(n + by); }
     __device__ __forceinline__ void advance() {
+#if WINDOWS > 1
+        states += now.is_last();
+#endif
         queue.release(n++);
         now = queue.get(n);
     }
@@ -212,6 +240,7 @@ struct TileIterator {
 
 // The solver's claim of a tile, in three steps: `begin` and `find` start accesses of global memory, and other work can
 // overlap with them.
+#if WINDOWS == 1
 struct TileClaim {
     const Flush& flush;
     int number;
@@ -229,3 +258,36 @@ struct TileClaim {
         flush.m.queue.push(n + TileScheduler::AHEAD, number < flush.count * HEADS ? tile_at(number, entry) : NO_TILE);
     }
 };
+#else
+struct TileClaim {  // of a state, whose windows are pushed one by one
+    const Flush& flush;
+    int number, next = 0, left = 0;  // the ring place of the next window; windows that are not yet pushed
+    DueRow entry;
+
+    __device__ __forceinline__ void begin() {
+        if (left == 0 && threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->next_tile, 1);
+    }
+    __device__ __forceinline__ void find() {
+        if (left > 0) return;
+        number = __shfl_sync(ALL, number, 0);
+        entry = flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: a stale entry, not used
+        const int tokens = entry.buffered + (flush.mode == STEP);
+        left = number < flush.count * HEADS ? max((tokens + W - 1) / W, 1) : 1;
+        next = 0;
+    }
+    __device__ __forceinline__ void push(int n) {
+        FlushTile tile = NO_TILE;
+        if (number < flush.count * HEADS) {
+            tile.slot = entry.slot, tile.index = entry.row * HEADS + number % HEADS;
+            tile.start = next, tile.behind = left - 1;
+            tile.buffered = min(static_cast<int>(entry.buffered) - next, W);
+        }
+        flush.m.queue.push(n + TileScheduler::AHEAD, tile);
+        next += W, left--;
+    }
+    // The first tiles of a block.
+    __device__ __forceinline__ void push_first() {
+        for (int n = -TileScheduler::AHEAD; n < 0; n++) begin(), find(), push(n);
+    }
+};
+#endif

@@ -1,16 +1,17 @@
 // Read step: outputs of the rows whose windows do not end with this token.
 //
 // Appends each row's token to the row's ring and computes o = (state read of the effective query x) + (output of the
-// buffered tokens). The state read is U C x for a head with a sketch, and S^T x for a dense head. Replay is the variant
-// in which all heads are dense. Rows that are due for a flush are only listed in `Schedule`; flush.cu computes their
-// outputs and advances the cursors of all rows.
+// window's tokens). The state read is U C x for a head with a sketch, and S^T x for a dense head. Replay is the variant
+// in which all heads are dense. Rows whose windows end are only listed in `Schedule`; flush.cu or refresh.cu
+// computes their outputs. flush.cu advances the cursors of all rows.
 //
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read_warp.cuh).
 //
-// -D constants besides common.cuh's: W, DENSE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form
-// of the map: 0 factors, 1 a matrix per state, 2 a matrix shared by all states), SKETCH (type of sketches and maps:
-// 0 bf16, 2 float32, 3 int8, 4 fp8, 5 int8 and 4 bits).
+// -D constants besides common.cuh's: W, WINDOWS (of the ring; more than one: refresh.cu), DENSE_HEADS and
+// SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form of the map: 0 factors, 1 a matrix per state, 2 a
+// matrix shared by all states), SKETCH (type of sketches and maps: 0 bf16, 2 float32, 3 int8, 4 fp8, 5 int8 and 4
+// bits).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"
@@ -35,9 +36,11 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) arg.out.of(row)[first + i] = narrow<OUT>(0.f);
     };
+    auto ends_now = [](int word) { return REFRESHES ? ends_window(word, W) : flushes_now(word, W); };
     auto list = [&](int slot, int row, int word) {
-        schedule->rows[atomicAdd(&schedule->due, 1)] =
-            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word))};
+        const DueRow entry{slot, static_cast<u32>(row), static_cast<u32>(position_of(word))};
+        if (REFRESHES && !flushes_now(word, RING)) schedule->refreshed[atomicAdd(&schedule->refreshes, 1)] = entry;
+        else schedule->rows[atomicAdd(&schedule->due, 1)] = entry;
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
@@ -82,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         slot = slots.once_in_warp(row, slot);
         if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
-        if (slot >= 0 && !flushes_now(word, W)) read_dense(arg, head, row, slot, position_of(word), part);
+        if (slot >= 0 && !ends_now(word)) read_dense(arg, head, row, slot, position_of(word), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
         else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
@@ -96,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         int word = DENSE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
         if (DENSE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
-        const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word);
+        const int pos = slot >= 0 && ends_now(word) ? W - 1 : position_of(word);
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
-            atomicMax(&block.max_tokens, pos);
+            atomicMax(&block.max_tokens, in_window(pos));
         } else {
             due = true;
         }

@@ -40,12 +40,12 @@ struct Arguments {
 
 // The batch rows of a thread block's tiles.
 struct BlockRows {
-    const int2* rows;  // {slot, position} of each row; position W - 1: due
+    const int2* rows;  // {slot, position} of each row; the last position of a window: no read
     int first_row;
     static constexpr int t = 0;  // the rows' token
 
     __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }
-    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
+    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && in_window(pos) + 1 < W; }
 };
 
 // The plan's entries for the heads of a tile.
@@ -68,10 +68,15 @@ struct TileHeads {
     }
 };
 
-// One tile of work. bytes: the tile's size in shared memory, 0 if the row is padding or due for a flush. row: -1 past
-// the last tile.
+// One tile of work. bytes: the tile's size in shared memory, 0 if the row is padding or its window ends. row: -1 past
+// the last tile. first: the ring place of the window's first token.
 struct ReadTile {
     int row, index, slot, pos, bytes;  // index: which tile of its row
+#if WINDOWS > 1
+    int first;
+#else
+    static constexpr int first = 0;
+#endif
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
 };
 
@@ -87,7 +92,8 @@ struct TokenScalars {
             g[i] = beta[i] = 0;
             if (s > tile.pos || h >= TILE_HEADS) continue;
             auto get = [&](const auto& ring, const auto& input) -> float {
-                return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
+                return *(s < tile.pos ? ring.of(tile.slot) + head * RING + s + tile.first
+                                    : input.of(tile.row) + head);
             };
             if (KIND != KDA) g[i] = get(arg.memory.gates, arg.inputs.g);
             if (ERASES && !TWO_HALVES) beta[i] = get(arg.memory.betas, arg.inputs.beta);
@@ -101,7 +107,7 @@ struct TokenScalars {
 __device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
     const int s = threadIdx.x % 32;
     if (ERASES && s <= tile.pos)
-        copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * W + s
+        copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * RING + s + tile.first
                                           : arg.inputs.beta.of(tile.row) + tile.index);
     copy_async_commit();
 }

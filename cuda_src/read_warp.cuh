@@ -65,7 +65,10 @@ struct TileReader {
         }
         const int2 entry = own_rows.of(tile.row);
         const int elements = heads_of(tile).elements;
-        tile.slot = entry.x, tile.pos = entry.y;
+        tile.slot = entry.x, tile.pos = in_window(entry.y);
+#if WINDOWS > 1
+        tile.first = window_start(entry.y);
+#endif
         if (BlockRows::continues(entry.x, entry.y) && elements > 0)
             tile.bytes = TileBuffer::bytes(BOTH_HALVES, tile.pos, elements);
         return tile;

@@ -9,7 +9,7 @@
 constexpr bool SWIZZLED = ACT == BF16 && SKETCH != FP32 && SKETCHED_HEADS > 0;
 constexpr int SWIZZLE_SPAN = V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
 
-// Channel n of ring place `row`, or of column `row` of U, is stored at n ^ swizzle(row).
+// Channel n of token `row` of a window, or of column `row` of U, is stored at n ^ swizzle(row).
 __device__ __forceinline__ constexpr int swizzle(u32 row) {
     return SWIZZLED ? row / (64 / SWIZZLE_SPAN) % (SWIZZLE_SPAN / 8) * 8 : 0;
 }
@@ -25,13 +25,15 @@ __device__ __forceinline__ constexpr int narrow_swizzle(u32 row) {
     return SWIZZLED ? row / (128 / NARROW_SPAN) % (NARROW_SPAN / 16) * 16 : 0;
 }
 
-// A slot's ring of raw inputs, at one head.
+// A slot's ring of raw inputs from token `first` on, at one head.
 struct Ring {
     act_t *k, *v;
     gate_t* g;
     float* beta;
 
-    __device__ __forceinline__ Ring(const Memory& memory, int slot, int head)
-        : k(memory.keys.of(slot) + head / HEADS_PER_KEY * W * K), v(memory.values.of(slot) + head * W * V),
-          g(memory.gates.of(slot) + head * W * GATES), beta(memory.betas.of(slot) + head * W) {}
+    __device__ __forceinline__ Ring(const Memory& memory, int slot, int head, int first = 0)
+        : k(memory.keys.of(slot) + head / HEADS_PER_KEY * RING * K + first * K),
+          v(memory.values.of(slot) + head * RING * V + first * V),
+          g(memory.gates.of(slot) + head * RING * GATES + first * GATES),
+          beta(memory.betas.of(slot) + head * RING + first) {}
 };

@@ -46,6 +46,7 @@ SPILL_BYTES = {
     "read_draft": 216,
     "standard_draft": 8,
     "flush": 320,
+    "refresh": 64,
     "slots": 0,
     "commit": 0,
     "copy": 0,
@@ -122,6 +123,10 @@ def variants():
         ranks = np.resize([7, 1, 16, 3], LAYERS[name].heads)
         plan = make_plan(LAYERS[name], ranks, rng, map=kind, **stored_as(coded, ranks))
         engines[f"{name}-{coded}"] = SketchEngine(plan, 1, coded)
+    for name, stored in (("nemotron-3-super", "int8"), ("qwen3-next", "bfloat16"), ("kimi-linear", "bfloat16")):
+        ranks = np.resize([7, 1, 16, 3], LAYERS[name].heads)
+        plan = make_plan(LAYERS[name], ranks, rng, map="ridge", flush_every=64)
+        engines[f"{name}-refreshed"] = SketchEngine(plan, 1, stored)
     layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
     plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")
     engines |= {
@@ -130,7 +135,11 @@ def variants():
         "qwen3-next-fp16-states-ridge": SketchEngine(plan, 1, **stored),
     }
     chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
-    drafts = {f"{name}_draft": draft_variant(v) for name, v in chosen.items() if v.operation == "read"}
+    drafts = {
+        f"{name}_draft": draft_variant(v)
+        for name, v in chosen.items()
+        if v.operation == "read" and "refreshed" not in name
+    }
     for name, v in chosen.items():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)
@@ -186,7 +195,7 @@ def test_all_variants_compile(compiled):
             assert f"for 'sm_{sm}'" in log, name
 
 
-@pytest.mark.parametrize("operation", ["standard", "read", "flush", "read_draft", "standard_draft"])
+@pytest.mark.parametrize("operation", ["standard", "read", "flush", "refresh", "read_draft", "standard_draft"])
 def test_sources_treat_sm_90_and_sm_100_alike(operation):
     conditions = re.findall(r"^#(?:el)?if (.*__CUDA_ARCH__.*)", source_text(operation), flags=re.MULTILINE)
     assert conditions
@@ -275,6 +284,8 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
         "qwen3-next-replay-read_draft",
         "qwen3-next-lowrank-flush",
         "kimi-linear-lowrank-flush",
+        "qwen3-next-refreshed-read",
+        "qwen3-next-refreshed-refresh",
     ):
         source = tmp_path / f"{name}.cu"
         source.write_text(source_text(chosen[name].operation))
@@ -297,6 +308,7 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
             continue
         assert len(waits) == 1, name
         early = [lines[i].strip() for i in touches if i < waits[0]]
-        allowed = BEFORE_WAIT.get(name.rsplit("-", 1)[1], "nothing") if "lowrank" in name else "nothing"
+        sketched = "lowrank" in name or "refreshed" in name
+        allowed = BEFORE_WAIT.get(name.rsplit("-", 1)[1], "nothing") if sketched else "nothing"
         wrong = [line for line in early if not re.search(allowed, line)]
         assert not wrong, f"{name}: {wrong}"

@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.commits import Committer
 from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
-from sketchssm.cuda.limits import check_plan, check_shared, check_window, shared_limit
+from sketchssm.cuda.limits import check_plan, check_refreshes, check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import ALIGNMENT, allocate, cursor_part, ring_parts, state_part
 from sketchssm.cuda.modules import Variant, size_of
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
+from sketchssm.cuda.refreshes import Refresher
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
 from sketchssm.cuda.workspaces import MAX_ROWS, SLOTS
@@ -63,7 +65,9 @@ class ReplayEngine(StandardEngine):
     num_slots : int
         Number of state slots.
     window : int
-        Tokens from one flush to the next (W).
+        Tokens of a window (W).
+    flush_every : int, optional
+        Tokens of the ring, from one flush to the next; default one window.
     packed : PackedPlan, optional
         Sketches and their map. Default: no head has a sketch.
     phase : int, optional
@@ -78,6 +82,7 @@ class ReplayEngine(StandardEngine):
         num_slots: int,
         window: int,
         *,
+        flush_every: int | None = None,
         packed: PackedPlan | None = None,
         phase: int | None = None,
         **memory: Any,
@@ -87,11 +92,11 @@ class ReplayEngine(StandardEngine):
 
         super().__init__(layer, num_slots, **memory)
         check_window(window)
+        self.window, self.flush_every = window, flush_every or window
         stroke = 0
         if phase is not None:  # cursor word of a row that takes part in every call
-            stroke = DUE if phase == window - 1 else 0
+            stroke = DUE if phase == self.flush_every - 1 else 0
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
-        self.window = window
         self._packed = packed = pack_dense(layer) if packed is None else packed
         if packed.dense < layer.heads:
             self.memory |= allocate((_sketch_part(packed),), num_slots, self._given)
@@ -113,7 +118,7 @@ class ReplayEngine(StandardEngine):
         self._draft_read: DraftReader | None = None
         self._commit: Committer | None = None
         if self.arrays.activation_dtype is not None:
-            self._make_ring(window)
+            self._make_ring(self.flush_every)
         elif given := {"keys", "values", "gates", "betas"} & self._given.keys():
             raise ValueError(f"activation_dtype: expected a type with memory for {min(given)!r}, got None")
         else:
@@ -124,7 +129,7 @@ class ReplayEngine(StandardEngine):
     def parts(self) -> tuple[SlotPart, ...]:
         """See `sketchssm.backends.ExactEngine`."""
         raw_gate = bool(self._raw_gate)
-        return _parts(self.layer, self.window, self._packed, self.state_dtype, self._settled, raw_gate)
+        return _parts(self.layer, self.flush_every, self._packed, self.state_dtype, self._settled, raw_gate)
 
     @staticmethod
     def parts_of(  # type: ignore[override]
@@ -143,6 +148,7 @@ class ReplayEngine(StandardEngine):
         packed, layer = self._packed, self.layer
         constants = self._constants() | {
             "W": self.window,
+            "WINDOWS": self.flush_every // self.window,
             "DENSE_HEADS": packed.dense,
             "SKETCHED_HEADS": layer.heads - packed.dense,
             "RANK_MAX": int(max(packed.heads[:, 0].max(), 1)),
@@ -153,7 +159,9 @@ class ReplayEngine(StandardEngine):
         blocks = FLUSH_BLOCKS.get((layer.kind, layer.value_dim), 1) if raw_keys else 1
         if constants["MAP"] == 1:
             blocks = min(blocks, MOST_DENSE_BLOCKS)
-        return [Variant("read", constants), Variant("flush", constants | {"PRIOR": prior, "MIN_BLOCKS": blocks})]
+        flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
+        variants = [Variant("read", constants), Variant("flush", flush)]
+        return variants + [Variant("refresh", flush)] * (self.flush_every > self.window)
 
     def fit(self) -> None:
         """Refuse a device that is too small."""
@@ -164,8 +172,8 @@ class ReplayEngine(StandardEngine):
         import cupy
 
         if not self.ring:
-            self._make_ring(self.window)
-        read, flush = modules
+            self._make_ring(self.flush_every)
+        read, flush, *refreshes = modules
         processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
         memory: list[Any] = []
         for array in (self.state, *self.ring, self.sketch, self.cursor):
@@ -202,12 +210,15 @@ class ReplayEngine(StandardEngine):
             )
             for mode in (STEP, FOLD, LOAD, DRAFT)
         ]
+        fixed = *memory, self._basis, self._heads
+        self._refresh = [Refresher(module, fixed, self._packed.ridge, self.layer.heads) for module in refreshes]
         values = (*TOKEN_VALUES, *SLOT_VALUES)
         nothing = "zero", "zero", "zero"  # no draft
         launches = [
             (self._read, (*values, "workspace")),
             (self._flush[STEP], (*values, "one", *nothing, "workspace")),
         ]
+        launches += [(refresh.launcher, refresh.values) for refresh in self._refresh]
         workspaces = self._workspaces
         self._direct = DirectStep(
             self.arrays, self.layer, launches, self.num_slots, clean=lambda: workspaces.get()[0].fill(0)
@@ -256,14 +267,18 @@ class ReplayEngine(StandardEngine):
             address = workspace.data.ptr
             self._read(blocks, threads, *inputs, address)
             self._flush[STEP](flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0, address)
+            for refresh in self._refresh:
+                refresh(batch, inputs, address)
         except BaseException:  # the next flush must not take the rows that this read has listed
             workspace.fill(0)
             raise
         if not captured:
-            self._direct.learn(batch, [(blocks, threads), (flush_blocks, self._flush_threads)], address)
+            grids = [(blocks, threads), (flush_blocks, self._flush_threads)]
+            self._direct.learn(batch, grids + [refresh.grid(batch) for refresh in self._refresh], address)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.backends.Engine`."""
+        self._check_drafts()
         self._prepare()
         read = self._load_drafts()
         batch, length = out.shape[:2]
@@ -285,7 +300,15 @@ class ReplayEngine(StandardEngine):
         """See `sketchssm.backends.Engine`."""
         self._load_commit()(accepted, slots)
 
+    def _check_drafts(self) -> None:
+        if self.flush_every > self.window:
+            raise UnsupportedError(
+                f"draft: the CUDA kernels don't take drafts with refreshes (flush_every {self.flush_every} with "
+                f"window {self.window}); backends 'cpu' and 'reference' do"
+            )
+
     def _draft_variant(self) -> Variant:
+        self._check_drafts()
         return draft_variant(self.variants()[0])
 
     def _load_drafts(self) -> Any:
@@ -297,7 +320,7 @@ class ReplayEngine(StandardEngine):
 
     def _load_commit(self) -> Committer:
         if self._commit is None:
-            self._commit = Committer(self.cursor, self._clock, self.window, self._slot_limits)
+            self._commit = Committer(self.cursor, self._clock, self.flush_every, self._slot_limits)
         return self._commit
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
@@ -351,7 +374,7 @@ class ReplayEngine(StandardEngine):
 
     def _copies(self) -> Copier:
         if not self.ring:
-            self._make_ring(self.window)
+            self._make_ring(self.flush_every)
         return super()._copies()
 
 
@@ -361,16 +384,16 @@ def _sketch_part(packed: PackedPlan) -> SlotPart:
 
 
 def _parts(
-    layer: Layer, window: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
+    layer: Layer, tokens: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
 ) -> tuple[SlotPart, ...]:
-    """All parts of a slot."""
+    """All parts of a slot with a ring of so many tokens."""
     sketch = () if packed.dense == layer.heads else (_sketch_part(packed),)
-    ring = ring_parts(layer, window, activation_dtype, raw_gate)
+    ring = ring_parts(layer, tokens, activation_dtype, raw_gate)
     return state_part(layer, state_dtype), *ring, *sketch, cursor_part()
 
 
 class SketchEngine(ReplayEngine):
-    """Exact states, written once a window and read through their sketches in between.
+    """Exact states, written once in `flush_every` tokens and read through their sketches in between.
 
     Parameters
     ----------
@@ -396,8 +419,9 @@ class SketchEngine(ReplayEngine):
         **memory: Any,
     ) -> None:
         check_plan(plan)
-        packed = pack_plan(plan, sketch_dtype)
-        super().__init__(plan.layer, num_slots, plan.window, packed=packed, phase=phase, **memory)
+        check_refreshes(plan, sketch_dtype, memory.get("state_dtype", "float32"))
+        packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
+        super().__init__(plan.layer, num_slots, plan.window, flush_every=every, packed=packed, phase=phase, **memory)
         self.plan = plan
 
     @staticmethod
@@ -412,4 +436,4 @@ class SketchEngine(ReplayEngine):
         """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
         packed = pack_plan(plan, sketch_dtype)
         activation = activation_dtype or "bfloat16"
-        return _parts(plan.layer, plan.window, packed, state_dtype, activation, gate is not None)
+        return _parts(plan.layer, plan.flush_every, packed, state_dtype, activation, gate is not None)

@@ -6,17 +6,18 @@ from typing import Any
 
 from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.modules import Variant, load, size_of
+from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
+__all__ = ["check_layer", "check_plan", "check_refreshes", "check_shared", "check_window", "shared_limit"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
 MAX_PIVOTS = 8
 SUPPORTED = (
     f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
-    f"up to {MAX_PIVOTS} pivots, flush_every equal to the window"
+    f"up to {MAX_PIVOTS} pivots"
 )
 STATIC_SHARED = 128
 """Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
@@ -46,10 +47,24 @@ def check_plan(plan: SketchPlan) -> None:
     """Refuse a plan, or a plan's layer, that the kernels do not support."""
     check_layer(plan.layer)
     check_window(plan.window)
-    if plan.flush_every != plan.window:
-        _refuse("flush_every", plan.flush_every)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
+
+
+def check_refreshes(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> None:
+    """Refuse refreshes of formats that the kernels do not support."""
+    if plan.flush_every == plan.window:
+        return
+    every = f"flush_every {plan.flush_every} with window {plan.window}"
+    if SketchFormat.of(sketch_dtype).mixed:
+        raise UnsupportedError(
+            f"sketch_dtype: the CUDA kernels don't refresh {sketch_dtype!r} ({every}); backends 'cpu' and 'reference' "
+            "do"
+        )
+    if state_dtype != "float32":
+        raise UnsupportedError(
+            f"state_dtype: the CUDA kernels need float32 with refreshes ({every}), got {state_dtype!r}"
+        )
 
 
 def shared_limit() -> int:

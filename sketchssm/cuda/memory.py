@@ -30,15 +30,15 @@ def cursor_part() -> SlotPart:
     return SlotPart("cursor", (), "int32", 4)
 
 
-def ring_parts(layer: Layer, window: int, activation_dtype: str, raw_gate: bool) -> tuple[SlotPart, ...]:
-    """Raw inputs of a window's tokens.
+def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool) -> tuple[SlotPart, ...]:
+    """Raw inputs of the buffered tokens.
 
     Parameters
     ----------
     layer : Layer
         Kind and shape.
-    window : int
-        Tokens of a window.
+    tokens : int
+        Tokens of the ring.
     activation_dtype : str
         Type of keys and values.
     raw_gate : bool
@@ -50,10 +50,10 @@ def ring_parts(layer: Layer, window: int, activation_dtype: str, raw_gate: bool)
         Keys, values, gates, and betas if the layer has any.
     """
     shapes = {
-        "keys": (layer.key_heads, window, layer.key_dim),
-        "values": (layer.heads, window, layer.value_dim),
-        "gates": (layer.heads, window, layer.gate_channels),
-        "betas": (layer.heads, window),
+        "keys": (layer.key_heads, tokens, layer.key_dim),
+        "values": (layer.heads, tokens, layer.value_dim),
+        "gates": (layer.heads, tokens, layer.gate_channels),
+        "betas": (layer.heads, tokens),
     }
     if not layer.erases:
         del shapes["betas"]

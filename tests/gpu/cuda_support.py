@@ -67,7 +67,18 @@ def tokens_to_device(tokens, activation, gate=None):
     )
 
 
-def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=16, sketch_dtype="bfloat16", wide=None):
+def make_plan(
+    layer,
+    ranks,
+    rng,
+    map="lowrank",
+    pivots=None,
+    ridge=0.1,
+    window=16,
+    sketch_dtype="bfloat16",
+    wide=None,
+    flush_every=None,
+):
     """A plan with random bases; E0-orthonormal ones with a decaying metric for the maps that want them."""
     ranks = np.asarray(ranks)
     width = max(int(ranks.max()), 1)
@@ -83,7 +94,9 @@ def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=1
             omega[head] /= np.sqrt(spectrum[:width])
         projection[head] = (axes * spectrum) @ axes.T @ omega[head] if weighted else omega[head]
     plan = SketchPlan.__new__(SketchPlan)
-    plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map, sketch_dtype, wide)
+    plan._fill(
+        layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map, sketch_dtype, wide, flush_every
+    )
     return plan
 
 

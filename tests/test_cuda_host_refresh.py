@@ -1,0 +1,239 @@
+"""Refreshes between flushes on the CUDA kernels, run on the host, against the reference."""
+
+import numpy as np
+import pytest
+from gpu.cuda_support import (
+    SketchEngine,
+    error,
+    make_plan,
+    make_tokens,
+    named_gate,
+    run_pair,
+    slot_table,
+    tokens_to_device,
+    with_blocks,
+)
+from host import compiler, heads, kernels
+from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned
+
+import sketchssm as ss
+from sketchssm.backends import UnsupportedError
+from sketchssm.recurrence import DENSE
+from sketchssm.reference import engines as reference
+
+if missing := compiler.missing():
+    pytest.skip(missing, allow_module_level=True)
+
+# engines without a warmup() compile at their first step
+pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+
+# A refresh starts from the rounded sketch and map, and rounds again: errors of a window add to those of the windows
+# before, whose bound is `STORED`. Codes: neighbours of the reference's codes (tests/test_cuda_host_codes.py), from
+# which each refresh starts.
+REFRESHED = STORED | {"bfloat16": 2 * STORED["bfloat16"], "int8": 4e-2, "fp8": 8e-2}
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The stand-in for CuPy, with threads in a random order."""
+    return kernels.install(monkeypatch)
+
+
+def refreshed_plan(name, kind, windows, rng, window=16, ranks=None):
+    """A plan with a sketch for every head and so many windows from flush to flush."""
+    layer = LAYERS[name]
+    ranks = np.resize([rank for rank in ranks or RANKS[layer.kind] if rank != DENSE], layer.heads)
+    return make_plan(layer, ranks, rng, map=kind, ridge=RIDGE[kind], window=window, flush_every=windows * window)
+
+
+def make_pair(plan, slots, stored, rng, cupy, **settings):
+    """An engine on the device, whose memory held NaN, and the reference of the same format, with the same states."""
+    device = SketchEngine(plan, slots, stored, output_dtype="float32", **settings)
+    phase = {"phase": settings["phase"]} if "phase" in settings else {}
+    oracle = reference.SketchEngine(plan, slots, "float32" if stored == "bfloat16" else stored, **phase)
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    device.reset(cupy.arange(slots))
+    start = rng.standard_normal((slots, *plan.layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(slots))
+    oracle.load_state(start.astype(np.float64), np.arange(slots))
+    return device, oracle
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored", "window", "windows", "activation"),
+    [
+        ("mamba2", "ridge", "float32", 16, 2, "bfloat16"),
+        ("gdn", "ridge", "float32", 16, 2, "bfloat16"),
+        ("kda", "ridge", "float32", 16, 2, "bfloat16"),
+        ("mamba2", "ridge", "bfloat16", 8, 4, "bfloat16"),
+        ("gdn", "ridge", "bfloat16", 16, 2, "bfloat16"),
+        ("kda-raw", "ridge", "bfloat16", 8, 3, "bfloat16"),
+        ("mamba2-80", "exact", "bfloat16", 4, 8, "float16"),
+        ("gdn-96", "offline", "float32", 8, 3, "float32"),
+        ("kda-64", "offline", "bfloat16", 4, 4, "bfloat16"),
+        ("mamba2-128", "ridge", "bfloat16", 8, 2, "bfloat16"),
+        ("kda-64", "ridge", "float32", 32, 2, "float32"),
+        ("mamba2", "ridge", "int8", 8, 3, "bfloat16"),
+        ("gdn", "ridge", "int8", 8, 3, "bfloat16"),
+        ("kda", "ridge", "fp8", 8, 3, "bfloat16"),
+        ("gdn-96", "ridge", "fp8", 4, 3, "float16"),
+        ("kda-64-bounded", "offline", "int8", 8, 3, "bfloat16"),
+        ("gdn", "lowrank", "float32", 16, 2, "bfloat16"),
+        ("kda", "lowrank", "float32", 8, 3, "bfloat16"),
+        ("mamba2", "lowrank", "bfloat16", 8, 3, "bfloat16"),
+        ("gdn-96", "prior", "float32", 8, 3, "float16"),
+        ("kda-64", "prior", "bfloat16", 4, 4, "bfloat16"),
+        ("mamba2-80", "prior", "int8", 8, 3, "bfloat16"),
+        ("gdn", "lowrank", "fp8", 8, 3, "bfloat16"),
+    ],
+)
+def test_reads(name, kind, stored, window, windows, activation, rng, cupy):
+    """Mixed ranks, padding, rows at different windows of their rings; gates of 0, -50 and -inf among the rest."""
+    plan = refreshed_plan(name, kind, windows, rng, window)
+    layer, every, gate = plan.layer, plan.flush_every, named_gate(name, plan.layer, rng)
+    device, oracle = make_pair(plan, 4, stored, rng, cupy, activation_dtype=activation, gate=gate)
+    length = 2 * every + 4
+    tokens = make_tokens(layer, 3, length, activation, rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(3, 4, length, rng), activation, gate)
+    flushes = where == every - 1
+    refreshes = (where % window == window - 1) & ~flushes & (where >= 0)
+    assert flushes.any()
+    assert refreshes.any()
+    assert (where > window).any()
+    assert np.array_equal(device.position.get(), oracle.position)
+    assert error(got[flushes], want[flushes]) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+    assert error(got[refreshes], want[refreshes]) < REFRESHED[stored]
+    assert error(got[~flushes], want[~flushes]) < REFRESHED[stored]
+    device.flush(cupy.arange(4))
+    oracle.flush(np.arange(4))
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "phase"),
+    [("mamba2", "bfloat16", None), ("gdn", "bfloat16", 5), ("kda", "bfloat16", 30), ("kda-64", "float32", None)],
+)
+def test_rows_of_a_server(name, activation, phase, rng, cupy):
+    """States are loaded, slots flushed at any position and reset between steps; one block folds all states in turn.
+
+    With a clock, rows flush at the strokes, with any number of tokens in their rings.
+    """
+    plan = refreshed_plan(name, "ridge", 4, rng, window=8)
+    layer, slots = plan.layer, 4
+    device, oracle = make_pair(plan, slots, "float32", rng, cupy, activation_dtype=activation, phase=phase)
+    with_blocks(device, 1)
+    gots, wants, folded = [], [], []
+    fold = oracle._fold
+    oracle._fold = lambda slot, count: (folded.append(count), fold(slot, count))[1]
+    for _ in range(90):
+        some = rng.permutation(slots)[:1]
+        match rng.integers(30):
+            case 0:
+                start = rng.standard_normal((1, *layer.state_shape)).astype(np.float32)
+                device.load_state(cupy.asarray(start), cupy.asarray(some))
+                oracle.load_state(start.astype(np.float64), some)
+            case 1 | 2:
+                device.flush(cupy.asarray(some)), oracle.flush(some)
+            case 3:
+                device.reset(cupy.asarray(some)), oracle.reset(some)
+        rows, length = rng.integers(2, slots + 1), rng.choice([1, 1, 3])
+        table = slot_table(rows, slots, 1, rng)[0]
+        tokens = make_tokens(layer, rows, length, activation, rng)
+        out, want = cupy.full(tokens.v.shape, np.nan, dtype=np.float32), np.empty(tokens.v.shape)
+        device.step(tokens_to_device(tokens, activation), cupy.asarray(table), out)
+        oracle.step(tokens, table, want)
+        assert np.array_equal(device.cursor.get(), oracle.memory["cursor"])
+        gots.append(out.get().reshape(-1, layer.heads, layer.value_dim))
+        wants.append(want.reshape(gots[-1].shape))
+    assert len({-(-count // 8) for count in folded}) > 2  # rings of different numbers of windows
+    assert error(np.concatenate(gots), np.concatenate(wants)) < REFRESHED["float32"]
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize(("name", "stored"), [("gdn", "bfloat16"), ("mamba2", "int8"), ("kda", "float32")])
+def test_scaling_a_state_scales_its_refreshes(name, stored, rng, cupy):
+    """Also where float32 cannot hold the squares of states. Powers of two change no bit of a sketch."""
+    plan = refreshed_plan(name, "ridge", 2, rng, window=8)
+    layer = plan.layer
+    engine = poisoned(SketchEngine(plan, 2, stored, output_dtype="float32"))
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    tokens = make_tokens(layer, 2, 12, "bfloat16", rng, hard_gates=False)
+
+    def run(exponent):
+        engine.load_state(cupy.asarray(np.ldexp(start, exponent)), cupy.arange(2))
+        out = cupy.empty((2, 12, layer.heads, layer.value_dim), np.float32)
+        scaled = tokens_to_device(tokens._replace(v=np.ldexp(tokens.v, exponent)), "bfloat16")
+        engine.step(scaled, cupy.arange(2), out)
+        return np.ldexp(out.get(), -exponent)
+
+    want = run(0)
+    for exponent in (-62, -30, 30, 62):
+        assert error(run(exponent), want) < 1e-6
+
+
+def test_rows_do_not_depend_on_their_batch(rng, cupy):
+    plan = refreshed_plan("gdn", "ridge", 2, rng, window=8)
+    tokens = make_tokens(plan.layer, 3, 12, "bfloat16", rng)
+    start = rng.standard_normal((3, *plan.layer.state_shape)).astype(np.float32)
+    outs = []
+    for rows in ([0, 1, 2], [1]):
+        engine = poisoned(SketchEngine(plan, 3, output_dtype="float32"))
+        engine.load_state(cupy.asarray(start), cupy.arange(3))
+        own = tokens_to_device(type(tokens)(*(x if x is None else x[rows] for x in tokens)), "bfloat16")
+        outs.append(cupy.zeros((len(rows), 12, plan.layer.heads, plan.layer.value_dim), np.float32))
+        engine.step(own, cupy.asarray(np.array(rows)), outs[-1])
+    assert np.array_equal(outs[0][1], outs[1][0])
+
+
+class TestHeads:
+    @pytest.fixture(autouse=True)
+    def device(self, monkeypatch):
+        yield from heads.install(monkeypatch)
+
+    @staticmethod
+    def make_head(**settings):
+        plan = make_plan(heads.LAYER, [7, 5], np.random.default_rng(1), map="ridge", window=4, flush_every=16)
+        head = ss.SketchHead(plan, 4, "cuda", **settings)
+        head.warmup("bfloat16")
+        return head
+
+    def test_snapshot_and_copy(self, tmp_path, rng):
+        """A slot's memory holds its refreshed sketch: the copies decode bitwise as the first slot does."""
+        head, other = self.make_head(), self.make_head()
+        head.step(*heads.narrow(heads.tokens_of(rng, 4, 10)))
+        head.copy([1], [3])
+        head.snapshot([1]).save(tmp_path / "slots")
+        other.restore(ss.Snapshot.load(tmp_path / "slots"), [0])
+        assert other.position[0] == head.position[3] == 10
+        tokens = heads.narrow(heads.tokens_of(rng, 1, 9))
+        want = head.step(*tokens, slots=[1])
+        for each, slot in ((head, 3), (other, 0)):
+            np.testing.assert_array_equal(each.step(*tokens, slots=[slot]).view(np.uint16), want.view(np.uint16))
+
+    def test_parts(self, rng):
+        """The ring holds the tokens from flush to flush."""
+        head = self.make_head()
+        parts = {part.name: part.shape for part in head.parts}
+        assert parts["keys"] == (1, 16, 64)
+        assert parts["values"] == (2, 16, 80)
+        assert {part.name: part.shape for part in ss.SketchHead.parts_of(head.plan, backend="cuda")} == parts
+
+    def test_drafts_are_refused(self, rng):
+        head = self.make_head()
+        head.step(*heads.narrow(heads.tokens_of(rng, 4, 3)))
+        with pytest.raises(UnsupportedError, match=r"^draft: the CUDA kernels don't take drafts with refreshes"):
+            head.step(*heads.narrow(heads.tokens_of(rng, 4, 2)), draft=True)
+        with pytest.raises(UnsupportedError, match=r"^draft: "):
+            head.warmup("bfloat16", drafts=True)
+        np.testing.assert_array_equal(np.asarray(head.position), 3)
+
+    def test_the_mixed_form_is_refused(self, rng):
+        settings = {"window": 4, "flush_every": 16, "sketch_dtype": "int8+int4", "wide": [3, 2]}
+        plan = make_plan(heads.LAYER, [7, 5], rng, map="ridge", **settings)
+        with pytest.raises(UnsupportedError, match=r"^sketch_dtype: the CUDA kernels don't refresh 'int8\+int4'"):
+            ss.SketchHead(plan, 4, "cuda")
+
+    def test_states_of_16_bits_are_refused(self, rng):
+        with pytest.raises(UnsupportedError, match=r"^state_dtype: the CUDA kernels need float32 with refreshes"):
+            self.make_head(state_dtype="bfloat16")
