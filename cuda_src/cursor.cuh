@@ -12,7 +12,7 @@ __device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHI
 __device__ __forceinline__ bool flushes_now(int word, int window) {
     return word & DUE || position_of(word) == window - 1;
 }
-// Whether a plain token completes a window, of which the ring has several.
+// Whether a plain token completes a window. (With refreshes, the ring has several windows.)
 __device__ __forceinline__ bool ends_window(int word, int window) {
     return word & DUE || position_of(word) % window == window - 1;
 }

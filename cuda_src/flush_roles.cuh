@@ -49,6 +49,10 @@
 //
 // "Warps that sketch" are the fold warps (RAW_KEYS) or the sketch warps. The arrow from them to U in global memory
 // starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
+//
+// Numbers of stages in the diagrams are those of W = 16 on sm_90. With refreshes a state has several windows, that is,
+// several tiles: the barriers of states and of sketches (rows, state_*, basis, columns_*, sums_*, gram_empty,
+// group_sync) have a phase per state, the others a phase per tile.
 #pragma once
 #include "flush_tiles.cuh"
 

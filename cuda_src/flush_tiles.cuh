@@ -20,14 +20,14 @@ constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
 constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
 constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
 
-// Work tile: one window of a (row, head), with index = row * HEADS + head. `buffered`: tokens of the window that are in
-// the ring. slot < 0: past the last tile. With refreshes the windows of a state are consecutive tiles of one block, and
-// the state stays in its stage from the first to the last.
+// Work tile: one window of a (row, head), with index = row * HEADS + head. `buffered`: tokens of the window in the
+// ring. slot < 0: past the last tile. With refreshes, the windows of a state are consecutive tiles of one block, and
+// the state stays in its stage from the first window to the last.
 struct alignas(REFRESHES ? 16 : 8) FlushTile {
     int slot;
     u32 index : 26, buffered : 6;
 #if WINDOWS > 1
-    int start, behind;  // the ring place of the window's first token; windows of the state behind this one
+    int start, behind;  // ring place of the window's first token; number of later windows of the same state
     __device__ __forceinline__ int begin() const { return start; }
     __device__ __forceinline__ bool is_last() const { return behind == 0; }
 #else
@@ -220,7 +220,7 @@ struct TileIterator {
     int n = 0;
     FlushTile now;
 #if WINDOWS > 1
-    int states = 0;  // before the tile's own
+    int states = 0;  // number of states before the tile's own state
 
     __device__ __forceinline__ int state() const { return states; }
 #else

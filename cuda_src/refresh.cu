@@ -1,16 +1,22 @@
-// Refresh: advances the sketch and the map of the rows whose windows end without a flush, from themselves.
+// Refresh: for each row whose window ends without a flush, advances the sketch and the map through the window's tokens.
 //
-// Reads no state. The surrogate S^T = U R of rank G, with R the map, advances through the window's tokens as a product
+// The kernel reads no state. The surrogate S^T = U R of rank G, with R the map, advances as a product
 // (sketchssm/reference/refresh.py):
 //
 //     S'^T = Y X,   Y = [U, w],   X = [R D; l^T],   U' = Y (X Omega),   S' U' = X^T (Y^T U'),
 //     |S'|^2 = <Y^T Y, X X^T>
 //
-// From U' and S' U' the flush's functions compute the map. The output is S'^T q: reads of the window take the same
-// surrogate (maps in factors: refresh_factors.cuh). The window's last token, the step's own, goes into the ring.
+// The flush's functions compute the map from U' and S' U'. The output is S'^T q, which agrees with the window's other
+// reads (maps in factors: see refresh_factors.cuh). The window's last token, the step's own, is appended to the ring.
 //
-// The third launch of a step, after the flush. The read lists the rows in `Schedule`. A block takes one head of a row
-// after another, in float32. The last warp computes the map, while the others are at the next head.
+// This kernel is the third launch of a step, after the flush. The read lists the rows in `Schedule`. A block processes
+// one (row, head) after another, in float32:
+//
+//   warps         work                                            synchronisation
+//   workers (4)   head n: output, Y, X, products; U' and S' U'    a named barrier among them (sync_workers)
+//   map warp      the map of head n, while the workers begin      two __syncthreads with the workers per head:
+//                 head n + 1                                      1. the map of head n - 1 is stored, so U' and S' U'
+//                                                                 may be overwritten; 2. U' and S' U' are complete
 //
 // -D constants: flush.cu's.
 #include "schedule.cuh"
@@ -88,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(REFRESH_THREADS, 3)
             }
             if (threadIdx.x == 0) m.power = power_for_norm(most);
         }
-        __syncthreads();  // the map of the head before is stored
+        __syncthreads();  // the map of the previous head is stored
         if (works) {
             const float missing = inverse_of_power(m.power);
             for (int i = threadIdx.x; i < V; i += WORKERS)
@@ -110,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(REFRESH_THREADS, 3)
             }
             sync_workers();
 #if MAP != 2
-            const int columns = MAP == FACTORS ? pivots_of(rank) : rank;  // that S' is multiplied by
+            const int columns = MAP == FACTORS ? pivots_of(rank) : rank;  // columns of U' that S' is multiplied by
             multiply_small<V>(m, count, columns, y, RowsOf<COLUMN>{u.of, columns});
             sync_workers();
             for (int i = threadIdx.x; i < K; i += WORKERS)

@@ -5,14 +5,15 @@
 #pragma once
 #include "maps.cuh"
 
-// Four warps advance the factors; the fifth computes the map, while the four work on the next head.
+// Four worker warps advance the factors; the map warp computes the map (see refresh.cu).
 constexpr int WORKERS = 128, WORKER_WARPS = WORKERS / 32, REFRESH_THREADS = WORKERS + 32;
-// Rows of Y and X; W at least the most pivots, whose rows have the place of keys at first. A row of X, padded.
+// Rows of Y and X. W is at least the largest number of pivots, because rows of pivots are first stored in the places of
+// keys. KEY_FACTOR: a padded row of X.
 constexpr int FACTOR_ROWS = (RANK_MAX + (W > PIVOTS ? W : PIVOTS) + 7) / 8 * 8, KEY_FACTOR = K + 4;
 
 // Shared memory of a block, which has one head of a row at a time.
 struct RefreshMemory {
-    alignas(16) float y[FACTOR_ROWS][COLUMN];          // columns of U, then what each token writes
+    alignas(16) float y[FACTOR_ROWS][COLUMN];          // columns of U, then the write of each token
     alignas(16) float x[FACTOR_ROWS][KEY_FACTOR];      // rows of R, then keys; decayed to the window's end
     alignas(16) float products[W + 1][FACTOR_ROWS];    // of each token's key with the decayed rows; last of the query
     alignas(16) float small[FACTOR_ROWS][RANKS];       // X Omega, then Y U'
@@ -23,7 +24,7 @@ struct RefreshMemory {
     float factors[PIVOTS][RANKS], z[RANKS], missed[RANKS];  // see refresh_factors.cuh
 #endif
     SketchMemory sketch;
-    SketchBarriers barriers;  // the map's functions arrive at them; nobody waits
+    SketchBarriers barriers;  // the map's functions arrive at these barriers; no warp waits for them
 };
 
 // The window's tokens at one head: all but the last are in the ring.
@@ -37,7 +38,7 @@ struct WindowTokens {
     __device__ __forceinline__ float value(int s, int channel) const {
         return widen<ACT>(s < W - 1 ? ring.v[s * V + (channel ^ swizzle(s))] : last.v[channel]);
     }
-    // Puts the last token into the ring.
+    // Appends the last token to the ring.
     __device__ __forceinline__ void append(int head) const {
         constexpr int s = W - 1;
         for (int i = threadIdx.x; i < V; i += WORKERS) ring.v[s * V + (i ^ swizzle(s))] = last.v[i];
@@ -94,9 +95,9 @@ __device__ __forceinline__ void load_projection(float (&x)[LK], const projection
     for (int c = 0; c < LK; c++) x[c] = packed[c];
 }
 
-// Takes 8 rows through the window's tokens. products[s][first + i] = <row i, key of token s>; for s = W the query's.
-// Row number `own` + s becomes token s's key. A row takes up one decay after another: no stretch of tokens is summed,
-// and nothing is divided.
+// Advances 8 rows through the window's tokens. products[s][first + i] = <row i, key of token s>; for s = W <row i,
+// query>. Row number `own` + s becomes token s's key. A row is multiplied by one decay after another: there are no sums
+// of log-decays and no quotients.
 template <int LENGTH>
 __device__ __forceinline__ void advance_eight(float (&x)[8][LK], float (*products)[LENGTH], int first, int own,
                                               const WindowTokens& tokens, const GateInput<LK>& input) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void advance_rows(RefreshMemory& m, const WindowToken
 }
 
 // The tokens' rows of Y, w_s = beta_s (v_s - prediction), at a thread's channel; returns the output. Rows past the last
-// one are zeros.
+// row are zeros.
 __device__ __forceinline__ float advance_columns(RefreshMemory& m, const WindowTokens& tokens, int rank, int channel) {
     for (int i = rank; i < (rank + W + 3) / 4 * 4; i++) m.y[i][channel] = 0;
     // Sum of rows 0 to count - 1 with weights. Weights past the last row are zeros.
@@ -228,7 +229,7 @@ template <int LENGTH> struct RowsOf {
     }
 };
 
-// A column of the basis, as the flush takes it: four channels of each lane are one operand.
+// A column of the basis in the flush's layout: four channels of each lane are one operand.
 struct BasisRows {
     const uint2* basis;
 
@@ -244,7 +245,7 @@ struct BasisRows {
     }
 };
 
-// small[i][j] = <left row i, right row j>. The worker warps share the work.
+// small[i][j] = <left row i, right row j>. The products are divided among the worker warps.
 template <int LENGTH, class Left, class Right>
 __device__ __forceinline__ void multiply_small(RefreshMemory& m, int count, int columns, const Left& left,
                                                const Right& right) {

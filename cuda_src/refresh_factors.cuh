@@ -1,10 +1,10 @@
-// Refresh of maps in factors (lowrank, prior): the rows R of the surrogate, and what reads see beside it.
+// Refresh of maps in factors (lowrank, prior): the rows R of the surrogate, and the part of reads that R does not have.
 //
 // With the stored rows T, C = Diag(w) Pi^T + F T. As Pi^T Omega = I, with M = T Omega
 //
 //     R = Pi^T + F (T - M Pi^T),     (C - R) x = (w - 1) z + F (M z),     z = Pi^T x.
 //
-// Reads of the window take U C x, with x the effective query. So the output of the window's last token is that of the
+// The window's reads are U C x, with x the effective query. So the output of the window's last token is the read of the
 // advanced surrogate plus U (C - R) x.
 #pragma once
 #include "refresh.cuh"
