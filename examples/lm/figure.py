@@ -25,6 +25,9 @@ FLOOR = 1e-3
 ALIKE = {"key-reduced": "pruned"}
 """Families that share a colour, because no kind has both."""
 
+EXACT = "#777777"
+"""Colour of exact systems."""
+
 DASHES = ("-", "--", ":")
 """Line styles: without a note, and of successive notes."""
 
@@ -56,7 +59,8 @@ def draw(comparisons, path, upper_row="perplexity"):
         families.remove("exact")
     plain = [family.partition(":")[0] for family in families]
     notes = list(dict.fromkeys(["", *(family.partition(":")[2] for family in families)]))
-    colours = list(dict.fromkeys(ALIKE.get(family, family) for family in plain))
+    colours = list(dict.fromkeys(ALIKE.get(family, family) for family in plain if family != "exact"))
+    most = max(x.reduction for each in comparisons for x in each.results)
     with pyplot.rc_context(STYLE):
         size = 3.2 * len(comparisons) + 1.2, 7.4
         figure, grid = pyplot.subplots(2, len(comparisons), figsize=size, squeeze=False, sharex=True, sharey="row")
@@ -64,8 +68,9 @@ def draw(comparisons, path, upper_row="perplexity"):
             for family, base in zip(families, plain, strict=True):
                 members = sorted((x for x in comparison.results if x.family == family), key=lambda x: x.reduction)
                 traffic = [x.reduction for x in members]
+                exact = base == "exact"
                 look = {
-                    "color": COLOURS[colours.index(ALIKE.get(base, base)) % len(COLOURS)],
+                    "color": EXACT if exact else COLOURS[colours.index(ALIKE.get(base, base)) % len(COLOURS)],
                     "marker": MARKERS[list(dict.fromkeys(plain)).index(base) % len(MARKERS)],
                     "linestyle": DASHES[notes.index(family.partition(":")[2]) % len(DASHES)],
                     "fillstyle": "full" if family == base else "none",
@@ -86,7 +91,7 @@ def draw(comparisons, path, upper_row="perplexity"):
                 upper.set_yscale("symlog", linthresh=FLOOR)
             upper.set(title=comparison.kind)
             lower.axhline(100 * comparison.without, color="#777777", linewidth=0.8, label="states wiped after prefill")
-            lower.set(xlabel="traffic, times less than standard", xlim=(0, None), ylim=(-3, 103))
+            lower.set(xlabel="traffic, times less than standard", xlim=(0, 1.04 * most), ylim=(-3, 103))
         if diverges:
             grid[0, 0].set_ylabel("divergence from standard decode (nats)")
         else:
