@@ -30,6 +30,9 @@ from sketchssm.reference import engines as reference
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
 
+ACTIVATIONS = "bfloat16", "float16", "float32"
+OTHER_RANKS = [9, DENSE, 33, 1, 40]
+
 # engines without a warmup() compile at their first step
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
@@ -40,8 +43,17 @@ def cupy(monkeypatch):
     return kernels.install(monkeypatch)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("activation", ["bfloat16", "float16", "float32"])
+# Types differ in how a number is converted, shapes in which numbers a thread has: every kind meets all types, and
+# every shape one of them.
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        *((activation, name) for activation in ACTIVATIONS for name in ("mamba2", "gdn", "kda-raw")),
+        *(("float32", name) for name in ("mamba2-80", "kda-64-bounded")),
+        *(("bfloat16", name) for name in ("mamba2-128", "kda")),
+        *(("float16", name) for name in ("gdn-96", "kda-64")),
+    ],
+)
 def test_standard(name, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
@@ -58,10 +70,10 @@ def test_standard(name, activation, rng, cupy):
 @pytest.mark.parametrize(
     ("name", "window", "activation"),
     [
-        *((name, 16, "bfloat16") for name in LAYERS),
+        *((name, 16, "bfloat16") for name in ("mamba2", "mamba2-128", "gdn", "kda", "kda-raw")),
         *(("mamba2-80", 4, "float32"), ("gdn-96", 8, "float16"), ("kda-64", 32, "float32")),
         *(("mamba2-80", 32, "float16"), ("gdn-96", 32, "float32"), ("kda-64", 4, "bfloat16")),
-        *(("kda-raw", 8, "float16"), ("kda-raw", 16, "float32"), ("kda-raw", 32, "bfloat16")),
+        *(("kda-raw", 8, "float16"), ("kda-raw", 32, "float32")),
         *(("kda-64-bounded", 4, "bfloat16"), ("kda-64-bounded", 32, "float32")),
     ],
 )
@@ -161,7 +173,7 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
 def test_no_tokens(rng, cupy):
     """A step without tokens launches nothing and moves no cursor."""
     layer = Layer("gdn", 4, 64, 64, 2)
-    device = SketchEngine(make_plan(layer, [3, DENSE, 5, 2], rng, window=8), 2, output_dtype="float32")
+    device = SketchEngine(make_plan(layer, [DENSE, 5, 3, 9], rng, window=8), 2, output_dtype="float32")
     tokens = make_tokens(layer, 2, 0, "bfloat16", rng)
     device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), cupy.zeros((2, 0, 4, 64), np.float32))
     assert device.position.tolist() == [0, 0]
@@ -203,33 +215,34 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
 )
 def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
     """Shapes with other roles, groups, places and buffers in the flush, and reads with one head per tile."""
-    plan = make_plan(
-        layer, np.resize([9, DENSE, 33, 1, 40], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
-    )
+    plan = make_plan(layer, np.resize(OTHER_RANKS, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
     check_sketch(plan, "bfloat16", activation, rng, cupy)
 
 
 @pytest.mark.parametrize(
-    ("name", "value_dim", "output"),
+    ("layer", "kind", "window", "stored", "output"),  # whose outputs in float32 other tests compute too
     [
-        ("mamba2", 80, "bfloat16"),
-        ("mamba2", 128, "float16"),
-        ("gdn", 96, "float16"),
-        ("kda", 64, "bfloat16"),
-        ("kda", 80, "float16"),
+        (LAYERS["mamba2-80"], "prior", 16, "float32", "bfloat16"),
+        (LAYERS["mamba2-128"], "lowrank", 16, "bfloat16", "float16"),
+        (LAYERS["gdn-96"], "prior", 16, "float32", "float16"),
+        (LAYERS["kda-64"], "prior", 16, "float32", "bfloat16"),
+        (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16", "float16"),
+        (Layer("mamba2", 4, 64, 96, 2), "ridge", 8, "bfloat16", "float16"),
     ],
+    ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
 )
-def test_output_types(name, value_dim, output, rng, cupy):
+def test_output_types(layer, kind, window, stored, output, rng, cupy):
     """Outputs of 16 bits are those in float32, rounded: reads gather them in other pieces."""
-    layer = Layer(name, 6, 64, value_dim, 6 if name == "kda" else 3)
-    plan = make_plan(layer, [1, 9, DENSE, 20, 3, DENSE], rng, window=8)
-    tokens = tokens_to_device(make_tokens(layer, 3, 9, "bfloat16", rng), "bfloat16")
+    ranks = RANKS[layer.kind] if layer in LAYERS.values() else OTHER_RANKS
+    plan = make_plan(layer, np.resize(ranks, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    tokens = tokens_to_device(make_tokens(layer, 3, window + 1, "bfloat16", rng), "bfloat16")
     start = cupy.asarray(rng.standard_normal((3, *layer.state_shape)).astype(np.float32))
     outs = []
     for type_ in ("float32", output):
-        engine = poisoned(SketchEngine(plan, 3, output_dtype=type_))
+        engine = poisoned(SketchEngine(plan, 3, stored, output_dtype=type_))
         engine.load_state(start, cupy.arange(3))
-        outs.append(cupy.full((3, 9, 6, value_dim), np.nan, ml_dtypes.bfloat16 if type_ == "bfloat16" else type_))
+        shape = (3, window + 1, layer.heads, layer.value_dim)
+        outs.append(cupy.full(shape, np.nan, ml_dtypes.bfloat16 if type_ == "bfloat16" else type_))
         engine.step(tokens, cupy.arange(3), outs[-1])
     assert np.array_equal(outs[1], outs[0].astype(outs[1].dtype))
 
