@@ -11,14 +11,11 @@ the reference head of the same format in float64.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from cpu_window import cpu_model
+from cpu_reports import new_report, write
 
 import sketchssm as ss
 from sketchssm import bench
@@ -76,12 +73,8 @@ def main() -> None:
     args = parser.parse_args()
     if worker_count() != 1:
         parser.error("set NUMBA_NUM_THREADS=1: processor time is that of all threads")
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{cpu_model()}, {bench.available_cores()} cores",
-        "command": " ".join(["NUMBA_NUM_THREADS=1 python", *sys.argv]),
-        "rows": [],
-    }
+    report = new_report()
+    report["command"] = f"NUMBA_NUM_THREADS=1 {report['command']}"
     print(f"{report['device']}, W = {WINDOW}, batch {args.batch}; processor microseconds, least of {args.rounds}")
     print(f"{'shape':18}{'rank':>5}  {'format':10}{'read':>8}{'flush':>8}{'step':>8}{'output':>9}{'state':>9}")
     for shape in args.shapes:
@@ -91,9 +84,7 @@ def main() -> None:
                 name = row["sketch_dtype"]
                 print(f"{shape:18}{rank:5}  {name:10}{row['read']:8.0f}{row['flush']:8.0f}{row['step']:8.0f}"
                       f"{row['output_error']:9.1e}{row['state_error']:9.1e}", flush=True)  # fmt: skip
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.json)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ are those of one row against the float64 reference of the same plan, because the
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from cpu_window import MEAN_RANKS, cpu_model, mixed_ranks
+from cpu_reports import new_report, write
+from cpu_window import MEAN_RANKS, mixed_ranks
 
 import sketchssm as ss
 from sketchssm import bench
@@ -46,15 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of 128 tokens for each system")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{cpu_model()}, {bench.available_cores()} cores",
-        "command": " ".join(["python", *sys.argv]),
-        "copy_bandwidth": bench.copy_bandwidth(),
-        "rows": [],
-    }
+    report = new_report() | {"copy_bandwidth": bench.copy_bandwidth()}
     print(f"{report['device']}, {args.map}, {args.sketch_dtype}, batch {args.batch}; microseconds of a step")
     print(f"{'shape':18}{'flush every':>12}{'read':>8}{'refresh':>9}{'flush':>8}{'step':>8}{'error':>9}")
     for shape in args.shapes:
@@ -100,9 +89,7 @@ def main() -> None:
             refresh = "-" if row["refresh_microseconds"] is None else f"{row['refresh_microseconds']:.0f}"
             print(f"{shape:18}{every:12}{row['read_microseconds']:8.0f}{refresh:>9}{row['flush_microseconds']:8.0f}"
                   f"{row['microseconds']:8.0f}{row['error']:9.1e}", flush=True)  # fmt: skip
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.json)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,11 @@ same plan, because the bases are random.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
-import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from cpu_reports import new_report, write
 
 from sketchssm import SketchPlan, bench
 from sketchssm.calibrate.basis import SketchBasis
@@ -46,13 +42,6 @@ def systems(layer: Layer, maps: list[str]) -> list[System]:
     ]
 
 
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = ["nemotron-3-super", "qwen3-next", "kimi-linear"]
@@ -62,14 +51,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each system")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{cpu_model()}, {bench.available_cores()} cores",
-        "command": " ".join(["python", *sys.argv]),
-        "rows": [],
-    }
+    report = new_report()
     print(f"{report['device']}, W = {WINDOW}; microseconds of a step")
     print(f"{'shape':18}{'batch':>6}  {'system':10}{'read':>8}{'flush':>8}{'window':>8}{'GB/s':>7}{'of copy':>8}"
           f"{'speed':>7}{'output':>9}{'state':>9}")  # fmt: skip
@@ -85,9 +67,7 @@ def main() -> None:
                 print(f"{shape:18}{batch:6}  {it.system:10}{it.read_microseconds:8.0f}{it.flush_microseconds:8.0f}"
                       f"{it.microseconds:8.0f}{it.gigabytes_per_second:7.1f}{it.fraction:8.0%}{speed:6.2f}x"
                       f"{it.error:9.1e}{it.state_error:9.1e}", flush=True)  # fmt: skip
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.json)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from gpu.cuda_support import (
     stored_as,
     tokens_to_device,
 )
-from host import compiler, standin
+from host import compiler, kernels
+from host.kernels import EXACT, LAYERS, RANKS, RIDGE, poisoned
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.cuda import modules
 from sketchssm.recurrence import DENSE, Layer
 from sketchssm.reference import engines as reference
 from sketchssm.slots import drafted
@@ -28,35 +28,15 @@ if missing := compiler.missing():
 
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
-# as in test_cuda_host.py, and for the same reasons
-EXACT = 2e-6
 # codes: as in test_cuda_host_codes.py
-STORED = {"bfloat16": 1.2e-2, "float32": 1e-4, "int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
-
-LAYERS = {
-    "mamba2": Layer("mamba2", 16, 128, 64, 2),
-    "mamba2-80": Layer("mamba2", 4, 64, 80, 1),
-    "gdn": Layer("gdn", 4, 128, 128, 2),
-    "gdn-96": Layer("gdn", 2, 64, 96, 2),
-    "kda": Layer("kda", 3, 128, 128, 3),
-    "kda-64": Layer("kda", 2, 64, 64, 1),
-    "kda-raw": Layer("kda", 3, 128, 128, 3),
-    "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
-}
-RANKS = {"mamba2": [5, 1, 17, DENSE, 40, 8], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
-RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
+STORED = kernels.STORED | {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
 SLOTS = 5
-
-_modules = {}
 
 
 @pytest.fixture
 def cupy(monkeypatch):
     """The stand-in for CuPy, with threads in a random order."""
-    standin.install(monkeypatch)
-    monkeypatch.setattr(modules, "_modules", _modules)
-    monkeypatch.setattr(standin, "order", 0x5EED)
-    return standin
+    return kernels.install(monkeypatch)
 
 
 class Pair:
@@ -119,13 +99,6 @@ class Pair:
             assert error(got[:, dense], want[:, dense]) < EXACT
         if not dense.all():
             assert error(got[:, ~dense], want[:, ~dense]) < tolerance
-
-
-def poisoned(engine):
-    engine.warmup()
-    for ring in engine.ring:
-        ring.view(np.uint8)[...] = 0xFF
-    return engine
 
 
 def decode(pair, calls, most):
