@@ -419,7 +419,7 @@ class SketchEngine(ReplayEngine):
         **memory: Any,
     ) -> None:
         check_plan(plan)
-        check_refreshes(plan, sketch_dtype, memory.get("state_dtype", "float32"))
+        check_refreshes(plan, memory.get("state_dtype", "float32"))
         packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
         super().__init__(plan.layer, num_slots, plan.window, flush_every=every, packed=packed, phase=phase, **memory)
         self.plan = plan

@@ -6,7 +6,6 @@ from typing import Any
 
 from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.modules import Variant, load, size_of
-from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
@@ -51,16 +50,11 @@ def check_plan(plan: SketchPlan) -> None:
         _refuse("pivots", plan.map.pivots)
 
 
-def check_refreshes(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> None:
-    """Refuse refreshes of formats that the kernels do not support."""
+def check_refreshes(plan: SketchPlan, state_dtype: str) -> None:
+    """Refuse refreshes of states in 16 bits."""
     if plan.flush_every == plan.window:
         return
     every = f"flush_every {plan.flush_every} with window {plan.window}"
-    if SketchFormat.of(sketch_dtype).mixed:
-        raise UnsupportedError(
-            f"sketch_dtype: the CUDA kernels don't refresh {sketch_dtype!r} ({every}); backends 'cpu' and 'reference' "
-            "do"
-        )
     if state_dtype != "float32":
         raise UnsupportedError(
             f"state_dtype: the CUDA kernels need float32 with refreshes ({every}), got {state_dtype!r}"
