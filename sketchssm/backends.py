@@ -66,7 +66,9 @@ OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0}
 """Settings of engines that need not support them, with their defaults."""
 
 COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
-"""Largest ranks of `common_rank` on backend "cuda" at K = V = 128, with windows of up to 16 and of 32."""
+REFRESHED_RANKS = {"mamba2": (56, 48), "gdn": (56, 48), "kda": (61, 56)}
+"""Largest ranks of `common_rank` on backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
+without refreshes, and with them."""
 
 
 class UnsupportedError(ValueError):
@@ -274,7 +276,7 @@ def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...])
         return LayerInputs(heads, dim, types), TorchArrays(device).stream
 
 
-def common_rank(layer: Layer, window: int) -> int:
+def common_rank(layer: Layer, window: int, refreshed: bool = False) -> int:
     """Largest rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
 
     Parameters
@@ -283,13 +285,15 @@ def common_rank(layer: Layer, window: int) -> int:
         Kind and shape.
     window : int
         Tokens from one sketch to the next.
+    refreshed : bool, default False
+        Whether sketches are refreshed between flushes, which takes more room.
 
     Returns
     -------
     int
-        Columns for which flushes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
+        Columns for which flushes and refreshes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
     """
-    short, long = COMMON_RANKS[layer.kind]
+    short, long = (REFRESHED_RANKS if refreshed else COMMON_RANKS)[layer.kind]
     return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 

@@ -89,8 +89,8 @@ def calibrate(
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. With a
         `flush_every` longer than the window it can't; a warning then counts the heads that have all columns. Default:
         the largest rank for which backend "cuda" has room on the H100, H200 and B200 (`ridge` with windows of up to
-        16: 61 for kda, 70 for the other kinds). Smaller devices need smaller ranks: see *Limits* on the page of the
-        CUDA backend.
+        16: 61 for kda, 70 for the other kinds, or 56 with refreshes). Smaller devices need smaller ranks: see *Limits*
+        on the page of the CUDA backend.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -131,7 +131,7 @@ def calibrate(
             with torch.no_grad():
                 run_row(model, row)
     step("bases")
-    limits = {name: _rank_limit(rank_max, x.layer, window) for name, x in found.items()}
+    limits = {name: _rank_limit(rank_max, x.layer, window, every > window) for name, x in found.items()}
     bases = {name: fit_basis(sums, limits[name]) for name, sums in moments.items()}
     scores = {name: RankScores(basis) for name, basis in bases.items()}
     graded = method in ("gradient", "sensitivity")
@@ -161,10 +161,10 @@ def calibrate(
     return ModelPlans(plans, fingerprint(model), summary)
 
 
-def _rank_limit(rank_max: int | None, layer: Layer, window: int) -> int:
+def _rank_limit(rank_max: int | None, layer: Layer, window: int, refreshed: bool) -> int:
     """Largest rank of a layer's heads."""
     if rank_max is None:
-        return common_rank(layer, window)
+        return common_rank(layer, window, refreshed)
     return min(rank_max, layer.key_dim, layer.value_dim)
 
 
