@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sketchssm import interop
-from sketchssm.backends import Arrays, Engine, check_dtype_name
+from sketchssm.backends import check_dtype_name
+from sketchssm.engine import Arrays, Engine
 from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
 
 __all__ = ["DecodeHead"]
@@ -39,7 +40,7 @@ class DecodeHead:
     backend : str
         Backend in use.
     engine : Engine
-        The backend's engine (`sketchssm.backends.Engine`), which owns the slots' memory.
+        The backend's engine (`sketchssm.engine.Engine`), which owns the slots' memory.
 
     Attributes
     ----------

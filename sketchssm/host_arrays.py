@@ -53,7 +53,7 @@ class HostArrays:
         self._own_bounds = min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
     def call(self, *arrays: Any) -> HostArrays:
-        """See `sketchssm.backends.Arrays`."""
+        """See `sketchssm.engine.Arrays`."""
         return self
 
     def __enter__(self) -> HostArrays:
@@ -65,7 +65,7 @@ class HostArrays:
     def slots(
         self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False
     ) -> npt.NDArray[np.int64]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         host = None if slots is None else to_host(slots, name)
         if batch is None:
             host = np.delete(np.arange(capacity), self._excluded(capacity)) if host is None else np.atleast_1d(host)
@@ -77,7 +77,7 @@ class HostArrays:
         return [self._pad_slot] if 0 <= self._pad_slot < capacity else []
 
     def lengths(self, lengths: Any, slots: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         live = slots >= 0
         if lengths is None:
             return np.where(live, tokens, 0)
@@ -90,7 +90,7 @@ class HostArrays:
     def accepted(
         self, accepted: Any, slots: npt.NDArray[np.int64], cursor: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         live = slots >= 0
         counts = np.where(live, _counts("accepted", accepted, slots.shape[0]), 0)
         most = np.where(live, drafted(cursor[slots]), 0)
@@ -109,7 +109,7 @@ class HostArrays:
         capacity: int,
         lengths: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         index = self.slots(slots, given.v.shape[0], capacity)
         self._note_device("v", given.v)
         live: Any = index >= 0 if (index < 0).any() else slice(None)
@@ -126,7 +126,7 @@ class HostArrays:
         return tokens, index, out.reshape(shape) if self._fits(out, tokens) else np.empty(shape, dtype=self.dtype)
 
     def states(self, state: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         self._note_device("state", state)
         live = slots >= 0
         host = self._take(state, "state", live)
@@ -134,20 +134,20 @@ class HostArrays:
         return host
 
     def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         return self.slots(slots, batch, capacity)
 
     def fetch(self, array: npt.NDArray[Any], slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         rows = array[slots]
         return rows.view(np.uint16) if rows.dtype.name == "bfloat16" else rows
 
     def store(self, array: npt.NDArray[Any], slots: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         array[slots] = rows.view(array.dtype)
 
     def result(self, written: npt.NDArray[Any], v: Any, out: Any) -> Any:
-        """See `sketchssm.backends.Call`."""
+        """See `sketchssm.engine.Call`."""
         if type(out) is np.ndarray and np.may_share_memory(written, out):
             return out
         return from_host(written.reshape(v.shape), like=v, out=out)
@@ -172,7 +172,7 @@ class HostArrays:
             raise ValueError("state: expected finite numbers, got NaN or infinity")
 
     def view(self, state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """See `sketchssm.backends.Arrays`."""
+        """See `sketchssm.engine.Arrays`."""
         view = state.view()
         view.flags.writeable = False
         return view

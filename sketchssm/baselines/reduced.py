@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.backends import Engine, load_engine
+from sketchssm.backends import load_engine
+from sketchssm.engine import Engine
 from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array
@@ -83,15 +84,15 @@ class ReducedEngine:
 
     @property
     def position(self) -> npt.NDArray[np.int32]:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         return self._inner.position
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._inner.warmup(activation_dtype, drafts)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         q, k = (
             _mapped(maps, x, norm)
             for maps, x, norm in zip((self._query, self._key), (tokens.q, tokens.k), self._norms, strict=True)
@@ -102,15 +103,15 @@ class ReducedEngine:
         self._inner.step(Tokens(q, k, tokens.v, g, tokens.beta), slots, out)
 
     def load_state(self, state: Array, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`; the part outside the kept channels is lost."""
+        """See `sketchssm.engine.Engine`; the part outside the kept channels is lost."""
         with np.errstate(invalid="ignore", over="ignore"):  # padding rows may hold anything
             self._inner.load_state(np.ascontiguousarray(state @ self._lift), slots)
 
     def flush(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
 
     def reset(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._inner.reset(slots)
 
 

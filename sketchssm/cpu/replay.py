@@ -58,25 +58,25 @@ class ReplayEngine(StandardEngine):
     def parts_of(  # type: ignore[override]
         layer: Layer, window: int, *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.backends.Engine`."""
+        """Parts of a slot; see `sketchssm.engine.Engine`."""
         return slot_parts(window_parts(layer, window, state_dtype))
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._memory.set(task=STEP)
         run(window_kernel, self._memory, slots, tokens, out, rounds=out.shape[1])
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._memory.set(task=FLUSH)
         run(window_kernel, self._memory, slots)
 
     def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._memory.set(task=DRAFT, counts=lengths.ctypes.data)
         run(window_kernel, self._memory, slots, tokens, out)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._memory.set(task=COMMIT, counts=accepted.ctypes.data)
         run(window_kernel, self._memory, slots)

@@ -51,17 +51,17 @@ class SketchEngine(ReplayEngine):
     def parts_of(  # type: ignore[override]
         plan: SketchPlan, sketch_dtype: str = "bfloat16", *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.backends.Engine`."""
+        """Parts of a slot; see `sketchssm.engine.Engine`."""
         return slot_parts(_plan_parts(plan, sketch_dtype, state_dtype)[1])
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         super().adopt(slots)
         self._memory.set(task=REBUILD)
         run(window_kernel, self._memory, slots)
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         super().reset(slots)
         if "sketch" in self.memory:
             # a zero sketch reads a zero state correctly through any finite map

@@ -127,7 +127,7 @@ class ReplayEngine(StandardEngine):
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        """See `sketchssm.backends.ExactEngine`."""
+        """See `sketchssm.engine.ExactEngine`."""
         raw_gate = bool(self._raw_gate)
         return _parts(self.layer, self.flush_every, self._packed, self.state_dtype, self._settled, raw_gate)
 
@@ -140,7 +140,7 @@ class ReplayEngine(StandardEngine):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
         return _parts(layer, window, pack_dense(layer), state_dtype, activation_dtype or "bfloat16", gate is not None)
 
     def variants(self) -> list[Variant]:
@@ -229,7 +229,7 @@ class ReplayEngine(StandardEngine):
             self._rebuild(self.arrays.all_slots(self.num_slots, self.num_slots), LOAD)
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._prepare()
         batch, length = out.shape[:2]
         spans: list[tuple[int, int]] = [(0, batch)] if batch else []
@@ -277,7 +277,7 @@ class ReplayEngine(StandardEngine):
             self._direct.learn(batch, grids + [refresh.grid(batch) for refresh in self._refresh], address)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._check_drafts()
         self._prepare()
         read = self._load_drafts()
@@ -297,7 +297,7 @@ class ReplayEngine(StandardEngine):
             read(blocks, threads, *inputs, *tokens.steps, *checked)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         self._load_commit()(accepted, slots)
 
     def _check_drafts(self) -> None:
@@ -342,7 +342,7 @@ class ReplayEngine(StandardEngine):
             self._flush[mode](blocks, self._flush_threads, *NO_TOKENS, *part.arguments, batch, 0, 0, 0, 0, workspace)
 
     def load_state(self, state: Pointer, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         super().load_state(state, slots.again() if self.ring else slots)
         if not self.ring:  # the flush kernel must know the ring's type: the first step sketches, when it is settled
             self._unsketched = True
@@ -351,18 +351,18 @@ class ReplayEngine(StandardEngine):
         self._rebuild(slots, LOAD)
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         if self.ring:  # without a ring nothing is buffered
             self._prepare(late=False)
             self._rebuild(slots, FOLD)
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.backends.Engine`."""
+        """See `sketchssm.engine.Engine`."""
         super().reset(slots)
         self._set_sketch(None, slots.again())
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.backends.ExactEngine`."""
+        """See `sketchssm.engine.ExactEngine`."""
         if not self.ring:  # as in `load_state`
             self._unsketched = True
             return
@@ -433,7 +433,7 @@ class SketchEngine(ReplayEngine):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.backends.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
         packed = pack_plan(plan, sketch_dtype)
         activation = activation_dtype or "bfloat16"
         return _parts(plan.layer, plan.flush_every, packed, state_dtype, activation, gate is not None)

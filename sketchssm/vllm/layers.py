@@ -133,7 +133,7 @@ class HeadLayer:
 
     @property
     def layer(self) -> Layer:
-        """Kind and shape of this process's share of the layer."""
+        """Kind and shape of this process's share of the layer; each kind of layer has its own."""
         raise NotImplementedError
 
     def gate(self) -> GateInput | None:
