@@ -96,7 +96,7 @@ def stepwise(model, patch, ids, prompt):
 def check_scores(lm, model, ids, plans, window):
     """Loss and likeliest tokens of the example, of `evaluate`, and of a patched model step by step."""
     heads = {place: ss.SketchHead(plan, len(ids), "cpu") for place, plan in sketched(model, plans).items()}
-    losses, guesses = lm["evaluate"].score_text(model, heads, ids)
+    losses, guesses = lm["evaluate"].score_text(model, heads, ids)[:2]
     other = lm["classes"].as_transformers(model)
     whole = st.evaluate(other, ids, plans, backend="cpu")
     # The first window of zero states is exact: a prompt of one window goes on as the example does.

@@ -12,7 +12,7 @@ from sketchssm import traffic
 from sketchssm.backends import UnsupportedError
 from sketchssm.calibrate.refreshes import refresh_errors
 from sketchssm.coefficients import MAPS
-from sketchssm.cuda.limits import check_plan
+from sketchssm.cuda.limits import check_refreshes
 from sketchssm.formats import SketchFormat
 from sketchssm.recurrence import DENSE, KINDS, Layer
 from sketchssm.reference.maps import coefficient_map
@@ -306,10 +306,11 @@ class TestPlan:
         assert head_of(rng, "gdn", phase=11)._engine.memory["cursor"][0] == DUE
 
 
-def test_backends_without_refreshes_refuse(rng):
+def test_states_of_16_bits_are_refused_on_cuda(rng):
     plan = plan_of(rng, Layer("gdn", 2, 64, 64), 2, window=16, flush_every=64)
-    with pytest.raises(UnsupportedError, match=r"^flush_every: the CUDA kernels don't support 64"):
-        check_plan(plan)
+    check_refreshes(plan, "float32")
+    with pytest.raises(UnsupportedError, match=r"^state_dtype: the CUDA kernels need float32 with refreshes"):
+        check_refreshes(plan, "bfloat16")
 
 
 @pytest.mark.parametrize("kind", KINDS)
