@@ -105,14 +105,15 @@ def test_drafts_are_left_out(make, layer, rng):
     np.testing.assert_array_equal(other.step(*tokens, slots=[0]), head.step(*tokens, slots=[1]))
 
 
+@pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("make", ["replay", "sketch"], indirect=True)
-def test_a_restored_slot_follows_the_clock(make, layer, rng):
+def test_a_restored_slot_follows_the_clock(make, slot, layer, rng):
     """It flushes with the head's other rows, whatever the clock of the head that it comes from."""
     head, other = make(phase=WINDOW - 3), make()
     other.step(*tokens_of(rng, layer, 1, 1), slots=[0])
-    head.step(*tokens_of(rng, layer, 1, 2), slots=[0])  # the clock stands at W - 1: the next token flushes
-    head.restore(other.snapshot([0]), [1])
-    assert head.position[1] == 1
+    head.step(*tokens_of(rng, layer, 1, 2), slots=[1 - slot])  # the clock stands at W - 1: the next token flushes
+    head.restore(other.snapshot([0]), [slot])
+    assert head.position[slot] == 1
     head.step(*tokens_of(rng, layer, 2, 1), slots=[0, 1])
     np.testing.assert_array_equal(head.position[:2], 0)
 
