@@ -48,8 +48,8 @@ ENGINES = {
     ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
     ("cpu", "reduced"): "sketchssm.baselines.reduced:cpu_engine",
     ("cuda", "standard"): "sketchssm.cuda.standard:StandardEngine",
-    ("cuda", "replay"): "sketchssm.cuda.engines:ReplayEngine",
-    ("cuda", "sketch"): "sketchssm.cuda.engines:SketchEngine",
+    ("cuda", "replay"): "sketchssm.cuda.replay:ReplayEngine",
+    ("cuda", "sketch"): "sketchssm.cuda.sketch:SketchEngine",
 }
 
 

@@ -20,11 +20,13 @@ from sketchssm.backends import common_rank
 from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.drafts import draft_variant
-from sketchssm.cuda.engines import ReplayEngine, SketchEngine, StandardEngine
 from sketchssm.cuda.layer_inputs import layer_inputs_variant
 from sketchssm.cuda.limits import STATIC_SHARED
 from sketchssm.cuda.modules import source_text
+from sketchssm.cuda.replay import ReplayEngine
+from sketchssm.cuda.sketch import SketchEngine
 from sketchssm.cuda.slots import SLOTS
+from sketchssm.cuda.standard import StandardEngine
 from sketchssm.cuda.standard_drafts import standard_draft_variant
 from sketchssm.cuda.workspaces import WORDS
 from sketchssm.recurrence import DENSE, Layer

@@ -6,7 +6,7 @@ from gpu.cuda_support import ReplayEngine, SketchEngine, error, make_plan, make_
 from host import compiler, kernels
 from host.kernels import EXACT, LAYERS, RANKS, STORED, poisoned
 
-from sketchssm.cuda import engines as cuda_engines
+from sketchssm.cuda import replay
 from sketchssm.recurrence import DENSE
 from sketchssm.reference import engines as reference
 from sketchssm.slots import DUE
@@ -91,7 +91,7 @@ def test_sketches_of_short_windows(name, kind, rng, cupy):
 
 def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
     """A batch beyond the kernels' most rows comes in parts."""
-    monkeypatch.setattr(cuda_engines, "MAX_ROWS", 2)
+    monkeypatch.setattr(replay, "MAX_ROWS", 2)
     layer = LAYERS["kda-64"]
     device = poisoned(ReplayEngine(layer, 5, 4, output_dtype="float32", phase=1))
     oracle = reference.ReplayEngine(layer, 5, 4, phase=1)

@@ -10,7 +10,7 @@ from host import compiler, heads, standin
 from host.heads import BFLOAT16, EXACT, LAYER, STORED, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.cuda import engines, frameworks
+from sketchssm.cuda import frameworks, replay
 from sketchssm.recurrence import Tokens
 
 if missing := compiler.missing():
@@ -177,12 +177,12 @@ class TestDevice:
         start, tokens = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32), tokens_of(rng, batch=4)
         given, slots = narrow(tokens, standin.asarray), standin.asarray(np.array([3, -1, 0, 1]))
         for each, rows in ((head, 3), (twin, 512)):
-            monkeypatch.setattr(engines, "MAX_ROWS", rows)
+            monkeypatch.setattr(replay, "MAX_ROWS", rows)
             each.load_state(standin.asarray(start), slots=slots)
             each.flush(slots)
-        monkeypatch.setattr(engines, "MAX_ROWS", 3)
+        monkeypatch.setattr(replay, "MAX_ROWS", 3)
         output = head.step(*given, slots=slots)
-        monkeypatch.setattr(engines, "MAX_ROWS", 512)
+        monkeypatch.setattr(replay, "MAX_ROWS", 512)
         np.testing.assert_array_equal(output, twin.step(*given, slots=slots))
         np.testing.assert_array_equal(head.state, twin.state)
         np.testing.assert_array_equal(head.position, [2, 2, 0, 2])

@@ -15,8 +15,7 @@ from gpu.cuda_support import (
 from host import compiler, kernels, standin
 from host.kernels import LAYERS, RANKS, RIDGE, poisoned, token
 
-from sketchssm.cuda import engines as cuda_engines
-from sketchssm.cuda import modules, standard
+from sketchssm.cuda import modules, replay, standard
 from sketchssm.recurrence import DENSE, Layer
 
 if missing := compiler.missing():
@@ -120,7 +119,7 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
         least += 1024 - tables
         with monkeypatch.context() as patch:
             if room:
-                patch.setattr(cuda_engines, "shared_limit", lambda size=room * least: size)
+                patch.setattr(replay, "shared_limit", lambda size=room * least: size)
             poisoned(engine)
         engine.reset(cupy.arange(5))
         if room:

@@ -6,7 +6,7 @@ from host import compiler, standin
 from host.heads import BFLOAT16, LAYER, install, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.cuda import engines, frameworks, workspaces
+from sketchssm.cuda import frameworks, replay, workspaces
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
@@ -101,7 +101,7 @@ BAD, GOOD, LEFT = [3, 1, 1, 9, -1, 0, -7], [3, -1, -1, -1, -1, 0, -1], 4
 @pytest.mark.parametrize("rows", [512, 3])  # of a launch
 def test_bad_slots_on_the_device_are_left_out(system, dtype, rows, rng, monkeypatch):
     """The other rows, and all memory, are as if they were padding; each call counts its own."""
-    monkeypatch.setattr(engines, "MAX_ROWS", rows)
+    monkeypatch.setattr(replay, "MAX_ROWS", rows)
     head, twin = head_with(system), head_with(system)
     bad = standin.asarray(np.array(BAD, dtype))
     if dtype == np.int64:

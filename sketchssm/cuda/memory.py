@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 
 from sketchssm.cuda.frameworks import host_type
+from sketchssm.cuda.layout import PackedPlan
 from sketchssm.recurrence import Layer
 from sketchssm.slots import SlotPart, check_memory
 
-__all__ = ["ALIGNMENT", "allocate", "check_strides", "cursor_part", "ring_parts", "state_part"]
+__all__ = [
+    "ALIGNMENT",
+    "allocate",
+    "check_strides",
+    "cursor_part",
+    "ring_parts",
+    "sketch_part",
+    "slot_parts",
+    "state_part",
+]
 
 ALIGNMENT = 16
 """Bytes: the kernels move 16 at a time."""
@@ -62,6 +72,20 @@ def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool)
         SlotPart(name, shape, activation_dtype if name in narrow else "float32", ALIGNMENT)
         for name, shape in shapes.items()
     )
+
+
+def sketch_part(packed: PackedPlan) -> SlotPart:
+    """The sketches and their maps."""
+    return SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT)
+
+
+def slot_parts(
+    layer: Layer, tokens: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
+) -> tuple[SlotPart, ...]:
+    """All parts of a slot with a ring of so many tokens."""
+    sketch = () if packed.dense == layer.heads else (sketch_part(packed),)
+    ring = ring_parts(layer, tokens, activation_dtype, raw_gate)
+    return state_part(layer, state_dtype), *ring, *sketch, cursor_part()
 
 
 def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -> dict[str, Any]:

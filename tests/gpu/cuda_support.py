@@ -3,7 +3,7 @@
 import numpy as np
 from samples import gate_of, map_of
 
-from sketchssm.cuda import engines
+from sketchssm.cuda import replay, sketch, standard
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import DENSE, Layer, Tokens
 
@@ -240,7 +240,7 @@ def taking_arrays(kind):
 
 
 StandardEngine, ReplayEngine, SketchEngine = map(
-    taking_arrays, (engines.StandardEngine, engines.ReplayEngine, engines.SketchEngine)
+    taking_arrays, (standard.StandardEngine, replay.ReplayEngine, sketch.SketchEngine)
 )
 
 

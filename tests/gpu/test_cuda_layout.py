@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from cuda_support import make_plan
 
-from sketchssm.cuda.engines import MAX_ROWS
 from sketchssm.cuda.layout import ALIGN, basis_fragments, pack_plan
 from sketchssm.cuda.modules import Variant, source_text
+from sketchssm.cuda.workspaces import MAX_ROWS
 from sketchssm.recurrence import DENSE, Layer
 
 

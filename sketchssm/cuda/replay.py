@@ -1,4 +1,4 @@
-"""Replay and sketches on the device. A step only launches kernels on its stream."""
+"""Replay on the device, and the kernels of windows. A step only launches kernels on its stream."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
-from sketchssm.cuda.layout import PackedPlan, pack_dense, pack_plan
-from sketchssm.cuda.limits import check_plan, check_refreshes, check_shared, check_window, shared_limit
-from sketchssm.cuda.memory import ALIGNMENT, allocate, cursor_part, ring_parts, state_part
+from sketchssm.cuda.layout import PackedPlan, pack_dense
+from sketchssm.cuda.limits import check_shared, check_window, shared_limit
+from sketchssm.cuda.memory import allocate, cursor_part, sketch_part, slot_parts
 from sketchssm.cuda.modules import Variant, size_of
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.refreshes import Refresher
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
 from sketchssm.cuda.workspaces import MAX_ROWS, SLOTS
-from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 from sketchssm.slots import DUE, SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
 
-__all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
+__all__ = ["ReplayEngine"]
 
 LEAST_READ_WARPS = 4
 """Smallest number of warps of a read kernel's block. At least two are needed: a warp without tiles computes the
@@ -99,7 +98,7 @@ class ReplayEngine(StandardEngine):
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
         self._packed = packed = pack_dense(layer) if packed is None else packed
         if packed.dense < layer.heads:
-            self.memory |= allocate((_sketch_part(packed),), num_slots, self._given)
+            self.memory |= allocate((sketch_part(packed),), num_slots, self._given)
             self.sketch = self.memory["sketch"]
         else:  # no part of a slot's memory
             self.sketch = cupy.zeros((num_slots, packed.slot_elements), dtype=np.uint16)
@@ -129,7 +128,7 @@ class ReplayEngine(StandardEngine):
     def parts(self) -> tuple[SlotPart, ...]:
         """See `sketchssm.engine.ExactEngine`."""
         raw_gate = bool(self._raw_gate)
-        return _parts(self.layer, self.flush_every, self._packed, self.state_dtype, self._settled, raw_gate)
+        return slot_parts(self.layer, self.flush_every, self._packed, self.state_dtype, self._settled, raw_gate)
 
     @staticmethod
     def parts_of(  # type: ignore[override]
@@ -141,7 +140,8 @@ class ReplayEngine(StandardEngine):
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
-        return _parts(layer, window, pack_dense(layer), state_dtype, activation_dtype or "bfloat16", gate is not None)
+        activation = activation_dtype or "bfloat16"
+        return slot_parts(layer, window, pack_dense(layer), state_dtype, activation, gate is not None)
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch: read and flush."""
@@ -376,64 +376,3 @@ class ReplayEngine(StandardEngine):
         if not self.ring:
             self._make_ring(self.flush_every)
         return super()._copies()
-
-
-def _sketch_part(packed: PackedPlan) -> SlotPart:
-    """Sketches and their maps."""
-    return SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT)
-
-
-def _parts(
-    layer: Layer, tokens: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
-) -> tuple[SlotPart, ...]:
-    """All parts of a slot with a ring of so many tokens."""
-    sketch = () if packed.dense == layer.heads else (_sketch_part(packed),)
-    ring = ring_parts(layer, tokens, activation_dtype, raw_gate)
-    return state_part(layer, state_dtype), *ring, *sketch, cursor_part()
-
-
-class SketchEngine(ReplayEngine):
-    """Exact states, written once in `flush_every` tokens and read through their sketches in between.
-
-    Parameters
-    ----------
-    plan : SketchPlan
-        Bases, ranks and settings of the layer.
-    num_slots : int
-        Number of state slots.
-    sketch_dtype : {"bfloat16", "float32", "int8", "fp8", "int8+int4"}, default "bfloat16"
-        Format of sketches and maps.
-    phase : int, optional
-        See `ReplayEngine`.
-    **memory
-        See `StandardEngine`.
-    """
-
-    def __init__(
-        self,
-        plan: SketchPlan,
-        num_slots: int,
-        sketch_dtype: str = "bfloat16",
-        *,
-        phase: int | None = None,
-        **memory: Any,
-    ) -> None:
-        check_plan(plan)
-        check_refreshes(plan, memory.get("state_dtype", "float32"))
-        packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
-        super().__init__(plan.layer, num_slots, plan.window, flush_every=every, packed=packed, phase=phase, **memory)
-        self.plan = plan
-
-    @staticmethod
-    def parts_of(  # type: ignore[override]
-        plan: SketchPlan,
-        sketch_dtype: str = "bfloat16",
-        *,
-        state_dtype: str = "float32",
-        gate: GateInput | None = None,
-        activation_dtype: str | None = None,
-    ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
-        packed = pack_plan(plan, sketch_dtype)
-        activation = activation_dtype or "bfloat16"
-        return _parts(plan.layer, plan.flush_every, packed, state_dtype, activation, gate is not None)

@@ -1,0 +1,64 @@
+"""Sketches on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sketchssm.cuda.layout import pack_plan
+from sketchssm.cuda.limits import check_plan, check_refreshes
+from sketchssm.cuda.memory import slot_parts
+from sketchssm.cuda.replay import ReplayEngine
+from sketchssm.plan import SketchPlan
+from sketchssm.slots import SlotPart
+
+if TYPE_CHECKING:
+    from sketchssm.gates import GateInput
+
+__all__ = ["SketchEngine"]
+
+
+class SketchEngine(ReplayEngine):
+    """Exact states, written once in `flush_every` tokens and read through their sketches in between.
+
+    Parameters
+    ----------
+    plan : SketchPlan
+        Bases, ranks and settings of the layer.
+    num_slots : int
+        Number of state slots.
+    sketch_dtype : {"bfloat16", "float32", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps.
+    phase : int, optional
+        See `ReplayEngine`.
+    **memory
+        See `StandardEngine`.
+    """
+
+    def __init__(
+        self,
+        plan: SketchPlan,
+        num_slots: int,
+        sketch_dtype: str = "bfloat16",
+        *,
+        phase: int | None = None,
+        **memory: Any,
+    ) -> None:
+        check_plan(plan)
+        check_refreshes(plan, memory.get("state_dtype", "float32"))
+        packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
+        super().__init__(plan.layer, num_slots, plan.window, flush_every=every, packed=packed, phase=phase, **memory)
+        self.plan = plan
+
+    @staticmethod
+    def parts_of(  # type: ignore[override]
+        plan: SketchPlan,
+        sketch_dtype: str = "bfloat16",
+        *,
+        state_dtype: str = "float32",
+        gate: GateInput | None = None,
+        activation_dtype: str | None = None,
+    ) -> tuple[SlotPart, ...]:
+        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        packed = pack_plan(plan, sketch_dtype)
+        activation = activation_dtype or "bfloat16"
+        return slot_parts(plan.layer, plan.flush_every, packed, state_dtype, activation, gate is not None)
