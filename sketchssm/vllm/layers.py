@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -132,9 +133,9 @@ class HeadLayer:
         return self._settings is not None
 
     @property
+    @abstractmethod
     def layer(self) -> Layer:
-        """Kind and shape of this process's share of the layer; each kind of layer has its own."""
-        raise NotImplementedError
+        """Kind and shape of this process's share of the layer."""
 
     def gate(self) -> GateInput | None:
         """Parameters of raw gates, for kda."""
