@@ -119,6 +119,9 @@ def serve(kind, graphs, model, preemptions):
     requests = vllm_forced.draw_requests(REQUESTS, (1, 161), (4, 65), 1024, 1)
     # prompts of one token, of a chunk, and of a chunk and one token
     requests[:3] = [(requests[i][0][:1] * n, requests[i][1]) for i, n in enumerate((1, TOKENS, TOKENS + 1))]
+    own = "SKETCHSSM_VLLM" not in os.environ
+    # First of all, in blocks of zeros: vLLM's gdn starts prompts of one token from the state that their block has.
+    alone = vllm_forced.serve(engine, requests, 1) if own and graphs == "none" else None
     vllm_forced.serve(engine, requests[:ROWS], ROWS)
     before = used(), pool.get_num_free_blocks()
     preemptions.clear()
@@ -127,8 +130,8 @@ def serve(kind, graphs, model, preemptions):
         "logprobs": logprobs, "preemptions": len(preemptions), "memory": [before[0], used()],
         "free_blocks": [before[1], pool.get_num_free_blocks()], "start_seconds": started - begin,
     }  # fmt: skip
-    if "SKETCHSSM_VLLM" not in os.environ:
-        result["again"] = vllm_forced.serve(engine, requests, 6)
+    result |= {"again": vllm_forced.serve(engine, requests, 6)} if own else {}
+    result |= {"alone": alone} if alone else {}
     result["seconds"] = time.perf_counter() - started
     engine.engine_core.shutdown()
     return result
@@ -160,7 +163,9 @@ def main():
         result = serve(kind, graphs, str(folder), preemptions) | {"system": system, "graphs": graphs}
         with (folder / "results").open("a") as file:
             file.write(json.dumps(result) + "\n")
-        print(kind, system, graphs, {name: x for name, x in result.items() if name not in ("logprobs", "again")})
+        print(
+            kind, system, graphs, {name: x for name, x in result.items() if name not in ("logprobs", "again", "alone")}
+        )
         sys.stdout.flush()
         cleanup_dist_env_and_memory()
         torch._dynamo.reset()
