@@ -1,4 +1,4 @@
-// Sketches in codes (SKETCH INT8, FP8 or INT8_4): conversion of codes to bf16 operands, and of floats to codes.
+// Sketches in codes (SKETCH INT8, FP8 or INT8_INT4): conversion of codes to bf16 operands, and of floats to codes.
 //
 // A code is one byte: sign and magnitude (INT8, -127 to 127), or e4m3 (FP8). bf16 holds code * CODE_UNIT exactly. A
 // word of four codes becomes two pairs of bf16: bytes 0 and 2, and bytes 1 and 3. The code's bits are first placed at a
@@ -6,7 +6,7 @@
 // one multiplication corrects it. The conversion takes three (INT8) or four (FP8) instructions a pair on all
 // architectures; sm_80 has no instruction that converts e4m3.
 //
-// INT8_4 also has codes of 4 bits: sign and magnitude, -7 to 7. They are in the order of codes of 8 bits, and two
+// INT8_INT4 also has codes of 4 bits: sign and magnitude, -7 to 7. They are in the order of codes of 8 bits, and two
 // pieces of 16 bytes are packed into one: piece 2i has the lower four bits of each byte, piece 2i + 1 the upper four.
 #pragma once
 #include "ring.cuh"

@@ -108,7 +108,7 @@ __device__ __forceinline__ void read_group(const DraftReader& of, const DraftTil
     const Arguments& arg = of.arg;
     const int many = min(tile.length - first, GROUP);
     MapRow first_rows;  // a shared projection's: loaded long before they are needed
-    if (MATRIX || (QUERY_SLICED && MAP != OWN)) first_rows = load_map(arg, buffer, own, 0, 0);
+    if (MATRIX || (QUERY_SLICED && MAP != DENSE)) first_rows = load_map(arg, buffer, own, 0, 0);
     if constexpr (MATRIX && ERASES) {
         project_drafts_matrix(arg, buffer, own, scalars, first_rows, first, scratch);
     } else if constexpr (MATRIX) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void read_group(const DraftReader& of, const DraftTil
         walk_back_drafts(buffer, scalars, input, first, scratch, x);
         __syncwarp();
         if constexpr (QUERY_SLICED) {
-            if (MAP == OWN) first_rows = load_map(arg, buffer, own, 0, 0);
+            if (MAP == DENSE) first_rows = load_map(arg, buffer, own, 0, 0);
             project_drafts_slices(arg, buffer, own, first_rows, scratch);
         } else {
             project_drafts_lanes(arg, buffer, own, x, scratch);

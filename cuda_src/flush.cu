@@ -40,9 +40,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         const int stroke = clock.stroke();
         set_cursors([&](int word) { return after_token(word, RING) | stroke; });
     };
-    // Without dense heads, the list of due rows is complete before the read kernel has ended: flushes then run beside
-    // the reads of other rows.
-    const bool early = DENSE_HEADS == 0 && mode == STEP && schedule->is_listed();
+    // Without full-state heads, the list of due rows is complete before the read kernel has ended: flushes then run
+    // beside the reads of other rows.
+    const bool early = FULL_STATE_HEADS == 0 && mode == STEP && schedule->is_listed();
     if (!early) wait_for_previous_kernel();
     extern __shared__ uint4 shared[];
     BlockMemory& m = *reinterpret_cast<BlockMemory*>(shared);

@@ -1,7 +1,8 @@
 // Converts the activations of a model's layer to a head's inputs, and a head's outputs to the layer's outputs: one
 // launch for each conversion. All arithmetic is in float32.
 //
-// Rows of an array may be any distance apart; a row is dense. A thread loads all its elements before it stores any.
+// Rows of an array may be any distance apart; a row is contiguous. A thread loads all its elements before it stores
+// any.
 //
 // -D constants besides common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
 // the number of elements of a head; K, OUT and STATE are not used.

@@ -1,10 +1,11 @@
 // Epilogue of a sketch: the coefficient map, from U and the groups' sums of S U.
 //
-// MAP   map              computed as
-// 0     lowrank, prior   factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p, so
-//                        B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by substitution
-// 1     ridge, exact     a dense matrix from U^T U and (S U)^T
-// 2     offline          nothing: the map is shared by all states
+// MAP       map              computed as
+// FACTORS   lowrank, prior   factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p,
+//                            so B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by
+//                            substitution
+// DENSE     ridge, exact     a dense matrix from U^T U and (S U)^T
+// SHARED    offline          nothing: the map is shared by all states
 //
 // sketchssm/reference/maps.py has the equations.
 #pragma once

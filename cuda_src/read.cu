@@ -1,21 +1,20 @@
 // Read step: outputs of the rows whose windows do not end with this token.
 //
 // Appends each row's token to the row's ring and computes o = (state read of the effective query x) + (output of the
-// window's tokens). The state read is U C x for a head with a sketch, and S^T x for a dense head. Replay is the variant
-// in which all heads are dense. Rows whose windows end are only listed in `Schedule`; flush.cu or refresh.cu
-// computes their outputs. flush.cu advances the cursors of all rows.
+// window's tokens). The state read is U C x for a head with a sketch, and S^T x for a full-state head. Replay is the
+// variant in which all heads are full-state heads. Rows whose windows end are only listed in `Schedule`; flush.cu or
+// refresh.cu computes their outputs. flush.cu advances the cursors of all rows.
 //
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read_warp.cuh).
 //
-// -D constants besides common.cuh's: W, WINDOWS (of the ring; more than one: refresh.cu), DENSE_HEADS and
-// SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form of the map: 0 factors, 1 a matrix per state, 2 a
-// matrix shared by all states), SKETCH (type of sketches and maps: 0 bf16, 2 float32, 3 int8, 4 fp8, 5 int8 and 4
-// bits).
+// -D constants besides common.cuh's: W, WINDOWS (of the ring; more than one: refresh.cu), FULL_STATE_HEADS and
+// SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form of the map: FACTORS, DENSE or SHARED, in
+// sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32, INT8, FP8 or INT8_INT4, in common.cuh).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"
-#include "read_dense.cuh"
+#include "read_state.cuh"
 #include "read_warp.cuh"
 
 // Most key heads of a block with SHARED_SCORES. The host starts enough blocks that no block has more: a block's tiles
@@ -72,20 +71,21 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int slot = slots.early(first_row + i);
         if (slot < 0) continue;
         prefetch(arg.memory.cursor.of(slot));
-        if (DENSE_HEADS == 0 && i == threadIdx.x) early_slot = slot;  // dense heads leave no register for early_slot
+        // full-state heads leave no register for early_slot
+        if (FULL_STATE_HEADS == 0 && i == threadIdx.x) early_slot = slot;
     }
 #endif
     wait_for_previous_kernel();
-#if DENSE_HEADS
-    // Four warps for a dense head of a row. Without sketches, the four warps are the whole block: no divergence.
+#if FULL_STATE_HEADS
+    // Four warps for a full-state head of a row. Without sketches, the four warps are the whole block: no divergence.
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
-    for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
+    for (int i = blockIdx.x * groups + group; group < groups && i < FULL_STATE_HEADS * batch; i += gridDim.x * groups) {
         const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
         int slot = slots.of(row);
         const int word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         slot = slots.once_in_warp(row, slot);
         if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
-        if (slot >= 0 && !ends_now(word)) read_dense(arg, head, row, slot, position_of(word), part);
+        if (slot >= 0 && !ends_now(word)) read_state(arg, head, row, slot, position_of(word), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
         else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
@@ -96,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     bool due = false;
     auto first_tile_is_own = [&](int row) { return row * ROW_TILES >= begin; };  // one block has each row's first tile
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        int word = DENSE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
+        int word = FULL_STATE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
-        if (DENSE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
+        if (FULL_STATE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         const int pos = slot >= 0 && ends_now(word) ? W - 1 : position_of(word);
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
@@ -138,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     }
     // Let the flush start while the reads continue. By the warp that is likely to finish its copies last.
     if (threadIdx.x == blockDim.x - 1) {
-        if (DENSE_HEADS == 0) schedule->report_listed();  // with dense heads, other warps may still need cursors
+        // with full-state heads, other warps may still need cursors
+        if (FULL_STATE_HEADS == 0) schedule->report_listed();
         allow_next_kernel();
     }
     if (block.max_tokens < 0) return;  // all rows are due

@@ -39,7 +39,7 @@ template <int N> struct LaneRows {
 template <class Buffer>
 __device__ __forceinline__ const small_t* map_of(const Arguments& arg, const Buffer& buffer,
                                                  const TileHeads& heads) {
-    const void* const rows = MAP == OWN ? static_cast<const void*>(buffer.sketches() + heads.rank[0] * V)
+    const void* const rows = MAP == DENSE ? static_cast<const void*>(buffer.sketches() + heads.rank[0] * V)
                                         : arg.projection + heads.projection[0];
     return static_cast<const small_t*>(rows);
 }

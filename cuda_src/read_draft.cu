@@ -7,7 +7,7 @@
 //
 // Tiles are divided among blocks and warps as in read.cu. -D constants: read.cu's.
 #include "draft_warp.cuh"
-#include "draft_dense.cuh"
+#include "draft_state.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : 3;
@@ -55,12 +55,12 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     wait_for_previous_kernel();
     allow_next_kernel();
     if (clock_word && ticks && blockIdx.x == 0 && threadIdx.x == 0) Clock{clock_word}.draft(tokens, W);
-#if DENSE_HEADS
+#if FULL_STATE_HEADS
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
-    for (int i = blockIdx.x * groups + group; group < groups && i < DENSE_HEADS * batch; i += gridDim.x * groups) {
+    for (int i = blockIdx.x * groups + group; group < groups && i < FULL_STATE_HEADS * batch; i += gridDim.x * groups) {
         const int row = i % batch, slot = slots.of(row);
         const int word = word_of(row, slot, !SKETCHED_HEADS && i < batch && threadIdx.x == 0);
-        read_dense_drafts(arg, order[i / batch], row, slot, position_of(word), drafted_of(word), tokens,
+        read_state_drafts(arg, order[i / batch], row, slot, position_of(word), drafted_of(word), tokens,
                           warp % QUARTERS);
     }
 #endif

@@ -94,7 +94,7 @@ template <bool CODES> struct RowFragment {
     }
 };
 typedef RowFragment<false> TokenRow;
-typedef RowFragment<CODED && MAP == OWN> MapRow;
+typedef RowFragment<CODED && MAP == DENSE> MapRow;
 typedef RowFragment<CODED> PivotRow;
 
 // Left operand from the lane's rows r and r + 8. multiply: d[m][n] += <row m of this, row n of the other fragment>.
@@ -176,13 +176,13 @@ __device__ __forceinline__ void solve(const float* with_query, const TokenScalar
     }
 }
 
-// Eight rows of a head's map. A dense head has no map and loads arbitrary valid rows.
+// Eight rows of a head's map. A full-state head has no map and loads arbitrary valid rows.
 template <class Buffer>
 __device__ __forceinline__ MapRow load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
                                                 int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
     MapRow rows;
-    if (MAP == OWN) {
+    if (MAP == DENSE) {
         const int wide = heads.wide(h), at = heads.at[h] + column_at(rank, wide) + row_at(row, wide);
         rows.load(buffer.sketches() + (rank ? at : 0), MIXED && row >= wide);
     }

@@ -50,7 +50,7 @@ struct BlockRows {
 
 // The plan's entries for the heads of a tile.
 struct TileHeads {
-    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a dense head; projection of MIXED: columns of 8 bits
+    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a full-state head; projection of MIXED: columns of 8 bits
     int at[TILE_HEADS];                            // offsets of their sketches in the tile's sketches
     int from, elements;                            // offset of the tile's sketches in a slot, and their length
 

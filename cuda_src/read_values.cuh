@@ -72,7 +72,8 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     constexpr int APART = 16 * SERVED, SUMS = (V + APART - 1) / APART;  // channels of an accumulator; accumulators
     constexpr int ELEMENT = sizeof(act_t), VALUE = TileBuffer::VALUE;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
-    // A dense head uses a row of the other head: its own values may be infinite and must not even be multiplied by 0.
+    // A full-state head uses a row of the other head: its own values may be infinite and must not even be multiplied
+    // by 0.
     const int h = lane / HEAD_LANES, rank = heads.rank[h];
     int tokens = rank;  // row number of the first token. Columns of U come first; with codes they fill whole operands
     if constexpr (CODED) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     // d[0] + d[1] is channel r, d[2] + d[3] channel r + 8, of the group of 16 and the head that own columns 2c and 2c
     // + 1.
     const int column = OUT == FP32 ? 2 * c : r, of = column / 2 % TILE_HEADS, at = 16 * (column / (2 * TILE_HEADS));
-    const bool sketched = TILE_HEADS == 1 || heads.rank[of] > 0;  // one of two heads may be dense
+    const bool sketched = TILE_HEADS == 1 || heads.rank[of] > 0;  // one of two heads may have no sketch
     out_t* const to = output + of * V + at + (OUT == FP32 ? r : 8 * (column % 2) + 2 * c);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {

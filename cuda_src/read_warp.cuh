@@ -110,7 +110,7 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
 
     // The first rows of a shared projection are loaded long before they are needed.
     MapFragments first_rows;
-    if (MAP != OWN && tile.reads()) first_rows.load(arg, TileBuffer{}, of.heads_of(tile), 0);
+    if (MAP != DENSE && tile.reads()) first_rows.load(arg, TileBuffer{}, of.heads_of(tile), 0);
     while (tile.row >= 0) {
         const ReadTile next = of.next();
         const TileHeads& own = of.heads_of(tile);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
         if (tile.reads()) {
             full[consumed % 2].wait(consumed / 2);
             __syncwarp();
-            if (MAP == OWN) first_rows.load(arg, buffer, own, 0);
+            if (MAP == DENSE) first_rows.load(arg, buffer, own, 0);
             gates = next_scalars;
         }
         // Issue the next tile only after the current tile has landed: all warps of the device start together, and with
@@ -133,7 +133,7 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
                 project_query(arg, buffer, own, gates, first_rows, products, memory.scratch);
             }
         }
-        if (MAP != OWN && next.reads()) first_rows.load(arg, buffer, of.heads_of(next), 0);
+        if (MAP != DENSE && next.reads()) first_rows.load(arg, buffer, of.heads_of(next), 0);
         if (tile.reads()) {
             __syncwarp();
             read_values(buffer, own, of.output(tile), memory.scratch);
@@ -185,14 +185,14 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
             first_rows = load_map(arg, buffer, own, 0, 0);
             if (own.rank[0] > 8) second_rows = load_map(arg, buffer, own, 0, 8);
         };
-        if (QUERY_SLICED && MAP != OWN) load_rows();
+        if (QUERY_SLICED && MAP != DENSE) load_rows();
         float x[LK];  // channels of the effective query
         walk_back(buffer, gates, input, memory.scratch, x);
 
         const ReadTile next = of.next();
         full[1].wait(phase);
         __syncwarp();
-        if (QUERY_SLICED && MAP == OWN) load_rows();
+        if (QUERY_SLICED && MAP == DENSE) load_rows();
         if (next.reads()) fetch_keys(gates, next);
         if constexpr (QUERY_SLICED) project_slices(arg, buffer, own, first_rows, second_rows, memory.scratch);
         else project_lanes(arg, buffer, own, x, memory.scratch);

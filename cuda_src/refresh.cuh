@@ -149,7 +149,7 @@ __device__ __forceinline__ void advance_rows(RefreshMemory& m, const WindowToken
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int g = min(first + i, rank - 1);
-            if constexpr (MAP == OWN)
+            if constexpr (MAP == DENSE)
                 load_row(x[i], packed + column_at(rank, wide) + row_at(g, wide), g >= wide);
             if constexpr (MAP == SHARED) load_projection(x[i], projection + g * K);
 #pragma unroll

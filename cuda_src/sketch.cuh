@@ -14,7 +14,7 @@
 #include "codes.cuh"
 
 constexpr int COLUMN = V + 4;  // padded, so that fragment stores of U hit all banks
-constexpr int PRODUCT_COLUMNS = MAP == OWN       ? RANK_MAX
+constexpr int PRODUCT_COLUMNS = MAP == DENSE       ? RANK_MAX
                                 : MAP == FACTORS ? PIVOTS
                                                  : 0;  // columns of U that S is multiplied by
 constexpr int DOTS = PIVOTS + 1;  // products of a column of U: with the pivots, and with itself
@@ -39,7 +39,7 @@ struct Basis {
 };
 
 // Epilogue warps take sketches in turn. Variants with transform warps have room for two epilogue warps.
-constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || (MAP == OWN && RANK_MAX <= 16)) ? 2 : 1;
+constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || (MAP == DENSE && RANK_MAX <= 16)) ? 2 : 1;
 
 // Each group's share of S U.
 struct Sums {

@@ -242,30 +242,29 @@ __device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, i
 // goes back from token s and multiplies its key by one decay after another. `stage.g` holds decays. Each warp
 // alternates between long and short rows, so that all warps finish together.
 __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage, int count, int member) {
-    constexpr int OWN = K / 32;
     const int lane = threadIdx.x % 32;
     for (int job = member / 32 * 2; job < WP; job += job % 2 ? 2 * (TRANSFORM_THREADS / 32) - 1 : 1) {
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
         if (s < count) {
-            Packed<ACT, OWN> last;
-            last.load(&stage.k[s][OWN * lane]);
-            float key[OWN];
+            Packed<ACT, LK> last;
+            last.load(&stage.k[s][LK * lane]);
+            float key[LK];
 #pragma unroll
-            for (int i = 0; i < OWN; i++) key[i] = last[i];
+            for (int i = 0; i < LK; i++) key[i] = last[i];
             for (int first = (s - 1) / 8 * 8; first >= 0 && s > 0; first -= 8) {
-                const float* const decays = &stage.g[0][OWN * lane % GATES] + first * GATES;
-                const act_t* const others = &stage.k[first][OWN * lane];
+                const float* const decays = &stage.g[0][LK * lane % GATES] + first * GATES;
+                const act_t* const others = &stage.k[first][LK * lane];
                 float sums[8];
 #pragma unroll
                 for (int n = 7; n >= 0; n--) {
                     const int j = first + n;
                     sums[n] = 0;
                     if (j >= s) continue;
-                    Packed<FP32, OWN> one;
-                    Packed<ACT, OWN> other;
+                    Packed<FP32, LK> one;
+                    Packed<ACT, LK> other;
                     one.load(decays + (n + 1) * GATES), other.load(others + n * KEY_ROW);
 #pragma unroll
-                    for (int i = 0; i < OWN; i++) {
+                    for (int i = 0; i < LK; i++) {
                         key[i] *= one[i];
                         sums[n] += key[i] * other[i];
                     }

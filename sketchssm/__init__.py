@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "DENSE": "recurrence",
+    "FULL_STATE": "recurrence",
     "Layer": "recurrence",
     "Tokens": "recurrence",
     "Traces": "traces",
@@ -52,7 +52,7 @@ _HOME = {
 _MODULES = ("distributed", "models", "torch", "traffic", "transformers")
 
 __all__ = [
-    "DENSE",
+    "FULL_STATE",
     "Allocation",
     "Candidate",
     "ChannelScores",
@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from sketchssm.head import DecodeHead
     from sketchssm.plan import PlanFileError, SketchPlan
     from sketchssm.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
-    from sketchssm.recurrence import DENSE, Layer, Tokens
+    from sketchssm.recurrence import FULL_STATE, Layer, Tokens
     from sketchssm.slots import SlotPart
     from sketchssm.snapshot import Snapshot, SnapshotFileError
     from sketchssm.traces import Traces

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.coefficients import CoefficientMap
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 __all__ = ["DEFAULT_FORMAT", "FORMATS", "FP8", "INT4", "INT8", "Code", "SketchFormat"]
 
@@ -177,7 +177,7 @@ class SketchFormat:
         wide : array_like of int, (heads,), or None
             Leading columns of each head, 0 to its rank; 0 for a head that reads its full state.
         ranks : ndarray of int64, (heads,)
-            Rank of each head, `DENSE` for a full read.
+            Rank of each head, `FULL_STATE` for a full read.
 
         Returns
         -------
@@ -198,7 +198,7 @@ class SketchFormat:
         table = np.asarray(wide)
         if table.shape != ranks.shape or table.dtype.kind not in "iu":
             raise ValueError(f"wide: expected {ranks.size} integers, got shape {table.shape} of {table.dtype}")
-        most = np.where(ranks == DENSE, 0, ranks)
+        most = np.where(ranks == FULL_STATE, 0, ranks)
         wrong = np.flatnonzero((table < 0) | (table > most))
         if wrong.size:
             head = wrong[0]

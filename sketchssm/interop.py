@@ -186,16 +186,16 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
         if out.is_meta or out.layout is not _strided():
             came = "a tensor on the meta device" if out.is_meta else f"layout {out.layout}"
             raise TypeError(f"out: expected a tensor with dense memory, got {came}")
-        dense = out.is_contiguous()
+        contiguous = out.is_contiguous()
     else:
         real = is_real(out.dtype)
         writable = kind == "cupy" or getattr(out.flags, "writeable", False)
-        dense = out.flags.c_contiguous
+        contiguous = out.flags.c_contiguous
     if not real:
         raise TypeError(f"out: expected a real floating-point array, got dtype {out.dtype}")
     if not writable:
         raise ValueError("out: expected a writable array, got a read-only one")
-    if not dense:
+    if not contiguous:
         strides, item = (out.stride(), 1) if kind == "torch" else (out.strides, out.itemsize)
         if _elements_overlap(shape, strides, item):
             raise ValueError(f"out: expected separate memory for every element, got strides {tuple(strides)}")

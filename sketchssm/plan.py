@@ -13,7 +13,7 @@ from sketchssm import traffic
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import DENSE, Layer, check_flush_every, check_window
+from sketchssm.recurrence import FULL_STATE, Layer, check_flush_every, check_window
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.allocation import Allocation, RankTable
@@ -43,7 +43,7 @@ class SketchPlan:
     basis : SketchBasis
         Calibrated bases, from `fit_basis`.
     ranks : array_like of int, (heads,), Allocation or RankTable
-        Rank of each head; `DENSE` for a head that reads its full state.
+        Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W): after so many buffered tokens, the sketch is computed again. Default: the basis's
         window.
@@ -65,7 +65,7 @@ class SketchPlan:
     layer : Layer
         Kind and shape.
     ranks : ndarray of int64, (heads,)
-        Rank per head; `DENSE` for a head that reads its full state.
+        Rank per head; `FULL_STATE` for a head that reads its full state.
     omega : ndarray of float32, (heads, K, rank_max)
         Sketch basis: a head of rank G uses its first G columns. Orthonormal columns, or E0-orthonormal ones for
         `prior` and `offline`.
@@ -133,11 +133,11 @@ class SketchPlan:
         if ranks.shape != (layer.heads,) or ranks.dtype.kind not in "iu":
             raise ValueError(f"ranks: expected {layer.heads} integers, got shape {ranks.shape} of {ranks.dtype}")
         limit = min(layer.key_dim, layer.value_dim, self.omega.shape[-1])
-        wrong = ranks[(ranks != DENSE) & ((ranks < 1) | (ranks > limit))]
+        wrong = ranks[(ranks != FULL_STATE) & ((ranks < 1) | (ranks > limit))]
         if wrong.size:
-            raise ValueError(f"ranks: expected DENSE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
-        if self.flush_every > self.window and (ranks == DENSE).any():
-            full = int(np.argmin(ranks != DENSE))
+            raise ValueError(f"ranks: expected FULL_STATE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
+        if self.flush_every > self.window and (ranks == FULL_STATE).any():
+            full = int(np.argmin(ranks != FULL_STATE))
             raise ValueError(
                 f"flush_every: expected the window ({self.window}), as head {full} reads its full state, "
                 f"got {self.flush_every}"
@@ -151,8 +151,8 @@ class SketchPlan:
 
     @property
     def mean_rank(self) -> float:
-        """Mean rank of the sketched heads; NaN if all are dense."""
-        sketched = self.ranks[self.ranks != DENSE]
+        """Mean rank of the sketched heads; NaN if all heads read full states."""
+        sketched = self.ranks[self.ranks != FULL_STATE]
         return float(sketched.mean()) if sketched.size else float("nan")
 
     @property
@@ -226,14 +226,14 @@ class SketchPlan:
 
     def __repr__(self) -> str:
         """Kind, shape, ranks and settings in one line."""
-        sketched = self.ranks[self.ranks != DENSE]
+        sketched = self.ranks[self.ranks != FULL_STATE]
         flushes = f", flush_every={self.flush_every}" if self.flush_every > self.window else ""
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
         wide = "" if self.wide is None else f", wide={self.wide.min()}..{self.wide.max()}"
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
             f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
-            f"dense={int((self.ranks == DENSE).sum())}, window={self.window}{flushes}, map={self.map}, "
+            f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}{flushes}, map={self.map}, "
             f"sketch_dtype={self.sketch_dtype}{wide})"
         )
 

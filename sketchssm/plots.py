@@ -16,7 +16,7 @@ from sketchssm.evaluate.measure import Measurement
 from sketchssm.evaluate.registry import FULL, series
 from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.planning import PlanPoint, PlanSearch
-from sketchssm.recurrence import DENSE, ROUNDING
+from sketchssm.recurrence import FULL_STATE, ROUNDING
 
 __all__ = ["draw", "draw_frontier", "rank_heatmap", "step_times"]
 
@@ -74,7 +74,7 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
     Parameters
     ----------
     ranks : mapping of str to ndarray
-        Ranks ``(heads,)`` by the name of the row; `DENSE` has a colour of its own.
+        Ranks ``(heads,)`` by the name of the row; `FULL_STATE` has a colour of its own.
     path : str or PathLike
         Where to write, a name that ends in ``.png`` or ``.svg``.
 
@@ -98,7 +98,7 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
     full = top + 1
     table = np.full((len(ranks), heads), np.nan)
     for i, row in enumerate(ranks.values()):
-        table[i, : row.size] = np.where(row == DENSE, full, row)
+        table[i, : row.size] = np.where(row == FULL_STATE, full, row)
     with pyplot.rc_context(STYLE | {"axes.grid": False}):
         size = (min(2.6 + 0.42 * heads, 14), min(1.6 + 0.34 * len(ranks), 14))
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
@@ -115,10 +115,10 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
                 text = "full" if table[i, j] == full else f"{table[i, j]:.0f}"
                 colour = "black" if table[i, j] ** 2 > top else "white"  # the scale is logarithmic
                 axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6, color=colour)
-        dense = bool((table == full).any())
-        bar = figure.colorbar(image, ax=axes, extend="max" if dense else "neither", label="rank G")
+        marked = bool((table == full).any())
+        bar = figure.colorbar(image, ax=axes, extend="max" if marked else "neither", label="rank G")
         _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
-        if dense:
+        if marked:
             bar.ax.set_title("full", fontsize=8)
         return save(figure, path)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "DENSE",
+    "FULL_STATE",
     "KINDS",
     "ROUNDING",
     "Layer",
@@ -33,7 +33,7 @@ __all__ = [
 
 KINDS = ("mamba2", "gdn", "kda")
 
-DENSE = -1
+FULL_STATE = -1
 """Rank that marks a head which reads the full state instead of a sketch."""
 
 MAX_WINDOW = 64

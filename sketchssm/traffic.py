@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import DENSE, KINDS, Layer, check_flush_every
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer, check_flush_every
 
 __all__ = [
     "compressed",
@@ -189,7 +189,7 @@ def sketch_read(
     key_dim, value_dim : int
         K and V.
     rank : array_like
-        Ranks G (fractions allowed, for a budget's mean); `DENSE` for a full read of D bytes.
+        Ranks G (fractions allowed, for a budget's mean); `FULL_STATE` for a full read of D bytes.
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
@@ -217,12 +217,12 @@ def sketch_read(
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     map = CoefficientMap.of(map)
     g = np.asarray(rank, dtype=np.float64)
-    if not ((g == DENSE) | (g >= 0)).all():
-        raise ValueError(f"rank: expected DENSE or numbers of at least 0, got {rank!r}")
+    if not ((g == FULL_STATE) | (g >= 0)).all():
+        raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
     erase = 2 * window if map.storage == "dense" and kind != "mamba2" else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
     size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim, wide) + erase * rank
-    return np.where(g == DENSE, state_bytes(key_dim, value_dim, state_dtype), size)
+    return np.where(g == FULL_STATE, state_bytes(key_dim, value_dim, state_dtype), size)
 
 
 def sketch(
@@ -247,7 +247,7 @@ def sketch(
     key_dim, value_dim : int
         K and V.
     rank : array_like
-        Ranks G; `DENSE` for a head that reads its full state.
+        Ranks G; `FULL_STATE` for a head that reads its full state.
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
@@ -278,7 +278,7 @@ def sketch(
     read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
     if every == window:
         refreshed: Any = 0.0
-    elif (np.asarray(rank) == DENSE).any():
+    elif (np.asarray(rank) == FULL_STATE).any():
         raise ValueError(f"flush_every: expected the window ({window}) for heads that read full states, got {every}")
     else:
         refreshed = SketchFormat.of(sketch_dtype).bytes(CoefficientMap.of(map), rank, key_dim, value_dim, wide)
@@ -308,7 +308,7 @@ def reduction(
     key_dim, value_dim : int
         K and V.
     rank : array_like
-        One rank, or the rank of each head; `DENSE` for a full read. The result is a ratio of sums over heads.
+        One rank, or the rank of each head; `FULL_STATE` for a full read. The result is a ratio of sums over heads.
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"

@@ -4,11 +4,11 @@ import numpy as np
 from samples import plan_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 WINDOW = 4
 SLOTS = 5
-RANKS = np.array([DENSE, 2, 3, DENSE])
+RANKS = np.array([FULL_STATE, 2, 3, FULL_STATE])
 SYSTEMS = ("standard", "replay", "sketch", "copy")
 
 

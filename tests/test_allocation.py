@@ -45,7 +45,7 @@ def cost_of(layer, rank, map="ridge"):
 
 def exhaustive(layer, curves, budget, **how):
     """Least sum of scores over all rank tables within the budget."""
-    full = cost_of(layer, ss.DENSE)
+    full = cost_of(layer, ss.FULL_STATE)
     ranks = [G for G in range(1, curves.shape[1]) if cost_of(layer, G, **how) < full]
     options = [(cost_of(layer, G, **how), G) for G in ranks] + [(full, None)]
     best = np.inf
@@ -57,7 +57,7 @@ def exhaustive(layer, curves, budget, **how):
 
 def check(allocation, layer, curves, map="ridge"):
     used = sum(cost_of(layer, rank, map) for rank in allocation.ranks)
-    value = sum(0.0 if rank == ss.DENSE else curves[h, rank] for h, rank in enumerate(allocation.ranks))
+    value = sum(0.0 if rank == ss.FULL_STATE else curves[h, rank] for h, rank in enumerate(allocation.ranks))
     assert used == allocation.traffic.read_bytes <= allocation.budget
     # sums of a few float64 in another order
     assert value == pytest.approx(allocation.objective, rel=1e-12, abs=1e-300)
@@ -115,9 +115,9 @@ def test_widths_against_exhaustive_search(seed, mean_rank, name):
 
     assert allocation.budget == pytest.approx(3 * cost(mean_rank, mean_rank / 2), rel=1e-14)
     wide = allocation.ranks if allocation.wide is None else allocation.wide
-    chosen = [(int(G), 0 if ss.DENSE == G else int(w)) for G, w in zip(allocation.ranks, wide, strict=True)]
+    chosen = [(int(G), 0 if ss.FULL_STATE == G else int(w)) for G, w in zip(allocation.ranks, wide, strict=True)]
     assert sum(cost(*pair) for pair in chosen) == allocation.traffic.read_bytes <= allocation.budget
-    value = sum(0 if G == ss.DENSE else score_of(form, curves[h], G, w) for h, (G, w) in enumerate(chosen))
+    value = sum(0 if G == ss.FULL_STATE else score_of(form, curves[h], G, w) for h, (G, w) in enumerate(chosen))
     assert value == pytest.approx(allocation.objective, rel=1e-12, abs=1e-300)
     tables = [
         (sum(cost(*pair) for pair in table), sum(score_of(form, curves[h], *pair) for h, pair in enumerate(table)))
@@ -177,7 +177,7 @@ def test_budget_is_the_mean_ranks(rng):
         allocation = ss.allocate_ranks(scores, mean_rank)
         # equation m-allocation: B = N mean_rank tau_sk, exact in float64
         assert allocation.budget == 4 * mean_rank * 2 * (24 + 32 + 16)
-        sketched = allocation.ranks[allocation.ranks != ss.DENSE]
+        sketched = allocation.ranks[allocation.ranks != ss.FULL_STATE]
         if sketched.size == 4:
             assert sketched.mean() <= mean_rank
         reduction = traffic.reduction("gdn", 32, 24, allocation.ranks, 16)
@@ -192,13 +192,13 @@ def test_no_rank_as_dear_as_a_full_read(rng):
     steep = np.linspace(100, 0, 25)[None].repeat(4, axis=0)
     for mean_rank in np.arange(1, 23):
         ranks = ss.allocate_ranks(scores_of(SMALL, steep), float(mean_rank)).ranks
-        assert ((ranks == ss.DENSE) | ((ranks >= 1) & (ranks <= best))).all()
+        assert ((ranks == ss.FULL_STATE) | ((ranks >= 1) & (ranks <= best))).all()
 
 
-def test_enough_for_all_is_all_dense(rng):
+def test_enough_for_all_is_all_full_states(rng):
     curves = falling(rng, 4, 6) + 1
     allocation = ss.allocate_ranks(scores_of(SMALL, curves), 100)
-    assert (allocation.ranks == ss.DENSE).all()
+    assert (allocation.ranks == ss.FULL_STATE).all()
     assert allocation.objective == allocation.gap == allocation.bound == 0
 
 
@@ -245,14 +245,14 @@ def test_the_largest_of_equal_moves_comes_first():
     assert [own.tolist() for own in ranks] == [[1], [2]]
 
 
-def test_one_head_may_end_dense():
+def test_one_head_may_end_with_its_full_state():
     curves = np.full((4, 7), 1e-3)
     curves[1] = 10.0  # a head whose score no rank lowers
     curves[:, 1] += 1e-6
     allocation = ss.allocate_ranks(
         scores_of(SMALL, curves), 6.5
     )  # one full read and rank 1 for three, and little more
-    assert allocation.ranks[1] == ss.DENSE
+    assert allocation.ranks[1] == ss.FULL_STATE
 
 
 def test_layers_share_one_budget(rng):
@@ -287,7 +287,7 @@ def test_methods(rng):
     assert ss.allocate_ranks([graded, error_only], 4).method == "error"
     assert np.array_equal(results["error"].ranks, ss.allocate_ranks(error_only, 4).ranks)
     assert np.array_equal(results["gradient"].ranks, ss.allocate_ranks(scores_of(SMALL, paired), 4).ranks)
-    assert (np.diff(results["sensitivity"].ranks % 100) >= 0).all()  # DENSE is -1: beyond every rank
+    assert (np.diff(results["sensitivity"].ranks % 100) >= 0).all()  # FULL_STATE is -1: beyond every rank
     uniform = results["uniform"]
     assert (uniform.ranks == 4).all() and uniform.objective == pytest.approx(paired[:, 4].sum())
     assert uniform.bound == results["gradient"].bound and uniform.gap >= results["gradient"].gap
@@ -302,7 +302,9 @@ def test_gradient_only_decay_is_common_to_all_layers():
     allocation = ss.allocate_ranks(scores, 4, "sensitivity")
     ranks = allocation.ranks
     assert np.array_equal(*ranks)
-    decay = (np.exp(-0.1 * ranks[0]) + np.exp(-2.0 * ranks[0])) / 2  # the mean over all heads; none is dense
+    decay = (
+        np.exp(-0.1 * ranks[0]) + np.exp(-2.0 * ranks[0])
+    ) / 2  # the mean over all heads; none reads its full state
     # sums of eight float64
     assert allocation.objective == pytest.approx(2 * decay.sum(), rel=1e-14)
     assert not np.array_equal(*ss.allocate_ranks(scores, 4, "error").ranks)
@@ -363,7 +365,7 @@ def test_scores_of_any_range():
     curves = 0.5 ** np.arange(9.0) * np.array([[1e30], [1e-10], [1e-10], [1e-10]])
     # a budget of one full read and 19 ranks: the first head takes the one, equal heads share the others
     allocation = ss.allocate_ranks(scores_of(SMALL, curves), 10.1)
-    assert allocation.ranks[0] == ss.DENSE
+    assert allocation.ranks[0] == ss.FULL_STATE
     assert sorted(allocation.ranks[1:]) == [6, 6, 7]
 
 

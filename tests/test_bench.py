@@ -18,7 +18,7 @@ from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import modules
 from sketchssm.evaluate import Settings, Study, entries, exact_systems, measure
 from sketchssm.evaluate.measure import relative_error
-from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer, Tokens
 from sketchssm.traces import Traces
 
 WINDOW = 4
@@ -77,8 +77,8 @@ class TestBytes:
         )
 
     def test_on_device(self):
-        """Inputs and outputs are bf16, factors are packed as in the kernels, and a dense head reads its state."""
-        ranks = np.array([3, DENSE])
+        """Inputs and outputs are bf16, factors are packed as in the kernels, and a full-state head reads its state."""
+        ranks = np.array([3, FULL_STATE])
         sketch = bench.systems(LAYER, 8, [bench.random_plan(LAYER, ranks, 8, CoefficientMap("lowrank", 2))])[-1]
         gates = 4 * (2 + 2)
         ring = 2 * (64 + 2 * 80) + gates
@@ -91,7 +91,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
     def test_states_of_16_bits(self, narrow):
-        plan = bench.random_plan(LAYER, np.array([3, DENSE]), 8, "offline")
+        plan = bench.random_plan(LAYER, np.array([3, FULL_STATE]), 8, "offline")
         pairs = zip(bench.systems(LAYER, 8, [plan]), bench.systems(LAYER, 8, [plan], state_dtype=narrow), strict=True)
         state = 4 * 64 * 80  # of one of the two heads
         for (wide, less), reads in zip(pairs, (4, 2, 1), strict=True):  # states that a step between flushes moves

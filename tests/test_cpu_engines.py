@@ -11,12 +11,12 @@ import sketchssm.cpu.sketch as cpu_sketch
 import sketchssm.cpu.standard as cpu_standard
 import sketchssm.reference.engines as reference
 from sketchssm.cpu import workers
-from sketchssm.recurrence import DENSE, KINDS, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer, Tokens
 from sketchssm.slots import DUE, POSITION, drafted
 
 SLOTS = 4
 SYSTEMS = ("standard", "replay", "sketch", "codes", "refreshed")
-RANKS = [DENSE, 1, 4, 3, DENSE, 2]
+RANKS = [FULL_STATE, 1, 4, 3, FULL_STATE, 2]
 REFRESHED = 3  # windows from one flush to the next
 SHAPES = {
     "odd": {"heads": 6, "key_dim": 33, "value_dim": 20, "key_heads": 2},

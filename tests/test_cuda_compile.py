@@ -29,7 +29,7 @@ from sketchssm.cuda.slots import SLOTS
 from sketchssm.cuda.standard import StandardEngine
 from sketchssm.cuda.standard_drafts import standard_draft_variant
 from sketchssm.cuda.workspaces import WORDS
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 TARGETS = {
     (90,): ("-gencode=arch=compute_90,code=sm_90",),
@@ -40,8 +40,8 @@ TARGETS = {
 
 # Limits on spilt bytes per thread. Kernels use as many registers as their residency allows. Spills cost time, as
 # shared memory leaves little first-level cache, but most spills are in the one warp that finishes dense maps.
-# The most measured is 308, for kda's dense map on sm_90; for reads 56 and for draft reads 216, where some heads are
-# dense.
+# The most measured is 308, for kda's dense map on sm_90; for reads 56 and for draft reads 216, where some heads read
+# their full states.
 SPILL_BYTES = {
     "standard": 8,
     "read": 56,
@@ -85,19 +85,22 @@ def variants():
     engines = {name: StandardEngine(layer, 1) for name, layer in LAYERS.items()}
     for name, kinds in MAPS.items():
         layer = LAYERS[name]
-        ranks = np.resize([7, 1, 16, 3, DENSE], layer.heads)
+        ranks = np.resize([7, 1, 16, 3, FULL_STATE], layer.heads)
         engines |= {f"{name}-{kind}": SketchEngine(make_plan(layer, ranks, rng, map=kind), 1) for kind in kinds}
         if len(kinds) > 1:
             engines[f"{name}-replay"] = ReplayEngine(layer, 1, 16)
     layer = LAYERS["kimi-linear"]
     for name, bound in (("raw", None), ("bounded", -5.0)):
-        gate, plan = gate_of(rng, layer, bound), make_plan(layer, np.resize([7, 1, 16, 3, DENSE], layer.heads), rng)
+        gate, plan = (
+            gate_of(rng, layer, bound),
+            make_plan(layer, np.resize([7, 1, 16, 3, FULL_STATE], layer.heads), rng),
+        )
         engines |= {
             f"kimi-linear-{name}": StandardEngine(layer, 1, gate=gate),
             f"kimi-linear-{name}-lowrank": SketchEngine(plan, 1, gate=gate),
         }
     for window, activation in ((4, "bfloat16"), (8, "float16"), (32, "float32")):
-        plan = make_plan(LAYERS["small"], [40, 2, 9, DENSE], rng, window=window, pivots=8)
+        plan = make_plan(LAYERS["small"], [40, 2, 9, FULL_STATE], rng, window=window, pivots=8)
         engines[f"small-{window}-{activation}"] = SketchEngine(plan, 1, "float32", activation_dtype=activation)
     # scalar decays with reads token by token, and the most pivots
     for name, of, window, activation, pivots in (
@@ -110,7 +113,7 @@ def variants():
         engines[name] = SketchEngine(plan, 1, activation_dtype=activation)
     for name in ("nemotron-3-super", "qwen3-next", "kimi-linear"):
         layer, stored = LAYERS[name], {"state_dtype": "bfloat16"}
-        plan = make_plan(layer, np.resize([7, 1, 16, 3, DENSE], layer.heads), rng)
+        plan = make_plan(layer, np.resize([7, 1, 16, 3, FULL_STATE], layer.heads), rng)
         engines |= {
             f"{name}-bf16-states": StandardEngine(layer, 1, **stored),
             f"{name}-bf16-states-lowrank": SketchEngine(plan, 1, **stored),
@@ -292,10 +295,10 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
         source = tmp_path / f"{name}.cu"
         source.write_text(source_text(chosen[name].operation))
         options = ["-std=c++17", "-ptx", "-ftz=true", "-arch=sm_90", *chosen[name].options]
-        if "lowrank" in name:  # flushes leave early where no head is dense
+        if "lowrank" in name:  # flushes leave early where no head reads its full state
             heads = next(x for x in options if x.startswith("-DHEADS=")).removeprefix("-DHEADS=")
-            options = [x for x in options if not x.startswith(("-DDENSE_HEADS=", "-DSKETCHED_HEADS="))]
-            options += ["-DDENSE_HEADS=0", f"-DSKETCHED_HEADS={heads}"]
+            options = [x for x in options if not x.startswith(("-DFULL_STATE_HEADS=", "-DSKETCHED_HEADS="))]
+            options += ["-DFULL_STATE_HEADS=0", f"-DSKETCHED_HEADS={heads}"]
         subprocess.run(["nvcc", *options, str(source), "-o", str(source.with_suffix(".ptx"))], check=True)
         text = source.with_suffix(".ptx").read_text()
         lines = text[text.index(".entry") :].splitlines()  # functions that are not inlined stand before the kernel

@@ -24,14 +24,14 @@ from host import compiler, kernels
 from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned, token
 
 from sketchssm.cuda import modules
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
 
 ACTIVATIONS = "bfloat16", "float16", "float32"
-OTHER_RANKS = [9, DENSE, 33, 1, 40]
+OTHER_RANKS = [9, FULL_STATE, 33, 1, 40]
 
 # engines without a warmup() compile at their first step
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
@@ -109,7 +109,7 @@ def test_replay(name, window, activation, rng, cupy):
     ],
 )
 def test_sketch(name, kind, stored, rng, cupy):
-    """Mixed ranks, dense heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
+    """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
     check_sketch(plan, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
@@ -128,13 +128,13 @@ def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
     oracle.load_state(start.astype(np.float64), np.arange(5))
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
-    flushes, dense = where == plan.window - 1, plan.ranks == DENSE
+    flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
-    if dense.any():
-        assert error(got[~flushes][:, dense], want[~flushes][:, dense]) < EXACT
-    assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < STORED[stored]
+    if full_state.any():
+        assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < EXACT
+    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < STORED[stored]
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
     device.load_state(cupy.asarray(start), cupy.arange(5))
     oracle.load_state(start.astype(np.float64), np.arange(5))
     got, want, exact = run_mixed(device, oracle, layer, 3 * window + 20, activation, rng, gate)
-    dense = plan.ranks == DENSE
+    full_state = plan.ranks == FULL_STATE
     assert exact.any()
     assert not exact.all()
     assert error(got[exact], want[exact]) < EXACT
-    assert error(got[~exact][:, ~dense], want[~exact][:, ~dense]) < STORED["bfloat16"]
-    assert not dense.any() or error(got[~exact][:, dense], want[~exact][:, dense]) < EXACT
+    assert error(got[~exact][:, ~full_state], want[~exact][:, ~full_state]) < STORED["bfloat16"]
+    assert not full_state.any() or error(got[~exact][:, full_state], want[~exact][:, full_state]) < EXACT
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
     assert error(device.state.get(), oracle.state) < EXACT
@@ -173,7 +173,7 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
 def test_no_tokens(rng, cupy):
     """A step without tokens launches nothing and moves no cursor."""
     layer = Layer("gdn", 4, 64, 64, 2)
-    device = SketchEngine(make_plan(layer, [DENSE, 5, 3, 9], rng, window=8), 2, output_dtype="float32")
+    device = SketchEngine(make_plan(layer, [FULL_STATE, 5, 3, 9], rng, window=8), 2, output_dtype="float32")
     tokens = make_tokens(layer, 2, 0, "bfloat16", rng)
     device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), cupy.zeros((2, 0, 4, 64), np.float32))
     assert device.position.tolist() == [0, 0]
@@ -247,9 +247,9 @@ def test_output_types(layer, kind, window, stored, output, rng, cupy):
     assert np.array_equal(outs[1], outs[0].astype(outs[1].dtype))
 
 
-@pytest.mark.parametrize("neighbour", [DENSE, 4])
+@pytest.mark.parametrize("neighbour", [FULL_STATE, 4])
 def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
-    """It makes a part of both heads not finite that share matrix products; a dense head shares none."""
+    """It makes a part of both heads not finite that share matrix products; a full-state head shares none."""
     layer = Layer("gdn", 4, 64, 64, 2)
     plan = make_plan(layer, [neighbour, 5, 3, 9], rng, window=8)
     tokens = make_tokens(layer, 2, 6, "bfloat16", rng, hard_gates=False)
@@ -260,8 +260,8 @@ def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
     engine.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), out)
     spoilt = (~np.isfinite(out.get())).sum(axis=-1)
     want = np.zeros((2, 6, 4), int)
-    want[0, 1:, 0] = 1 if neighbour == DENSE else 2  # every 16th channel of 32
-    want[0, 1:, 1] = 0 if neighbour == DENSE else 2
+    want[0, 1:, 0] = 1 if neighbour == FULL_STATE else 2  # every 16th channel of 32
+    want[0, 1:, 1] = 0 if neighbour == FULL_STATE else 2
     assert np.array_equal(spoilt, want)
 
 
@@ -278,7 +278,7 @@ def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
 )
 def test_epilogue_warps_in_turn(layer, kind, window, activation, rng, cupy):
     """Ranks up to 16, with room for sums and columns of two tiles; one block computes all tiles in turn."""
-    plan = make_plan(layer, [9, DENSE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
+    plan = make_plan(layer, [9, FULL_STATE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
     check_sketch(plan, "bfloat16", activation, rng, cupy, blocks=1)
 
 
@@ -287,7 +287,7 @@ def test_sketch_in_little_shared_memory(kind, rng, cupy, monkeypatch):
     """One place for the state and one buffer of prepared keys, as on sm_80."""
     monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
     monkeypatch.setattr(modules, "_modules", {})
-    plan = make_plan(LAYERS["kda"], np.array([9, DENSE, 3]), rng, map=kind, ridge=RIDGE[kind])
+    plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng, map=kind, ridge=RIDGE[kind])
     check_sketch(plan, "bfloat16", "bfloat16", rng, cupy)
 
 

@@ -7,7 +7,7 @@ from host import compiler, kernels
 from host.kernels import EXACT, LAYERS, RANKS, STORED, poisoned
 
 from sketchssm.cuda import replay
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 from sketchssm.slots import DUE
 
@@ -82,10 +82,10 @@ def test_sketches_of_short_windows(name, kind, rng, cupy):
     device = poisoned(SketchEngine(plan, 4, output_dtype="float32", phase=5))
     oracle = reference.SketchEngine(plan, 4, phase=5)
     got, want, folded = run_served(device, oracle, layer, 50, "bfloat16", rng, cupy)
-    dense = plan.ranks == DENSE
+    full_state = plan.ranks == FULL_STATE
     assert len(set(folded)) > 5
-    assert error(got[:, ~dense], want[:, ~dense]) < STORED["bfloat16"]
-    assert error(got[:, dense], want[:, dense]) < EXACT
+    assert error(got[:, ~full_state], want[:, ~full_state]) < STORED["bfloat16"]
+    assert error(got[:, full_state], want[:, full_state]) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
 
 

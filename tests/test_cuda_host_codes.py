@@ -18,7 +18,7 @@ from host import compiler, heads, kernels
 from host.kernels import EXACT, LAYERS, RANKS, RIDGE, poisoned
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 if missing := compiler.missing():
@@ -67,30 +67,30 @@ class Oracle:
         ("mamba2", RANKS["mamba2"], "ridge", "int8", 16, "bfloat16"),
         ("gdn", RANKS["gdn"], "ridge", "int8", 16, "bfloat16"),
         ("kda", RANKS["kda"], "ridge", "fp8", 16, "bfloat16"),
-        ("kda", [9, DENSE, 16], "ridge", "int8", 16, "bfloat16"),  # two epilogue warps
+        ("kda", [9, FULL_STATE, 16], "ridge", "int8", 16, "bfloat16"),  # two epilogue warps
         ("mamba2", RANKS["mamba2"], "lowrank", "int8", 16, "bfloat16"),
         ("gdn", RANKS["gdn"], "lowrank", "fp8", 16, "bfloat16"),
-        ("kda", [9, DENSE, 16], "lowrank", "int8", 16, "bfloat16"),  # two places for columns of U
+        ("kda", [9, FULL_STATE, 16], "lowrank", "int8", 16, "bfloat16"),  # two places for columns of U
         ("mamba2-80", [9, 33, 1], "lowrank", "fp8", 8, "bfloat16"),
         ("gdn-96", [9, 33], "exact", "int8", 8, "bfloat16"),
-        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8", 4, "float16"),
+        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", "int8", 4, "float16"),
         ("gdn-96", [5, 18], "prior", "int8", 16, "float32"),
         ("kda-64", [5, 17], "ridge", "int8", 32, "float32"),
         ("kda-64", [9, 3], "prior", "fp8", 16, "bfloat16"),
-        ("mamba2", [9, 16, DENSE, 40], "offline", "int8", 16, "bfloat16"),
+        ("mamba2", [9, 16, FULL_STATE, 40], "offline", "int8", 16, "bfloat16"),
         ("kda", [9, 16, 1], "offline", "fp8", 8, "bfloat16"),
         ("mamba2", RANKS["mamba2"], "ridge", "int8+int4", 16, "bfloat16"),
         ("gdn", RANKS["gdn"], "ridge", "int8+int4", 16, "bfloat16"),
         ("kda", RANKS["kda"], "ridge", "int8+int4", 16, "bfloat16"),
-        ("kda", [9, DENSE, 16], "exact", "int8+int4", 16, "bfloat16"),  # two epilogue warps
+        ("kda", [9, FULL_STATE, 16], "exact", "int8+int4", 16, "bfloat16"),  # two epilogue warps
         ("gdn-96", [9, 33], "ridge", "int8+int4", 8, "bfloat16"),
-        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8+int4", 4, "float16"),
+        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", "int8+int4", 4, "float16"),
         ("mamba2-80", [9, 8, 40, 13], "ridge", "int8+int4", 8, "bfloat16"),
         ("kda-64", [5, 17], "ridge", "int8+int4", 32, "float32"),
     ],
 )
 def test_reads(layer, ranks, kind, stored, window, activation, rng, cupy):
-    """Mixed ranks, dense heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
+    """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
     layer = LAYERS[layer]
     ranks = np.resize(ranks, layer.heads)
     settings = {"map": kind, "ridge": RIDGE[kind], "window": window}
@@ -106,14 +106,14 @@ def test_reads(layer, ranks, kind, stored, window, activation, rng, cupy):
     tokens = make_tokens(layer, 4, length, activation, rng)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation)
     exact = np.stack([x[:, 0] for x in oracle.exact], axis=1)
-    flushes, dense = where == window - 1, plan.ranks == DENSE
+    flushes, full_state = where == window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
     got, want, exact = got[~flushes], want[~flushes], exact[~flushes]
-    if dense.any():
-        assert error(got[:, dense], want[:, dense]) < EXACT
-    got, want, exact = got[:, ~dense], want[:, ~dense], exact[:, ~dense]
+    if full_state.any():
+        assert error(got[:, full_state], want[:, full_state]) < EXACT
+    got, want, exact = got[:, ~full_state], want[:, ~full_state], exact[:, ~full_state]
     assert error(got, want) < NEIGHBOURS[stored]
     assert error(got, exact) < AS_GOOD * error(want, exact)
 
@@ -200,8 +200,8 @@ def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
 def test_a_state_that_is_not_finite(kind, stored, bad, rng, cupy):
     """Its reads are NaN; no other head's are."""
     layer = Layer("gdn", 4, 64, 64, 2)
-    settings = stored_as(stored, [7, 5, 3, DENSE])
-    plan = make_plan(layer, [7, 5, 3, DENSE], rng, map=kind, ridge=RIDGE[kind], window=8, **settings)
+    settings = stored_as(stored, [7, 5, 3, FULL_STATE])
+    plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map=kind, ridge=RIDGE[kind], window=8, **settings)
     engine = poisoned(SketchEngine(plan, 2, stored, activation_dtype="bfloat16", output_dtype="float32"))
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     start[1, 1, 5, 7] = bad
@@ -217,8 +217,8 @@ def test_a_state_that_is_not_finite(kind, stored, bad, rng, cupy):
 @pytest.mark.parametrize("stored", ["int8", "int8+int4"])
 def test_a_state_of_zeros_reads_as_zeros(stored, rng, cupy):
     layer = Layer("gdn", 4, 64, 64, 2)
-    settings = stored_as(stored, [7, 5, 3, DENSE])
-    plan = make_plan(layer, [7, 5, 3, DENSE], rng, map="ridge", ridge=1e-3, window=8, **settings)
+    settings = stored_as(stored, [7, 5, 3, FULL_STATE])
+    plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map="ridge", ridge=1e-3, window=8, **settings)
     engine = poisoned(SketchEngine(plan, 1, stored, activation_dtype="bfloat16", output_dtype="float32"))
     engine.load_state(cupy.zeros((1, *layer.state_shape), np.float32), cupy.arange(1))
     out = cupy.full((1, 1, 4, 64), np.nan, np.float32)
@@ -239,7 +239,7 @@ class TestHeads:
         Columns of 80 numbers of 4 bits, 40 bytes, are padded to 48.
         """
         wide = {"wide": [4, 0]} if stored == "int8+int4" else {}
-        plan = make_plan(heads.LAYER, [8, DENSE], rng, map="ridge", window=4, sketch_dtype=stored, **wide)
+        plan = make_plan(heads.LAYER, [8, FULL_STATE], rng, map="ridge", window=4, sketch_dtype=stored, **wide)
         head = ss.SketchHead(plan, 2, "cuda", activation_dtype="bfloat16")
         part = {part.name: part for part in head.parts}["sketch"]
         assert part.dtype == "uint8"
@@ -249,8 +249,8 @@ class TestHeads:
     @pytest.mark.parametrize("stored", ["int8", "int8+int4"])
     def test_snapshot_and_copy(self, stored, tmp_path, rng):
         """Codes travel as bytes: the copies decode bitwise as the first slot does."""
-        settings = stored_as(stored, [7, DENSE])
-        plan = make_plan(heads.LAYER, [7, DENSE], rng, map="ridge", window=4, **settings)
+        settings = stored_as(stored, [7, FULL_STATE])
+        plan = make_plan(heads.LAYER, [7, FULL_STATE], rng, map="ridge", window=4, **settings)
         head, other = (ss.SketchHead(plan, 4, "cuda") for _ in range(2))
         for each in (head, other):
             each.warmup("bfloat16")

@@ -19,7 +19,7 @@ from host.kernels import EXACT, LAYERS, RANKS, RIDGE, poisoned
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 from sketchssm.slots import drafted
 
@@ -93,12 +93,12 @@ class Pair:
     def check_cursors(self):
         assert np.array_equal(self.device.cursor.get(), self.oracle.memory["cursor"])
 
-    def compare(self, dense, tolerance):
+    def compare(self, full_state, tolerance):
         got, want = np.concatenate(self.gots), np.concatenate(self.wants)
-        if dense.any():
-            assert error(got[:, dense], want[:, dense]) < EXACT
-        if not dense.all():
-            assert error(got[:, ~dense], want[:, ~dense]) < tolerance
+        if full_state.any():
+            assert error(got[:, full_state], want[:, full_state]) < EXACT
+        if not full_state.all():
+            assert error(got[:, ~full_state], want[:, ~full_state]) < tolerance
 
 
 def decode(pair, calls, most):
@@ -192,7 +192,7 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     oracle.load_state(start.astype(np.float64), np.arange(SLOTS))
     pair = Pair(cupy, device, oracle, activation, rng, gate)
     decode(pair, 14, min(window - 1, 8))
-    pair.compare(plan.ranks == DENSE, STORED[stored])
+    pair.compare(plan.ranks == FULL_STATE, STORED[stored])
 
 
 @pytest.mark.filterwarnings("error:loading kernel")  # `warmup` loads all kernels
@@ -201,7 +201,7 @@ def test_graph(kind, phase, rng, cupy, monkeypatch):
     """As on a device, in windows of 8, with a clock and without."""
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
     layer = Layer(kind, 2, 64, 64, 1)
-    plan = make_plan(layer, [5, DENSE], rng, window=8)
+    plan = make_plan(layer, [5, FULL_STATE], rng, window=8)
     cuda.missing.cache_clear()
     head = ss.SketchHead(plan, draft_graphs.SLOTS, "cuda", output_dtype="float32", phase=phase)
     cuda.missing.cache_clear()

@@ -20,7 +20,7 @@ from host import compiler, kernels
 from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned
 
 from sketchssm.gates import GateInput
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 if missing := compiler.missing():
@@ -115,7 +115,7 @@ def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
 def test_no_residual_is_negative(rng, cupy):
     """If the pivots hold the whole state, the residual is only rounding, of both signs."""
     layer = LAYERS["gdn"]
-    plan = make_plan(layer, [7, DENSE, 16, 2], rng, map="lowrank", ridge=0.0)
+    plan = make_plan(layer, [7, FULL_STATE, 16, 2], rng, map="lowrank", ridge=0.0)
     mixed = rng.standard_normal((8, layer.heads, 128, 4)) @ rng.standard_normal((8, layer.heads, 4, 16))
     start = np.einsum("bhvg,hkg->bhvk", mixed, plan.omega)
     engine = poisoned(SketchEngine(plan, 8, output_dtype="float32"))

@@ -8,7 +8,7 @@ from host.heads import LAYER, install, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda.frameworks import host_type
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
@@ -31,7 +31,7 @@ def blocks_of(parts, slots, gap=48):
 
 def parts_of(system):
     if system == "sketch":
-        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
         return ss.SketchHead.parts_of(plan, backend="cuda", activation_dtype="bfloat16")
     return ss.ReplayHead.parts_of(LAYER, backend="cuda", window=4, activation_dtype="bfloat16")
 
@@ -71,7 +71,7 @@ def test_a_block_holds_all_of_a_slot(system, rng):
 def test_refusals():
     parts = {part.name: part for part in parts_of("sketch")}
     good = blocks_of(parts.values(), 4)[1]
-    plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+    plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
 
     def refused(kind, message, activation="bfloat16", **memory):
         with pytest.raises(kind, match=message):

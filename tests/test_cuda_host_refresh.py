@@ -18,7 +18,7 @@ from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned
 
 import sketchssm as ss
 from sketchssm.backends import UnsupportedError
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 if missing := compiler.missing():
@@ -42,7 +42,7 @@ def cupy(monkeypatch):
 def refreshed_plan(name, kind, windows, rng, window=16, stored="bfloat16"):
     """A plan with a sketch for every head and so many windows from flush to flush."""
     layer = LAYERS[name]
-    ranks = np.resize([rank for rank in RANKS[layer.kind] if rank != DENSE], layer.heads)
+    ranks = np.resize([rank for rank in RANKS[layer.kind] if rank != FULL_STATE], layer.heads)
     settings = {"map": kind, "ridge": RIDGE[kind], "window": window, "flush_every": windows * window}
     if stored == "int8+int4":
         settings |= {"sketch_dtype": stored, "wide": (ranks + 1) // 2}

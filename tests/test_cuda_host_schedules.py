@@ -16,7 +16,7 @@ from host import compiler, kernels, standin
 from host.kernels import LAYERS, RANKS, RIDGE, poisoned, token
 
 from sketchssm.cuda import modules, replay, standard
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
@@ -82,7 +82,7 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
     a queue's length if the kernel let them. (Blocks run one after the other here: the first takes all tiles.)
     """
     layer = (LAYERS | MANY_HEADS)[name]
-    ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), DENSE, 17)
+    ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), FULL_STATE, 17)
     plan = make_plan(layer, ranks, rng)
     tokens = tokens_to_device(make_tokens(layer, 5, 20, "bfloat16", rng), "bfloat16")
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)

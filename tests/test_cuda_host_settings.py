@@ -14,7 +14,7 @@ from samples import gate_of
 import sketchssm as ss
 from sketchssm import backends, cuda
 from sketchssm.cuda import limits, modules
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
 if missing := compiler.missing():
     pytest.skip(missing, allow_module_level=True)
@@ -39,7 +39,7 @@ class TestActivations:
     )
     def test_the_first_call_decides(self, types, settled, rng):
         """It fixes the narrowest type that rounds nothing, and sketches the states that were loaded before."""
-        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
         head, twin = ss.SketchHead(plan, 4, "cuda"), sketch("reference")
         tokens, start = tokens_of(rng), rng.standard_normal((2, *LAYER.state_shape)).astype(np.float32)
         for each in (head, twin):
@@ -55,7 +55,7 @@ class TestActivations:
             head.warmup(other)
 
     def test_a_refused_call_decides_nothing(self, rng):
-        plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
         head = ss.SketchHead(plan, 4, "cuda")
         tokens = tokens_of(rng)
         with pytest.raises(ValueError, match=r"^g: expected log-decays"):
@@ -90,7 +90,7 @@ class TestRawGates:
     def pair(self, system, bound=None, **options):
         """A head on the device and one of the reference."""
         gate = gate_of(np.random.default_rng(2), self.LAYER, bound)
-        plan = make_plan(self.LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+        plan = make_plan(self.LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
 
         def make(backend, **options):
             if system == "sketch":

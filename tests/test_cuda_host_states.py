@@ -21,7 +21,7 @@ from host import compiler, kernels
 from host.kernels import LAYERS, RANKS, RIDGE, STORED, poisoned
 
 from sketchssm.cuda import modules
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 if missing := compiler.missing():
@@ -161,13 +161,13 @@ def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, block
     assert np.array_equal(wide(device.state), oracle.state)
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
-    flushes, dense = where == plan.window - 1, plan.ranks == DENSE
+    flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < TIPPED[stored]
     assert error(wide(device.state), oracle.state) < TIPPED[stored]
-    if dense.any():
-        assert error(got[~flushes][:, dense], want[~flushes][:, dense]) < TIPPED[stored]
-    assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < max(STORED[sketches], TIPPED[stored])
+    if full_state.any():
+        assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < TIPPED[stored]
+    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < max(STORED[sketches], TIPPED[stored])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, block
     ],
 )
 def test_sketch(name, kind, sketches, stored, rng, cupy):
-    """Mixed ranks, dense heads, padding, staggered windows; sketches are made of the rounded states."""
+    """Mixed ranks, full-state heads, padding, staggered windows; sketches are made of the rounded states."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
     check_sketch(plan, sketches, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
@@ -202,7 +202,9 @@ def test_sketch(name, kind, sketches, stored, rng, cupy):
 @pytest.mark.parametrize("blocks", [None, 1])
 def test_sketch_of_other_shapes(layer, kind, window, activation, stored, blocks, rng, cupy):
     """Shapes with other roles, groups and buffers in the flush; one block that computes all tiles in turn."""
-    plan = make_plan(layer, np.resize([9, DENSE, 33, 1], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    plan = make_plan(
+        layer, np.resize([9, FULL_STATE, 33, 1], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
+    )
     check_sketch(plan, "bfloat16", stored, activation, rng, cupy, blocks=blocks)
 
 
@@ -225,5 +227,5 @@ def test_in_little_shared_memory(rng, cupy, monkeypatch):
     """As on sm_80."""
     monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
     monkeypatch.setattr(modules, "_modules", {})
-    plan = make_plan(LAYERS["kda"], np.array([9, DENSE, 3]), rng)
+    plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng)
     check_sketch(plan, "bfloat16", "float16", "bfloat16", rng, cupy)

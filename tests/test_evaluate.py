@@ -26,7 +26,7 @@ from sketchssm.evaluate import (
     sketch_system,
 )
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, KINDS, Tokens
+from sketchssm.recurrence import FULL_STATE, KINDS, Tokens
 from sketchssm.reference import maps
 from sketchssm.traces import Traces
 
@@ -61,7 +61,7 @@ def energies(plan, tokens, coefficient_map=maps.coefficient_map):
             states, queries = reads.state[:, head], reads.queries[:, head]
             right = queries @ states
             energy[head] += np.square(right).sum()
-            if rank != DENSE:
+            if rank != FULL_STATE:
                 omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
                 coefficients = coefficient_map(plan.map, states, omega, projection)
                 sketch = states.swapaxes(-1, -2) @ omega
@@ -121,9 +121,9 @@ def test_exact_map_agrees_with_rank_scores(study):
     assert (np.diff(kept, axis=0) > 0).all()
 
 
-def test_dense_heads_lose_nothing(study):
+def test_full_state_heads_lose_nothing(study):
     ranks = np.full(study.traces.layer.heads, 2)
-    ranks[0] = DENSE
+    ranks[0] = FULL_STATE
     found = measured(study, sketch_system(SketchPlan(study.calibrated().basis, ranks, WINDOW), "sketch"))
     assert found.head_retained[0] == pytest.approx(1, abs=FLOAT64)
     assert max(found.head_retained[1:]) < 1

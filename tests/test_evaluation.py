@@ -15,7 +15,7 @@ from sketchssm.evaluate.measure import rounded
 from sketchssm.evaluate.registry import FAMILIES, FULL, series
 from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, KINDS
+from sketchssm.recurrence import FULL_STATE, KINDS
 from sketchssm.reference.recurrence import run
 from sketchssm.traces import Traces
 
@@ -376,7 +376,7 @@ def test_flushes_once_in_several_windows(study):
     entry = entry_of(study, f"ablation/flush-every-{2 * WINDOW}")
     plan = entry.build().plan
     assert (plan.window, plan.flush_every) == (WINDOW, 2 * WINDOW)
-    assert (plan.ranks != DENSE).all()
+    assert (plan.ranks != FULL_STATE).all()
     full, own = (measure(entry_of(study, f"ablation/{name}"), study, "cpu") for name in (FULL, entry.setting))
     assert own.reduction > full.reduction
     assert own.flush_error < 1e-5

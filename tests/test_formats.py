@@ -64,7 +64,7 @@ def test_several_heads():
     ranks, wide = np.array([4, 8, 12]), np.array([4, 0, 6])
     size = form.bytes(RIDGE, ranks, 128, 128, wide)
     assert size.tolist() == [form.bytes(RIDGE, r, 128, 128, w) for r, w in zip(ranks, wide, strict=True)]
-    reads = traffic.sketch_read("mamba2", 128, 128, [4, ss.DENSE], sketch_dtype="int8+int4", wide=[2, 0])
+    reads = traffic.sketch_read("mamba2", 128, 128, [4, ss.FULL_STATE], sketch_dtype="int8+int4", wide=[2, 0])
     assert reads.tolist() == [form.bytes(RIDGE, 4, 128, 128, 2), 4 * 128 * 128]
 
 
@@ -87,7 +87,7 @@ def test_largest_codes():
 
 def test_reduction_of_a_plan():
     layer = ss.Layer("gdn", 3, 16, 8)
-    basis, ranks, wide = ss.SketchBasis.random(layer, 6), [2, 6, ss.DENSE], [1, 3, 0]
+    basis, ranks, wide = ss.SketchBasis.random(layer, 6), [2, 6, ss.FULL_STATE], [1, 3, 0]
     for name in ("int8", "fp8"):
         plan = ss.SketchPlan(basis, ranks, window=8, sketch_dtype=name)
         assert plan.reduction == traffic.reduction("gdn", 16, 8, ranks, 8, sketch_dtype=name)

@@ -8,7 +8,7 @@ from samples import LAYERS, at, gate_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.models import kda_inputs
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 LAYER = LAYERS["kda"]
 SLOTS, WINDOW = 4, 3
@@ -21,7 +21,7 @@ def make(system, backend, layer=LAYER, **options):
         return ss.StandardHead(layer, SLOTS, backend, **options)
     if system == "replay":
         return ss.ReplayHead(layer, SLOTS, backend, window=WINDOW, **options)
-    plan = plan_of(np.random.default_rng(7), layer, [2, DENSE, 3, 1], window=WINDOW)
+    plan = plan_of(np.random.default_rng(7), layer, [2, FULL_STATE, 3, 1], window=WINDOW)
     return ss.SketchHead(plan, SLOTS, backend, **options)
 
 

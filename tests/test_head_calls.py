@@ -13,7 +13,7 @@ from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
 from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, Tokens
+from sketchssm.recurrence import FULL_STATE, Tokens
 
 
 @pytest.fixture(params=SYSTEMS)
@@ -247,8 +247,8 @@ class TestSharing:
             # At a flush the CPU advances a sketch beside its state; `load_state` projects the state. The two differ by
             # float32 rounding, which may round a bf16 number of the sketch up instead of down: by 2^-8 of it at most.
             assert relative(output, want) < 2.0**-8
-            dense = RANKS == DENSE
-            output, want = output[:, :, dense], want[:, :, dense]
+            full_state = RANKS == FULL_STATE
+            output, want = output[:, :, full_state], want[:, :, full_state]
         np.testing.assert_array_equal(output, want)
         same(head, new)
 

@@ -7,7 +7,7 @@ from samples import plan_of, relative, reset_after_nan, states_of, tokens_of
 import sketchssm as ss
 from sketchssm.coefficients import MAPS
 from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import DENSE, KINDS, Layer
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer
 
 WINDOW = 8
 FORMS = [*((form, name) for form in ("int8", "fp8") for name in MAPS), ("int8+int4", "exact"), ("int8+int4", "ridge")]
@@ -17,8 +17,8 @@ ERRORS = {"int8": 0.01, "fp8": 0.04, "int8+int4": 0.12}
 STEPS = {"int8": 1 / 127, "fp8": 1 / 14, "int8+int4": 1 / 7}
 # V and K of more and of less than a vector; ranks of a vector and more, whose 4-bit rows begin within a group of four
 LAYERS = {
-    "small": ({"heads": 4, "key_dim": 6, "value_dim": 5, "key_heads": 2}, [DENSE, 5, 3, 1], [0, 2, 3, 0]),
-    "odd": ({"heads": 4, "key_dim": 33, "value_dim": 20, "key_heads": 1}, [16, 20, DENSE, 7], [5, 17, 0, 0]),
+    "small": ({"heads": 4, "key_dim": 6, "value_dim": 5, "key_heads": 2}, [FULL_STATE, 5, 3, 1], [0, 2, 3, 0]),
+    "odd": ({"heads": 4, "key_dim": 33, "value_dim": 20, "key_heads": 1}, [16, 20, FULL_STATE, 7], [5, 17, 0, 0]),
     "long": ({"heads": 2, "key_dim": 64, "value_dim": 128, "key_heads": 2}, [9, 3], [6, 1]),
 }
 
@@ -59,7 +59,7 @@ def test_reads(form, name, shape, kind, rng):
         outputs.append(np.concatenate([head.step(*tokens), head.step(*drafts, draft=True)], axis=1))
     got, want, unrounded = outputs
     agree(got, want, form)
-    sketched = np.array(ranks) != DENSE
+    sketched = np.array(ranks) != FULL_STATE
     error = relative(got[:, :, sketched], unrounded[:, :, sketched])
     assert ERRORS[form] / 50 < error < ERRORS[form]
 
@@ -72,7 +72,7 @@ def kind(request):
 @pytest.mark.parametrize(("form", "name"), FORMS)
 def test_states_of_any_size(form, name, layer, rng):
     """A power of two changes only scales, except that norms may round differently, with the effect of a tie."""
-    plan = coded(rng, layer, [DENSE, 5, 3, 1], [0, 2, 3, 0], form, name)
+    plan = coded(rng, layer, [FULL_STATE, 5, 3, 1], [0, 2, 3, 0], form, name)
     head = ss.SketchHead(plan, 3, "cpu")
     tokens, start = tokens_of(rng, layer, 3, 7), states_of(rng, layer, 3)
     start[1, :, :, 1:] *= 1e-9  # one large direction, as after a window with the same key
@@ -93,7 +93,7 @@ def test_states_of_any_size(form, name, layer, rng):
 @pytest.mark.parametrize(("form", "name"), FORMS)
 def test_a_state_that_is_not_finite(form, name, layer, rng):
     """Reads of its sketch are NaN, those of other slots unaffected, and a reset clears it."""
-    plan = coded(rng, layer, [DENSE, 5, 3, 1], [0, 2, 3, 0], form, name)
+    plan = coded(rng, layer, [FULL_STATE, 5, 3, 1], [0, 2, 3, 0], form, name)
     head, twin = (ss.SketchHead(plan, 5, "cpu") for _ in range(2))
     reset_after_nan(head, twin, layer, WINDOW, WINDOW, rng)
     poison = tokens_of(rng, layer, 1, WINDOW)
@@ -107,7 +107,7 @@ def test_a_state_that_is_not_finite(form, name, layer, rng):
 def test_bytes(form):
     """The bytes of sketch and map are those of the byte model where K and V need no padding, but for alignment."""
     layer = Layer("mamba2", 4, 128, 64, 1)
-    plan = coded(np.random.default_rng(0), layer, [12, 8, 7, DENSE], [6, 8, 0, 0], form, "ridge")
+    plan = coded(np.random.default_rng(0), layer, [12, 8, 7, FULL_STATE], [6, 8, 0, 0], form, "ridge")
     kept = {part.name: part.bytes for part in ss.SketchHead.parts_of(plan, "cpu", state_dtype="float16")}
     wide = None if plan.wide is None else plan.wide[:3]
     want = SketchFormat.of(form).bytes(plan.map, plan.ranks[:3], 128, 64, wide)

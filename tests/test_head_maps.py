@@ -10,13 +10,13 @@ import sketchssm as ss
 from sketchssm.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.cpu.sketch import SketchEngine
 from sketchssm.cpu.small import cholesky
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 
 WINDOW, SLOTS = 4, 5
-RANKS = np.array([DENSE, 2, 3, DENSE])
+RANKS = np.array([FULL_STATE, 2, 3, FULL_STATE])
 
 
 class TestMaps:
@@ -144,7 +144,7 @@ class TestMaps:
         output, want = head.step(*tokens), run(layer, *tokens, state=start)[0]
         q, k, v, g, beta = per_head(layer, tokens)
         for t in range(7):
-            for h in np.flatnonzero(RANKS != DENSE):
+            for h in np.flatnonzero(RANKS != FULL_STATE):
                 ring = Ring(*(x[0, : t + 1, h] for x in (k, v, g)), None if beta is None else beta[0, : t + 1, h])
                 x, state = effective_query(q[0, t, h], ring), start[0, h].T
                 want[0, t, h] += self.sketched(plan, h, state) @ x - state.T @ x
@@ -168,7 +168,7 @@ class TestMaps:
     # where what the solve adds matters too: a condition number of up to 1e3 here (1 over the least ridge).
     @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2.0**-8), ("float32", 1e-4)])
     def test_cpu_reads_as_the_reference(self, name, dtype, tolerance, layer, rng):
-        plan = plan_of(rng, layer, [DENSE, 2, 3, 1], window=8, map=name)
+        plan = plan_of(rng, layer, [FULL_STATE, 2, 3, 1], window=8, map=name)
         tokens, start = tokens_of(rng, layer, 4, 20, np.float64), states_of(rng, layer, 4)
         heads = [ss.SketchHead(plan, 4, backend, sketch_dtype=dtype) for backend in ("reference", "cpu")]
         for head in heads:
@@ -226,7 +226,7 @@ class TestMaps:
         layer = Layer(layer.kind, heads=2, key_dim=24, value_dim=16, key_heads=1)
         tokens, start = tokens_of(rng, layer, 1, 4096, np.float64), states_of(rng, layer, 1)
         tokens.g[...] = (tokens.g * 0.02).astype(np.float32)
-        plan = plan_of(rng, layer, [DENSE, 8], window=16)
+        plan = plan_of(rng, layer, [FULL_STATE, 8], window=16)
         heads = [ss.SketchHead(plan, 1, backend, sketch_dtype="float32") for backend in ("reference", "cpu")]
         for head in heads:
             head.load_state(start)

@@ -7,12 +7,12 @@ import pytest
 from samples import LAYERS, at, gate_of, one_block, plan_of, raw_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference.recurrence import run
 
 WINDOW = 4
 SLOTS = 5
-RANKS = np.array([DENSE, 2, 3, 1])
+RANKS = np.array([FULL_STATE, 2, 3, 1])
 SYSTEMS = {
     "standard": (ss.StandardHead, {"drafts": 3}),
     "replay": (ss.ReplayHead, {"window": WINDOW}),

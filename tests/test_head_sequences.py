@@ -15,12 +15,12 @@ from hypothesis.stateful import (
 from samples import LAYERS, at, gate_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, KINDS, Tokens
+from sketchssm.recurrence import FULL_STATE, KINDS, Tokens
 from sketchssm.reference.recurrence import run
 
 SLOTS = 3
 WINDOW = 3
-RANKS = np.array([2, DENSE, 3, 1])
+RANKS = np.array([2, FULL_STATE, 3, 1])
 # Float64 and float32 roundings on a path of at most a few dozen tokens, relative to the size of what is summed: unit
 # queries and states that hold a few values of size one, so no result is off by more than this many absolute units.
 EXACT = {"reference": 1e-12, "cpu": 2e-5}
@@ -114,7 +114,7 @@ def machine(kind, backend, raw=False):
                     want, ended = self.model[slot].step(at(tokens, np.s_[row : row + 1, t : t + 1]))
                     close(standard[row, t], want)
                     close(replay[row, t], want)
-                    exact = slice(None) if ended else RANKS == DENSE
+                    exact = slice(None) if ended else RANKS == FULL_STATE
                     close(sketch[row, t, exact], want[exact])
                     if ended:
                         close(copy[row, t], want)

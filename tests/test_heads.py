@@ -6,7 +6,7 @@ from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
 from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference.recurrence import run
 
 # Relative error of an exact result. Float64: a hundred operations of 2^-53 each. Float32: the same of 2^-24 over some
@@ -43,7 +43,7 @@ class TestExactness:
         for t in range(3 * WINDOW):
             output = head.step(*at(tokens, np.s_[:, t]))
             flushed = system == "standard" or (t + 1) % WINDOW == 0
-            exact = slice(None) if flushed or system == "replay" else (RANKS == DENSE) & (system == "sketch")
+            exact = slice(None) if flushed or system == "replay" else (RANKS == FULL_STATE) & (system == "sketch")
             assert relative(output[:, exact], want[:, t, exact]) < EXACT[backend]
             if flushed:
                 state = run(layer, *at(tokens, np.s_[:, : t + 1]), state=start)[1]
@@ -54,7 +54,7 @@ class TestExactness:
     def test_values_that_are_not_a_multiple_of_anything(self, system, backend, rng):
         """V = 80, K = 33 and three heads per key head."""
         layer = Layer("gdn", 6, 33, 80, key_heads=2)
-        plan = plan_of(rng, layer, [DENSE, 1, 4, 33, 5, DENSE], window=WINDOW)
+        plan = plan_of(rng, layer, [FULL_STATE, 1, 4, 33, 5, FULL_STATE], window=WINDOW)
         head = {
             "standard": lambda: ss.StandardHead(layer, 2, backend),
             "replay": lambda: ss.ReplayHead(layer, 2, backend, window=WINDOW),

@@ -10,7 +10,7 @@ from samples import LAYERS, plan_of, relative, states_of, tokens_of
 import sketchssm as ss
 from sketchssm.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
 from sketchssm.formats import FORMATS, FP8, INT4, INT8, SketchFormat
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import maps, narrow
 
 CODES = {"int8": INT8, "fp8": FP8, "int4": INT4}
@@ -198,7 +198,7 @@ class TestReads:
     def test_heads_read_in_the_plan_s_format(self, kind, name, rng):
         layer = LAYERS[kind]
         wide = [0, 1, 2, 0] if name == "int8+int4" else None
-        plan = plan_of(rng, layer, [DENSE, 2, 3, 1], window=8, sketch_dtype=name, wide=wide)
+        plan = plan_of(rng, layer, [FULL_STATE, 2, 3, 1], window=8, sketch_dtype=name, wide=wide)
         tokens, start = tokens_of(rng, layer, 2, 7, np.float64), states_of(rng, layer, 2, np.float64)
         tokens.v[...] = 0
         reads = {}
@@ -206,5 +206,5 @@ class TestReads:
             head = ss.SketchHead(plan, 2, "reference", sketch_dtype=stored)
             head.load_state(start)
             reads[stored] = head.step(*tokens)
-        np.testing.assert_array_equal(reads[None][:, :, 0], reads["float32"][:, :, 0])  # the dense head
+        np.testing.assert_array_equal(reads[None][:, :, 0], reads["float32"][:, :, 0])  # the full-state head
         assert 1e-4 < relative(reads[None][:, :, 1:], reads["float32"][:, :, 1:]) < 0.2

@@ -11,10 +11,10 @@ import sketchssm as ss
 from sketchssm.coefficients import MAPS, CoefficientMap
 from sketchssm.files import save_file
 from sketchssm.plan import FORMAT
-from sketchssm.recurrence import DENSE, KINDS, Layer
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer
 
 LAYER = LAYERS["gdn"]  # 4 heads, K = 6, V = 5
-RANKS = np.array([3, DENSE, 1, 2])
+RANKS = np.array([3, FULL_STATE, 1, 2])
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ class TestPlan:
         assert plan.omega.flags.c_contiguous
         assert plan.omega.dtype == plan.projection.dtype == np.float32
 
-    @pytest.mark.parametrize(("rank", "columns"), [(1, 1), (5, 5), (DENSE, 1)])
+    @pytest.mark.parametrize(("rank", "columns"), [(1, 1), (5, 5), (FULL_STATE, 1)])
     def test_keeps_no_other_column(self, rank, columns, rng):
         assert plan_of(rng, LAYER, rank).omega.shape == (4, 6, columns)
 
@@ -98,14 +98,14 @@ class TestPlan:
             "K=6",
             "V=5",
             "ranks=1..3",
-            "dense=1",
+            "full_state=1",
             "window=8",
             "map=prior(pivots=3, ridge=0.02)",
         ):
             assert shown in line
-        dense = plan_of(rng, LAYER, DENSE)
-        assert np.isnan(dense.mean_rank)
-        assert "ranks=none" in repr(dense)
+        plan = plan_of(rng, LAYER, FULL_STATE)
+        assert np.isnan(plan.mean_rank)
+        assert "ranks=none" in repr(plan)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -119,8 +119,8 @@ class TestPlan:
             ({"ranks": 2}, "ranks: expected 4 integers, got shape ()"),
             ({"ranks": [1.0, 2.0, 3.0, 4.0]}, "ranks: expected 4 integers, got shape (4,) of float64"),
             ({"ranks": list("1234")}, "ranks: expected 4 integers, got shape (4,) of <U1"),
-            ({"ranks": [1, 2, 0, 3]}, "ranks: expected DENSE or 1 to 3"),
-            ({"ranks": [1, 2, -2, 3]}, "ranks: expected DENSE or 1 to 3"),
+            ({"ranks": [1, 2, 0, 3]}, "ranks: expected FULL_STATE or 1 to 3"),
+            ({"ranks": [1, 2, -2, 3]}, "ranks: expected FULL_STATE or 1 to 3"),
             ({"ranks": [1, 2, 3, 6]}, "ranks: expected at most the basis's rank_max=5, got 6"),
         ],
     )
@@ -130,7 +130,9 @@ class TestPlan:
 
     def test_a_rank_is_bounded_by_the_value_dim(self, rng):
         layer = Layer("gdn", 1, 6, 2)
-        with pytest.raises(ValueError, match=r"^ranks: expected DENSE or 1 to 2 \(columns, K and V bound it\), got 3"):
+        with pytest.raises(
+            ValueError, match=r"^ranks: expected FULL_STATE or 1 to 2 \(columns, K and V bound it\), got 3"
+        ):
             ss.SketchPlan(Basis(rng, layer, rank_max=4), [3])
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -148,7 +150,7 @@ class TestPlan:
         np.testing.assert_array_equal(plan.ranks, RANKS)
 
 
-MIXED = {"map": "ridge", "sketch_dtype": "int8+int4", "wide": [1, 0, 1, 0]}
+INT8_INT4 = {"map": "ridge", "sketch_dtype": "int8+int4", "wide": [1, 0, 1, 0]}
 
 
 class TestFormat:
@@ -158,7 +160,9 @@ class TestFormat:
         plan = plan_of(rng, LAYER, RANKS)
         assert (plan.sketch_dtype, plan.wide) == ("bfloat16", None)
 
-    @pytest.mark.parametrize("settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "fp8", "map": "prior"}, MIXED])
+    @pytest.mark.parametrize(
+        "settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "fp8", "map": "prior"}, INT8_INT4]
+    )
     def test_file_shards_and_text(self, settings, rng, tmp_path):
         plan = plan_of(rng, LAYER, RANKS, **settings)
         plan.save(tmp_path / "plan.safetensors")
@@ -171,7 +175,7 @@ class TestFormat:
             assert "wide=0..1" in repr(plan)
 
     def test_every_format_has_its_fingerprint(self, rng):
-        made = [{}, {"sketch_dtype": "int8"}, {"sketch_dtype": "fp8"}, MIXED, MIXED | {"wide": [2, 0, 1, 0]}]
+        made = [{}, {"sketch_dtype": "int8"}, {"sketch_dtype": "fp8"}, INT8_INT4, INT8_INT4 | {"wide": [2, 0, 1, 0]}]
         prints = {plan_of(np.random.default_rng(0), LAYER, RANKS, **settings).fingerprint for settings in made}
         assert len(prints) == len(made)
 
@@ -192,17 +196,20 @@ class TestFormat:
             ({"sketch_dtype": "int4"}, "sketch_dtype: expected one of float32, bfloat16, int8, fp8, int8+int4, got"),
             ({"sketch_dtype": 8}, "sketch_dtype: expected one of"),
             ({"sketch_dtype": ["int8"]}, "sketch_dtype: expected one of"),
-            (MIXED | {"map": "prior"}, "sketch_dtype: 'int8+int4' serves the maps exact and ridge, got map prior"),
-            (MIXED | {"map": "offline"}, "sketch_dtype: 'int8+int4' serves the maps exact and ridge, got map offline"),
-            (MIXED | {"wide": None}, "wide: expected the 8-bit columns of each head for 'int8+int4', got None"),
+            (INT8_INT4 | {"map": "prior"}, "sketch_dtype: 'int8+int4' serves the maps exact and ridge, got map prior"),
+            (
+                INT8_INT4 | {"map": "offline"},
+                "sketch_dtype: 'int8+int4' serves the maps exact and ridge, got map offline",
+            ),
+            (INT8_INT4 | {"wide": None}, "wide: expected the 8-bit columns of each head for 'int8+int4', got None"),
             ({"wide": [1, 0, 1, 0]}, "wide: expected None, as sketch_dtype 'bfloat16' has one width"),
             ({"wide": [1, 0, 1, 0], "sketch_dtype": "int8"}, "wide: expected None, as sketch_dtype 'int8' has one"),
-            (MIXED | {"wide": [4, 0, 1, 0]}, "wide: expected 0 to 3 for head 0, got 4"),
-            (MIXED | {"wide": [-1, 0, 1, 0]}, "wide: expected 0 to 3 for head 0, got -1"),
-            (MIXED | {"wide": [1, 1, 1, 0]}, "wide: expected 0 to 0 for head 1, got 1"),
-            (MIXED | {"wide": [1, 0, 1]}, "wide: expected 4 integers, got shape (3,)"),
-            (MIXED | {"wide": 1}, "wide: expected 4 integers, got shape ()"),
-            (MIXED | {"wide": [1.0, 0.0, 1.0, 0.0]}, "wide: expected 4 integers, got shape (4,) of float64"),
+            (INT8_INT4 | {"wide": [4, 0, 1, 0]}, "wide: expected 0 to 3 for head 0, got 4"),
+            (INT8_INT4 | {"wide": [-1, 0, 1, 0]}, "wide: expected 0 to 3 for head 0, got -1"),
+            (INT8_INT4 | {"wide": [1, 1, 1, 0]}, "wide: expected 0 to 0 for head 1, got 1"),
+            (INT8_INT4 | {"wide": [1, 0, 1]}, "wide: expected 4 integers, got shape (3,)"),
+            (INT8_INT4 | {"wide": 1}, "wide: expected 4 integers, got shape ()"),
+            (INT8_INT4 | {"wide": [1.0, 0.0, 1.0, 0.0]}, "wide: expected 4 integers, got shape (4,) of float64"),
         ],
     )
     def test_refuses(self, settings, message, rng):
@@ -226,8 +233,12 @@ class TestFormat:
         ("settings", "asked", "message"),
         [
             ({}, "int8+int4", "sketch_dtype: 'int8+int4' needs a plan of this format, got a plan of 'bfloat16'"),
-            (MIXED, "int8", "sketch_dtype: expected None or 'float32' for a plan of 'int8+int4', got 'int8'"),
-            (MIXED, "bfloat16", "sketch_dtype: expected None or 'float32' for a plan of 'int8+int4', got 'bfloat16'"),
+            (INT8_INT4, "int8", "sketch_dtype: expected None or 'float32' for a plan of 'int8+int4', got 'int8'"),
+            (
+                INT8_INT4,
+                "bfloat16",
+                "sketch_dtype: expected None or 'float32' for a plan of 'int8+int4', got 'bfloat16'",
+            ),
             ({}, "int4", "sketch_dtype: expected one of"),
         ],
     )
@@ -244,8 +255,8 @@ class TestFormat:
             ({}, "int8", "int8"),
             ({"sketch_dtype": "fp8"}, None, "fp8"),
             ({"sketch_dtype": "fp8"}, "float32", "float32"),
-            (MIXED, None, "int8+int4"),
-            (MIXED, "float32", "float32"),
+            (INT8_INT4, None, "int8+int4"),
+            (INT8_INT4, "float32", "float32"),
         ],
     )
     def test_heads_take_the_plan_s_or_their_own(self, settings, asked, stored, rng):
@@ -283,10 +294,10 @@ class TestShard:
         for name in FORMAT.tensors:
             assert not np.shares_memory(getattr(shard, name), getattr(plan, name))
 
-    def test_only_dense_heads(self, rng):
-        shard = plan_of(rng, LAYER, [3, 2, DENSE, DENSE]).shard(1, 2)
+    def test_only_full_state_heads(self, rng):
+        shard = plan_of(rng, LAYER, [3, 2, FULL_STATE, FULL_STATE]).shard(1, 2)
         assert shard.omega.shape == (2, 6, 1)
-        np.testing.assert_array_equal(shard.ranks, DENSE)
+        np.testing.assert_array_equal(shard.ranks, FULL_STATE)
 
     def test_more_processes_than_key_heads(self, plan):
         """Two processes hold the same key head, and a value head each."""
@@ -351,8 +362,8 @@ class TestRoundTrip:
         plan.save(str(tmp_path / "plan.safetensors"))
         same(ss.SketchPlan.load(str(tmp_path / "plan.safetensors")), plan)
 
-    def test_all_heads_dense(self, rng, tmp_path):
-        plan = plan_of(rng, LAYER, DENSE)
+    def test_all_heads_read_full_states(self, rng, tmp_path):
+        plan = plan_of(rng, LAYER, FULL_STATE)
         plan.save(tmp_path / "plan.safetensors")
         same(ss.SketchPlan.load(tmp_path / "plan.safetensors"), plan)
 

@@ -8,7 +8,7 @@ import pytest
 from sketchssm import figures, plots
 from sketchssm.evaluate import LayerResults, Measurement
 from sketchssm.evaluate.registry import FULL
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 HEADER = {".png": b"\x89PNG", ".svg": b"<?xml"}
 
@@ -73,7 +73,7 @@ def test_other_suffixes_are_refused(matplotlib, tmp_path):
 
 
 def test_full_reads_stand_out(matplotlib, tmp_path):
-    """Dense heads have their own colour outside the scale of ranks."""
+    """Full-state heads have their own colour outside the scale of ranks."""
     from matplotlib.image import imread
 
     def share(ranks):
@@ -82,7 +82,7 @@ def test_full_reads_stand_out(matplotlib, tmp_path):
         return (np.abs(pixels - vermilion) < 0.01).all(axis=-1).mean()
 
     assert share([1, 5, 4, 3]) == 0
-    assert share([1, DENSE, DENSE, 3]) > 0.1
+    assert share([1, FULL_STATE, FULL_STATE, 3]) > 0.1
 
 
 def test_no_ranks_no_picture(matplotlib, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from samples import LAYERS, at, relative, states_of, tokens_of
 
-from sketchssm.recurrence import DENSE, KINDS, Layer, check_gates, check_slots, check_state, check_tokens
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer, check_gates, check_slots, check_state, check_tokens
 from sketchssm.reference.recurrence import per_head, run, step, transition
 
 # Some hundred float64 operations an element, each within 2^-53 of its terms' size.
@@ -309,5 +309,5 @@ def test_step_and_transition_agree(kind, rng):
     assert relative(output, np.einsum("...kv,...k->...v", moved, token.q)) < FLOAT64
 
 
-def test_dense_is_no_rank():
-    assert DENSE < 1
+def test_full_state_is_no_rank():
+    assert FULL_STATE < 1

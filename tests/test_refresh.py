@@ -14,7 +14,7 @@ from sketchssm.calibrate.refreshes import refresh_errors
 from sketchssm.coefficients import MAPS
 from sketchssm.cuda.limits import check_refreshes
 from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import DENSE, KINDS, Layer
+from sketchssm.recurrence import FULL_STATE, KINDS, Layer
 from sketchssm.reference.maps import coefficient_map
 from sketchssm.reference.recurrence import run
 from sketchssm.reference.refresh import HeadPlan, refresh, sketch_state, surrogate
@@ -292,7 +292,7 @@ class TestPlan:
 
     def test_refuses_heads_that_read_their_state(self, rng):
         with pytest.raises(ValueError, match=r"^flush_every: expected .* \(4\), as head 1 reads its full state"):
-            plan_of(rng, LAYERS["gdn"], [2, DENSE, 2, DENSE], window=4, flush_every=8)
+            plan_of(rng, LAYERS["gdn"], [2, FULL_STATE, 2, FULL_STATE], window=4, flush_every=8)
 
     def test_file_and_shard(self, rng, tmp_path):
         plan = plan_of(rng, LAYERS["gdn"], 2, window=4, flush_every=128)
@@ -371,7 +371,7 @@ class TestTraffic:
         with pytest.raises(ValueError, match=r"^flush_every: expected a multiple of the window"):
             traffic.sketch("gdn", 128, 128, 8, 16, flush_every=24)
         with pytest.raises(ValueError, match=r"^flush_every: expected the window \(16\) for heads"):
-            traffic.sketch("gdn", 128, 128, [8, DENSE], 16, flush_every=32)
+            traffic.sketch("gdn", 128, 128, [8, FULL_STATE], 16, flush_every=32)
 
     def test_a_plan_counts_its_refreshes(self, rng):
         plans = [plan_of(rng, LAYERS["gdn"], 1, window=4, flush_every=x) for x in (4, 64)]

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from samples import LAYERS, at, one_block, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, KINDS, Tokens
+from sketchssm.recurrence import FULL_STATE, KINDS, Tokens
 from sketchssm.reference.maps import coefficient_map
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
@@ -27,7 +27,7 @@ from sketchssm.reference.window import Ring, effective_query
 SLOTS = 3
 WINDOW = 5
 DRAFTS = 3
-RANKS = np.array([2, DENSE, 3, 1])
+RANKS = np.array([2, FULL_STATE, 3, 1])
 BACKENDS = ("reference", "cpu")
 # Absolute errors of results of size one. Float64 and float32 round some dozen operations on a path of tokens.
 EXACT = {"reference": 1e-11, "cpu": 2e-5}
@@ -119,7 +119,7 @@ class Slot:
         exact = self.run(tokens)[0][0, -1]
         q, k, v, g, beta = per_head(self.model.layer, joined(tokens))
         sketched = exact.copy()
-        for head in np.flatnonzero(RANKS != DENSE):
+        for head in np.flatnonzero(RANKS != FULL_STATE):
             state = self.written[0, head].T
             ring = Ring(k[0, :, head], v[0, :, head], g[0, :, head], None if beta is None else beta[0, :, head])
             x = effective_query(q[0, -1, head], ring)
@@ -245,7 +245,7 @@ def machine(kind, backend, state_dtype):
             return [self.pad if s < 0 else s + self.first for s in slots]
 
         def check(self, name, output, want, sketched, flushed):
-            exact = slice(None) if flushed or name != "sketch" else RANKS == DENSE
+            exact = slice(None) if flushed or name != "sketch" else RANKS == FULL_STATE
             close(output[exact], want[exact], EXACT[backend])
             if name == "sketch":
                 close(output, sketched, SKETCHED[backend])

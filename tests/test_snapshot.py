@@ -11,11 +11,11 @@ from samples import at, gate_of, parts_of, plan_of, raw_of, same, states_of, tok
 
 import sketchssm as ss
 from sketchssm.files import save_file
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.snapshot import FORMAT
 
 WINDOW = 4
-RANKS = np.array([DENSE, 2, 3, 1])
+RANKS = np.array([FULL_STATE, 2, 3, 1])
 SYSTEMS = ("standard", "drafts", "replay", "sketch", "codes")
 BACKENDS = ("reference", "cpu")
 

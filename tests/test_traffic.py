@@ -37,11 +37,13 @@ def test_states_of_16_bits():
         assert traffic.state_bytes(*size, narrow) == 2 * 128 * 128 == traffic.state_bytes(*size) / 2
         assert traffic.standard(*size, narrow) == traffic.standard(*size) / 2
         assert traffic.replay(*size, 16, narrow) == traffic.replay(*size) / 2
-        ranks = [7, ss.DENSE]
+        ranks = [7, ss.FULL_STATE]
         wide, less = (traffic.sketch(*QWEN, ranks, state_dtype=name) for name in ("float32", narrow))
         flush, read = traffic.standard(*size) / 16, 15 * traffic.state_bytes(*size) / 16
         assert np.allclose(wide - less, [flush / 2, (flush + read) / 2])
-        assert traffic.reduction(*QWEN, ss.DENSE, state_dtype=narrow) == 2 * traffic.reduction(*QWEN, ss.DENSE)
+        assert traffic.reduction(*QWEN, ss.FULL_STATE, state_dtype=narrow) == 2 * traffic.reduction(
+            *QWEN, ss.FULL_STATE
+        )
     with pytest.raises(ValueError, match="state_dtype: expected one of float32, bfloat16, float16, got 'int8'"):
         traffic.standard(*size, "int8")
 
@@ -85,16 +87,16 @@ def test_read_by_definition():
             assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, map) == 2 * (u + b + f + w)
         assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "offline") == 2 * u
     for name in MAPS:
-        assert traffic.sketch_read("gdn", key_dim, value_dim, ss.DENSE, window, name) == 4 * key_dim * value_dim
+        assert traffic.sketch_read("gdn", key_dim, value_dim, ss.FULL_STATE, window, name) == 4 * key_dim * value_dim
 
 
-def test_dense_head_costs_what_replay_does():
+def test_full_state_head_costs_what_replay_does():
     # the same few additions of integers, divided by W = 16: exact in float64
-    assert traffic.sketch("gdn", 128, 64, ss.DENSE, 16) == traffic.replay(128, 64, 16)
+    assert traffic.sketch("gdn", 128, 64, ss.FULL_STATE, 16) == traffic.replay(128, 64, 16)
 
 
 def test_ranks_of_heads_add_up_in_bytes():
-    ranks = np.array([1, 20, ss.DENSE])
+    ranks = np.array([1, 20, ss.FULL_STATE])
     used = [float(traffic.sketch("kda", 128, 128, rank)) for rank in ranks]
     # one rounding per operation in either order of the sum
     assert traffic.reduction("kda", 128, 128, ranks) == pytest.approx(
@@ -106,8 +108,8 @@ def test_ranks_of_heads_add_up_in_bytes():
 def test_plan_reduction(map):
     layer = ss.Layer("gdn", 3, 16, 8)
     basis = SketchBasis.random(layer, 6)
-    plan = ss.SketchPlan(basis, [2, 6, ss.DENSE], window=8, map=map)
-    assert plan.reduction == traffic.reduction("gdn", 16, 8, [2, 6, ss.DENSE], 8, map)
+    plan = ss.SketchPlan(basis, [2, 6, ss.FULL_STATE], window=8, map=map)
+    assert plan.reduction == traffic.reduction("gdn", 16, 8, [2, 6, ss.FULL_STATE], 8, map)
 
 
 @pytest.mark.parametrize(

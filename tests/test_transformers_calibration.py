@@ -66,7 +66,7 @@ def test_streamed_sums_are_those_of_recorded_traces(name):
     assert plans.allocation.gap == pytest.approx(allocation.gap, abs=1e-6)
     assert plans.reduction == pytest.approx(allocation.traffic.reduction, rel=1e-12)
     for sums, ranks, got in zip(scores, allocation.ranks, plans.allocation.retained.values(), strict=True):
-        shares = [1 if rank == ss.DENSE else sums.retained[head, rank] for head, rank in enumerate(ranks)]
+        shares = [1 if rank == ss.FULL_STATE else sums.retained[head, rank] for head, rank in enumerate(ranks)]
         assert got == pytest.approx(np.mean(shares), rel=1e-5)  # inputs are float32
 
 
@@ -263,7 +263,7 @@ def test_patch_takes_plans_and_their_file(plans, qwen, tmp_path):
 def test_full_ranks_decode_like_the_model(qwen):
     """Every head reads its full state: the tokens are the unpatched model's."""
     plans = st.calibrate(qwen, text(), mean_rank=1000, window=WINDOW)
-    assert all((plan.ranks == ss.DENSE).all() for plan in plans.values())
+    assert all((plan.ranks == ss.FULL_STATE).all() for plan in plans.values())
     want = generate(qwen, prompt(2, 9))
     with st.patch(qwen, plans, slots=2, backend="cpu"):
         assert torch.equal(generate(qwen, prompt(2, 9)).sequences, want.sequences)

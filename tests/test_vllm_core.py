@@ -10,14 +10,14 @@ from samples import LAYERS, at, plan_of, relative, tokens_of
 
 torch = pytest.importorskip("torch")
 
-from sketchssm.recurrence import DENSE, Tokens  # noqa: E402
+from sketchssm.recurrence import FULL_STATE, Tokens  # noqa: E402
 from sketchssm.reference.recurrence import run  # noqa: E402
 from sketchssm.vllm.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
 from sketchssm.vllm.decoder import LayerDecoder, Recipe  # noqa: E402
 
 WINDOW = 5
-RANKS = np.array([2, DENSE, 3, DENSE])
+RANKS = np.array([2, FULL_STATE, 3, FULL_STATE])
 BLOCKS = 12
 LENGTH = 40
 GROUPS = 2
@@ -142,7 +142,7 @@ class Engine:
 
     def _compare(self, group, request, out, count, exact=False):
         want, _ = oracle(self.layer, at(request.tokens[group], np.s_[0, : request.computed + count]))
-        heads = slice(None) if exact or not self.sketched else RANKS == DENSE
+        heads = slice(None) if exact or not self.sketched else RANKS == FULL_STATE
         assert relative(out[:, heads], want[request.computed :][:, heads]) < TOLERANCE
 
     def check_states(self):

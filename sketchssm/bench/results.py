@@ -12,7 +12,7 @@ from sketchssm import traffic
 from sketchssm.evaluate.systems import System
 from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 __all__ = ["BenchResult", "StepBytes", "step_bytes"]
 
@@ -185,7 +185,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     if system.plan is not None:
         between = system.plan.window
         sketches = _sketch_bytes(system.plan, on_device, system.state_dtype)
-        read, written = float(sketches.sum()), float(sketches[system.plan.ranks != DENSE].sum())
+        read, written = float(sketches.sum()), float(sketches[system.plan.ranks != FULL_STATE].sum())
     # means over the positions before the flush: tokens of the window in the ring, refreshes
     earlier = float(np.mean(np.arange(max(window - 1, 1)) % between))
     refreshes = (window // between - 1) / max(window - 1, 1)
@@ -204,4 +204,4 @@ def _sketch_bytes(plan: SketchPlan, on_device: bool, state_dtype: str) -> npt.ND
         return modelled
     form = SketchFormat.of(plan.sketch_dtype)
     packed = form.bytes(plan.map, np.maximum(plan.ranks, 0), layer.key_dim, layer.value_dim, plan.wide)
-    return np.where(plan.ranks == DENSE, modelled, packed)
+    return np.where(plan.ranks == FULL_STATE, modelled, packed)

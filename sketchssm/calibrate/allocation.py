@@ -26,7 +26,7 @@ from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks"]
@@ -62,7 +62,7 @@ class Allocation:
     Parameters
     ----------
     ranks : ndarray of int64, (heads,), or list of them
-        Rank of each head, `DENSE` for a full read; one array per layer for a sequence of scores.
+        Rank of each head, `FULL_STATE` for a full read; one array per layer for a sequence of scores.
     objective : float
         Sum of the scores J of the chosen ranks (P).
     bound : float
@@ -234,7 +234,7 @@ class _Table:
         tables, limits = [], []
         for layer in layers:
             heads = layer.layer.heads
-            full = float(cost.read(layer, np.asarray(DENSE), np.asarray(0)))
+            full = float(cost.read(layer, np.asarray(FULL_STATE), np.asarray(0)))
             used = cost.read(layer, ranks, wides)
             order = np.argsort(used, kind="stable")
             used, rank, wide = used[order], ranks[order], wides[order]
@@ -246,7 +246,7 @@ class _Table:
             noise = lead * np.maximum(whole - wider, 0) + tail * np.maximum(wider - kept, 0)
             score[:, :-1][:, fits] = kept + noise
             score[:, -1] = 0.0 if full_reads else np.inf
-            own = (np.append(used, full), np.append(rank, DENSE), np.append(wide, 0))
+            own = (np.append(used, full), np.append(rank, FULL_STATE), np.append(wide, 0))
             tables.append((score, *(np.broadcast_to(x, score.shape) for x in own)))
             uniform = fits & (wide == cost.uniform(rank))
             limits.append(int(rank[uniform].max(initial=0)))

@@ -9,7 +9,7 @@ import numpy as np
 from sketchssm.calibrate.windows import host_tokens
 from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Tokens
+from sketchssm.recurrence import FULL_STATE, Tokens
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.refresh import HeadPlan, refresh, sketch_state
 from sketchssm.reference.window import Ring, fold, read_window
@@ -90,7 +90,7 @@ def _head(plan: SketchPlan, head: int, tokens: Tokens) -> tuple[float, float, fl
         outputs = reads.queries @ state + reads.weights @ part.v
         size += float(np.square(outputs).sum())
         start, state = state, fold(state, part)
-        if rank == DENSE:
+        if rank == FULL_STATE:
             continue
         fresh = sketch_state(own, start)
         if first % plan.flush_every == 0:

@@ -87,7 +87,7 @@ def calibrate_traces(
     from sketchssm.cli.output import Output, percent, ranks_text, scientific
     from sketchssm.evaluate import calibrate
     from sketchssm.plan import SketchPlan
-    from sketchssm.recurrence import DENSE, check_flush_every
+    from sketchssm.recurrence import FULL_STATE, check_flush_every
     from sketchssm.traces import Traces
 
     every = check_flush_every(flush_every, settings.window)
@@ -129,7 +129,7 @@ def calibrate_traces(
             "sketch_dtype": plan.sketch_dtype,
             "wide": plan.wide,
             "reduction": plan.reduction,
-            "retained_ideal": float(np.where(ranks == DENSE, 1.0, ideal).mean()),
+            "retained_ideal": float(np.where(ranks == FULL_STATE, 1.0, ideal).mean()),
         }
         errors = []
         if every > settings.window:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sketchssm.files import write_whole
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 __all__ = ["Output", "percent", "plain", "ranks_text", "scientific"]
 
@@ -130,7 +130,7 @@ def scientific(number: float) -> str:
 def ranks_text(ranks: Any) -> str:
     """Ranks of the heads of a layer; a summary for more than 16 heads."""
     if len(ranks) <= 16:
-        return " ".join("full" if rank == DENSE else str(rank) for rank in ranks)
-    sketched = ranks[ranks != DENSE]
+        return " ".join("full" if rank == FULL_STATE else str(rank) for rank in ranks)
+    sketched = ranks[ranks != FULL_STATE]
     span = f"{sketched.min()} to {sketched.max()}, mean {sketched.mean():.2f}" if sketched.size else "none"
-    return f"{span}; {int((ranks == DENSE).sum())} full"
+    return f"{span}; {int((ranks == FULL_STATE).sum())} full"

@@ -35,7 +35,7 @@ from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
 from sketchssm.cpu.workers import SERIAL
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 __all__ = ["window_kernel"]
 
@@ -172,7 +172,7 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
     last = (count - 1) // m.window * m.window
     size = m.values * m.keys
     for head in range(key_head * m.group, (key_head + 1) * m.group):
-        sketched = field(m, head, RANK) != DENSE
+        sketched = field(m, head, RANK) != FULL_STATE
         state, first = floats(m.state), slot * m.state_stride + head * size
         if m.state_type != FLOAT32:
             widen(m, m.state, first, buf, at.state, size)
@@ -224,7 +224,7 @@ def _rebuild(m: Record, at: Record, worker: int) -> None:
     units, size = m.batch * m.heads, m.values * m.keys
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot, head = integers(m.rows)[unit // m.heads], unit % m.heads
-        if slot >= 0 and field(m, head, RANK) != DENSE:
+        if slot >= 0 and field(m, head, RANK) != FULL_STATE:
             state, first = floats(m.state), slot * m.state_stride + head * size
             if m.state_type != FLOAT32:
                 widen(m, m.state, first, buf, at.state, size)

@@ -25,10 +25,10 @@ from sketchssm.cpu.packed import (
     EXACT,
     FACTORS,
     INT8,
+    INT8_INT4,
     LOWRANK,
     MAP,
     MASTER,
-    MIXED,
     OMEGA,
     PI,
     PRIOR,
@@ -208,12 +208,12 @@ def _pack_split(m: Record, at: Record, buf: Pointer, slot: int, head: int, facto
     own, scales = m.packed + slot * m.packed_stride, slot * m.factors_stride + field(m, head, FACTORS)
     column, row = own + field(m, head, SKETCH), own + field(m, head, MAP)
     norms = doubles(buf, at.doubles)
-    if m.sketch_type == MIXED:
+    if m.sketch_type == INT8_INT4:
         for g in range(rank):
             norms[g] = _inner(buf, at.rows + g * m.keys, at.rows + g * m.keys, m.keys)
     for place in range(rank):
         g = place
-        if m.sketch_type == MIXED:
+        if m.sketch_type == INT8_INT4:
             g = _largest(norms, rank)
             norms[g] = TAKEN
         q, b = at.span + g * m.values, at.rows + g * m.keys

@@ -55,7 +55,7 @@ from sketchssm.cpu.simd import LANES, integers, padded
 from sketchssm.cpu.tiles import DOT_ROWS
 from sketchssm.formats import FORMATS
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 __all__ = [
     "BFLOAT",
@@ -63,10 +63,10 @@ __all__ = [
     "FACTORS",
     "FP8",
     "INT8",
+    "INT8_INT4",
     "LOWRANK",
     "MAP",
     "MASTER",
-    "MIXED",
     "OMEGA",
     "PENDING",
     "PI",
@@ -77,8 +77,8 @@ __all__ = [
     "SKETCH",
     "WIDE",
     "Packing",
-    "dense",
     "field",
+    "full_states",
     "pack",
 ]
 
@@ -89,7 +89,7 @@ RANK, ROWS, WIDE, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(10)
 COLUMNS = 10
 
 SKETCH_TYPES = tuple(FORMATS)
-BFLOAT, INT8, FP8, MIXED = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8", "fp8", "int8+int4"))
+BFLOAT, INT8, FP8, INT8_INT4 = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8", "fp8", "int8+int4"))
 """Types of stored sketches. From INT8 on, sketches and map rows are codes."""
 
 
@@ -132,10 +132,10 @@ class Packing:
         memory.set(**self.settings)
 
 
-def dense(layer: Layer) -> Packing:
+def full_states(layer: Layer) -> Packing:
     """Return the packing of a layer all of whose heads read their full states."""
     table = flat(layer.heads * COLUMNS, np.int64).reshape(layer.heads, COLUMNS)
-    table[:, RANK] = DENSE
+    table[:, RANK] = FULL_STATE
     return Packing(table, flat(0), flat(0), (), {}, 0)
 
 
@@ -157,15 +157,15 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         Places, bases and sizes.
     """
     keys, values, kind = padded(plan.layer.key_dim), padded(plan.layer.value_dim), SKETCH_TYPES.index(dtype)
-    table = dense(plan.layer).table
+    table = full_states(plan.layer).table
     used = np.zeros(COLUMNS, dtype=np.int64)
     omega: list[Array] = []
     pi: list[Array] = []
     for head, rank in enumerate(plan.ranks):
-        if rank == DENSE:
+        if rank == FULL_STATE:
             continue
         rows = int(plan.map.rows(rank))
-        wide = rank if kind != MIXED or plan.wide is None else int(plan.wide[head])
+        wide = rank if kind != INT8_INT4 or plan.wide is None else int(plan.wide[head])
         table[head] = used
         table[head, [RANK, ROWS, WIDE]] = rank, rows, wide
         table[head, MAP] = used[SKETCH] + _size(rank, wide, values)
@@ -200,7 +200,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         "pending_share": int(used[PENDING]),
     }
     # products of 4-bit rows are written four at a time, behind those of 8-bit rows
-    rank = max(int(plan.ranks.max()), 0) + (DOT_ROWS - 1 if kind == MIXED else 0)
+    rank = max(int(plan.ranks.max()), 0) + (DOT_ROWS - 1 if kind == INT8_INT4 else 0)
     return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, rank)
 
 

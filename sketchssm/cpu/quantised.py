@@ -14,7 +14,7 @@ from numba import carray
 
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import Memory, Record, call_record
-from sketchssm.cpu.packed import dense
+from sketchssm.cpu.packed import full_states
 from sketchssm.cpu.parts import Array, standard_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.simd import floats, integers
@@ -78,7 +78,7 @@ class CopyEngine(ReplayEngine):
 
     def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
         copies = (standard_parts(layer, "float32", 0)["state"][0]._replace(name="served"),)
-        self._open(Memory(layer, num_slots, window, window_parts(layer, window, sketch=copies)), dense(layer))
+        self._open(Memory(layer, num_slots, window, window_parts(layer, window, sketch=copies)), full_states(layer))
         self.bits = bits
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:

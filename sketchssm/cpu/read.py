@@ -1,7 +1,7 @@
 """Reads between flushes: outputs ``o_t = U C x_t + sum_s c_ts v_s`` of one token.
 
-A dense head reads its state instead of ``U C``. A head's operations are chains of dependent operations, so each stage
-processes a few heads together.
+A full-state head reads its state instead of ``U C``. A head's operations are chains of dependent operations, so each
+stage processes a few heads together.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from sketchssm.cpu.simd import (
 )
 from sketchssm.cpu.states import widen
 from sketchssm.cpu.tiles import combine, dots
-from sketchssm.cpu.window import buffer_token, carry_decays, dense_query, weigh
-from sketchssm.recurrence import DENSE
+from sketchssm.cpu.window import buffer_token, carry_decays, full_state_query, weigh
+from sketchssm.recurrence import FULL_STATE
 
 __all__ = ["keep_drafts", "read", "read_drafts"]
 
@@ -75,14 +75,14 @@ def read(
     for start in range(first * m.group, last, HEADS_TOGETHER):
         end = min(start + HEADS_TOGETHER, last)
         for head in range(start, end):
-            if field(m, head, RANK) != DENSE:
+            if field(m, head, RANK) != FULL_STATE:
                 _fetch(m, slot, head, begin, cursor)
                 _see(m, at, buf, slot, head, at.coefficients + 4 * (head - start) * m.columns)
         for head in range(start, end):
-            if field(m, head, RANK) != DENSE:
+            if field(m, head, RANK) != FULL_STATE:
                 _solve(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
             else:
-                _read_rows(m, at, buf, slot, head, dense_query(m, at, buf, slot, head, cursor))
+                _read_rows(m, at, buf, slot, head, full_state_query(m, at, buf, slot, head, cursor))
         for head in range(start, end):
             _sum(m, at, buf, slot, head, begin, cursor, at.coefficients + 4 * (head - start) * m.columns)
             target = (place * m.heads + head) * m.value_dim
@@ -235,7 +235,7 @@ def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, begin: int, 
     rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
     output, weights = at.output + head * m.values, at.weights + head * m.tokens
     values = slot * m.v_stride + begin * m.value_row + head * m.values
-    if rank == DENSE:
+    if rank == FULL_STATE:
         combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
     elif m.sketch_type == BFLOAT:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sketchssm.cpu.decode import window_kernel
 from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Memory
-from sketchssm.cpu.packed import Packing, dense
+from sketchssm.cpu.packed import Packing, full_states
 from sketchssm.cpu.parts import Array, slot_parts, window_parts
 from sketchssm.cpu.standard import Slots, StandardEngine
 from sketchssm.cpu.workers import run, worker_count
@@ -45,7 +45,7 @@ class ReplayEngine(StandardEngine):
         phase: int | None = None,
     ) -> None:
         parts = window_parts(layer, window, state_dtype)
-        self._open(Memory(layer, num_slots, window, parts, memory, phase), dense(layer))
+        self._open(Memory(layer, num_slots, window, parts, memory, phase), full_states(layer))
 
     def _open(self, memory: Memory, packing: Packing) -> None:
         """Take the memory, and allocate the arrays that all slots share."""

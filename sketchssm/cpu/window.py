@@ -14,7 +14,7 @@ from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, splat, store, total
 from sketchssm.cpu.tiles import DOT_ROWS, accumulate, dots
 
-__all__ = ["buffer_token", "carry_decays", "dense_query", "weigh"]
+__all__ = ["buffer_token", "carry_decays", "full_state_query", "weigh"]
 
 
 @njit
@@ -164,7 +164,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: i
 
 
 @njit
-def dense_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
+def full_state_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
     """Compute the effective query of a head that reads its full state; return its offset in scratch memory.
 
     Heads that read full states have rings of one window.

@@ -125,17 +125,17 @@ bool take(const Step& step, const Array& want, const Tensor& tensor, std::int64_
     const int axes = static_cast<int>(want.shape.size()) + 1;
     if (tensor.axes != axes || tensor.code != want.code || tensor.bits != want.bits || tensor.shape[0] != rows)
         return false;
-    std::int64_t dense = 1;
+    std::int64_t contiguous = 1;
     for (int i = axes - 1; i > 0; i--) {
         if (tensor.shape[i] != want.shape[i - 1]) return false;
-        if (tensor.strides && tensor.shape[i] != 1 && tensor.strides[i] != dense) return false;
-        dense *= tensor.shape[i];
+        if (tensor.strides && tensor.shape[i] != 1 && tensor.strides[i] != contiguous) return false;
+        contiguous *= tensor.shape[i];
     }
     const int item = want.bits / 8, unit = want.shape.size() > 1 ? ALIGNMENT : item;  // numbers per head: one by one
-    dense *= item;
-    *stride = rows > 1 && tensor.strides ? tensor.strides[0] * item : dense;
+    contiguous *= item;
+    *stride = rows > 1 && tensor.strides ? tensor.strides[0] * item : contiguous;
     const bool usable = may_be_strided && *stride >= 0 && *stride <= INT32_MAX && *stride % unit == 0;
-    if (*stride != dense && !usable) return false;
+    if (*stride != contiguous && !usable) return false;
     *address = address_of(tensor);
     return *address % unit == 0;
 }

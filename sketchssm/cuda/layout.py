@@ -11,9 +11,9 @@ import numpy.typing as npt
 from sketchssm.coefficients import RIDGE_FLOOR
 from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
-__all__ = ["PackedPlan", "basis_fragments", "pack_dense", "pack_plan"]
+__all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
 
 ALIGN = 128
 """Bytes: each head's packed sketch is padded to a multiple. As in ``cuda_src/sketch_layout.cuh``, which says why."""
@@ -39,12 +39,12 @@ class PackedPlan:
     Attributes
     ----------
     heads : ndarray of int32, (heads, 4)
-        Rank (0: dense), offset in a slot's sketch, offset of the projection, offset of the basis fragments. In a mixed
-        format, whose kernels read no projection, the third is the number of 8-bit columns.
+        Rank (0: full state), offset in a slot's sketch, offset of the projection, offset of the basis fragments. In
+        a mixed format, whose kernels read no projection, the third is the number of 8-bit columns.
     order : ndarray of int32, (heads,)
-        Dense heads, then sketched ones.
-    dense : int
-        Number of dense heads.
+        Full-state heads, then sketched ones.
+    full_state : int
+        Number of full-state heads.
     slot_elements : int
         Elements of one slot's sketches.
     dtype : str
@@ -61,7 +61,7 @@ class PackedPlan:
 
     heads: npt.NDArray[np.int32]
     order: npt.NDArray[np.int32]
-    dense: int
+    full_state: int
     slot_elements: int
     dtype: str
     projection: npt.NDArray[np.float32]
@@ -124,7 +124,7 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     offset = rows = fragments = 0
     align = ALIGN // size
     for head, rank in enumerate(map(int, plan.ranks)):
-        if rank == DENSE:
+        if rank == FULL_STATE:
             continue
         wide = None if plan.wide is None or not form.mixed else int(plan.wide[head])
         heads[head] = rank, offset, rows if wide is None else wide, fragments
@@ -136,11 +136,11 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
         bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))
         rows += projections[-1].size
         fragments += bases[-1].size // 4
-    dense = np.flatnonzero(plan.ranks == DENSE)
+    full_state = np.flatnonzero(plan.ranks == FULL_STATE)
     return PackedPlan(
         heads,
-        np.concatenate([dense, np.flatnonzero(plan.ranks != DENSE)]).astype(np.int32),
-        dense.size,
+        np.concatenate([full_state, np.flatnonzero(plan.ranks != FULL_STATE)]).astype(np.int32),
+        full_state.size,
         max(offset, align),
         dtype,
         np.concatenate(projections),
@@ -155,8 +155,8 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     )
 
 
-def pack_dense(layer: Layer) -> PackedPlan:
-    """Lay out a layer whose heads are all dense: replay, which has no sketches.
+def pack_full_state(layer: Layer) -> PackedPlan:
+    """Lay out a layer whose heads all read full states: replay, which has no sketches.
 
     Parameters
     ----------

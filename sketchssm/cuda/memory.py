@@ -83,7 +83,7 @@ def slot_parts(
     layer: Layer, tokens: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
 ) -> tuple[SlotPart, ...]:
     """All parts of a slot with a ring of so many tokens."""
-    sketch = () if packed.dense == layer.heads else (sketch_part(packed),)
+    sketch = () if packed.full_state == layer.heads else (sketch_part(packed),)
     ring = ring_parts(layer, tokens, activation_dtype, raw_gate)
     return state_part(layer, state_dtype), *ring, *sketch, cursor_part()
 

@@ -12,7 +12,7 @@ from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
-from sketchssm.cuda.layout import PackedPlan, pack_dense
+from sketchssm.cuda.layout import PackedPlan, pack_full_state
 from sketchssm.cuda.limits import check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import allocate, cursor_part, sketch_part, slot_parts
 from sketchssm.cuda.modules import Variant, size_of
@@ -55,7 +55,7 @@ MOST_DENSE_BLOCKS = 3
 
 
 class ReplayEngine(StandardEngine):
-    """Replay: the window kernels with every head dense.
+    """Replay: the window kernels in which every head reads its full state.
 
     Parameters
     ----------
@@ -96,8 +96,8 @@ class ReplayEngine(StandardEngine):
         if phase is not None:  # cursor word of a row that takes part in every call
             stroke = DUE if phase == self.flush_every - 1 else 0
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
-        self._packed = packed = pack_dense(layer) if packed is None else packed
-        if packed.dense < layer.heads:
+        self._packed = packed = pack_full_state(layer) if packed is None else packed
+        if packed.full_state < layer.heads:
             self.memory |= allocate((sketch_part(packed),), num_slots, self._given)
             self.sketch = self.memory["sketch"]
         else:  # no part of a slot's memory
@@ -141,7 +141,7 @@ class ReplayEngine(StandardEngine):
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
         activation = activation_dtype or "bfloat16"
-        return slot_parts(layer, window, pack_dense(layer), state_dtype, activation, gate is not None)
+        return slot_parts(layer, window, pack_full_state(layer), state_dtype, activation, gate is not None)
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch: read and flush."""
@@ -149,8 +149,8 @@ class ReplayEngine(StandardEngine):
         constants = self._constants() | {
             "W": self.window,
             "WINDOWS": self.flush_every // self.window,
-            "DENSE_HEADS": packed.dense,
-            "SKETCHED_HEADS": layer.heads - packed.dense,
+            "FULL_STATE_HEADS": packed.full_state,
+            "SKETCHED_HEADS": layer.heads - packed.full_state,
             "RANK_MAX": int(max(packed.heads[:, 0].max(), 1)),
             **packed.constants,
         }
@@ -184,7 +184,7 @@ class ReplayEngine(StandardEngine):
         kernel = read.get_function("read_step")
         shared = 0
         self._read_limits: tuple[int, ...] = ()
-        if self._packed.dense < self.layer.heads:  # a block divides all shared memory among its warps
+        if self._packed.full_state < self.layer.heads:  # a block divides all shared memory among its warps
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
             self._read_limits = (processors, *(size_of(read, name) for name in names))
@@ -313,7 +313,7 @@ class ReplayEngine(StandardEngine):
 
     def _load_drafts(self) -> Any:
         if self._draft_read is None:
-            variant, sketched = self._draft_variant(), self._packed.dense < self.layer.heads
+            variant, sketched = self._draft_variant(), self._packed.full_state < self.layer.heads
             self._draft_read = DraftReader(variant, self._read_memory, self._slot_limits, self._clock, sketched)
         self._load_commit()
         return self._draft_read
@@ -325,8 +325,8 @@ class ReplayEngine(StandardEngine):
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
         """Blocks of a read, and a block's threads."""
-        if not self._read_limits:  # all heads are dense
-            return batch * self._packed.dense, 128
+        if not self._read_limits:  # all heads read full states
+            return batch * self._packed.full_state, 128
         processors, row_tiles, max_tiles, max_warps = self._read_limits
         tiles = batch * row_tiles
         blocks = max(min(tiles, processors), -(-tiles // max_tiles))

@@ -23,7 +23,7 @@ from sketchssm.evaluate.study import Study
 from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, MAX_FLUSH_EVERY, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
 
 __all__ = ["FAMILIES", "FULL", "Entry", "entries", "select", "series"]
 
@@ -260,7 +260,7 @@ def _planned(
         if same_ranks:
             plan = SketchPlan(basis, plan.ranks, window, same_ranks, form)
         if flush_every:
-            sketched = np.where(plan.ranks == DENSE, basis.rank_max, plan.ranks)
+            sketched = np.where(plan.ranks == FULL_STATE, basis.rank_max, plan.ranks)
             plan = SketchPlan(basis, sketched, window, plan.map, plan.sketch_dtype, plan.wide, flush_every)
         return sketch_system(plan, name, state_dtype=state_dtype)
 

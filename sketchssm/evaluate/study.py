@@ -17,7 +17,7 @@ from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
 from sketchssm.evaluate.calibrated import Calibrated, Settings, calibrate
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Tokens, check_window
+from sketchssm.recurrence import FULL_STATE, Tokens, check_window
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.traces import Traces
 
@@ -147,7 +147,7 @@ class Study:
         scores = self.calibrated(window).scores
         if not scores.graded:
             return None
-        sketched = np.flatnonzero(ranks != DENSE)  # a full read loses nothing
+        sketched = np.flatnonzero(ranks != FULL_STATE)  # a full read loses nothing
         return float(scores.objective("gradient")[sketched, ranks[sketched]].sum())
 
     def read_energy(self, window: int) -> Array:

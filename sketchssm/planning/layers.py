@@ -16,7 +16,7 @@ from sketchssm.formats import SketchFormat
 from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.traces import Traces
 
@@ -187,7 +187,7 @@ class ScoredLayer:
         whole, kept, wider = (curves[heads, g] for g in (0 * rank, rank, rank if plan.wide is None else plan.wide))
         tail = form.tail.noise if form.tail else 0.0
         lost = kept + form.code.noise * np.maximum(whole - wider, 0.0) + tail * np.maximum(wider - kept, 0.0)
-        return np.stack([np.where(plan.ranks == DENSE, 0.0, lost), whole])
+        return np.stack([np.where(plan.ranks == FULL_STATE, 0.0, lost), whole])
 
     def test_error(self, plan: SketchPlan) -> Energies:
         """See `PlannedLayer`; there is no such text."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference.recurrence import Array
 from sketchssm.reference.refresh import HeadPlan, Sketch, refresh, sketch_state
 from sketchssm.reference.window import Ring
@@ -77,7 +77,7 @@ class SlotSketches:
 
     def _sketch(self, head: int, state: Array) -> Sketch | None:
         """Sketch one head's state; None for a head that reads its full state."""
-        if self._plan.ranks[head] == DENSE:
+        if self._plan.ranks[head] == FULL_STATE:
             return None
         return sketch_state(self._head(head), state)
 

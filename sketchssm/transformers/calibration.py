@@ -22,7 +22,7 @@ from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Layer, Tokens, check_flush_every, check_window
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens, check_flush_every, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, run_row, token_rows
@@ -155,7 +155,7 @@ def calibrate(
         plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
         ranks = table.ranks
         energy = scores[name].retained[range(len(ranks)), ranks]
-        retained[name] = float(np.where(ranks == DENSE, 1.0, energy).mean())
+        retained[name] = float(np.where(ranks == FULL_STATE, 1.0, energy).mean())
     tokens = sum(row.size for row in rows)
     summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
     return ModelPlans(plans, fingerprint(model), summary)

@@ -1,6 +1,6 @@
 """The functions of `sketchssm.vllm.inputs` on a GPU, one launch for each.
 
-Arrays may have any distance from row to row; within a row they are dense.
+Arrays may have any distance from row to row; each row is contiguous.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _of(heads: int, dim: int, *typed: torch.Tensor) -> tuple[Any, AbstractContex
     return kernels, stream()
 
 
-def _dense(x: torch.Tensor) -> tuple[int, int]:
-    """Address, and elements from row to row, of an array that is dense within a row."""
+def _row_address(x: torch.Tensor) -> tuple[int, int]:
+    """Address, and elements from row to row, of an array with contiguous rows."""
     if x.shape[0] and not x[0].is_contiguous():
         raise ValueError(f"expected rows that are contiguous, got strides {x.stride()} of shape {tuple(x.shape)}")
     return x.data_ptr(), x.stride(0)
@@ -52,7 +52,7 @@ def mamba_inputs(
     kernels, stream = _of(heads, dim, x, dt, rate, bias)
     with stream:
         addresses = (y.data_ptr() for y in (rate, bias, v, g))
-        kernels.mamba_inputs(rows, *_dense(x), *_dense(dt), *addresses)
+        kernels.mamba_inputs(rows, *_row_address(x), *_row_address(dt), *addresses)
     return v, g
 
 
@@ -61,7 +61,7 @@ def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
     rows, heads, dim = x.shape
     kernels, stream = _of(heads, dim, x, skip, skip, skip)
     with stream:
-        kernels.add_skip(rows, *_dense(out), *_dense(x), skip.data_ptr())
+        kernels.add_skip(rows, *_row_address(out), *_row_address(x), skip.data_ptr())
 
 
 def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     units = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     kernels, stream = _of(heads, dim, q, q, q, q)
     with stream:
-        kernels.normalised(rows, *_dense(q), *_dense(k), *(x.data_ptr() for x in units))
+        kernels.normalised(rows, *_row_address(q), *_row_address(k), *(x.data_ptr() for x in units))
     return units[0], units[1]
 
 
@@ -83,5 +83,5 @@ def delta_inputs(
     kernels, stream = _of(heads, 32, a, a, rate_log, bias)
     with stream:
         addresses = (y.data_ptr() for y in (rate_log, bias, g, beta))
-        kernels.delta_inputs(rows, *_dense(a), *_dense(b), *addresses)
+        kernels.delta_inputs(rows, *_row_address(a), *_row_address(b), *addresses)
     return g, beta

@@ -5,7 +5,7 @@ from samples import gate_of, map_of
 
 from sketchssm.cuda import replay, sketch, standard
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
 
 def round_to(x, activation):
@@ -105,7 +105,7 @@ def stored_as(stored, ranks):
     if stored != "int8+int4":
         return {"sketch_dtype": stored}
     shares = np.resize([2, 0, 3, 4, 1], len(ranks))
-    return {"sketch_dtype": stored, "wide": np.where(np.asarray(ranks) == DENSE, 0, (ranks * shares + 3) // 4)}
+    return {"sketch_dtype": stored, "wide": np.where(np.asarray(ranks) == FULL_STATE, 0, (ranks * shares + 3) // 4)}
 
 
 def separable_states(plan, slots, rng):
@@ -120,7 +120,7 @@ def separable_states(plan, slots, rng):
     states = rng.integers(-9, 10, (slots, *layer.state_shape)).astype(float)
     for slot, head in np.ndindex(slots, layer.heads):
         rank = plan.ranks[head]
-        if rank == DENSE:
+        if rank == FULL_STATE:
             continue
         owner = np.arange(layer.value_dim) % rank
         rows = np.zeros((rank, layer.key_dim))

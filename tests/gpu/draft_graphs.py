@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 from gpu.cuda_support import error, make_tokens, slot_table
 
-from sketchssm.recurrence import DENSE, Tokens
+from sketchssm.recurrence import FULL_STATE, Tokens
 
 # as in test_cuda_heads.py, and for the same reasons
 EXACT, STORED = 2e-6, 1.2e-2
@@ -22,7 +22,7 @@ def upload(cupy, tokens):
 def check_graph(cupy, head, twin, rng, replays, stored=STORED):
     """Compare a head on the device with its float64 twin: every draft, and the states at the end."""
     layer = head.layer
-    dense = head.plan.ranks == DENSE if hasattr(head, "plan") else np.ones(layer.heads, bool)
+    full_state = head.plan.ranks == FULL_STATE if hasattr(head, "plan") else np.ones(layer.heads, bool)
     start = rng.standard_normal((SLOTS, *layer.state_shape)).astype(np.float32)
     head.load_state(cupy.asarray(start))
     twin.load_state(start)
@@ -59,8 +59,8 @@ def check_graph(cupy, head, twin, rng, replays, stored=STORED):
         gots.append(out.get())
     got, want = np.concatenate(gots), np.concatenate(wants)
     assert not got[want == 0].any()  # padding, and tokens past a row's drafts
-    assert error(got[..., dense, :], want[..., dense, :]) < EXACT
-    assert dense.all() or error(got[..., ~dense, :], want[..., ~dense, :]) < stored
+    assert error(got[..., full_state, :], want[..., full_state, :]) < EXACT
+    assert full_state.all() or error(got[..., ~full_state, :], want[..., ~full_state, :]) < stored
     assert np.array_equal(head.position.get(), twin.position)
     with stream:
         head.flush()

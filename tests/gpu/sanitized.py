@@ -15,7 +15,7 @@ from cuda_support import (
     with_blocks,
 )
 
-from sketchssm.recurrence import DENSE, Tokens
+from sketchssm.recurrence import FULL_STATE, Tokens
 
 WINDOW, SLOTS, STEPS = 4, 3, 10
 
@@ -48,7 +48,7 @@ def main():
         run(StandardEngine(layer, SLOTS, **options), layer, activation, gate, rng)
         run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, gate, rng)
         for kind in MAPS.get((name, activation), ("lowrank", "ridge")):
-            plan = make_plan(layer, np.resize([9, DENSE, 3], layer.heads), rng, map=kind, window=WINDOW)
+            plan = make_plan(layer, np.resize([9, FULL_STATE, 3], layer.heads), rng, map=kind, window=WINDOW)
             engine = SketchEngine(plan, SLOTS, **options)
             if (
                 kind != "prior"
@@ -57,7 +57,7 @@ def main():
             run(engine, layer, activation, gate, rng)
     for name, kind, stored in CODES:
         layer, options = LAYERS[name], {"activation_dtype": "bfloat16", "output_dtype": "float32"}
-        ranks = np.resize([9, DENSE, 3], layer.heads)
+        ranks = np.resize([9, FULL_STATE, 3], layer.heads)
         plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW, **stored_as(stored, ranks))
         engine = SketchEngine(plan, SLOTS, stored, **options)
         with_blocks(engine, 1)

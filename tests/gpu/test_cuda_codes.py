@@ -18,7 +18,7 @@ from gpu.cuda_support import (
 from gpu.draft_graphs import SLOTS, check_graph
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step
@@ -83,22 +83,22 @@ def test_codes_of_the_split_form(name, stored, activation, rng, cupy):
 @pytest.mark.parametrize(
     ("name", "ranks", "kind", "stored", "window", "activation"),
     [
-        ("mamba2", [5, 1, 17, DENSE, 8, 3, 40, 7], "ridge", "int8", 16, "bfloat16"),
-        ("mamba2", [5, 1, 16, DENSE], "ridge", "int8", 16, "bfloat16"),
-        ("gdn", [7, DENSE, 16, 2], "ridge", "int8", 16, "bfloat16"),
+        ("mamba2", [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "ridge", "int8", 16, "bfloat16"),
+        ("mamba2", [5, 1, 16, FULL_STATE], "ridge", "int8", 16, "bfloat16"),
+        ("gdn", [7, FULL_STATE, 16, 2], "ridge", "int8", 16, "bfloat16"),
         ("gdn", [7, 33, 16, 2], "ridge", "fp8", 32, "bfloat16"),
         ("kda", [9, 33, 1], "ridge", "int8", 16, "bfloat16"),
-        ("kda", [9, 16, DENSE], "lowrank", "int8", 16, "bfloat16"),
+        ("kda", [9, 16, FULL_STATE], "lowrank", "int8", 16, "bfloat16"),
         ("gdn-96", [9, 33], "lowrank", "fp8", 8, "bfloat16"),
-        ("mamba2-80", [9, DENSE, 40, 1], "prior", "int8", 4, "float16"),
+        ("mamba2-80", [9, FULL_STATE, 40, 1], "prior", "int8", 4, "float16"),
         ("kda-64", [5, 17], "offline", "int8", 16, "float32"),
-        ("mamba2", [5, 1, 17, DENSE, 8, 3, 40, 7], "ridge", "int8+int4", 16, "bfloat16"),
-        ("gdn", [7, DENSE, 16, 2], "ridge", "int8+int4", 16, "bfloat16"),
+        ("mamba2", [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "ridge", "int8+int4", 16, "bfloat16"),
+        ("gdn", [7, FULL_STATE, 16, 2], "ridge", "int8+int4", 16, "bfloat16"),
         ("gdn", [7, 33, 16, 2], "exact", "int8+int4", 32, "bfloat16"),
-        ("kda", [9, 16, DENSE], "ridge", "int8+int4", 16, "bfloat16"),
+        ("kda", [9, 16, FULL_STATE], "ridge", "int8+int4", 16, "bfloat16"),
         ("gdn-96", [9, 33], "ridge", "int8+int4", 8, "bfloat16"),
-        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8+int4", 8, "bfloat16"),
-        ("mamba2-80", [9, DENSE, 40, 1], "ridge", "int8+int4", 4, "float16"),
+        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", "int8+int4", 8, "bfloat16"),
+        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", "int8+int4", 4, "float16"),
         ("kda-64", [5, 17], "ridge", "int8+int4", 16, "float32"),
     ],
 )
@@ -117,12 +117,12 @@ def test_reads(name, ranks, kind, stored, window, activation, rng, cupy):
     length = 2 * window + 8
     tokens = make_tokens(layer, 4, length, activation, rng)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 6, length, rng), activation)
-    flushes, dense = where == window - 1, plan.ranks == DENSE
+    flushes, full_state = where == window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
-    assert not dense.any() or error(got[~flushes][:, dense], want[~flushes][:, dense]) < EXACT
-    assert error(got[~flushes][:, ~dense], want[~flushes][:, ~dense]) < NEIGHBOURS[stored]
+    assert not full_state.any() or error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < EXACT
+    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < NEIGHBOURS[stored]
 
 
 @pytest.mark.parametrize("stored", ["int8", "int8+int4"])
@@ -154,7 +154,7 @@ def test_rows_do_not_depend_on_their_batch(name, stored, rng, cupy):
 )
 def test_graph_of_drafts(name, kind, stored, rng, cupy):
     layer = LAYERS[name]
-    ranks = np.resize([7, 16, DENSE], layer.heads)
+    ranks = np.resize([7, 16, FULL_STATE], layer.heads)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=RIDGE[kind], **stored_as(stored, ranks))
     head = ss.SketchHead(plan, SLOTS, "cuda", output_dtype="float32")
     head.warmup(drafts=True)

@@ -6,11 +6,11 @@ from gpu.cuda_support import LAYERS, make_plan
 from gpu.draft_graphs import SLOTS, check_graph
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 pytestmark = pytest.mark.gpu
 
-RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 
 
 @pytest.mark.parametrize("phase", [None, 3])

@@ -21,7 +21,7 @@ from cuda_support import (
     with_blocks,
 )
 
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step
@@ -94,7 +94,7 @@ def test_replay(name, activation, window, rng, cupy):
     assert error(device.state.get(), oracle.state) < EXACT
 
 
-RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 
 
 @pytest.mark.parametrize("name", [*LAYERS, *SINGLE_HEADS])
@@ -122,11 +122,11 @@ def test_sketch(name, kind, stored, rng, cupy):
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
-    dense = ranks == DENSE
+    full_state = ranks == FULL_STATE
     reads = ~flushes
-    if dense.any():
-        assert error(got[reads][:, dense], want[reads][:, dense]) < EXACT
-    assert error(got[reads][:, ~dense], want[reads][:, ~dense]) < STORED[stored]
+    if full_state.any():
+        assert error(got[reads][:, full_state], want[reads][:, full_state]) < EXACT
+    assert error(got[reads][:, ~full_state], want[reads][:, ~full_state]) < STORED[stored]
 
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
@@ -138,7 +138,7 @@ def test_sketch(name, kind, stored, rng, cupy):
 def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cupy):
     """Bitwise equal results with three blocks for all tiles and with at most one tile per block."""
     layer, batch = LAYERS[name], 50
-    ranks = np.resize([*RANKS[layer.kind], DENSE], layer.heads)
+    ranks = np.resize([*RANKS[layer.kind], FULL_STATE], layer.heads)
     plan = make_plan(layer, ranks, rng, map=kind, ridge=0.01, window=window)
     tokens = tokens_to_device(make_tokens(layer, batch, 33, activation, rng), activation)
     start = cupy.asarray(rng.standard_normal((batch, *layer.state_shape)).astype(np.float32))
@@ -159,7 +159,7 @@ def test_claims_of_a_flush_do_not_matter(name, activation, window, kind, rng, cu
 def test_pivot_counts(pivots, dependent, rng, cupy):
     """Any pivot count; states of rank 3 make all further sketch columns depend on the first ones."""
     layer = LAYERS["gdn"]
-    plan = make_plan(layer, [12, 3, 9, DENSE], rng, pivots=pivots)
+    plan = make_plan(layer, [12, 3, 9, FULL_STATE], rng, pivots=pivots)
     device, oracle = SketchEngine(plan, 3, "float32", output_dtype="float32"), reference.SketchEngine(plan, 3)
     start = rng.standard_normal((3, *layer.state_shape))
     if dependent:
@@ -175,7 +175,7 @@ def test_pivot_counts(pivots, dependent, rng, cupy):
 
 def test_outputs_of_padding_are_zero(rng, cupy):
     layer = LAYERS["gdn"]
-    device = SketchEngine(make_plan(layer, [7, DENSE, 16, 2], rng), 4, output_dtype="float32")
+    device = SketchEngine(make_plan(layer, [7, FULL_STATE, 16, 2], rng), 4, output_dtype="float32")
     tokens = tokens_to_device(make_tokens(layer, 3, 1, "bfloat16", rng), "bfloat16")
     out = cupy.full((3, 1, 4, 128), np.nan, dtype=np.float32)
     device.step(tokens, cupy.asarray([2, -1, 0]), out)

@@ -8,7 +8,7 @@ import pytest
 from cuda_support import LAYERS, error, make_plan, make_tokens, named_gate, slot_table
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, Tokens
+from sketchssm.recurrence import FULL_STATE, Tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 EXACT = 2e-6
 # bf16 rounds by 2^-9 at most; a sketch's output has a few such roundings in a row
 ROUNDED, STORED = 2.0**-8, 1.2e-2
-RANKS = {"mamba2": [5, 1, 17, DENSE, 8, 3, 40, 7], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 SYSTEMS = ("standard", "replay", "sketch")
 
 
@@ -312,7 +312,7 @@ class TestActivations:
     def test_the_first_call_decides(self, cupy, rng):
         """bf16 if all three are bf16. A state that was loaded before is sketched then."""
         layer = LAYERS["gdn"]
-        plan = make_plan(layer, [7, DENSE, 16, 2], rng)
+        plan = make_plan(layer, [7, FULL_STATE, 16, 2], rng)
         for activation, exact in (("bfloat16", ROUNDED), ("float32", EXACT)):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "loading kernel")

@@ -9,7 +9,7 @@ from cuda_support import make_plan
 from sketchssm.cuda.layout import ALIGN, basis_fragments, pack_plan
 from sketchssm.cuda.modules import Variant, source_text
 from sketchssm.cuda.workspaces import MAX_ROWS
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 
 def bf16(bits):
@@ -40,11 +40,11 @@ PER_MAP = {
 @pytest.mark.parametrize(("stored", "size"), [("bfloat16", 2), ("float32", 4), ("int8", 1), ("fp8", 1)])
 def test_packed_heads_do_not_overlap(kind, stored, size, rng):
     layer = Layer("gdn", 5, 64, 80)
-    ranks = np.array([3, DENSE, 17, 1, 8])
+    ranks = np.array([3, FULL_STATE, 17, 1, 8])
     plan = make_plan(layer, ranks, rng, map=kind)
     packed = pack_plan(plan, stored)
     assert packed.order.tolist() == [1, 0, 2, 3, 4]
-    assert packed.dense == 1
+    assert packed.full_state == 1
     end = 0
     for head in (0, 2, 3, 4):
         rank, offset, rows, _ = packed.heads[head]
@@ -59,7 +59,7 @@ def test_packed_heads_do_not_overlap(kind, stored, size, rng):
 
 def test_packed_heads_of_two_widths(rng):
     """A column of 8 bits has 80 bytes, its row 64; of 4 bits 48, a multiple of 16, and 32."""
-    ranks, wide = np.array([3, DENSE, 17, 1, 8]), [3, 0, 5, 0, 4]
+    ranks, wide = np.array([3, FULL_STATE, 17, 1, 8]), [3, 0, 5, 0, 4]
     plan = make_plan(Layer("gdn", 5, 64, 80), ranks, rng, map="ridge", sketch_dtype="int8+int4", wide=wide)
     packed, end = pack_plan(plan, "int8+int4"), 0
     for head in (0, 2, 3, 4):

@@ -9,7 +9,7 @@ from cuda_support import LAYERS, make_plan, make_tokens
 
 import sketchssm as ss
 from sketchssm.cuda import launch
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 
 pytestmark = pytest.mark.gpu
 
@@ -17,11 +17,11 @@ STEPS, REPLAYS = 70, 30
 """Steps of a graph (no multiple of the window, so that replays flush at different steps) and its replays."""
 
 SKETCHES = {
-    "dense-heads": ("gdn", [7, DENSE, 16, 2]),
+    "full-state-heads": ("gdn", [7, FULL_STATE, 16, 2]),
     "gdn": ("gdn", [7, 3, 16, 2]),
     "kda": ("kda", [7, 16, 2]),
 }
-"""Kind and ranks. Flushes leave before a read has ended only where no head is dense."""
+"""Kind and ranks. Flushes leave before a read has ended only where no head reads its full state."""
 
 
 def make_head(system, slots, rng, monkeypatch, overlaps):

@@ -17,7 +17,7 @@ from cuda_support import (
     with_blocks,
 )
 
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step
@@ -69,7 +69,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     """Flushes and states are exact but for the rounding; one block gives the same bits as many."""
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
-    plan = make_plan(layer, np.resize([7, 1, DENSE, 16, 9], layer.heads), rng, map=kind)
+    plan = make_plan(layer, np.resize([7, 1, FULL_STATE, 16, 9], layer.heads), rng, map=kind)
     settings = {"output_dtype": "float32", "gate": gate, "state_dtype": stored}
     length = 2 * plan.window + 3
     start = rng.standard_normal((6, *layer.state_shape)).astype(np.float32)
@@ -80,7 +80,7 @@ def test_sketch(name, kind, stored, rng, cupy):
     assert np.array_equal(device.state.get().astype(np.float64), oracle.state)
     table = np.tile(np.arange(6), (length, 1))
     got, want, where = run_pair(device, oracle, layer, tokens, table, "bfloat16", gate)
-    exact = (where == plan.window - 1)[:, :, None] | (plan.ranks == DENSE)
+    exact = (where == plan.window - 1)[:, :, None] | (plan.ranks == FULL_STATE)
     assert error(got[exact], want[exact]) < TIPPED[stored]
     assert error(got[~exact], want[~exact]) < SKETCHED
     assert error(device.state.get().astype(np.float64), oracle.state) < TIPPED[stored]

@@ -23,7 +23,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sketchssm import bench
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 
 COMMON = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "pad_token_id": 0, "bos_token_id": 1,
@@ -77,7 +77,7 @@ def write_plans(kind, system, folder):
     if system == "coarse":
         plan = bench.random_plan(layer, 2, 16, "lowrank")
     else:
-        ranks = np.resize([layer.key_dim, DENSE], layer.heads)
+        ranks = np.resize([layer.key_dim, FULL_STATE], layer.heads)
         plan = bench.random_plan(layer, ranks, 16, "exact", sketch_dtype="float32")
     place = folder / system
     place.mkdir()

@@ -8,7 +8,7 @@ import sketchssm as ss
 from host import standin
 from sketchssm import cuda
 from sketchssm.cuda import modules
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
 BFLOAT16 = ml_dtypes.bfloat16
 LAYER = Layer("gdn", 2, 64, 80, 1)
@@ -32,7 +32,7 @@ def install(monkeypatch):
 
 def sketch(backend="cuda", slots=4, activation=None, **options):
     """A warm sketch head. All tests of an activation type use the same compiled kernels."""
-    plan = make_plan(LAYER, [7, DENSE], np.random.default_rng(1), window=4)
+    plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
     head = ss.SketchHead(plan, slots, backend, **options)
     if backend == "cuda":
         head.warmup(activation)

@@ -4,7 +4,7 @@ import numpy as np
 
 from host import standin
 from sketchssm.cuda import modules
-from sketchssm.recurrence import DENSE, Layer, Tokens
+from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
 # float32 arithmetic over a few windows; the reference takes the same rounded inputs in float64
 EXACT = 2e-6
@@ -23,7 +23,7 @@ LAYERS = {
     "kda-raw": Layer("kda", 3, 128, 128, 3),  # raw gate inputs
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
-RANKS = {"mamba2": [5, 1, 17, DENSE, 40, 8], "gdn": [7, DENSE, 16, 2], "kda": [9, 33, 1]}
+RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 40, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
 
 _modules = {}  # compiled once for all tests of a file

@@ -6,7 +6,7 @@ import numpy as np
 from samples import LAYERS, plan_of
 
 import sketchssm as ss
-from sketchssm.recurrence import DENSE, Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from soak.devices import Device
 from soak.places import Host
 from soak.server import Server
@@ -59,7 +59,7 @@ CASES = [
 
 def plan_for(layer):
     """A plan with exact and sketched heads."""
-    return plan_of(np.random.default_rng(7), layer, [DENSE, 2, 3, DENSE], ridge=0.02, window=WINDOW)
+    return plan_of(np.random.default_rng(7), layer, [FULL_STATE, 2, 3, FULL_STATE], ridge=0.02, window=WINDOW)
 
 
 def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=False):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from sketchssm.recurrence import DENSE
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import per_head, step
 
@@ -53,7 +53,7 @@ class Oracle:
     def __init__(self, layer, plan=None, state_dtype="float32"):
         self.layer, self.plan = layer, plan
         self.rounded = None if state_dtype == "float32" else np.dtype(getattr(ml_dtypes, state_dtype, state_dtype))
-        self.sketched = [] if plan is None else np.flatnonzero(plan.ranks != DENSE)
+        self.sketched = [] if plan is None else np.flatnonzero(plan.ranks != FULL_STATE)
         self._eye = np.broadcast_to(np.eye(layer.key_dim), (layer.heads, layer.key_dim, layer.key_dim))
         self._nothing = np.zeros((layer.heads, layer.value_dim, layer.key_dim))
 

@@ -1,11 +1,11 @@
-// State read of a row's drafts in dense heads, as in read_dense.cuh. The state is read once for GROUP drafts.
+// State read of a row's drafts in full-state heads, as in read_state.cuh. The state is read once for GROUP drafts.
 #pragma once
 #include "draft_backward.cuh"
-#include "read_dense.cuh"
+#include "read_state.cuh"
 
 // A quarter of the value rows of one (row, head). `tokens`: drafts of a row in the output array; outputs past the row's
 // `length` are zeros.
-__device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head, int row, int slot, int pos,
+__device__ __forceinline__ void read_state_drafts(const Arguments& arg, int head, int row, int slot, int pos,
                                                   int length, int tokens, int part) {
     const int lane = threadIdx.x % 32, count = pos + length;
     constexpr int SHARE = V / QUARTERS;
@@ -50,10 +50,10 @@ __device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head
                 for (int t = 0; t < GROUP; t++)
                     if (lane == s && last + t >= s) weight[t] = c[t];
             });
-        for (int from = 0; from < SHARE; from += DENSE_ROWS) {
-            Packed<STATE, LK> rows[DENSE_ROWS];
+        for (int from = 0; from < SHARE; from += STATE_ROWS) {
+            Packed<STATE, LK> rows[STATE_ROWS];
 #pragma unroll
-            for (int i = 0; i < DENSE_ROWS; i++)
+            for (int i = 0; i < STATE_ROWS; i++)
                 if (from + i < SHARE) rows[i].load(home + (part * SHARE + from + i) * K);
                 else rows[i].clear();
             const int own_row = from + lane / 4, value = part * SHARE + own_row;
@@ -67,9 +67,9 @@ __device__ __forceinline__ void read_dense_drafts(const Arguments& arg, int head
             }
 #pragma unroll
             for (int t = 0; t < GROUP; t++) {
-                float sums[DENSE_ROWS], buffer = 0;
+                float sums[STATE_ROWS], buffer = 0;
 #pragma unroll
-                for (int i = 0; i < DENSE_ROWS; i++) {
+                for (int i = 0; i < STATE_ROWS; i++) {
                     sums[i] = 0;
 #pragma unroll
                     for (int c = 0; c < LK; c++) sums[i] += rows[i][c] * x[t][c];

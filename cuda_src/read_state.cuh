@@ -1,10 +1,10 @@
-// State read of dense heads (heads without a sketch): o = S^T x + output of the buffered tokens. A warp has a quarter
-// of the value rows.
+// State read of full-state heads (heads without a sketch): o = S^T x + output of the buffered tokens. A warp has a
+// quarter of the value rows.
 #pragma once
 #include "read_tile.cuh"
 
 constexpr int QUARTERS = 4;
-constexpr int DENSE_ROWS = 8;  // value rows of the state that a warp has in flight
+constexpr int STATE_ROWS = 8;  // value rows of the state that a warp has in flight
 
 typedef ValueShare<32> AllLanes;
 typedef Packed<ACT, AllLanes::WIDTH> LaneValues[AllLanes::COUNT];
@@ -32,8 +32,8 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
     if (ERASES && lane == 0) ring.beta[pos] = *token.beta;
 }
 
-// The window of a dense head, read from global memory. All keys are requested at once; then the tokens are processed
-// one by one.
+// The window of a full-state head, read from global memory. All keys are requested at once; then the tokens are
+// processed one by one.
 constexpr int CHUNK = W - 1 < 8 ? 4 : 8;  // tokens that share a reduction, or a load of gates
 constexpr int CHUNKS = (W - 1 + CHUNK - 1) / CHUNK;
 
@@ -145,15 +145,15 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 }
 
 // A quarter of the value rows of one (row, head).
-__device__ __forceinline__ void read_dense(const Arguments& arg, int head, int row, int slot, int pos, int part) {
+__device__ __forceinline__ void read_state(const Arguments& arg, int head, int row, int slot, int pos, int part) {
     const int lane = threadIdx.x % 32;
     constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
     const Token token(arg.inputs, row, head);
     const Ring ring(arg.memory, slot, head);
     const state_t* const home = arg.memory.state.of(slot) + head * V * K + lane * LK;
-    Packed<STATE, LK> rows[DENSE_ROWS];
+    Packed<STATE, LK> rows[STATE_ROWS];
 #pragma unroll
-    for (int i = 0; i < DENSE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
+    for (int i = 0; i < STATE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
     LaneValues newest;
 #pragma unroll
     for (int i = 0; i < AllLanes::COUNT; i++) {
@@ -167,17 +167,17 @@ __device__ __forceinline__ void read_dense(const Arguments& arg, int head, int r
     // The addresses are computed again here: kept from above, they would occupy registers.
     row = opaque(row), slot = opaque(slot);
     const act_t *const kept = Ring(arg.memory, slot, head).v, *const own_value = Token(arg.inputs, row, head).v;
-    for (int first = 0; first < SHARE; first += DENSE_ROWS) {
-        float sums[DENSE_ROWS];
+    for (int first = 0; first < SHARE; first += STATE_ROWS) {
+        float sums[STATE_ROWS];
 #pragma unroll
-        for (int i = 0; i < DENSE_ROWS; i++) {
+        for (int i = 0; i < STATE_ROWS; i++) {
             sums[i] = 0;
 #pragma unroll
             for (int c = 0; c < LK; c++) sums[i] += rows[i][c] * window.x[c];
         }
 #pragma unroll
-        for (int i = 0; i < DENSE_ROWS; i++)
-            if (first + DENSE_ROWS + i < SHARE) rows[i].load(home + (part * SHARE + first + DENSE_ROWS + i) * K);
+        for (int i = 0; i < STATE_ROWS; i++)
+            if (first + STATE_ROWS + i < SHARE) rows[i].load(home + (part * SHARE + first + STATE_ROWS + i) * K);
         // Four lanes share a value row; each adds a quarter of the buffered tokens.
         float o = warp_sums(sums), buffer = 0;
         const int own = first + lane / 4, value = part * SHARE + own;
