@@ -13,6 +13,7 @@
 #include "read_backward.cuh"
 #include "read_values.cuh"
 
+// An upper bound: with MIXED codes all columns count as 8 bits. Flushes need several times as much in any case.
 constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX, RANK_MAX));
 constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                           : SHARED_SCORES && V <= 64 ? 20

@@ -94,8 +94,10 @@ def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...])
         return LayerInputs(heads, dim, types), TorchArrays(device).stream
 
 
-def common_rank(layer: Layer, window: int, refreshed: bool = False) -> int:
+def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> int:
     """Largest rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
+
+    Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
 
     Parameters
     ----------
@@ -103,14 +105,15 @@ def common_rank(layer: Layer, window: int, refreshed: bool = False) -> int:
         Kind and shape.
     window : int
         Tokens from one sketch to the next.
-    refreshed : bool, default False
-        Whether sketches are refreshed between flushes, which takes more room.
+    flush_every : int, optional
+        Tokens from one flush to the next; refreshes between flushes take more room. Default: the window.
 
     Returns
     -------
     int
         Columns for which flushes and refreshes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
     """
+    refreshed = flush_every is not None and flush_every > window
     short, long = (REFRESHED_RANKS if refreshed else COMMON_RANKS)[layer.kind]
     return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 

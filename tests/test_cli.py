@@ -1,5 +1,6 @@
 """The command line: every command on small traces; an error of the user is one line with exit code 2."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from sketchssm.cli.output import Output
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate import Settings, Study
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import KINDS
+from sketchssm.recurrence import KINDS, Layer
 from sketchssm.traces import Traces
 
 SMALL = ["--window", "8", "--backend", "reference"]
@@ -118,6 +119,18 @@ def test_calibrate_limits_ranks(traces, tmp_path):
     assert SketchPlan.load(plan).ranks.max() <= 3
     refused = invoke("calibrate", traces, "--out", plan, *settings, "--rank-max", 1000, code=2)
     assert "rank_max: expected an integer from 1 to min(K, V)" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(("flush_every", "most"), [(8, 70), (16, 56)])
+def test_calibrate_limits_ranks_to_the_room_of_cuda(tmp_path, flush_every, most):
+    layer = Layer("gdn", 1, 128, 128)
+    traces, plan = write_traces(tmp_path / "layer.npz", "gdn", layer=layer), tmp_path / "plan.safetensors"
+    settings = ["--window", 8, "--flush-every", flush_every, "--method", "uniform", "--mean-rank"]
+    refused = invoke("calibrate", traces, "--out", plan, *settings, 90, code=2)
+    assert f"mean_rank: expected at most {most} for a uniform rank, got 90" in " ".join(refused.output.split())
+    with contextlib.nullcontext() if flush_every == 8 else pytest.warns(RuntimeWarning, match=r"^rank_max: 1 of 1 "):
+        invoke("calibrate", traces, "--out", plan, *settings, most)
+    assert SketchPlan.load(plan).ranks.tolist() == [most]
 
 
 def test_several_layers_share_a_budget(tmp_path):

@@ -17,6 +17,7 @@ from sketchssm.formats import INT4, INT8
 from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
 from sketchssm.planning.search import PlanPoint, frontier
+from sketchssm.recurrence import Layer
 from sketchssm.reference.recurrence import run
 from sketchssm.traces import Traces
 
@@ -108,6 +109,18 @@ def test_refreshes(layers, search):
             assert after.error > before.error
 
 
+def test_ranks_are_limited_to_the_room_of_cuda(tmp_path):
+    layer = Layer("gdn", 1, 128, 128)
+    traces = Traces.load(write_traces(tmp_path / "layer.npz", "gdn", layer=layer))
+    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1, 2))
+    settings = {"error": 10.0, "candidates": tried, "mean_ranks": (90,), "backend": "reference"}
+    for rank_max, want in ((None, [70, 56]), (80, [80, 80])):
+        [own] = autoplan([traces], rank_max=rank_max, **settings).layers
+        assert [scores.rank_max for _, scores in map(own.calibrated, tried)] == want
+    with pytest.raises(ValueError, match=r"^rank_max: expected an integer from 1 to min\(K, V\)=128, got 0"):
+        autoplan([traces], rank_max=0, **settings)
+
+
 def test_target_error(layers, search):
     bound = float(np.median([p.error for p in search.points]))
     chosen = autoplan(layers, error=bound, **SETTINGS).chosen
@@ -180,6 +193,8 @@ def test_scores_alone(layers):
         autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[-1].map)])
     with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
         autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4, flush_every=4)])
+    with pytest.raises(ValueError, match="rank_max: expected None with scores, whose rank_max is the limit, got 3"):
+        autoplan([(own.basis, own.scores)], error=1.0, rank_max=3)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ SHAPES = {
 }
 
 
-def trace_entries(kind, *, calib=3, test=1, tokens=40, grads=1, seed=0):
+def trace_entries(kind, *, calib=3, test=1, tokens=40, grads=1, seed=0, layer=None):
     """Entries of a small trace file with random inputs; gradients for the last `grads` calibration sequences."""
-    layer = SHAPES[kind]
+    layer = layer or SHAPES[kind]
     entries = {}
     for part, rows in (("calib", calib), ("test", test)):
         for name, x in random_tokens(layer, rows, tokens, seed + (part == "test"))._asdict().items():

@@ -15,6 +15,7 @@ noise of the codes (`sketchssm.formats`), the score of the pair is the loss of c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks"]
+__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks", "warn_of_limit"]
 
 METHODS = (*SCORES, "uniform")
 
@@ -182,6 +183,38 @@ def allocate_ranks(
     widths = (wide[0] if single else wide) if cost.form.mixed else None
     spent = Traffic(used, before / after)
     return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name, widths)
+
+
+def warn_of_limit(scores: Sequence[RankScores], tables: Sequence[RankTable], flush_every: int) -> None:
+    """Warn if heads of plans with refreshes have the largest rank, although their layers have more columns.
+
+    Parameters
+    ----------
+    scores : sequence of RankScores
+        Scores of each layer; their `rank_max` is the largest rank.
+    tables : sequence of RankTable
+        Ranks of each layer.
+    flush_every : int
+        Tokens from one flush to the next, for the message.
+
+    Warns
+    -----
+    RuntimeWarning
+        With the number of heads.
+    """
+    limited = [
+        int((table.ranks == own.rank_max).sum())
+        for own, table in zip(scores, tables, strict=True)
+        if own.rank_max < min(own.layer.key_dim, own.layer.value_dim)
+    ]
+    if sum(limited):
+        heads, columns = sum(table.ranks.size for table in tables), max(own.rank_max for own in scores)
+        warnings.warn(
+            f"rank_max: {sum(limited)} of {heads} heads have all {columns} columns, and with "
+            f"flush_every={flush_every} no head can read its full state; a larger rank_max may lower the loss",
+            RuntimeWarning,
+            stacklevel=3,  # the caller of the calibration
+        )
 
 
 class _Cost(NamedTuple):

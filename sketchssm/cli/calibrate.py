@@ -37,11 +37,7 @@ __all__ = ["command"]
     help="Tokens from one flush to the next: a multiple of the window, at most 128. Between flushes sketches are "
     "refreshed without reading the state.  [default: the window]",
 )
-@click.option(
-    "--rank-max",
-    type=click.IntRange(min=1),
-    help="Largest rank of a head.  [default: min(K, V); for a model what the CUDA kernels have room for]",
-)
+@options.rank_max
 @options.map_settings
 @model_options
 @options.output
@@ -82,7 +78,8 @@ def calibrate_traces(
     import numpy as np
 
     from sketchssm import traffic
-    from sketchssm.calibrate.allocation import allocate_ranks
+    from sketchssm.backends import common_rank
+    from sketchssm.calibrate.allocation import allocate_ranks, warn_of_limit
     from sketchssm.calibrate.refreshes import refresh_errors
     from sketchssm.cli.output import Output, percent, ranks_text, scientific
     from sketchssm.evaluate import calibrate
@@ -100,7 +97,8 @@ def calibrate_traces(
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             try:
-                layers.append(calibrate(recorded, settings.window, rank_max, settings.weighting))
+                most = rank_max or common_rank(recorded.layer, settings.window, every)
+                layers.append(calibrate(recorded, settings.window, most, settings.weighting))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     scores = [layer.scores for layer in layers]
@@ -112,6 +110,8 @@ def calibrate_traces(
         sketch_dtype=settings.sketch_dtype,
         full_reads=every == settings.window,
     )
+    if every > settings.window:
+        warn_of_limit(scores, allocation.tables, every)
 
     rows, report = [], []
     standard = used = 0.0

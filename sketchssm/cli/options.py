@@ -104,6 +104,15 @@ def trace_files(command: F) -> F:
     return click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))(command)
 
 
+def rank_max(command: F) -> F:
+    """``--rank-max``."""
+    return click.option(
+        "--rank-max",
+        type=click.IntRange(min=1),
+        help="Largest rank of a head.  [default: what the CUDA kernels have room for]",
+    )(command)
+
+
 def map_settings(command: F) -> F:
     """Options of plans, as one argument `settings`."""
 

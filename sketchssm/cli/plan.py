@@ -75,6 +75,7 @@ class Names(click.ParamType[tuple[str, ...]]):
     "--flushes", type=options.Numbers(), default="1,4", show_default=True, help="Windows from one flush to the next."
 )
 @click.option("--mean-ranks", type=options.Numbers(), default="2,3,4,6,8,10,12,16", show_default=True)
+@options.rank_max
 @click.option(
     "--time-on", type=click.Choice(["cpu", "cuda"]), help="Measure times on this backend.  [default: count bytes]"
 )
@@ -93,6 +94,7 @@ def command(
     windows: tuple[int, ...],
     flushes: tuple[int, ...],
     mean_ranks: tuple[int, ...],
+    rank_max: int | None,
     time_on: str | None,
     batch: int,
     backend: str,
@@ -128,6 +130,7 @@ def command(
             candidates=tried,
             mean_ranks=mean_ranks,
             time_of=times,
+            rank_max=rank_max,
             backend=backend,
             progress=step,
         )

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.backends import common_rank
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.evaluate.calibrated import Calibrated, calibrate
@@ -42,8 +43,8 @@ class PlannedLayer(Protocol):
     def refusal(self, candidate: Candidate) -> str:
         """Reason why the errors of a candidate can't be measured; empty if they can."""
 
-    def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
-        """Basis and rank scores for a window."""
+    def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
+        """Basis and rank scores for the window and the largest rank of a candidate."""
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
         """Energy ``(2, heads)`` of the error and of the signal, weighted by the gradient of the loss if `graded`."""
@@ -53,7 +54,9 @@ class PlannedLayer(Protocol):
 
 
 class TracedLayer:
-    """Traces of one layer, calibrated once for each window. Errors are those of a head that decodes them.
+    """Traces of one layer, calibrated once for each window and largest rank.
+
+    Errors are those of a head that decodes the traces.
 
     Parameters
     ----------
@@ -63,27 +66,29 @@ class TracedLayer:
         Weight of a sample in the basis, see `Moments`.
     backend : str
         Where to decode.
+    rank_max : int or None
+        Largest rank of a head; None for `common_rank`.
     """
 
-    def __init__(self, traces: Traces, weighting: str, backend: str) -> None:
+    def __init__(self, traces: Traces, weighting: str, backend: str, rank_max: int | None) -> None:
         self.layer = traces.layer
         self.traces = traces
-        self._weighting, self._backend = weighting, backend
+        self._weighting, self._backend, self._rank_max = weighting, backend, rank_max
         self._scored, self._grad = traces.score_part()
-        self._calibrated: dict[int, Calibrated] = {}
+        self._calibrated: dict[tuple[int, int], Calibrated] = {}
         self.graded = self._grad is not None
 
     def refusal(self, candidate: Candidate) -> str:
         """See `PlannedLayer`."""
         return ""
 
-    def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
-        """Return basis and rank scores for a window.
+    def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
+        """Return basis and rank scores for a candidate.
 
         Parameters
         ----------
-        window : int
-            Tokens from one sketch to the next.
+        candidate : Candidate
+            Settings of the plan, of which the window and the largest rank matter.
 
         Returns
         -------
@@ -92,9 +97,14 @@ class TracedLayer:
         scores : RankScores
             Measured on `Traces.score_part`.
         """
-        if window not in self._calibrated:
-            self._calibrated[window] = calibrate(self.traces, window, weighting=self._weighting)
-        return self._calibrated[window].basis, self._calibrated[window].scores
+        window = candidate.window
+        rank_max = self._rank_max
+        if rank_max is None:
+            rank_max = common_rank(self.layer, window, candidate.flush_every)
+        if (window, rank_max) not in self._calibrated:
+            self._calibrated[window, rank_max] = calibrate(self.traces, window, rank_max, self._weighting)
+        found = self._calibrated[window, rank_max]
+        return found.basis, found.scores
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
         """Decode the scored sequences with a plan and compare with float64.
@@ -175,7 +185,7 @@ class ScoredLayer:
             return f"without traces, expected the window and flush of the scores, {window} tokens, got {candidate}"
         return ""
 
-    def calibrated(self, window: int) -> tuple[SketchBasis, RankScores]:
+    def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
         """See `PlannedLayer`."""
         return self._basis, self._scores
 

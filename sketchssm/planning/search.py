@@ -123,6 +123,7 @@ def autoplan(
     time_of: Measure | None = None,
     loss_of: Measure | None = None,
     weighting: str = "uniform",
+    rank_max: int | None = None,
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> PlanSearch:
@@ -160,6 +161,10 @@ def autoplan(
         frontier, by bisection.
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the basis, see `Moments`.
+    rank_max : int, optional
+        For traces: largest rank of a head, 1 to min(K, V). A head that needs more reads its full state, except with
+        refreshes. Default: the largest rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits*
+        on the page of the CUDA backend. With scores, their `rank_max` is the limit.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to decode.
     progress : callable, optional
@@ -173,15 +178,19 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers, the errors of a candidate can't be measured, not exactly one target is given, a target
-        lacks its measurement, or no point meets the target; the message then names the nearest point.
+        If there are no layers, `rank_max` is out of range or given with scores, the errors of a candidate can't be
+        measured, not exactly one target is given, a target lacks its measurement, or no point meets the target; the
+        message then names the nearest point.
     """
     target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
     _check_measures(target, time_of, loss_of)
     if not layers:
         raise ValueError("layers: expected at least one, got none")
+    if rank_max is not None and not all(isinstance(own, Traces) for own in layers):
+        raise ValueError(f"rank_max: expected None with scores, whose rank_max is the limit, got {rank_max!r}")
     known: list[PlannedLayer] = [
-        TracedLayer(own, weighting, backend) if isinstance(own, Traces) else ScoredLayer(*own) for own in layers
+        TracedLayer(own, weighting, backend, rank_max) if isinstance(own, Traces) else ScoredLayer(*own)
+        for own in layers
     ]
     graded = all(layer.graded for layer in known)
     tried = _tried(known, candidates)
@@ -243,7 +252,7 @@ def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) ->
 
 def _point(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float, graded: bool) -> PlanPoint:
     """Plan all layers under one budget and measure their error."""
-    bases, scores = zip(*(layer.calibrated(candidate.window) for layer in layers), strict=True)
+    bases, scores = zip(*(layer.calibrated(candidate) for layer in layers), strict=True)
     full_reads = candidate.flush_every == candidate.window
     map, form = candidate.map, candidate.sketch_dtype
     allocation = allocate_ranks(scores, mean_rank, map=map, sketch_dtype=form, full_reads=full_reads)

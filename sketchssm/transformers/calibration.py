@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from sketchssm.backends import common_rank
-from sketchssm.calibrate.allocation import METHODS, allocate_ranks
+from sketchssm.calibrate.allocation import METHODS, allocate_ranks, warn_of_limit
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
@@ -22,7 +20,7 @@ from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, Layer, Tokens, check_flush_every, check_window
+from sketchssm.recurrence import FULL_STATE, Tokens, check_flush_every, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, run_row, token_rows
@@ -131,8 +129,11 @@ def calibrate(
             with torch.no_grad():
                 run_row(model, row)
     step("bases")
-    limits = {name: _rank_limit(rank_max, x.layer, window, every > window) for name, x in found.items()}
-    bases = {name: fit_basis(sums, limits[name]) for name, sums in moments.items()}
+    bases = {}
+    for name, sums in moments.items():
+        layer = sums.layer
+        most = rank_max or common_rank(layer, window, every)
+        bases[name] = fit_basis(sums, min(most, layer.key_dim, layer.value_dim))
     scores = {name: RankScores(basis) for name, basis in bases.items()}
     graded = method in ("gradient", "sensitivity")
     with _streamed(model, {name: _adder(sums) for name, sums in scores.items()}, graded):
@@ -148,8 +149,7 @@ def calibrate(
         list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=every == window
     )
     if every > window:
-        shapes = [x.layer for x in found.values()]
-        _warn_of_limit(list(limits.values()), shapes, [x.ranks for x in allocation.tables], every)
+        warn_of_limit(list(scores.values()), allocation.tables, every)
     plans, retained = {}, {}
     for name, table in zip(found, allocation.tables, strict=True):
         plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
@@ -159,30 +159,6 @@ def calibrate(
     tokens = sum(row.size for row in rows)
     summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
     return ModelPlans(plans, fingerprint(model), summary)
-
-
-def _rank_limit(rank_max: int | None, layer: Layer, window: int, refreshed: bool) -> int:
-    """Largest rank of a layer's heads."""
-    if rank_max is None:
-        return common_rank(layer, window, refreshed)
-    return min(rank_max, layer.key_dim, layer.value_dim)
-
-
-def _warn_of_limit(limits: list[int], shapes: list[Layer], tables: list[npt.NDArray[np.int64]], every: int) -> None:
-    """Warn if heads have the largest rank, although more columns are possible in their layers."""
-    full = [
-        int((ranks == limit).sum())
-        for limit, layer, ranks in zip(limits, shapes, tables, strict=True)
-        if limit < min(layer.key_dim, layer.value_dim)
-    ]
-    if sum(full):
-        heads = sum(ranks.size for ranks in tables)
-        warnings.warn(
-            f"rank_max: {sum(full)} of {heads} heads have all {max(limits)} columns, and with flush_every={every} no "
-            "head can read its full state; a larger rank_max may lower the loss",
-            RuntimeWarning,
-            stacklevel=3,  # the caller of calibrate
-        )
 
 
 def progress_steps(rows: int) -> int:
