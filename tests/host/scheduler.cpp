@@ -50,7 +50,6 @@ struct Fiber {
     std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
     std::size_t batch;         // of the next copy
     std::vector<Copy> sent;    // from shared to global memory, not waited for
-    char* stack;
 #if defined(__x86_64__)
     void* resume;
 #else
@@ -64,6 +63,9 @@ struct Fiber {
 };
 
 static Fiber fibers[MAX_THREADS], outside;  // `outside` is the caller's own stack
+// One set for all libraries of the process, kept between launches: an inline variable that is visible is one object.
+// A set for every library would be more mappings than a process may have.
+__attribute__((visibility("default"))) inline char* stacks[MAX_THREADS];
 static Fiber* current = &outside;
 unsigned threads, thread_number;
 static unsigned returned, waiting[MAX_THREADS / WARP];  // lanes of a warp that wait for others
@@ -294,22 +296,23 @@ static void prepare(Fiber& f, unsigned number) {
     f.index = {number % blockDim.x, number / blockDim.x % blockDim.y, number / blockDim.x / blockDim.y};
     f.copies.clear(), f.sent.clear();
     f.batch = 0;
-    if (!f.stack) {  // the page below faults, which reports overflows
-        f.stack = static_cast<char*>(mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        if (f.stack == MAP_FAILED || mprotect(f.stack, 4096, PROT_NONE)) std::abort();
+    char*& stack = stacks[number];
+    if (!stack) {  // the page below faults, which reports overflows
+        stack = static_cast<char*>(mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) std::abort();
     }
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(f.stack + 4096, STACK - 4096);  // frames that an earlier failure left there
-    f.bottom = f.stack, f.size = STACK, f.fake_stack = nullptr;
+    __asan_unpoison_memory_region(stack + 4096, STACK - 4096);  // frames that an earlier failure left there
+    f.bottom = stack, f.size = STACK, f.fake_stack = nullptr;
 #endif
 #if defined(__x86_64__)
-    void** top = reinterpret_cast<void**>(f.stack + STACK) - 1;
+    void** top = reinterpret_cast<void**>(stack + STACK) - 1;
     *top = nullptr;                              // where enter() would return to; it never does
     *--top = reinterpret_cast<void*>(&enter);
     f.resume = top - 6;                          // six registers, of any values
 #else
     getcontext(&f.resume);
-    f.resume.uc_stack.ss_sp = f.stack, f.resume.uc_stack.ss_size = STACK;
+    f.resume.uc_stack.ss_sp = stack, f.resume.uc_stack.ss_size = STACK;
     makecontext(&f.resume, enter, 0);
 #endif
 }
@@ -362,14 +365,6 @@ const char* launch(const char* name, void (*kernel)(void**), const Launch& l) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(dynamic_shared, (l.shared_bytes + 128) / 128 * 128);
 #endif
-    for (unsigned i = 0; i < threads && fibers[i].stack;
-         i++) {  // many variants' would be more mappings than a process may have
-#if defined(__SANITIZE_ADDRESS__)
-        __asan_unpoison_memory_region(fibers[i].stack, STACK);
-#endif
-        munmap(fibers[i].stack, STACK);
-        fibers[i].stack = nullptr;
-    }
     std::free(dynamic_shared);
     if (failure.empty()) return nullptr;
     failure = std::string(name) + ", " + failure;
