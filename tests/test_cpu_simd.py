@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.simd import E4M3_UNIT, LANES, bfloats, e4m3s, floats, int4s, int8s, load, store
+from sketchssm.cpu.llvm import E4M3_UNIT, LANES
+from sketchssm.cpu.simd import bfloats, e4m3s, floats, int4s, int8s, load, store
 
 
 @njit

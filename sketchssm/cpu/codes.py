@@ -14,14 +14,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sketchssm.cpu import simd
+from sketchssm.cpu import llvm
 from sketchssm.cpu.jit import njit
+from sketchssm.cpu.llvm import E4M3_UNIT, INT32, LANES, VECTOR
 from sketchssm.cpu.packed import FP8
 from sketchssm.cpu.simd import (
-    E4M3_UNIT,
-    INT32,
-    LANES,
-    VECTOR,
     Pointer,
     e4m3s,
     fma,
@@ -50,18 +47,18 @@ def peak(typingctx: Any, pointer: Any, first: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.VectorType(INT32, LANES)
-        largest = cgutils.alloca_once_value(builder, simd.every(0))
+        largest = cgutils.alloca_once_value(builder, llvm.every(0))
         chunks = builder.udiv(args[2], ir.Constant(args[2].type, LANES))
         with cgutils.for_range(builder, chunks) as loop:
             index = builder.add(args[1], builder.mul(loop.index, ir.Constant(args[1].type, LANES)))
-            numbers = simd.load_lanes(builder, builder.gep(args[0], [index]), types.float32)
+            numbers = llvm.load_lanes(builder, builder.gep(args[0], [index]), types.float32)
             # magnitudes compare like their bits, and NaN is the largest
-            size = builder.and_(builder.bitcast(numbers, wide), simd.every(0x7FFFFFFF))
+            size = builder.and_(builder.bitcast(numbers, wide), llvm.every(0x7FFFFFFF))
             before = builder.load(largest)
             builder.store(builder.select(builder.icmp_signed(">", size, before), size, before), largest)
         value = builder.load(largest)
         while value.type.count > 1:
-            even, odd = simd.parities(builder, value)
+            even, odd = llvm.parities(builder, value)
             value = builder.select(builder.icmp_signed(">", even, odd), even, odd)
         return builder.bitcast(builder.extract_element(value, INT32(0)), ir.FloatType())
 
@@ -73,8 +70,8 @@ def clamp(typingctx: Any, vector: Any, limit: Any) -> Any:
     """Limit the magnitude of every lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, limit = args[0], simd.broadcast(builder, args[1])
-        below = builder.fsub(simd.constant(-0.0), limit)
+        value, limit = args[0], llvm.broadcast(builder, args[1])
+        below = builder.fsub(llvm.constant(-0.0), limit)
         value = builder.select(builder.fcmp_ordered("<", value, limit), value, limit)
         return builder.select(builder.fcmp_ordered(">", value, below), value, below)
 

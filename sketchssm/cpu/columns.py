@@ -13,8 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sketchssm.cpu import simd
-from sketchssm.cpu.simd import INT32, LANES
+from sketchssm.cpu import llvm
+from sketchssm.cpu.llvm import INT32, LANES
 from sketchssm.cpu.tiles import add_product, element, fixed, zero_sums
 
 __all__ = ["COLUMN_LANES", "columns_8", "columns_16", "substitute", "transpose"]
@@ -61,12 +61,12 @@ def _tile_columns(lanes: int) -> Any:
             _, s0, s_row, _, m0, m_step, depth, _, out0, out_row = args
             accumulators = zero_sums(context, builder, LANES, lanes)
             with cgutils.for_range(builder, depth) as loop:
-                column = simd.load_lanes(
+                column = llvm.load_lanes(
                     builder, at(3, element(builder, m0, (loop.index, m_step))), types.float32, lanes
                 )
                 for row, variable in enumerate(accumulators):
                     scalar = builder.load(at(0, builder.add(element(builder, s0, (row, s_row)), loop.index)))
-                    add_product(builder, variable, simd.broadcast(builder, scalar, lanes), column)
+                    add_product(builder, variable, llvm.broadcast(builder, scalar, lanes), column)
             rows = [builder.load(variable) for variable in accumulators]
             if lanes < LANES:
                 kind = ir.VectorType(INT32, 2 * lanes)
@@ -74,7 +74,7 @@ def _tile_columns(lanes: int) -> Any:
                 rows = [builder.shuffle_vector(rows[n], rows[n + 1], joined) for n in range(0, LANES, 2)]
             for number, value in enumerate(_transposed(builder, rows)):
                 place = at(7, element(builder, out0, (number, out_row)))
-                simd.store_lanes(builder, value, place, types.float32)
+                llvm.store_lanes(builder, value, place, types.float32)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -96,11 +96,11 @@ def transpose(typingctx: Any, source: Any, source0: Any, source_row: Any, out: A
             return builder.gep(args[which], [index])
 
         rows = [
-            simd.load_lanes(builder, at(0, element(builder, args[1], (row, args[2]))), types.float32)
+            llvm.load_lanes(builder, at(0, element(builder, args[1], (row, args[2]))), types.float32)
             for row in range(LANES)
         ]
         for number, value in enumerate(_transposed(builder, rows)):
-            simd.store_lanes(builder, value, at(3, element(builder, args[4], (number, args[5]))), types.float32)
+            llvm.store_lanes(builder, value, at(3, element(builder, args[4], (number, args[5]))), types.float32)
         return context.get_dummy_value()
 
     return types.void(source, i, i, out, i, i), codegen
@@ -113,14 +113,14 @@ def substitute(typingctx: Any, lower: Any, lower0: Any, lower_row: Any, x: Any, 
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         places = [builder.gep(args[3], [builder.add(args[4], fixed(LANES * row))]) for row in range(LANES)]
-        rows = [simd.load_lanes(builder, place, types.float32) for place in places]
+        rows = [llvm.load_lanes(builder, place, types.float32) for place in places]
         for j in range(LANES):
             for s in range(j + 1, LANES):
                 place = builder.gep(args[0], [builder.add(element(builder, args[1], (s, args[2])), fixed(j))])
-                every = simd.broadcast(builder, builder.load(place))
-                rows[s] = simd.fused(builder, every, rows[j], rows[s])
+                every = llvm.broadcast(builder, builder.load(place))
+                rows[s] = llvm.fused(builder, every, rows[j], rows[s])
         for row, place in zip(rows, places, strict=True):
-            simd.store_lanes(builder, row, place, types.float32)
+            llvm.store_lanes(builder, row, place, types.float32)
         return context.get_dummy_value()
 
     return types.void(lower, i, i, x, i), codegen

@@ -36,7 +36,7 @@ FACTORS, lowrank, prior  ``4 p``, ``4 G``, ``4 G p``  scales of the rows, w, F
 =======================  ===========================  ==============================================
 
 4-bit elements come in groups of 16 in 8 bytes: byte i holds element i in its low half and element i + 8 in its high
-half. Scales of fp8 have the factor `E4M3_UNIT` for each vector that they scale (see `sketchssm.cpu.simd`). The w
+half. Scales of fp8 have the factor `E4M3_UNIT` for each vector that they scale (see `sketchssm.cpu.llvm`). The w
 columns of a mixed sketch are those whose rows of B have the largest norms.
 """
 

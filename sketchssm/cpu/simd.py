@@ -16,25 +16,8 @@ standard decode of a token     1.03 times as long
 =============================  ============================================
 
 Kernels use plain pointers and element offsets. Arrays would be passed with descriptors and reference counts, which
-cost more than a small kernel does. `load` widens narrow elements and `store` rounds to nearest even. The pointer's
-type names the elements:
-
-=======  ==================================================================
-pointer  elements
-=======  ==================================================================
-float32  float32
-uint16   bfloat16
-int16    float16
-INT8     8-bit integers
-E4M3     fp8 with 4 bits of exponent and 3 of mantissa, as 2^-8 of its value
-INT4     4-bit integers, two to a byte
-=======  ==================================================================
-
-Codes (the last three) are loaded and stored 16 at a time, from places that are multiples of 16. Of 16 elements of INT4
-the first 8 are the low halves of 8 bytes and the last 8 are the high halves.
-
-An e4m3 code shifted left by 7 bits is a float16 number of 2^-8 times the code's value, subnormals included. CPUs widen
-float16 in one instruction. The factor 2^8 is part of the codes' scale (`E4M3_UNIT`).
+cost more than a small kernel does. `load` widens narrow elements and `store` rounds to nearest even; `llvm.py` has
+the types of elements.
 """
 
 from __future__ import annotations
@@ -46,10 +29,27 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import intrinsic, overload
+
+from sketchssm.cpu.llvm import (
+    E4M3,
+    INT4,
+    INT8,
+    INT32,
+    LANES,
+    VECTOR,
+    broadcast,
+    constant,
+    every,
+    fused,
+    load_lanes,
+    parities,
+    place,
+    store_lanes,
+    vector_type,
+)
 
 __all__ = [
-    "E4M3_UNIT",
     "LANES",
     "Pointer",
     "bfloats",
@@ -73,173 +73,13 @@ __all__ = [
     "total",
 ]
 
-LANES = 16
-
 Pointer = Any
-"""In signatures of compiled functions: a pointer to elements of one of the types in the table above."""
-
-E4M3_UNIT = 2.0**8
-"""Value of an e4m3 code / number that `load` returns for the code."""
-
-FLOAT = ir.FloatType()
-INT32 = ir.IntType(32)
+"""In signatures of compiled functions: a pointer to elements of one of the types of `llvm.py`."""
 
 
 def padded(size: int, multiple: int = LANES) -> int:
     """Return the least multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
-
-
-class Vector(types.Type):  # type: ignore[misc]
-    """Numba type of 16 float32 lanes."""
-
-    def __init__(self) -> None:
-        super().__init__(name=f"float32x{LANES}")
-
-
-VECTOR = Vector()
-
-
-@register_model(Vector)
-class VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # the base is untyped
-    """Data model: a vector is one LLVM value."""
-
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, vector_type())
-
-
-class Code(types.Type):  # type: ignore[misc]
-    """Numba type of codes, for pointers: never a value itself."""
-
-
-@register_model(Code)
-class CodeModel(models.PrimitiveModel):  # type: ignore[misc]
-    """Data model: a byte."""
-
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, ir.IntType(8))
-
-
-INT8, E4M3, INT4 = (Code(name=name) for name in ("int8 codes", "e4m3 codes", "int4 codes"))
-
-
-def vector_type(lanes: int = LANES) -> Any:
-    """Return LLVM's type of a vector of float32 lanes."""
-    return ir.VectorType(FLOAT, lanes)
-
-
-def constant(value: float, lanes: int = LANES) -> Any:
-    """Return a vector with one number in every lane."""
-    return ir.Constant(vector_type(lanes), [ir.Constant(FLOAT, value)] * lanes)
-
-
-def broadcast(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
-    """Copy a scalar to every lane of a vector."""
-    single = builder.insert_element(ir.Constant(vector_type(lanes), ir.Undefined), scalar, INT32(0))
-    return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT32, lanes), [INT32(0)] * lanes))
-
-
-def every(number: int, lanes: int = LANES, bits: int = 32) -> Any:
-    """Return a vector with one integer in every lane."""
-    kind = ir.IntType(bits)
-    return ir.Constant(ir.VectorType(kind, lanes), [kind(number)] * lanes)
-
-
-def place(builder: Any, pointer: Any, index: Any, dtype: Any) -> Any:
-    """Return the address of an element; of INT4, `index` is a multiple of 16."""
-    return builder.gep(pointer, [builder.ashr(index, ir.Constant(index.type, 1)) if dtype == INT4 else index])
-
-
-def load_codes(builder: Any, pointer: Any, dtype: Any) -> Any:
-    """Load 16 codes and widen them to float32."""
-    wide, size = ir.VectorType(INT32, LANES), LANES // 2 if dtype == INT4 else LANES
-    raw = ir.VectorType(ir.IntType(8), size)
-    codes = builder.load(builder.bitcast(pointer, raw.as_pointer()), align=1)
-    if dtype == E4M3:
-        half = ir.VectorType(ir.IntType(16), LANES)
-        moved = builder.shl(builder.sext(codes, half), every(7, bits=16))
-        # the sign was extended over the top bit of the exponent, which is 0
-        moved = builder.and_(moved, every(0xBFFF, bits=16))
-        return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), vector_type())
-    if dtype == INT4:
-        twice = ir.Constant(wide, [INT32(i % size) for i in range(LANES)])
-        pairs = builder.zext(builder.shuffle_vector(codes, codes, twice), wide)
-        up = ir.Constant(wide, [INT32(28 if i < size else 24) for i in range(LANES)])
-        return builder.sitofp(builder.ashr(builder.shl(pairs, up), every(28)), vector_type())
-    return builder.sitofp(builder.sext(codes, wide), vector_type())
-
-
-def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> Any:
-    """Load lanes, widened to float32."""
-    if isinstance(dtype, Code):
-        return load_codes(builder, pointer, dtype)
-    if dtype == types.uint16:
-        half = ir.VectorType(ir.IntType(16), lanes)
-        raw = builder.load(builder.bitcast(pointer, half.as_pointer()), align=2)
-        shifted = builder.shl(builder.zext(raw, ir.VectorType(INT32, lanes)), every(16, lanes))
-        return builder.bitcast(shifted, vector_type(lanes))
-    if dtype == types.int16:
-        half = ir.VectorType(ir.HalfType(), lanes)
-        return builder.fpext(builder.load(builder.bitcast(pointer, half.as_pointer()), align=2), vector_type(lanes))
-    return builder.load(builder.bitcast(pointer, vector_type(lanes).as_pointer()), align=4)
-
-
-def store_codes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
-    """Store 16 numbers as codes; magnitudes are at most 127, 7 or 448."""
-    wide, narrow = ir.VectorType(INT32, LANES), ir.VectorType(ir.IntType(8), LANES)
-    if dtype == E4M3:
-        bits = builder.bitcast(value, wide)
-        size = builder.and_(bits, every(0x7FFFFFFF))
-        odd = builder.and_(builder.lshr(size, every(20)), every(1))
-        normal = builder.lshr(builder.add(builder.add(size, every(0x7FFFF)), odd), every(20))
-        normal = builder.sub(normal, every(120 << 3))
-        # below the least normal number, 2^-6, codes count multiples of 2^-9: those of float32 numbers from 2^14 on
-        steps = builder.fadd(builder.bitcast(size, vector_type()), constant(2.0**14))
-        steps = builder.sub(builder.bitcast(steps, wide), every((127 + 14) << 23))
-        small = builder.icmp_unsigned("<", size, every((127 - 6) << 23))
-        sign = builder.shl(builder.lshr(bits, every(31)), every(7))
-        codes = builder.or_(builder.select(small, steps, normal), sign)
-    else:
-        # the low bits of a sum with 1.5 * 2^23 are the nearest integer
-        codes = builder.bitcast(builder.fadd(value, constant(12582912.0)), wide)
-    if dtype == INT4:
-        half = ir.VectorType(INT32, LANES // 2)
-        low, high = (ir.Constant(half, [INT32(i + first) for i in range(LANES // 2)]) for first in (0, LANES // 2))
-        low, high = (builder.shuffle_vector(codes, codes, lanes) for lanes in (low, high))
-        low = builder.and_(low, every(15, LANES // 2))
-        codes = builder.or_(low, builder.shl(high, every(4, LANES // 2)))
-        narrow = ir.VectorType(ir.IntType(8), LANES // 2)
-    builder.store(builder.trunc(codes, narrow), builder.bitcast(pointer, narrow.as_pointer()), align=1)
-
-
-def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
-    """Store lanes as float32, or as narrower elements rounded to nearest even."""
-    if isinstance(dtype, Code):
-        store_codes(builder, value, pointer, dtype)
-        return
-    lanes = value.type.count
-    if dtype == types.uint16:
-        bits = builder.bitcast(value, ir.VectorType(INT32, lanes))
-        odd = builder.and_(builder.lshr(bits, every(16, lanes)), every(1, lanes))
-        rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF, lanes)), odd), every(16, lanes))
-        # rounding up would carry the digits of a NaN into its sign
-        rounded = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0, lanes), rounded)
-        value = builder.trunc(rounded, ir.VectorType(ir.IntType(16), lanes))
-        builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
-        return
-    if dtype == types.int16:
-        value = builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes))
-        builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
-        return
-    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
-
-
-def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute ``a b + c``, with one rounding if the CPU can."""
-    lanes = a.type.count
-    name = f"llvm.fmuladd.v{lanes}f32"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
-    return builder.call(function, [a, b, c])
 
 
 @intrinsic
@@ -340,14 +180,6 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
         return fused(builder, *args)
 
     return VECTOR(VECTOR, VECTOR, VECTOR), codegen
-
-
-def parities(builder: Any, vector: Any) -> tuple[Any, Any]:
-    """Split a vector into its even and its odd lanes."""
-    half = vector.type.count // 2
-    kind = ir.VectorType(INT32, half)
-    pick = [ir.Constant(kind, [INT32(2 * i + odd) for i in range(half)]) for odd in (0, 1)]
-    return builder.shuffle_vector(vector, vector, pick[0]), builder.shuffle_vector(vector, vector, pick[1])
 
 
 @intrinsic

@@ -14,9 +14,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sketchssm.cpu import simd
+from sketchssm.cpu import llvm
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.simd import INT32, LANES, VECTOR, Pointer, splat, total
+from sketchssm.cpu.llvm import INT32, LANES, VECTOR
+from sketchssm.cpu.simd import Pointer, splat, total
 
 __all__ = [
     "DOT_ROWS",
@@ -52,7 +53,7 @@ def fixed(count: int) -> Any:
 
 def zero_sums(context: Any, builder: Any, count: int, lanes: int = LANES) -> list[Any]:
     """Make variables for sums over lanes, all zero."""
-    zero = simd.constant(0.0, lanes)
+    zero = llvm.constant(0.0, lanes)
     variables = [cgutils.alloca_once(builder, zero.type) for _ in range(count)]
     for variable in variables:
         builder.store(zero, variable)
@@ -61,7 +62,7 @@ def zero_sums(context: Any, builder: Any, count: int, lanes: int = LANES) -> lis
 
 def add_product(builder: Any, variable: Any, a: Any, b: Any) -> None:
     """Add ``a b`` to a variable."""
-    builder.store(simd.fused(builder, a, b, builder.load(variable)), variable)
+    builder.store(llvm.fused(builder, a, b, builder.load(variable)), variable)
 
 
 def _tile_accumulate(rows: int, chunks: int) -> Any:
@@ -82,28 +83,28 @@ def _tile_accumulate(rows: int, chunks: int) -> Any:
             accumulators = zero_sums(context, builder, rows * chunks)
             places = []
             for chunk in range(chunks):
-                factor = simd.load_lanes(builder, at(3, builder.add(d0, shift[chunk])), types.float32)
+                factor = llvm.load_lanes(builder, at(3, builder.add(d0, shift[chunk])), types.float32)
                 for row in range(rows):
                     place = at(0, builder.add(element(builder, c0, (row, c_row)), shift[chunk]))
                     places.append(place)
-                    scaled = builder.fmul(factor, simd.load_lanes(builder, place, types.float32))
+                    scaled = builder.fmul(factor, llvm.load_lanes(builder, place, types.float32))
                     builder.store(scaled, accumulators[len(places) - 1])
             with cgutils.for_range(builder, depth) as loop:
                 lanes = []
                 for chunk in range(chunks):
                     index = builder.add(element(builder, x0, (loop.index, x_step)), shift[chunk])
-                    lanes.append(simd.load_lanes(builder, at(9, index), x.dtype))
+                    lanes.append(llvm.load_lanes(builder, at(9, index), x.dtype))
                 for row in range(rows):
                     weight = builder.load(at(5, element(builder, w0, (loop.index, w_step), (row, w_row))))
-                    every = simd.broadcast(builder, weight)
+                    every = llvm.broadcast(builder, weight)
                     for chunk in range(chunks):
                         add_product(builder, accumulators[chunk * rows + row], every, lanes[chunk])
             # one sum for each row, so that no addition waits for the previous one
-            squares = [simd.constant(0.0)] * rows
+            squares = [llvm.constant(0.0)] * rows
             for number, (variable, place) in enumerate(zip(accumulators, places, strict=True)):
                 value, row = builder.load(variable), number % rows
-                simd.store_lanes(builder, value, place, types.float32)
-                squares[row] = simd.fused(builder, value, value, squares[row])
+                llvm.store_lanes(builder, value, place, types.float32)
+                squares[row] = llvm.fused(builder, value, value, squares[row])
             while len(squares) > 1:
                 squares = [builder.fadd(*squares[n : n + 2]) for n in range(0, len(squares), 2)]
             return squares[0]
@@ -192,13 +193,13 @@ def _tile_combine(chunks: int) -> Any:
             for weights, start, rows, first, step, count, kind in ((*args[2:8], x.dtype), (*args[8:], y.dtype)):
                 with cgutils.for_range(builder, count) as loop:
                     weight = builder.load(builder.gep(weights, [builder.add(start, loop.index)]))
-                    every, place = simd.broadcast(builder, weight), element(builder, first, (loop.index, step))
+                    every, place = llvm.broadcast(builder, weight), element(builder, first, (loop.index, step))
                     for chunk, variable in enumerate(accumulators):
-                        pointer = simd.place(builder, rows, builder.add(place, fixed(LANES * chunk)), kind)
-                        add_product(builder, variable, every, simd.load_lanes(builder, pointer, kind))
+                        pointer = llvm.place(builder, rows, builder.add(place, fixed(LANES * chunk)), kind)
+                        add_product(builder, variable, every, llvm.load_lanes(builder, pointer, kind))
             for chunk, variable in enumerate(accumulators):
                 pointer = builder.gep(args[0], [builder.add(args[1], fixed(LANES * chunk))])
-                simd.store_lanes(builder, builder.load(variable), pointer, types.float32)
+                llvm.store_lanes(builder, builder.load(variable), pointer, types.float32)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -252,25 +253,25 @@ def _tile_dots(rows: int, vectors: int) -> Any:
             with cgutils.for_range(builder, chunks) as loop:
                 shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), LANES))
                 lanes = [
-                    simd.load_lanes(
+                    llvm.load_lanes(
                         builder, at(3, builder.add(element(builder, x0, (n, x_row)), shift)), types.float32
                     )
                     for n in range(vectors)
                 ]
                 for row, start in enumerate(starts):
-                    place = simd.place(builder, args[0], builder.add(start, shift), r.dtype)
-                    value = simd.load_lanes(builder, place, r.dtype)
+                    place = llvm.place(builder, args[0], builder.add(start, shift), r.dtype)
+                    value = llvm.load_lanes(builder, place, r.dtype)
                     for n in range(vectors):
                         add_product(builder, accumulators[n * rows + row], value, lanes[n])
             values = [builder.load(variable) for variable in accumulators]
             while len(values) > 1:
                 values = [_fold(builder, *values[n : n + 2]) for n in range(0, len(values), 2)]
             while values[0].type.count > rows * vectors:
-                values = [builder.fadd(*simd.parities(builder, values[0]))]
+                values = [builder.fadd(*llvm.parities(builder, values[0]))]
             for n in range(vectors):
                 pick = ir.Constant(ir.VectorType(INT32, rows), [INT32(n * rows + row) for row in range(rows)])
                 part = builder.shuffle_vector(values[0], values[0], pick)
-                simd.store_lanes(builder, part, at(7, element(builder, out0, (n, out_row))), types.float32)
+                llvm.store_lanes(builder, part, at(7, element(builder, out0, (n, out_row))), types.float32)
             return context.get_dummy_value()
 
         return signature, codegen
