@@ -13,7 +13,7 @@ from sketchssm.host_arrays import HostArrays, slot_memory
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, per_head, step
-from sketchssm.reference.sketched import SlotSketches
+from sketchssm.reference.sketched import read_state
 from sketchssm.reference.window import Ring, fold, read_window
 from sketchssm.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
 
@@ -332,15 +332,14 @@ class ReplayEngine(StandardEngine):
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
-    Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. Sketches are not in a
-    slot's memory: a read compares the state and the buffered tokens with those from which the sketches were computed,
-    and computes the sketches again if they differ.
+    Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. A slot's memory has no
+    sketches: every read computes them from the state and the buffered tokens.
     """
 
     def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", **settings: Any) -> None:
         super().__init__(plan.layer, num_slots, plan.window, flush_every=plan.flush_every, **settings)
         self.plan = plan
-        self._sketches = [SlotSketches(plan, SketchFormat.of(sketch_dtype)) for _ in range(num_slots)]
+        self._form = SketchFormat.of(sketch_dtype)
 
     @staticmethod
     def parts_of(  # type: ignore[override]
@@ -350,7 +349,7 @@ class SketchEngine(ReplayEngine):
         return _parts(plan.layer, plan.flush_every)
 
     def _read(self, slot: int, start: int, queries: Array) -> Array:
-        return self._sketches[slot].read(self.state[slot], self._ring(slot, start), queries)
+        return read_state(self.plan, self._form, self.state[slot], self._ring(slot, start), queries)
 
 
 def _at(tokens: Tokens, row: Any, t: int) -> Tokens:
