@@ -202,7 +202,7 @@ def test_enough_for_all_is_all_full_states(rng):
     assert allocation.objective == allocation.gap == allocation.bound == 0
 
 
-@pytest.mark.parametrize("mean_rank", [2, 5, 8])
+@pytest.mark.parametrize("mean_rank", [2, 5, 8, 30])  # 30: the bytes of a full read, and more
 def test_without_full_reads(mean_rank, rng):
     """No head reads its full state, and the table is the best of those: an exhaustive search without full reads."""
     curves = falling(rng, 4, 8)
