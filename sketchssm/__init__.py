@@ -34,7 +34,7 @@ _HOME = {
     "SketchPlan": "plan",
     "DecodeHead": "head",
     "ExactHead": "exact",
-    "SketchHead": "exact",
+    "SketchHead": "sketch_head",
     "Snapshot": "snapshot",
     "SnapshotFileError": "snapshot",
     "SlotPart": "slots",
@@ -112,12 +112,13 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
     from sketchssm.coefficients import CoefficientMap
-    from sketchssm.exact import ExactHead, SketchHead
+    from sketchssm.exact import ExactHead
     from sketchssm.gates import GateInput
     from sketchssm.head import DecodeHead
     from sketchssm.plan import PlanFileError, SketchPlan
     from sketchssm.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
     from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+    from sketchssm.sketch_head import SketchHead
     from sketchssm.slots import SlotPart
     from sketchssm.snapshot import Snapshot, SnapshotFileError
     from sketchssm.traces import Traces

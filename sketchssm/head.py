@@ -13,8 +13,9 @@ import numpy as np
 
 from sketchssm import interop
 from sketchssm.backends import check_dtype_name
+from sketchssm.checks import check_state, check_tokens
 from sketchssm.engine import Arrays, Engine
-from sketchssm.recurrence import Layer, Tokens, check_state, check_tokens
+from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["DecodeHead"]
 

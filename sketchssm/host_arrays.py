@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 
+from sketchssm.checks import check_gates, check_slots
 from sketchssm.interop import from_host, is_on_device, is_real, to_host, to_type
-from sketchssm.recurrence import PAD_SLOT, Tokens, check_gates, check_slots
+from sketchssm.recurrence import PAD_SLOT, Tokens
 from sketchssm.slots import SlotPart, check_memory, drafted
 
 __all__ = ["HostArrays", "slot_memory"]

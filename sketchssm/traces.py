@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.recurrence import KINDS, Layer, Tokens, check_gates, check_tokens
+from sketchssm.checks import check_gates, check_tokens
+from sketchssm.recurrence import KINDS, Layer, Tokens
 
 __all__ = ["TraceFileError", "Traces"]
 

@@ -19,7 +19,7 @@ KNOW_FRAMEWORKS = {
     f"sketchssm.{name}" for name in ("interop", "cuda.frameworks", "bench.peers", "cli.models", "distributed", "torch")
 } | {module for module in FILES if module.startswith(("sketchssm.transformers", "sketchssm.vllm"))}
 # Below the heads: equations, calibration, plans and their costs.
-MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence")
+MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence", "checks")
 ABOVE = tuple(
     f"sketchssm.{name}" for name in ("cpu", "cuda", "backends", "head", "baselines", "evaluate", "bench", "cli")
 )

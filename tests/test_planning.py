@@ -12,13 +12,13 @@ from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.evaluate import calibrate
-from sketchssm.exact import SketchHead
 from sketchssm.formats import INT4, INT8
 from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
 from sketchssm.planning.search import PlanPoint, frontier
 from sketchssm.recurrence import Layer
 from sketchssm.reference.recurrence import run
+from sketchssm.sketch_head import SketchHead
 from sketchssm.traces import Traces
 
 WINDOW = 8

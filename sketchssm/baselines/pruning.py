@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from sketchssm.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.recurrence import Layer, Tokens, check_state
+from sketchssm.checks import check_state
+from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, per_head, step
 
 __all__ = ["ChannelScores", "PrunedHead"]

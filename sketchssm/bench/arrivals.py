@@ -23,9 +23,9 @@ from sketchssm.bench.device import compile_all, device_name
 from sketchssm.bench.requests import Requests
 from sketchssm.bench.runs import Inputs, Run, run_on_host
 from sketchssm.evaluate.measure import relative_error
-from sketchssm.exact import SketchHead
 from sketchssm.head import DecodeHead
 from sketchssm.recurrence import Tokens
+from sketchssm.sketch_head import SketchHead
 
 __all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
 

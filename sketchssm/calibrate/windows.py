@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm import interop
-from sketchssm.recurrence import Layer, Tokens, check_gates, check_state, check_tokens
+from sketchssm.checks import check_gates, check_state, check_tokens
+from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.window import Ring, fold, read_window
 

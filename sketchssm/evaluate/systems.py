@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead, StandardHead
-from sketchssm.exact import SketchHead
 from sketchssm.head import DecodeHead
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
+from sketchssm.sketch_head import SketchHead
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput

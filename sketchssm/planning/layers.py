@@ -12,13 +12,13 @@ from sketchssm.backends import common_rank
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.evaluate.calibrated import Calibrated, calibrate
-from sketchssm.exact import SketchHead
 from sketchssm.formats import SketchFormat
 from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
 from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference.recurrence import Array, run
+from sketchssm.sketch_head import SketchHead
 from sketchssm.traces import Traces
 
 __all__ = ["Energies", "PlannedLayer", "ScoredLayer", "TracedLayer"]

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.recurrence import Layer, Tokens, check_tokens
+from sketchssm.checks import check_tokens
+from sketchssm.recurrence import Layer, Tokens
 
 __all__ = ["Array", "per_head", "run", "step", "transition"]
 

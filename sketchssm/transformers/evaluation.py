@@ -14,8 +14,9 @@ import torch
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead
 from sketchssm.evaluate.systems import exact_systems
-from sketchssm.exact import ExactHead, SketchHead
+from sketchssm.exact import ExactHead
 from sketchssm.plan import SketchPlan
+from sketchssm.sketch_head import SketchHead
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import Ids, run_row, token_rows

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from sketchssm.baselines import ReplayHead, StandardHead
-from sketchssm.exact import ExactHead, SketchHead
+from sketchssm.exact import ExactHead
 from sketchssm.model_plans import ModelPlans
 from sketchssm.plan import SketchPlan
+from sketchssm.sketch_head import SketchHead
 from sketchssm.torch import DecodeLayer
 from sketchssm.transformers.calibration import fingerprint
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from sketchssm.baselines import ReplayHead, StandardHead
-from sketchssm.exact import ExactHead, SketchHead
+from sketchssm.exact import ExactHead
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
+from sketchssm.sketch_head import SketchHead
 from sketchssm.slots import SlotPart, drafted
 from sketchssm.vllm.batches import DecodeRows, PrefillRows
 from sketchssm.vllm.blocks import BlockLayout, as_memory

@@ -13,7 +13,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from sketchssm.vllm.layers import LAYERS, settings_of, side_bytes
+from sketchssm.vllm.head_layer import settings_of, side_bytes
+from sketchssm.vllm.layers import LAYERS
 
 __all__ = ["register"]
 

@@ -1,0 +1,272 @@
+"""What vLLM's recurrent layers of all kinds share: heads for the rows of a batch that decode."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, cached_property
+from math import prod
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+from vllm.platforms import current_platform
+
+from sketchssm.gates import GateInput
+from sketchssm.recurrence import Layer
+from sketchssm.vllm.blocks import BlockLayout
+from sketchssm.vllm.decoder import LayerDecoder, Recipe
+from sketchssm.vllm.metadata import BatchMetadata
+from sketchssm.vllm.plans import load_plans, plan_of, sharded
+from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
+
+__all__ = ["HeadLayer", "settings_of", "side_bytes"]
+
+logger = init_logger("vllm.sketchssm")
+
+plans_at = cache(load_plans)
+
+
+def settings_of(vllm_config: Any) -> Settings | None:
+    """Read the plugin's settings for an engine.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+        The engine's configuration.
+
+    Returns
+    -------
+    Settings or None
+        None if the plugin is off.
+    """
+    return Settings.find(os.environ, vllm_config.additional_config)
+
+
+def side_bytes(vllm_config: Any) -> int:
+    """Bytes that the plugin adds to each block of recurrent states: the most that any layer needs.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+        The engine's configuration, whose model has been loaded.
+
+    Returns
+    -------
+    int
+        A multiple of 16; 0 without layers that need any.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    sizes = (layer.layout.bytes for layer in layers if isinstance(layer, HeadLayer) and layer.active)
+    return max((-(-size // 16) * 16 for size in sizes), default=0)
+
+
+class HeadLayer:
+    """Common part of the layers of all kinds; the first base class, before vLLM's layer.
+
+    Attributes
+    ----------
+    decoder : LayerDecoder or None
+        The layer's head on vLLM's pool; None until the pool exists.
+    """
+
+    kind: str
+    backend_class: Any
+    backend = "cuda"
+    decoder: Any = None
+    _settings: Settings | None = None  # without settings the layer is as vLLM's own
+    prefix: str
+    tp_size: int
+    model_config: Any
+    get_state_shape: Any
+    get_state_dtype: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        settings = settings_of(config)
+        if settings is None:
+            return
+        self._settings = settings
+        self._drafts = config.num_speculative_tokens or 0
+        self._window = 1 if settings.system == "standard" else settings.window
+        self._shares: list[Any] = [self.layer]
+        if settings.system == "sketch":
+            plan = plan_of(plans_at(settings.plans), self.prefix)
+            self._shares = sharded(plan, self.layer, self.prefix, self.tp_size)
+            self._window = plan.window
+        parallel = config.parallel_config
+        check_engine(
+            EngineFacts(
+                vllm.__version__,
+                current_platform.device_type,
+                config.cache_config.mamba_cache_mode,
+                self.kind,
+                self._drafts,
+                self._window,
+                config.kv_transfer_config is not None,
+                bool(parallel.enable_dbo),
+                bool(config.use_v2_model_runner),
+            )
+        )
+        layers = config.compilation_config.static_forward_context.values()
+        self._ordinal = sum(isinstance(layer, HeadLayer) for layer in layers) - 1
+        self._share = self._shares[get_tensor_model_parallel_rank() % len(self._shares)]
+
+    @property
+    def active(self) -> bool:
+        """Whether the layer decodes with a head."""
+        return self._settings is not None
+
+    @property
+    @abstractmethod
+    def layer(self) -> Layer:
+        """Kind and shape of this process's share of the layer."""
+
+    def gate(self) -> GateInput | None:
+        """Parameters of raw gates, for kda."""
+        return None
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """Common arguments of the layer's heads. The weights must have been loaded."""
+        settings = self._settings
+        assert settings is not None
+        model, states = (
+            str(kind).removeprefix("torch.") for kind in (self.model_config.dtype, self.get_state_dtype()[1])
+        )
+        return Recipe(
+            settings.system,
+            self._share,
+            self.backend,
+            settings.window,
+            self._drafts,
+            self._ordinal if settings.phases and self._window > 1 else None,
+            states,
+            model if self.backend == "cuda" else None,
+            self.gate(),
+        )
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        """Where the parts of a slot lie in a block. All processes of a tensor-parallel group have the largest."""
+        sizes = self._state_bytes
+        if sizes[0] % 16:
+            raise ValueError(f"{self.prefix}: expected a state that starts at a multiple of 16 bytes, got {sizes[0]}")
+        return max(
+            (BlockLayout.behind(sum(sizes), self.recipe.parts(share)) for share in self._shares),
+            key=lambda layout: layout.bytes,
+        )
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Describe the layer's blocks, with the parts behind the states.
+
+        Parameters
+        ----------
+        vllm_config : VllmConfig
+            The engine's configuration.
+
+        Returns
+        -------
+        MambaSpec
+            The description.
+        """
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        extra = side_bytes(vllm_config) if self.active else 0
+        if not extra:
+            return spec
+        return replace(spec, shapes=(*spec.shapes, (extra,)), dtypes=(*spec.dtypes, torch.uint8))
+
+    def get_attn_backend(self) -> Any:
+        """Backend whose builders describe batches for heads."""
+        return self.backend_class if self.active else super().get_attn_backend()  # type: ignore[misc]
+
+    @property
+    def kv_cache(self) -> Any:
+        """States of convolution and recurrence, ``(blocks, ...)`` each."""
+        return self.__dict__.get("_states", ())
+
+    @kv_cache.setter
+    def kv_cache(self, states: Any) -> None:
+        """Take the pool, and make the layer's head on it."""
+        if not self.active:
+            self.__dict__["_states"] = states
+            return
+        states = () if isinstance(states, torch.Tensor) else tuple(states)
+        self.__dict__["_states"] = states[:2]
+        self.__dict__["decoder"] = None
+        if len(states) < 2 or not states[1].numel():
+            return
+        own = self._own_layout
+        side = states[2] if own.bytes else None
+        if self._ordinal == 0:
+            share = 100 * self.layout.share
+            logger.info("sketchssm: %s heads, %.1f%% of the states' bytes beside them", self.recipe.system, share)
+        decoder = LayerDecoder(self.recipe, states[1], side, own)
+        self.recipe.warm(decoder.head, states[1].device)
+        self.__dict__["decoder"], self.__dict__["_measured"] = decoder, True
+
+    @property
+    def _own_layout(self) -> BlockLayout:
+        """Layout of this process's own share."""
+        return BlockLayout.behind(sum(self._state_bytes), self.recipe.parts())
+
+    @property
+    def _state_bytes(self) -> list[int]:
+        """Bytes of the states of convolution and recurrence in a block."""
+        return [
+            prod(shape) * kind.itemsize
+            for shape, kind in zip(self.get_state_shape(), self.get_state_dtype(), strict=True)
+        ]
+
+    def _batch(self) -> BatchMetadata | None:
+        """Batch of the current step; None while vLLM measures its memory, and without settings."""
+        if not self.active:
+            return None
+        found = get_forward_context().attn_metadata
+        if found is not None:
+            return found[self.prefix]
+        if self.__dict__.get("_measured") is None:
+            # A head of one slot: vLLM then knows of the memory of kernels and plans.
+            self.__dict__["_measured"] = head = self.recipe.head(1)
+            self.recipe.warm(head, torch.device(current_platform.device_type))
+        return None
+
+    @contextmanager
+    def _prefill(self, batch: BatchMetadata) -> Iterator[None]:
+        """Surround vLLM's own forward pass over the rows behind the decoding ones."""
+        decoder = self.decoder
+        decoder.settle(batch.prefill)
+        found = get_forward_context().attn_metadata
+        found[self.prefix] = batch.inner
+        try:
+            yield
+        finally:
+            found[self.prefix] = batch
+        decoder.adopt(batch.prefill)
+
+    def _convolved(self, x: Any, state: Any, module: Any, activation: Any, batch: BatchMetadata) -> Any:
+        """Convolution of the decoding rows."""
+        rows: Any = batch.decode
+        weight = module.weight.view(module.weight.size(0), -1)
+        drafts = {}
+        if rows.lengths is not None:
+            drafts = {
+                "num_accepted_tokens": rows.accepted,
+                "query_start_loc": batch.starts,
+                "max_query_len": 1 + self._drafts,
+            }
+        return causal_conv1d_update(x, state, weight, module.bias, activation, conv_state_indices=rows.slots, **drafts)
+
+    def _conv_state(self) -> Any:
+        state = self.kv_cache[0]
+        return state if is_conv_state_dim_first() else state.transpose(-1, -2)

@@ -1,0 +1,303 @@
+"""One layer of vLLM with its pool, on the CPU: vLLM's kernels are replaced by plain PyTorch.
+
+Can be imported only where vLLM can be.
+"""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from samples import LAYERS
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.forward_context import ForwardContext, override_forward_context
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
+    from vllm.utils import torch_utils
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends import gdn_attn, mamba_attn
+
+    from sketchssm.vllm import head_layer, layers
+
+from sketchssm.reference.recurrence import run
+from sketchssm.vllm.decoder import Recipe
+from sketchssm.vllm.settings import Settings
+
+BLOCKS, WIDTH, DRAFTS = 9, 4, 3
+# Inputs are float32, of which each output takes some dozens.
+TOLERANCE = 2e-5
+
+
+def conv_rows(x, weight, bias, before):
+    """Convolution of one row ``(tokens, dim)`` behind the last tokens ``(dim, width - 1)``; the new last tokens."""
+    line = torch.cat([before, x.T], dim=1)
+    out = sum(line[:, i : i + x.shape[0]] * weight[:, i : i + 1] for i in range(weight.shape[1]))
+    if bias is not None:
+        out = out + bias[:, None]
+    return F.silu(out).T, line[:, line.shape[1] - before.shape[1] :]
+
+
+def conv_update(x, state, weight, bias, activation, conv_state_indices, **drafts):
+    """With drafts, the state holds the last tokens before the first of the last step's tokens, and these tokens."""
+    out = torch.empty_like(x)
+    rows = len(conv_state_indices)
+    starts = drafts.get("query_start_loc", torch.arange(rows + 1)).tolist()
+    kept = drafts.get("num_accepted_tokens", torch.ones(rows)).int().tolist()
+    assert drafts.get("max_query_len", 1) == (1 + DRAFTS if drafts else 1)
+    for i, block in enumerate(conv_state_indices.tolist()):
+        mine = slice(starts[i], starts[i + 1])
+        before = state[block][:, kept[i] - 1 : kept[i] - 1 + WIDTH - 1].clone()
+        if block and starts[i + 1] > starts[i]:
+            out[mine], _ = conv_rows(x[mine], weight, bias, before)
+            line = torch.cat([before, x[mine].T], dim=1)[:, 1:]
+            state[block][:, : line.shape[1]] = line
+    return out
+
+
+def conv_prefill(
+    x, weight, bias, activation, conv_states, has_initial_state, cache_indices, query_start_loc, **others
+):
+    out, starts = torch.empty_like(x.T), query_start_loc.tolist()
+    for i, block in enumerate(cache_indices.tolist()):
+        state = conv_states[block][:, : WIDTH - 1]
+        before = state.clone() if has_initial_state[i] else torch.zeros_like(state)
+        out[starts[i] : starts[i + 1]], state[:] = conv_rows(x.T[starts[i] : starts[i + 1]], weight, bias, before)
+    return out.T
+
+
+def scan(layer, q, k, v, g, beta, states, starts):
+    """Rows of several tokens from their states: outputs and last states."""
+    out, last = torch.empty(v.shape), []
+    for i, state in enumerate(states):
+        rows = slice(starts[i], starts[i + 1])
+        tokens = (None if x is None else x[rows].double().numpy()[None] for x in (q, k, v, g, beta))
+        one, final = run(layer, *tokens, state=state.double().numpy()[None])
+        out[rows] = torch.from_numpy(one[0]).float()
+        last.append(torch.from_numpy(final[0]))
+    return out, torch.stack(last)
+
+
+def unit(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class Fixture:
+    """One layer with its pool and builder, and how to run a batch through the layer."""
+
+    def __init__(self, kind, system, generator, drafts=0):
+        self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
+        shape = self.layer
+        self.random = lambda *size: torch.randn(*size, generator=generator)
+        name = {"mamba2": "MambaMixer2", "gdn": "QwenGatedDeltaNetAttention", "kda": "KimiGatedDeltaNetAttention"}[
+            kind
+        ]
+        own = layers.LAYERS[name]
+        module = torch.nn.Module.__new__(own)
+        torch.nn.Module.__init__(module)
+        heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim
+        channels = 2 * keys * k_dim + heads * v_dim
+        conv = [channels] if kind != "kda" else [heads * k_dim] * 3
+        weights = [self.random(c, 1, WIDTH) / 2 for c in conv]
+        convs = [SimpleNamespace(weight=w, bias=None) for w in weights]
+        vars(module).update(
+            prefix="model.layers.0.mixer", tp_size=1, backend="reference", activation="silu",
+            _drafts=drafts, _ordinal=0,
+            _settings=Settings(system), _window=1 if system == "standard" else 16, _shares=[shape], _share=shape,
+            model_config=SimpleNamespace(dtype=torch.float32), num_spec=0, enable_packed_recurrent_decode=False,
+            cache_config=SimpleNamespace(mamba_block_size=64, mamba_cache_mode="none", mamba_page_size_padded=None),
+            num_heads=heads, ssm_state_size=k_dim, head_dim=v_dim if kind == "mamba2" else k_dim, n_groups=keys,
+            local_num_heads=heads, num_k_heads=keys, num_v_heads=heads, head_k_dim=k_dim, head_v_dim=v_dim,
+            key_dim=keys * k_dim, value_dim=heads * v_dim, tped_intermediate_size=heads * v_dim,
+            tped_conv_size=channels, tped_dt_size=heads, conv1d=convs[0], conv_weights=weights[0][:, 0],
+            A=-torch.rand(heads, generator=generator), A_log=torch.rand(heads, generator=generator).log(),
+            D=self.random(heads), is_blackwell=False, num_accepted_tokens=None,
+            dt_bias=self.random(heads * k_dim if kind == "kda" else heads),
+            split_hidden_states_B_C_fn=lambda x: x.split([heads * v_dim, keys * k_dim, keys * k_dim], dim=-1),
+            get_state_shape=lambda: ((WIDTH - 1 + drafts, sum(conv)), shape.state_shape),
+            get_state_dtype=lambda: (torch.float32, torch.float64),
+        )  # fmt: skip
+        if kind == "kda":
+            vars(module).update(zip(("q_conv1d", "k_conv1d", "v_conv1d"), convs, strict=True))
+        if kind == "gdn":
+            module.__dict__["chunk_gated_delta_rule"] = self._chunk_gdn
+        # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
+        gate = own.gate(module)
+        module.__dict__["recipe"] = Recipe(
+            system, shape, "reference", 16, drafts, None, activation_dtype=None, gate=gate
+        )
+        self.module, self.weights = module, weights
+        speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
+        config = SimpleNamespace(
+            num_speculative_tokens=drafts, speculative_config=speculative, additional_config={},
+            cache_config=module.cache_config,
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 4, max_model_len=64),
+            compilation_config=SimpleNamespace(
+                max_cudagraph_capture_size=8, static_forward_context={module.prefix: module},
+                cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
+            ),
+        )  # fmt: skip
+        spec = type(module).get_kv_cache_spec(module, config)
+        assert spec.dtypes == (
+            torch.float32,
+            torch.float64,
+            *([torch.uint8] if system != "standard" or drafts else []),
+        )
+        self._bind(spec)
+        self.builder = module.get_attn_backend().get_builder_cls()(spec, [module.prefix], config, torch.device("cpu"))
+
+    def _bind(self, spec):
+        """Lay out a pool as vLLM's runner does."""
+        page = -(-spec.page_size_bytes // 64) * 64
+        raw = torch.full((BLOCKS * page,), 255, dtype=torch.uint8)
+        states, offset = [], 0
+        for shape, kind in zip(spec.shapes, spec.dtypes, strict=True):
+            strides = torch.empty((1, *shape)).stride()
+            view = raw.view(kind) if kind != torch.uint8 else raw
+            states.append(
+                torch.as_strided(
+                    view, (BLOCKS, *shape), (page // kind.itemsize, *strides[1:]), offset // kind.itemsize
+                )
+            )
+            offset += int(np.prod(shape)) * kind.itemsize
+        self.module.kv_cache = states
+        raw[page:] = 255  # nothing in a block is valid before a request has it; block 0 is padding
+
+    def _chunk_gdn(self, q, k, v, g, beta, initial_state, cu_seqlens, **others):
+        out, last = scan(
+            self.layer, q[0] * q.shape[-1] ** -0.5, k[0], v[0], g[0], beta[0], initial_state, cu_seqlens.tolist()
+        )
+        return out[None], last
+
+    def inputs(self, tokens):
+        """Random activations of a request, by the names of the layer's method."""
+        shape = self.layer
+        if self.kind == "mamba2":
+            return {"projected_states": self.random(tokens, shape.heads * shape.value_dim + sum(
+                w.shape[0] for w in self.weights) + shape.heads)}  # fmt: skip
+        if self.kind == "gdn":
+            return {
+                "mixed_qkv": self.random(tokens, self.weights[0].shape[0]),
+                "b": self.random(tokens, shape.heads),
+                "a": self.random(tokens, shape.heads),
+            }
+        flat = {f"{x}_proj_states": self.random(tokens, shape.heads * shape.key_dim) for x in "qkv"}
+        raw = self.random(1, tokens, shape.heads, shape.key_dim)
+        return flat | {"g1": raw, "beta": self.random(1, tokens, shape.heads).sigmoid()}
+
+    def oracle(self, given):
+        """Outputs of a whole request."""
+        module, shape = self.module, self.layer
+        heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim
+        zero = [torch.zeros(w.shape[0], WIDTH - 1) for w in self.weights]
+        if self.kind == "kda":
+            parts = [given[f"{x}_proj_states"] for x in "qkv"]
+            q, k, v = (
+                conv_rows(x, w[:, 0], None, z)[0].view(len(x), heads, k_dim)
+                for x, w, z in zip(parts, self.weights, zero, strict=True)
+            )
+            g = -module.A_log.exp()[:, None] * F.softplus(given["g1"][0] + module.dt_bias.view(heads, k_dim))
+            beta, skip = given["beta"][0], 0
+            q, k = unit(q) * k_dim**-0.5, unit(k)
+        elif self.kind == "gdn":
+            mixed, _ = conv_rows(given["mixed_qkv"], self.weights[0][:, 0], None, zero[0])
+            q, k, v = mixed.split([keys * k_dim, keys * k_dim, heads * v_dim], dim=-1)
+            q, k = (x.view(len(x), keys, k_dim) for x in (q, k))
+            q, k, v = unit(q) * k_dim**-0.5, unit(k), v.view(len(v), heads, v_dim)
+            g = -module.A_log.exp() * F.softplus(given["a"] + module.dt_bias)
+            beta, skip = given["b"].sigmoid(), 0
+        else:
+            states = given["projected_states"][:, heads * v_dim :]
+            mixed, dt = states.split([self.weights[0].shape[0], heads], dim=-1)
+            mixed, _ = conv_rows(mixed, self.weights[0][:, 0], None, zero[0])
+            x, k, q = module.split_hidden_states_B_C_fn(mixed)
+            x = x.view(len(x), heads, v_dim)
+            q, k = (y.view(len(y), keys, k_dim) for y in (q, k))
+            step = F.softplus(dt + module.dt_bias)
+            v, g, beta, skip = x * step[..., None], module.A * step, None, module.D[:, None] * x
+        state = torch.zeros(1, *shape.state_shape)
+        out, _ = scan(shape, q, k, v, g, beta, state, [0, len(v)])
+        return out + skip
+
+    def step(self, rows, accepted=None, drafted=None):
+        """Run rows (given, block, first token, tokens, prompt) as a batch; their outputs."""
+        lengths = torch.tensor([count for *_, count, _ in rows])
+        computed = torch.tensor([first for _, _, first, *_ in rows])
+        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+        tokens = int(lengths.sum())
+        batch = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts,
+            seq_lens=(computed + lengths).int(), num_reqs=len(rows),
+            num_actual_tokens=tokens, max_query_len=int(lengths.max()), max_seq_len=64,
+            block_table_tensor=torch.tensor([[block] for _, block, *_ in rows], dtype=torch.int32),
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+            is_prefilling=torch.tensor([first < prompt for _, _, first, _, prompt in rows]),
+            seq_lens_cpu_upper_bound=(computed + lengths).int(),
+        )  # fmt: skip
+        counts = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (accepted, drafted)]
+        meta = self.builder.build(0, batch, *counts)
+        axis = {name: 1 if x.shape[0] == 1 and x.ndim > 2 else 0 for name, x in rows[0][0].items()}
+        given = {
+            name: torch.cat([g[name].narrow(at, f, n) for g, _, f, n, _ in rows], dim=at) for name, at in axis.items()
+        }
+        shape = self.layer
+        out = torch.full((tokens, shape.heads, shape.value_dim), torch.nan)
+        context = ForwardContext(
+            no_compile_layers={}, attn_metadata={self.module.prefix: meta}, slot_mapping={}, skip_compiled=False
+        )
+        with override_forward_context(context):
+            if self.kind == "mamba2":
+                self.module.conv_ssm_forward(**given, output=out.view(tokens, -1))
+            elif self.kind == "gdn":
+                self.module._forward_core(**given, core_attn_out=out)
+            else:
+                self.module._forward(**given, core_attn_out=out[None])
+        return meta, out.split(lengths.tolist())
+
+
+def replace_keys(shape):
+    """The layer with as many key heads as heads, and square states, as vLLM's kda has."""
+    return type(shape)("kda", shape.heads, shape.key_dim, shape.key_dim)
+
+
+def patched(monkeypatch):
+    """Replace vLLM's kernels by plain PyTorch; return a function that makes a `Fixture`."""
+
+    def scan_mamba(x, dt, A, B, C, chunk_size, D, dt_bias, cu_seqlens, initial_states, out, **others):
+        layer = LAYERS["mamba2"]
+        step = F.softplus(dt + dt_bias)
+        states = torch.zeros(len(cu_seqlens) - 1, *layer.state_shape) if initial_states is None else initial_states
+        y, last = scan(layer, C, B, x * step[..., None], A * step, None, states, cu_seqlens.tolist())
+        out.copy_(y + D[:, None] * x)
+        return last
+
+    def prepare_gdn(conv_output, a, b, A_log, dt_bias, num_k_heads, head_k_dim, head_v_dim, **others):
+        keys = num_k_heads * head_k_dim
+        q, k, v = conv_output.split([keys, keys, conv_output.shape[1] - 2 * keys], dim=-1)
+        q, k = (unit(x.reshape(len(x), -1, head_k_dim)) for x in (q, k))
+        g = -A_log.exp() * F.softplus(a + dt_bias)
+        return q, k, v.reshape(len(v), -1, head_v_dim), g, b.sigmoid()
+
+    def chunk_kda(q, k, v, raw_g, beta, A_log, g_bias, initial_state, cu_seqlens, **others):
+        layer = replace_keys(LAYERS["kda"])
+        g = -A_log.view(-1).exp()[:, None] * F.softplus(raw_g[0] + g_bias.view(layer.heads, -1))
+        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
+        out, last = scan(layer, q, k, v[0], g, beta[0], initial_state, cu_seqlens.tolist())
+        return out[None], last
+
+    monkeypatch.setattr(head_layer, "causal_conv1d_update", conv_update)
+    for module in (mamba_mixer2, qwen_gdn_linear_attn, kimi_gdn_linear_attn):
+        monkeypatch.setattr(module, "causal_conv1d_fn", conv_prefill)
+        monkeypatch.setattr(module, "causal_conv1d_update", conv_update)
+    monkeypatch.setattr(mamba_mixer2, "mamba_chunk_scan_combined_varlen", scan_mamba)
+    monkeypatch.setattr(qwen_gdn_linear_attn, "fused_post_conv_prep", prepare_gdn)
+    monkeypatch.setattr(kimi_gdn_linear_attn, "chunk_kda_with_fused_gate", chunk_kda)
+    monkeypatch.setattr(torch_utils, "PIN_MEMORY", False)  # there is no device to pin memory for
+    for module in (gdn_attn, mamba_attn):  # what it computes is for vLLM's own convolution
+        monkeypatch.setattr(module, "compute_causal_conv1d_metadata", lambda *given, **others: (None, None, None))
+    monkeypatch.setattr(qwen_gdn_linear_attn, "_resolve_gdn_prefill_backend", lambda config: ("triton", "triton"))
+    return lambda kind, system, drafts=0: Fixture(kind, system, torch.Generator().manual_seed(1), drafts)
