@@ -83,14 +83,15 @@ def compile_library(code, constants=()):
     # not on the command line: g++ rejects a precompiled header that contains a name defined there
     defines = ["#define " + option.removeprefix("-D").replace("=", " ", 1) for option in constants]
     source = "\n".join([f'#include "{precompiled(options)}"', *defines, host_source(code)])
-    return built(["g++", *options, "-shared", scheduler(options)], source, ".cpp", ".so")
+    return built(["g++", *options, "-shared", *runtime(options)], source, ".cpp", ".so")
 
 
-def scheduler(options):
-    """Path of the compiled ``scheduler.cpp``, which every library contains."""
-    quick = ["-O2" if option == "-Og" else option for option in options]
+def runtime(options):
+    """Paths of what every library contains, compiled once and with optimisation."""
+    quick = ["g++", *("-O2" if option == "-Og" else option for option in options), "-I", str(HERE), "-c"]
+    sources = "scheduler.cpp", "fragments.cpp"
     with _precompiling:
-        return str(built(["g++", *quick, "-I", str(HERE), "-c"], (HERE / "scheduler.cpp").read_text(), ".cpp", ".o"))
+        return [str(built(quick, (HERE / name).read_text(), ".cpp", ".o")) for name in sources]
 
 
 def precompiled(options):

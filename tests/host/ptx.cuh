@@ -13,7 +13,6 @@ constexpr int MOST_SHARED = HOST_MOST_SHARED;
 
 namespace host {
 
-inline float bf16_at(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); }
 inline float half_at(u32 pair, int i) {
     const u16 bits = static_cast<u16>(pair >> 16 * i);
     _Float16 half;
@@ -21,113 +20,48 @@ inline float half_at(u32 pair, int i) {
     return static_cast<float>(half);
 }
 
-inline float toward_zero(double x) {
-    const float y = static_cast<float>(x);
-    return std::isfinite(y) && std::fabs(static_cast<double>(y)) > std::fabs(x) ? std::nextafter(y, 0.f) : y;
-}
+// Matrix fragments as ptx.cuh describes them; fragments.cpp has the operations.
+void multiply_bf16(Post** lanes, unsigned);
+void multiply_half(Post** lanes, unsigned);
+void multiply_tf32(Post** lanes, unsigned);
+void transpose(Post** lanes, unsigned);
+void load_transposed(Post** lanes, unsigned);
 
-// Matrix fragments as ptx.cuh describes them. The sum is exact to double precision and then rounded toward zero:
-// tensor cores drop low bits too, though not the same ones.
-template <float at(u32, int)> struct Mma : Post {
+struct Mma : Post {
     float* d;
     const u32 *a, *b;
-    Mma(float* d_, const u32* a_, const u32* b_) : Post{answer}, d(d_), a(a_), b(b_) {}
-    static void answer(Post** lanes, unsigned) {
-        float a[16][16], b[16][8];
-        for (int lane = 0; lane < WARP; lane++) {
-            const auto* const mine = static_cast<const Mma*>(lanes[lane]);
-            const int r = lane / 4, c = 2 * (lane % 4);
-            for (int i = 0; i < 2; i++) {
-                for (int n = 0; n < 4; n++) a[r + 8 * (n % 2)][c + 8 * (n / 2) + i] = at(mine->a[n], i);
-                for (int n = 0; n < 2; n++) b[c + 8 * n + i][r] = at(mine->b[n], i);
-            }
-        }
-        for (int lane = 0; lane < WARP; lane++)
-            for (int i = 0; i < 4; i++) {
-                const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
-                float& d = static_cast<Mma*>(lanes[lane])->d[i];
-                double sum = d;
-                for (int n = 0; n < 16; n++) sum += static_cast<double>(a[row][n]) * b[n][column];
-                d = toward_zero(sum);
-            }
-    }
 };
-
 struct MmaTf32 : Post {
     float *d, a[4], b[2];
-    MmaTf32(float* d_, float a0, float a1, float a2, float a3, float b0, float b1)
-        : Post{answer},
-          d(d_),
-          a{a0, a1, a2, a3},
-          b{b0, b1} {}
-    static float upper(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-    static void answer(Post** lanes, unsigned) {
-        float a[16][8], b[8][8];
-        for (int lane = 0; lane < WARP; lane++) {
-            const auto* const mine = static_cast<const MmaTf32*>(lanes[lane]);
-            for (int n = 0; n < 4; n++) a[lane / 4 + 8 * (n % 2)][lane % 4 + 4 * (n / 2)] = upper(mine->a[n]);
-            for (int n = 0; n < 2; n++) b[lane % 4 + 4 * n][lane / 4] = upper(mine->b[n]);
-        }
-        for (int lane = 0; lane < WARP; lane++)
-            for (int i = 0; i < 4; i++) {
-                const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
-                float& d = static_cast<MmaTf32*>(lanes[lane])->d[i];
-                double sum = d;
-                for (int n = 0; n < 8; n++) sum += static_cast<double>(a[row][n]) * b[n][column];
-                d = toward_zero(sum);
-            }
-    }
 };
-
 struct Transpose : Post {
     u32 x, y;
-    explicit Transpose(u32 x_) : Post{answer}, x(x_), y(0) {}
-    static void answer(Post** lanes, unsigned) {
-        for (int lane = 0; lane < WARP; lane++)
-            for (int i = 0; i < 2; i++) {
-                const int row = 2 * (lane % 4) + i, column = lane / 4;
-                const u32 pair = static_cast<Transpose*>(lanes[4 * row + column / 2])->x;
-                static_cast<Transpose*>(lanes[lane])->y |= (pair >> (16 * (column % 2)) & 0xffffu) << (16 * i);
-            }
-    }
 };
-
 struct LoadTransposed : Post {
     u32* x;
     const char* row;
-    LoadTransposed(u32* x_, const char* row_) : Post{answer}, x(x_), row(row_) {}
-    static void answer(Post** lanes, unsigned) {
-        for (int lane = 0; lane < WARP; lane++)
-            for (int n = 0; n < 4; n++) {
-                u16 pair[2];
-                for (int i = 0; i < 2; i++)
-                    std::memcpy(&pair[i],
-                                static_cast<LoadTransposed*>(lanes[8 * n + 2 * (lane % 4) + i])->row + lane / 4 * 2, 2);
-                static_cast<LoadTransposed*>(lanes[lane])->x[n] = pair[0] | static_cast<u32>(pair[1]) << 16;
-            }
-    }
 };
 
 }  // namespace host
 
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLACE) {
     const u32 b[2] = {b0, b1};
-    host::Mma<host::bf16_at> post(d, a, b);
+    host::Mma post{{host::multiply_bf16}, d, a, b};
     host::meet_warp(~0u, post, where);
 }
 inline void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLACE) {
     const u32 b[2] = {b0, b1};
-    host::Mma<host::half_at> post(d, a, b);
+    host::Mma post{{host::multiply_half}, d, a, b};
     host::meet_warp(~0u, post, where);
 }
 
 inline void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1, HOST_PLACE) {
-    host::MmaTf32 post(d, a0, a1, a2, a3, b0, b1);
+    host::MmaTf32 post{{host::multiply_tf32}, d, {a0, a1, a2, a3}, {b0, b1}};
     host::meet_warp(~0u, post, where);
 }
 
 inline u32 transpose_8x8(u32 x, HOST_PLACE) {
-    host::Transpose post(x);
+    host::Transpose post{{host::transpose}, x, 0};
     host::meet_warp(~0u, post, where);
     return post.y;
 }
@@ -135,7 +69,7 @@ inline u32 transpose_8x8(u32 x, HOST_PLACE) {
 inline void load_transposed(u32 (&x)[4], const void* shared, int offset, HOST_PLACE) {
     const char* const row = static_cast<const char*>(shared) + offset;
     if (reinterpret_cast<std::uintptr_t>(row) % 16) host::fail("a row of a matrix is not aligned to 16 bytes");
-    host::LoadTransposed post(x, row);
+    host::LoadTransposed post{{host::load_transposed}, x, row};
     host::meet_warp(~0u, post, where);
 }
 
