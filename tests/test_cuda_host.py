@@ -6,6 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    EXACT,
+    RIDGE,
+    STORED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -21,7 +24,7 @@ from gpu.cuda_support import (
     with_blocks,
 )
 from host import compiler, kernels
-from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned, token
+from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Layer

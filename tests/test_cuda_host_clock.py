@@ -2,9 +2,19 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import ReplayEngine, SketchEngine, error, make_plan, make_tokens, slot_table, tokens_to_device
+from gpu.cuda_support import (
+    EXACT,
+    STORED,
+    ReplayEngine,
+    SketchEngine,
+    error,
+    make_plan,
+    make_tokens,
+    slot_table,
+    tokens_to_device,
+)
 from host import compiler, kernels
-from host.kernels import EXACT, LAYERS, RANKS, STORED, poisoned
+from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.cuda import replay
 from sketchssm.recurrence import FULL_STATE

@@ -3,19 +3,23 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    EXACT,
+    NEIGHBOURS,
+    RIDGE,
     SketchEngine,
+    compare_window,
     error,
     make_plan,
     make_tokens,
     round_to,
     run_pair,
-    separable_states,
     slot_table,
+    split_codes,
     stored_as,
     tokens_to_device,
 )
 from host import compiler, heads, kernels
-from host.kernels import EXACT, LAYERS, RANKS, RIDGE, poisoned
+from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm.recurrence import FULL_STATE, Layer
@@ -27,11 +31,7 @@ if missing := compiler.missing():
 # engines without a warmup() compile at their first step
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
-# The kernels make U and S U with 11 bits of the state and 8 of the basis, so a part of their codes is the neighbour of
-# the reference's: 1 / 127 of the largest number (int8), up to 2^-3 of the number itself (fp8), 1 / 7 of the scale's
-# largest number (4 bits). Measured: up to 8.5e-3, 1.5e-2 and 3.8e-2.
-NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
-# Both err by the same codes, the kernels also by these roundings. Measured: up to 1.07.
+# Engine and reference err by the same codes, the kernels also by these roundings. Measured: up to 1.07.
 AS_GOOD = 1.1
 
 
@@ -133,12 +133,7 @@ def test_codes_of_what_bf16_holds(name, stored, rng, cupy):
     start[1] *= np.linspace(0, 1, layer.value_dim)[:, None] ** 8
     start = round_to(np.clip(start, -3.4, 3.4), "bfloat16")
     start[:, :, 5] = {"int8": 127 / 32, "fp8": 3.5}[stored]  # the largest number of all columns: scales of 2^-5, 2^-7
-    poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
-    oracle.load_state(start.astype(np.float64), np.arange(3))
-    length = plan.window - 1
-    tokens = make_tokens(layer, 3, length, "bfloat16", rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), "bfloat16")
-    assert error(got, want) < 1e-5
+    assert compare_window(poisoned(device), oracle, start, "bfloat16", rng, cupy) < 1e-5
 
 
 @pytest.mark.parametrize("activation", ["bfloat16", "float32"])
@@ -146,18 +141,8 @@ def test_codes_of_what_bf16_holds(name, stored, rng, cupy):
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "mamba2-80", "gdn-96", "kda-64"])
 def test_codes_of_the_split_form(name, stored, activation, rng, cupy):
     """Every code, its place and its scale are the reference's; the error is as above."""
-    layer = LAYERS[name]
-    ranks = np.resize([9, 17, 3, 1, 16], layer.heads)
-    plan = make_plan(layer, ranks, rng, map="exact", ridge=0.0, **stored_as(stored, ranks))
-    start = separable_states(plan, 3, rng)
-    device = SketchEngine(plan, 3, stored, activation_dtype=activation, output_dtype="float32")
-    oracle = reference.SketchEngine(plan, 3, stored)
-    poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
-    oracle.load_state(start.astype(np.float64), np.arange(3))
-    length = plan.window - 1
-    tokens = make_tokens(layer, 3, length, activation, rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), activation)
-    assert error(got, want) < 1e-5
+    device, oracle, start = split_codes(LAYERS[name], stored, activation, rng)
+    assert compare_window(poisoned(device), oracle, start, activation, rng, cupy) < 1e-5
 
 
 @pytest.mark.parametrize(

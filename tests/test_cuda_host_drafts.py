@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
-from gpu import draft_graphs
+from gpu import cuda_support, draft_graphs
 from gpu.cuda_support import (
+    EXACT,
+    RIDGE,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -15,7 +17,7 @@ from gpu.cuda_support import (
     tokens_to_device,
 )
 from host import compiler, kernels
-from host.kernels import EXACT, LAYERS, RANKS, RIDGE, poisoned
+from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm import cuda
@@ -28,8 +30,7 @@ if missing := compiler.missing():
 
 pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
 
-# codes: as in test_cuda_host_codes.py
-STORED = kernels.STORED | {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
+STORED = cuda_support.STORED | cuda_support.NEIGHBOURS
 SLOTS = 5
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu.cuda_support import error
+from gpu.cuda_support import EXACT, STORED, error
 from host import compiler, heads, standin
-from host.heads import BFLOAT16, EXACT, LAYER, STORED, narrow, sketch, tokens_of
+from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, replay
@@ -52,7 +52,7 @@ class TestHosts:
         output = head.step(*narrow(tokens), slots=slots)
         assert type(output) is np.ndarray
         assert output.dtype == BFLOAT16
-        assert error(output.astype(float), twin.step(*tokens, slots=slots)) < STORED
+        assert error(output.astype(float), twin.step(*tokens, slots=slots)) < STORED["bfloat16"]
         np.testing.assert_array_equal(head.position, twin.position)
         for each in (head, twin):
             each.flush([2, -1])
@@ -67,7 +67,7 @@ class TestHosts:
         given = [torch.from_numpy(x).to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
         output = head.step(*given, slots=torch.tensor([3, 1, 0]))
         assert output.dtype == torch.bfloat16
-        assert error(output.float().numpy(), twin.step(*tokens, slots=[3, 1, 0])) < STORED
+        assert error(output.float().numpy(), twin.step(*tokens, slots=[3, 1, 0])) < STORED["bfloat16"]
         out = torch.empty(output.shape, dtype=torch.float64)
         head.reset()
         assert head.step(*given, slots=torch.tensor([3, 1, 0]), out=out) is out
@@ -125,7 +125,7 @@ class TestDevice:
                 assert head.step(*tokens, slots=index, out=out) is out
             for _ in range(2):
                 want = twin.step(*(x.astype(np.float64) for x in tokens), slots=[1, -1, 3])
-            assert error(out.get().astype(float), want) < STORED
+            assert error(out.get().astype(float), want) < STORED["bfloat16"]
             assert not out[1].any()
 
     @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
@@ -134,7 +134,7 @@ class TestDevice:
         tokens = tokens_of(rng)
         out = standin.empty((*tokens.v.shape, 2), dtype)[..., 1]
         assert head.step(*narrow(tokens, standin.asarray), out=out) is out
-        assert error(out.get(), twin.step(*tokens)) < STORED
+        assert error(out.get(), twin.step(*tokens)) < STORED["bfloat16"]
 
     @pytest.mark.parametrize("at", ["values", "queries"])
     def test_out_in_an_input_s_place(self, at, rng):
@@ -162,14 +162,14 @@ class TestDevice:
         slots = np.repeat(standin.asarray(np.array([3, 0, 1])), 2)[::2]
         output = head.step(*given, slots=slots)
         assert isinstance(output, standin.ndarray)
-        assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED
+        assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED["bfloat16"]
 
     def test_more_rows_than_slots(self, rng):
         """Possible with padding."""
         head, twin = sketch(), sketch("reference")
         tokens, slots = tokens_of(rng, batch=6), np.array([-1, 2, -1, 0, -1, -1], np.int32)
         output = head.step(*narrow(tokens, standin.asarray), slots=standin.asarray(slots))
-        assert error(output.get().astype(float), twin.step(*tokens, slots=slots)) < STORED
+        assert error(output.get().astype(float), twin.step(*tokens, slots=slots)) < STORED["bfloat16"]
 
     def test_batches_beyond_a_launch_s_rows(self, rng, monkeypatch):
         """Rows of several launches: bit for bit those of one."""
@@ -192,7 +192,7 @@ class TestDevice:
         tokens = tokens_of(rng, activation="float32")
         output = head.step(*(OnDevice(x) for x in tokens), slots=OnDevice(np.array([3, 0, 1])))
         assert isinstance(output, standin.ndarray)
-        assert error(output.get(), twin.step(*tokens, slots=[3, 0, 1])) < STORED
+        assert error(output.get(), twin.step(*tokens, slots=[3, 0, 1])) < STORED["bfloat16"]
 
     def test_refusals(self, rng):
         head = sketch()
@@ -241,7 +241,7 @@ class TestTorchOnDevice:
         want = twin.step(*tokens, slots=[3, -1, 0])
         assert isinstance(output, torch.Tensor)
         assert output.dtype == torch.bfloat16
-        assert error(output.float().numpy(), want) < STORED
+        assert error(output.float().numpy(), want) < STORED["bfloat16"]
         out = torch.empty_like(output)
         head.reset(torch.tensor([3, 0]))
         assert head.step(*given, slots=torch.tensor([3, -1, 0], dtype=torch.int32), out=out) is out
@@ -255,7 +255,7 @@ class TestTorchOnDevice:
         given = [torch.stack([x, x], -1)[..., 0].requires_grad_() for x in given]
         out = torch.empty(tokens.v.shape, dtype=torch.float64)
         assert head.step(*given, slots=torch.tensor([[1, 0], [2, 0], [3, 0]])[:, 0], out=out) is out
-        assert error(out.numpy(), twin.step(*tokens, slots=[1, 2, 3])) < STORED
+        assert error(out.numpy(), twin.step(*tokens, slots=[1, 2, 3])) < STORED["bfloat16"]
 
     def test_sparse(self, torch, rng):
         tokens = narrow(tokens_of(rng, length=1))

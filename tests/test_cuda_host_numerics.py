@@ -4,6 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    EXACT,
+    RIDGE,
+    STORED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -17,7 +20,7 @@ from gpu.cuda_support import (
     tokens_to_device,
 )
 from host import compiler, kernels
-from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned
+from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.gates import GateInput
 from sketchssm.recurrence import FULL_STATE, Layer

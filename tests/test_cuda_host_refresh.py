@@ -3,22 +3,24 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    EXACT,
+    STORED,
     SketchEngine,
     error,
     make_plan,
     make_tokens,
     named_gate,
+    refreshed_plan,
     run_pair,
     slot_table,
     tokens_to_device,
     with_blocks,
 )
 from host import compiler, heads, kernels
-from host.kernels import EXACT, LAYERS, RANKS, RIDGE, STORED, poisoned
+from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm.backends import UnsupportedError
-from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 if missing := compiler.missing():
@@ -37,16 +39,6 @@ REFRESHED = STORED | {"bfloat16": 2 * STORED["bfloat16"], "int8": 1.5e-2, "fp8":
 def cupy(monkeypatch):
     """The stand-in for CuPy, with threads in a random order."""
     return kernels.install(monkeypatch)
-
-
-def refreshed_plan(name, kind, windows, rng, window=16, stored="bfloat16"):
-    """A plan with a sketch for every head and so many windows from flush to flush."""
-    layer = LAYERS[name]
-    ranks = np.resize([rank for rank in RANKS[layer.kind] if rank != FULL_STATE], layer.heads)
-    settings = {"map": kind, "ridge": RIDGE[kind], "window": window, "flush_every": windows * window}
-    if stored == "int8+int4":
-        settings |= {"sketch_dtype": stored, "wide": (ranks + 1) // 2}
-    return make_plan(layer, ranks, rng, **settings)
 
 
 def make_pair(plan, slots, stored, rng, cupy, **settings):
@@ -94,7 +86,7 @@ def make_pair(plan, slots, stored, rng, cupy, **settings):
 )
 def test_reads(name, kind, stored, window, windows, activation, rng, cupy):
     """Mixed ranks, padding, rows at different windows of their rings; gates of 0, -50 and -inf among the rest."""
-    plan = refreshed_plan(name, kind, windows, rng, window, stored)
+    plan = refreshed_plan(LAYERS[name], RANKS[LAYERS[name].kind], rng, kind, window, windows, stored)
     layer, every, gate = plan.layer, plan.flush_every, named_gate(name, plan.layer, rng)
     device, oracle = make_pair(plan, 4, stored, rng, cupy, activation_dtype=activation, gate=gate)
     length = 2 * every + 4
@@ -124,7 +116,7 @@ def test_rows_of_a_server(name, activation, phase, rng, cupy):
 
     With a clock, rows flush at the strokes, with any number of tokens in their rings.
     """
-    plan = refreshed_plan(name, "ridge", 4, rng, window=8)
+    plan = refreshed_plan(LAYERS[name], RANKS[LAYERS[name].kind], rng, window=8, windows=4)
     layer, slots = plan.layer, 4
     device, oracle = make_pair(plan, slots, "float32", rng, cupy, activation_dtype=activation, phase=phase)
     with_blocks(device, 1)
@@ -159,7 +151,7 @@ def test_rows_of_a_server(name, activation, phase, rng, cupy):
 @pytest.mark.parametrize(("name", "stored"), [("gdn", "bfloat16"), ("mamba2", "int8"), ("kda", "float32")])
 def test_scaling_a_state_scales_its_refreshes(name, stored, rng, cupy):
     """Also where float32 cannot hold the squares of states. Powers of two change no bit of a sketch."""
-    plan = refreshed_plan(name, "ridge", 2, rng, window=8)
+    plan = refreshed_plan(LAYERS[name], RANKS[LAYERS[name].kind], rng, window=8)
     layer = plan.layer
     engine = poisoned(SketchEngine(plan, 2, stored, output_dtype="float32"))
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
@@ -178,7 +170,7 @@ def test_scaling_a_state_scales_its_refreshes(name, stored, rng, cupy):
 
 
 def test_rows_do_not_depend_on_their_batch(rng, cupy):
-    plan = refreshed_plan("gdn", "ridge", 2, rng, window=8)
+    plan = refreshed_plan(LAYERS["gdn"], RANKS["gdn"], rng, window=8)
     tokens = make_tokens(plan.layer, 3, 12, "bfloat16", rng)
     start = rng.standard_normal((3, *plan.layer.state_shape)).astype(np.float32)
     outs = []

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    RIDGE,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -13,7 +14,7 @@ from gpu.cuda_support import (
     with_blocks,
 )
 from host import compiler, kernels, standin
-from host.kernels import LAYERS, RANKS, RIDGE, poisoned, token
+from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules, replay, standard
 from sketchssm.recurrence import FULL_STATE, Layer

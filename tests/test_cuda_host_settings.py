@@ -6,9 +6,9 @@ import warnings
 
 import numpy as np
 import pytest
-from gpu.cuda_support import error, make_plan, make_tokens
+from gpu.cuda_support import EXACT, ROUNDED, STORED, error, make_plan, make_tokens
 from host import compiler, heads, standin
-from host.heads import BFLOAT16, EXACT, LAYER, ROUNDED, STORED, narrow, sketch, tokens_of
+from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 from samples import gate_of
 
 import sketchssm as ss
@@ -48,7 +48,7 @@ class TestActivations:
         given = tokens._replace(**{n: x.astype(t) for n, x, t in zip("qkv", tokens[:3], types, strict=True)})
         output, want = head.step(*given), twin.step(*tokens)
         assert output.dtype == types[2]
-        assert error(output.astype(float), want) < STORED
+        assert error(output.astype(float), want) < STORED["bfloat16"]
         assert error(output[:, 3].astype(float), want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
         other = {"bfloat16": "float32", "float32": "bfloat16"}[settled]
         with pytest.raises(ValueError, match=rf"^activation_dtype: expected '{settled}', the head's type"):
@@ -111,7 +111,7 @@ class TestRawGates:
         given = Tokens(*(place(x if name == "beta" else x.astype(BFLOAT16)) for name, x in tokens._asdict().items()))
         output, want = head.step(*given, slots=slots), twin.step(*tokens, slots=slots)
         assert type(output) is type(given.v)
-        assert error(np.asarray(output, dtype=float), want) < (STORED if system == "sketch" else ROUNDED)
+        assert error(np.asarray(output, dtype=float), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
         for each in (head, twin):
             each.flush()
         assert error(head.state, twin.state) < EXACT

@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    RIDGE,
+    STORED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -18,7 +20,7 @@ from gpu.cuda_support import (
     with_blocks,
 )
 from host import compiler, kernels
-from host.kernels import LAYERS, RANKS, RIDGE, STORED, poisoned
+from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Layer

@@ -6,6 +6,21 @@ from samples import gate_of, map_of
 from sketchssm.cuda import replay, sketch, standard
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.reference.engines import SketchEngine as ReferenceEngine
+
+# float32 arithmetic over a few hundred tokens; the reference takes the same rounded inputs in float64
+EXACT = 2e-6
+# bf16 rounds by 2^-9 at most
+ROUNDED = 2.0**-8
+# bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row; float32 ones: several times the
+# 2^-16 that two bf16 slices leave out of the basis, of the state and of U in S U
+STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
+# The kernels compute U and S U with 11 bits of the state and 8 of the basis, so a part of their codes is the neighbour
+# of the reference's: 1 / 127 of the largest number (int8), up to 2^-3 of the number itself (fp8), 1 / 7 of the scale's
+# largest number (4 bits). Measured on the host: up to 8.5e-3, 1.5e-2 and 3.8e-2.
+NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
+RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
+RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 
 
 def round_to(x, activation):
@@ -311,3 +326,31 @@ def check_raw_gates(cupy, rate_log, bound):
     )
     # g exp(g) is at most 0.37 of what g is off by: 8e-6 of it, where the softplus is a polynomial
     np.testing.assert_allclose(decays.get(), np.exp(want), rtol=0, atol=5e-6)
+
+
+def refreshed_plan(layer, ranks, rng, kind="ridge", window=16, windows=2, stored="bfloat16"):
+    """A plan with a sketch for every head and so many windows from flush to flush."""
+    ranks = np.resize([rank for rank in ranks if rank != FULL_STATE], layer.heads)
+    settings = {"map": kind, "ridge": RIDGE[kind], "window": window, "flush_every": windows * window}
+    if stored == "int8+int4":
+        settings |= {"sketch_dtype": stored, "wide": (ranks + 1) // 2}
+    return make_plan(layer, ranks, rng, **settings)
+
+
+def compare_window(device, oracle, start, activation, rng, cupy):
+    """Error of the reads of one window that begins with these states."""
+    rows, layer, length = np.arange(len(start)), oracle.layer, oracle.window - 1
+    device.load_state(cupy.asarray(start), cupy.arange(len(start)))
+    oracle.load_state(start.astype(np.float64), rows)
+    tokens = make_tokens(layer, len(start), length, activation, rng)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(rows, (length, 1)), activation)
+    return error(got, want)
+
+
+def split_codes(layer, stored, activation, rng):
+    """Engine, reference and states of a plan whose split form has distinct codes."""
+    ranks = np.resize([9, 17, 3, 1, 16], layer.heads)
+    plan = make_plan(layer, ranks, rng, map="exact", ridge=0.0, **stored_as(stored, ranks))
+    start = separable_states(plan, 3, rng)
+    device = SketchEngine(plan, 3, stored, activation_dtype=activation, output_dtype="float32")
+    return device, ReferenceEngine(plan, 3, stored), start

@@ -2,12 +2,9 @@
 
 import ml_dtypes
 import numpy as np
-from gpu.cuda_support import error, make_tokens, slot_table
+from gpu.cuda_support import EXACT, STORED, error, make_tokens, slot_table
 
 from sketchssm.recurrence import FULL_STATE, Tokens
-
-# as in test_cuda_heads.py, and for the same reasons
-EXACT, STORED = 2e-6, 1.2e-2
 
 SLOTS, ROWS, DRAFTS = 6, 4, 4
 
@@ -19,7 +16,7 @@ def upload(cupy, tokens):
     )
 
 
-def check_graph(cupy, head, twin, rng, replays, stored=STORED):
+def check_graph(cupy, head, twin, rng, replays, stored=STORED["bfloat16"]):
     """Compare a head on the device with its float64 twin: every draft, and the states at the end."""
     layer = head.layer
     full_state = head.plan.ranks == FULL_STATE if hasattr(head, "plan") else np.ones(layer.heads, bool)

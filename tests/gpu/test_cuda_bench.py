@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from cuda_support import LAYERS
+from gpu.cuda_support import LAYERS
 
 from sketchssm import bench
 from sketchssm.cli import main

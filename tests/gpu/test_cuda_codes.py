@@ -3,15 +3,19 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    EXACT,
     LAYERS,
+    NEIGHBOURS,
+    RIDGE,
     SketchEngine,
+    compare_window,
     error,
     make_plan,
     make_tokens,
     round_to,
     run_pair,
-    separable_states,
     slot_table,
+    split_codes,
     stored_as,
     tokens_to_device,
 )
@@ -23,13 +27,6 @@ from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
-
-# float32 arithmetic over a few windows
-EXACT = 2e-6
-# Some codes are neighbours of the reference's; tests/test_cuda_host_codes.py says why, and what was measured on
-# the host.
-NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
-RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
 
 
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
@@ -53,12 +50,7 @@ def test_every_code_is_exact(name, stored, rng, cupy):
         codes = np.where(rng.uniform(size=shape) < 0.2, rng.integers(-7, 8, shape) * 2.0**-9, codes)
         codes[:, :, 5] = 448
     start = round_to(codes / 32, "bfloat16")
-    device.load_state(cupy.asarray(start), cupy.arange(3))
-    oracle.load_state(start.astype(np.float64), np.arange(3))
-    length = plan.window - 1
-    tokens = make_tokens(layer, 3, length, "bfloat16", rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), "bfloat16")
-    assert error(got, want) < 1e-5
+    assert compare_window(device, oracle, start, "bfloat16", rng, cupy) < 1e-5
 
 
 @pytest.mark.parametrize("activation", ["bfloat16", "float32"])
@@ -66,18 +58,8 @@ def test_every_code_is_exact(name, stored, rng, cupy):
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "mamba2-80", "gdn-96", "kda-64"])
 def test_codes_of_the_split_form(name, stored, activation, rng, cupy):
     """Every code, its place and its scale are the reference's; the error is as above."""
-    layer = LAYERS[name]
-    ranks = np.resize([9, 17, 3, 1, 16], layer.heads)
-    plan = make_plan(layer, ranks, rng, map="exact", ridge=0.0, **stored_as(stored, ranks))
-    start = separable_states(plan, 3, rng)
-    device = SketchEngine(plan, 3, stored, activation_dtype=activation, output_dtype="float32")
-    oracle = reference.SketchEngine(plan, 3, stored)
-    device.load_state(cupy.asarray(start), cupy.arange(3))
-    oracle.load_state(start.astype(np.float64), np.arange(3))
-    length = plan.window - 1
-    tokens = make_tokens(layer, 3, length, activation, rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), activation)
-    assert error(got, want) < 1e-5
+    device, oracle, start = split_codes(LAYERS[name], stored, activation, rng)
+    assert compare_window(device, oracle, start, activation, rng, cupy) < 1e-5
 
 
 @pytest.mark.parametrize(

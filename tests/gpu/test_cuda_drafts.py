@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import LAYERS, make_plan
+from gpu.cuda_support import LAYERS, RANKS, make_plan
 from gpu.draft_graphs import SLOTS, check_graph
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE
 
 pytestmark = pytest.mark.gpu
-
-RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 
 
 @pytest.mark.parametrize("phase", [None, 3])

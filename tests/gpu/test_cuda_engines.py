@@ -4,9 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from cuda_support import (
+from gpu.cuda_support import (
+    EXACT,
     LAYERS,
+    RANKS,
     SINGLE_HEADS,
+    STORED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -26,12 +29,6 @@ from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
-
-# float32 arithmetic over a few hundred tokens; the reference is float64 on the same rounded inputs
-EXACT = 2e-6
-# bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row; float32 ones: several times the
-# 2^-16 that two bf16 slices leave out of the basis, of the state and of U in S U
-STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +89,6 @@ def test_replay(name, activation, window, rng, cupy):
     device.flush(cupy.arange(6))
     oracle.flush(np.arange(6))
     assert error(device.state.get(), oracle.state) < EXACT
-
-
-RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 
 
 @pytest.mark.parametrize("name", [*LAYERS, *SINGLE_HEADS])

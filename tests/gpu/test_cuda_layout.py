@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from cuda_support import make_plan
+from gpu.cuda_support import make_plan
 
 from sketchssm.cuda.layout import ALIGN, basis_fragments, pack_plan
 from sketchssm.cuda.modules import Variant, source_text

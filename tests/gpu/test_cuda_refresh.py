@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    EXACT,
     LAYERS,
     SketchEngine,
     error,
     make_plan,
     make_tokens,
     named_gate,
+    refreshed_plan,
     run_pair,
     slot_table,
     tokens_to_device,
@@ -23,21 +25,9 @@ from sketchssm.reference import engines as reference
 # engines without a warmup() compile at their first step
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
 
-# float32 arithmetic over a ring of a few windows
-EXACT = 2e-6
 # Twice the bounds of tests/test_cuda_host_refresh.py, which has the reasons: rings here have up to 32 windows.
 REFRESHED = {"float32": 2e-4, "bfloat16": 2.4e-2, "int8": 3e-2, "fp8": 7e-2, "int8+int4": 0.12}
-RIDGE = {"ridge": 0.001, "exact": 0.0, "offline": 0.0, "lowrank": 0.1, "prior": 0.01}
 RANKS = [7, 16, 3, 33]
-
-
-def refreshed_plan(name, kind, window, windows, rng, stored="bfloat16"):
-    layer = LAYERS[name]
-    ranks = np.resize(RANKS, layer.heads)
-    settings = {"map": kind, "ridge": RIDGE[kind], "window": window, "flush_every": windows * window}
-    if stored == "int8+int4":
-        settings |= {"sketch_dtype": stored, "wide": (ranks + 1) // 2}
-    return make_plan(layer, ranks, rng, **settings)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,7 @@ def refreshed_plan(name, kind, window, windows, rng, stored="bfloat16"):
 )
 def test_reads(name, kind, stored, window, windows, activation, rng, cupy):
     """Rows at all positions of their rings, padding; gates of 0, -50 and -inf among the rest."""
-    plan = refreshed_plan(name, kind, window, windows, rng, stored)
+    plan = refreshed_plan(LAYERS[name], RANKS, rng, kind, window, windows, stored)
     layer, every, gate = plan.layer, plan.flush_every, named_gate(name, plan.layer, rng)
     device = SketchEngine(plan, 6, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
     device.sketch.view(np.uint8)[...] = 0xFF
@@ -90,7 +80,7 @@ def test_reads(name, kind, stored, window, windows, activation, rng, cupy):
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_results_do_not_depend_on_blocks(name, rng, cupy):
     """One block folds and refreshes all heads, or as many blocks as fit; bit for bit."""
-    plan = refreshed_plan(name, "ridge", 16, 4, rng)
+    plan = refreshed_plan(LAYERS[name], RANKS, rng, windows=4)
     start = cupy.asarray(rng.standard_normal((7, *plan.layer.state_shape)).astype(np.float32))
     tokens = make_tokens(plan.layer, 7, 140, "bfloat16", rng)
 

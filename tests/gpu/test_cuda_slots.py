@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_support import LAYERS, make_plan, make_tokens
+from gpu.cuda_support import LAYERS, make_plan, make_tokens
 
 import sketchssm as ss
 

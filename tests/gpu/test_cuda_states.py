@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cuda_support import (
+from gpu.cuda_support import (
     LAYERS,
     ReplayEngine,
     SketchEngine,

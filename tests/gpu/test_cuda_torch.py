@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import LAYERS, make_plan
+from gpu.cuda_support import LAYERS, RANKS, make_plan
 
 import sketchssm as ss
 from sketchssm.cuda import arrays
-from sketchssm.recurrence import FULL_STATE
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -16,7 +15,6 @@ pytestmark = [
 ]
 
 SLOTS, BATCH, WINDOW, STEPS = 12, 5, 4, 40
-RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,6 @@ from host import standin
 from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
-# float32 arithmetic over a few windows; the reference takes the same rounded inputs in float64
-EXACT = 2e-6
-# bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row; float32 ones: several times the
-# 2^-16 that two bf16 slices leave out of the basis, of the state and of U in S U
-STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
-
 LAYERS = {
     "mamba2": Layer("mamba2", 16, 128, 64, 2),
     "mamba2-80": Layer("mamba2", 4, 64, 80, 1),
@@ -24,7 +18,6 @@ LAYERS = {
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
 RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 40, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
-RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
 
 _modules = {}  # compiled once for all tests of a file
 
