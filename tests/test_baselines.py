@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from samples import LAYERS, at, relative, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.baselines.key_reduction import GROWTH, strong_rrqr
 from sketchssm.baselines.low_rank import low_rank_basis
 from sketchssm.recurrence import KINDS
 from sketchssm.reference.quantise import Grid, round_trip, scales
@@ -234,130 +233,6 @@ class TestGhost:
             scores.keep(1)
         with pytest.raises(ValueError, match=r"^scores: expected the same layer to add"):
             _ = scores + ss.ChannelScores(LAYERS["kda"])
-
-
-def kahan(size, sine=0.9):
-    """Kahan's matrix, scaled so that rounding breaks no ties: pivoted QR keeps its order and misjudges its rank."""
-    cosine = np.sqrt(1 - sine**2)
-    upper = np.eye(size) - cosine * np.triu(np.ones((size, size)), 1)
-    return sine ** np.arange(size)[:, None] * upper * (1 - 1e-6) ** np.arange(size)
-
-
-class TestStrongQR:
-    @pytest.mark.parametrize("matrix", ["random", "kahan", "graded"])
-    @pytest.mark.parametrize("count", [1, 7, 15, 16])
-    def test_volume_criterion(self, matrix, count, rng):
-        """By brute force: no swap of a kept and a dropped column increases the volume by more than f."""
-        m = {
-            "random": rng.standard_normal((40, 16)),
-            "kahan": kahan(16),
-            "graded": rng.standard_normal((40, 16)) * 0.5 ** np.arange(16),
-        }[matrix]
-        gram = m.T @ m
-        picked = strong_rrqr(gram, count)
-        assert sorted([*picked.kept, *picked.dropped]) == list(range(16))
-
-        def volume(columns):
-            return np.sqrt(np.linalg.det(gram[np.ix_(columns, columns)]))
-
-        base = volume(picked.kept)
-        for i, j in itertools.product(range(count), range(16 - count)):
-            swapped = picked.kept.copy()
-            swapped[i] = picked.dropped[j]
-            # determinants of Gram matrices of condition 1e8 hold half their digits
-            assert volume(swapped) <= base * GROWTH * (1 + 1e-4)
-        kept, whole = (np.linalg.svd(x, compute_uv=False) for x in (m[:, picked.kept], m))
-        bound = np.sqrt(1 + GROWTH**2 * count * (16 - count))  # Gu and Eisenstat, theorem 3.2
-        assert (kept >= whole[:count] / bound * (1 - 1e-6)).all()
-
-    def test_swaps_where_pivoting_misjudges(self):
-        picked = strong_rrqr(kahan(32).T @ kahan(32), 31)
-        assert picked.swaps > 0
-        assert sorted([*picked.kept, *picked.dropped]) == list(range(32))
-
-    def test_a_rank_below_the_count(self, rng):
-        m = rng.standard_normal((40, 3)) @ rng.standard_normal((3, 8))
-        picked = strong_rrqr(m.T @ m, 5)
-        assert np.linalg.matrix_rank(m[:, picked.kept]) == 3
-
-
-class TestKeyReduction:
-    layer = LAYERS["gdn"]
-
-    def low_rank(self, rng, rank, length=12):
-        """Tokens with keys in few directions and queries in all."""
-        tokens = tokens_of(rng, self.layer, 3, length, np.float64)
-        span = rng.standard_normal((2, self.layer.key_dim, rank))
-        k = np.einsum("hkn,bthn->bthk", span, rng.standard_normal((3, length, 2, rank)))
-        return tokens._replace(k=k / np.linalg.norm(k, axis=-1, keepdims=True))
-
-    @pytest.mark.parametrize("rank", [1, 2, 3])
-    def test_folding_is_exact_for_keys_of_low_rank(self, rank, rng):
-        tokens = self.low_rank(rng, rank)
-        moments = ss.KeyMoments(self.layer)
-        moments.update(*tokens)
-        head = ss.KeyReducedHead(moments.reduce(0.5), 3, "reference")
-        want, state = run(self.layer, *tokens)
-        # weights and factors divide by the kept channels' least singular value: 1e-7 of the largest at least
-        assert relative(head.step(*tokens), want) < 1e-7
-        assert relative(head.state, state) < 1e-7
-
-    def test_nothing_dropped_is_exact(self, rng):
-        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
-        moments = ss.KeyMoments(self.layer)
-        moments.update(*tokens)
-        for fold in (True, False):
-            head = ss.KeyReducedHead(moments.reduce(0), 3, "reference", fold=fold)
-            assert relative(head.step(*tokens), run(self.layer, *tokens)[0]) < ROUNDING
-
-    def test_slicing_is_the_normalised_recurrence(self, rng):
-        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
-        moments = ss.KeyMoments(self.layer)
-        moments.update(*tokens)
-        reduction = moments.reduce(0.5)
-        keep = np.zeros((2, 6))
-        for row, kept in zip(keep, reduction.kept, strict=True):
-            row[kept] = 1
-        assert (keep.sum(axis=-1) == 3).all()
-        q, k = (
-            x * keep * np.linalg.norm(x, axis=-1, keepdims=True) / np.linalg.norm(x * keep, axis=-1, keepdims=True)
-            for x in (tokens.q, tokens.k)
-        )
-        head = ss.KeyReducedHead(reduction, 3, "reference", fold=False)
-        assert relative(head.step(*tokens), run(self.layer, *tokens._replace(q=q, k=k))[0]) < ROUNDING
-
-    def test_keys_keep_their_lengths(self, rng):
-        """Folded keys too. A longer key would erase more than the state holds, and states would grow without bound."""
-        tokens = tokens_of(rng, self.layer, 3, 400, np.float64)
-        moments = ss.KeyMoments(self.layer)
-        moments.update(*at(tokens, np.s_[:, :10]))
-        head = ss.KeyReducedHead(moments.reduce(0.5), 3, "reference")
-        tokens.g[...] = 0.0
-        tokens.beta[...] = 1.0
-        assert np.abs(head.step(*tokens)).max() < 10 * np.abs(tokens.v).max()
-
-    def test_streams_and_adds_up(self, rng):
-        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
-        whole, first, second = (ss.KeyMoments(self.layer) for _ in range(3))
-        whole.update(*tokens)
-        first.update(*at(tokens, np.s_[:, :5]))
-        second.update(*at(tokens, np.s_[:, 5:]))
-        total = first + second
-        for name in ("key_gram", "query_gram"):
-            assert relative(getattr(total, name), getattr(whole, name)) < ROUNDING
-        assert total.tokens == 36
-
-    def test_refusals(self):
-        for kind in PRUNABLE:
-            with pytest.raises(ValueError, match=f"DRRQR reduces the keys of gdn, got {kind}"):
-                ss.KeyMoments(LAYERS[kind])
-        moments = ss.KeyMoments(self.layer)
-        with pytest.raises(ValueError, match=r"^moments: expected some tokens, got none"):
-            moments.reduce(0.5)
-        with pytest.raises(ValueError, match=r"^sparsity: expected a number from 0 to below 1, got -0.5"):
-            moments.reduce(-0.5)
-        with pytest.raises(ValueError, match=r"^moments: expected the same layer to add"):
-            _ = moments + ss.KeyMoments(ss.Layer("gdn", 2, 6, 5))
 
 
 class TestLowRankReads:

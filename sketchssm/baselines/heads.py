@@ -86,13 +86,13 @@ class StandardHead(ExactHead):
         layer : Layer
             Kind and shape.
         backend : str
-            That of the head.
+            As for the head.
         gate : GateInput, optional
-            That of the head.
+            As for the head.
         activation_dtype, state_dtype : str
-            Those of the head.
+            As for the head.
         drafts : int, default 0
-            That of the head.
+            As for the head.
 
         Returns
         -------
@@ -185,13 +185,13 @@ class ReplayHead(ExactHead):
         layer : Layer
             Kind and shape.
         backend : str
-            That of the head.
+            As for the head.
         window : int, default 16
-            That of the head.
+            As for the head.
         gate : GateInput, optional
-            That of the head.
+            As for the head.
         activation_dtype, state_dtype : str
-            Those of the head.
+            As for the head.
 
         Returns
         -------
