@@ -32,8 +32,8 @@ class DirectStep:
     layer : Layer
         Kind and shape.
     launches : sequence of (Launcher, tuple of str)
-        What a step launches, in order, and the names of the values that the launchers' varying arguments take: those
-        of ``NAMES`` in ``_direct.cpp``.
+        Launches of a step, in order. Each has a name for every argument that varies, from ``NAMES`` in
+        ``_direct.cpp``.
     capacity : int
         Number of state slots.
     clean : callable

@@ -14,9 +14,6 @@ from soak.events import Events
 from soak.oracle import Oracle, Request
 from soak.verdicts import SoakError, Verdicts
 
-OPERATIONS = ("memory", "draft", "adopt", "copy", "snapshot")
-"""What a server needs beside `step`, `load_state`, `flush` and `reset`."""
-
 
 class Server(Events):
     """Drives one head.
