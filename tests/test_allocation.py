@@ -284,6 +284,9 @@ def test_methods(rng):
     paired = curves[::-1]
     graded = scores_of(SMALL, curves, paired, sensitivity=[1, 10, 100, 1000])
     results = {method: ss.allocate_ranks(graded, 4, method) for method in METHODS}
+    assert len(set(results.values())) == len(METHODS)  # equal only to itself
+    with pytest.raises(AttributeError):
+        results["error"].ranks = results["gradient"].ranks
     assert ss.allocate_ranks(error_only, 4).method == "error"
     assert ss.allocate_ranks(graded, 4).method == "gradient"
     assert ss.allocate_ranks([graded, error_only], 4).method == "error"

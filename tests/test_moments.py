@@ -110,14 +110,14 @@ def test_groups_of_rows_give_the_same_sums(monkeypatch):
     assert np.array_equal(again.ring.k, carry.ring.k)
 
 
-@pytest.mark.parametrize(("kind", "largest"), [("gdn", 5 * 6), ("kda", 6 * W**2)])
-def test_groups_of_rows_bound_the_memory(kind, largest, monkeypatch):
+@pytest.mark.parametrize(("kind", "window", "largest"), [("gdn", 2, 5 * 6), ("kda", W, 6 * W**2)])
+def test_groups_of_rows_bound_the_memory(kind, window, largest, monkeypatch):
     """The largest array of a group, a state or kda's decays between a window's tokens, fits in a block."""
     layer = LAYERS[kind]
-    tokens = make_traces(layer, 5, 2 * W, 1)
+    tokens = make_traces(layer, 5, 2 * window, 1)
     seen = []
     monkeypatch.setattr("sketchssm.calibrate.windows.BLOCK_BYTES", 2 * 8 * layer.heads * largest)
-    walk(layer, tokens, W, None, lambda reads: seen.append(reads.queries.shape[0]))
+    walk(layer, tokens, window, None, lambda reads: seen.append(reads.queries.shape[0]))
     assert seen == [2, 2, 1]
 
 

@@ -207,6 +207,11 @@ class TestExact:
         # noise of 2^-53 over singular values down to the cut at 1e-5
         assert relative(read, low.T) < 1e-9
 
+    def test_cuts_at_float32_noise(self):
+        """Directions above 1e-7 of the largest singular value are kept, directions below are not."""
+        c = maps.exact_map(np.diag([1.0, 2e-7, 5e-8]), np.eye(3))
+        np.testing.assert_allclose(c, np.diag([1.0, 1.0, 0.0]), atol=FLOAT64)
+
 
 class TestOffline:
     def test_is_the_projection_of_the_weighted_basis(self, rng):
