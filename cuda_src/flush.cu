@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         }
     } else {
         const Lengths drafts{{lengths, length_flags}, draft_tokens};
+        if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, batch)) return;
         count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
         if (mode == DRAFT && count == 0) return;
         find();

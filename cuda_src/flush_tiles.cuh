@@ -155,6 +155,25 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
     return total;
 }
 
+// Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots. By
+// all threads of a block.
+__device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& memory, const CallSlots& slots,
+                                             const Lengths& lengths, int batch) {
+    bool folds = false;
+#pragma unroll 1
+    for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
+        const int slot = slots.of(row), word = slot >= 0 ? *memory.cursor.of(slot) : 0;
+        folds |= position_of(word) > 0 && folds_before(word, lengths.of(row), RING);
+    }
+    if (__syncthreads_or(folds)) return false;
+#pragma unroll 1
+    for (int row = blockIdx.x; row < batch; row += gridDim.x) {
+        const int slot = slots.once_in_block(row, slots.of(row));
+        if (threadIdx.x == 0) schedule.slots[row] = slot, slots.note(slot);
+    }
+    return true;
+}
+
 // The launch's arguments, and a tile's addresses and scalars derived from them.
 struct Flush {
     BlockMemory& m;
