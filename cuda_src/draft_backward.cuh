@@ -97,7 +97,7 @@ __device__ __forceinline__ void walk_back_drafts(const DraftBuffer& buffer, cons
     const int lane = threadIdx.x % 32, last = buffer.pos + first, newest = min(last + GROUP, buffer.count()) - 1;
 #pragma unroll
     for (int t = 0; t < GROUP; t++) {
-        if (lane < W && lane > last + t) scratch.weight[t][0][lane] = 0;
+        if (lane < W && lane > last + t) scratch.weight[t][lane] = 0;
         Packed<ACT, LK> query;
         query.load(buffer.query(min(first + t, buffer.length - 1)) + lane * LK);
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ __forceinline__ void walk_back_drafts(const DraftBuffer& buffer, cons
                        [&](int s, const float(&weight)[GROUP]) {
 #pragma unroll
                            for (int t = 0; t < GROUP; t++)
-                               if (lane == 0 && last + t >= s) scratch.weight[t][0][s] = weight[t];
+                               if (lane == 0 && last + t >= s) scratch.weight[t][s] = weight[t];
                        });
     if constexpr (QUERY_SLICED)
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ __forceinline__ void project_drafts_lanes(const Arguments& arg, const
         LaneRows<8> rows;
         rows.load(map_of(arg, buffer, heads), first, rank);
 #pragma unroll
-        for (int t = 0; t < GROUP; t++) rows.multiply(x[t], scratch.c[t][0] + first);
+        for (int t = 0; t < GROUP; t++) rows.multiply(x[t], scratch.c[t] + first);
     }
     if (MAP == FACTORS) {
         LaneRows<PIVOTS_2> pivots;
@@ -136,11 +136,13 @@ __device__ __forceinline__ void project_drafts_lanes(const Arguments& arg, const
 }
 
 // The same on the tensor cores, for bf16 storage: rows are left operands as stored, and a right operand has the two
-// slices of two queries, slice p % 2 of query p / 2 in columns 2p and 2p + 1.
+// slices of two queries, slice p % 2 of query p / 2 in columns 2p and 2p + 1. Lanes with even c finish the first two
+// drafts, the others the last two.
 __device__ __forceinline__ void project_drafts_slices(const Arguments& arg, const DraftBuffer& buffer,
                                                       const TileHeads& heads, const MapRow& first_rows,
                                                       DraftScratch& scratch) {
-    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    static_assert(GROUP == 4, "two operands with two queries each");
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     QueryFragment queries[GROUP / 2];
 #pragma unroll
     for (int f = 0; f < GROUP / 2; f++) {
@@ -152,16 +154,33 @@ __device__ __forceinline__ void project_drafts_slices(const Arguments& arg, cons
             queries[f].x[i + 1][0] = four.z, queries[f].x[i + 1][1] = four.w;
         }
     }
-    for_operand_tiles(arg, buffer, heads, first_rows, scratch,
-                      [&](const auto& rows, float* to, int stride, int, int) {
+    // Token weights for multiply_draft_values: lane (s, t) has every other draft of token s.
+    const int tokens = first_token_row(heads.rank[0]);
 #pragma unroll
-                          for (int f = 0; f < GROUP / 2; f++) {
-                              float d[4] = {};
+    for (int i = lane; SWIZZLED && i < GROUP * TOKEN_ROWS; i += 32) {
+        const int t = i / TOKEN_ROWS, s = i % TOKEN_ROWS;
+        scratch.put(t, 0, tokens + s, s < W ? scratch.weight[t][s % W] : 0.f);
+    }
+    auto multiply = [&](const auto& chunk_of) {
+        float d[GROUP / 2][4] = {};
 #pragma unroll
-                              for (int i = 0; i < KEY_CHUNKS; i++) queries[f].multiply(d, rows.of(i), i);
-                              const float slice = QueryFragment::product(d);
-                              const float whole = slice + __shfl_xor_sync(ALL, slice, 1);
-                              if (c % 2 == 0) to[(2 * f + c / 2) * stride + r] = whole;
-                          }
-                      });
+        for (int i = 0; i < KEY_CHUNKS; i++) {
+            const uint4 chunk = chunk_of(i);
+#pragma unroll
+            for (int f = 0; f < GROUP / 2; f++) queries[f].multiply(d[f], chunk, i);
+        }
+        const float a = QueryFragment::product(d[0]), b = QueryFragment::product(d[1]);
+        const float keep = c % 2 ? b : a, send = c % 2 ? a : b;
+        return keep + __shfl_xor_sync(ALL, send, 1);
+    };
+    float z[TILE_HEADS], y[PIVOT_TILES + 1];
+    z[0] = multiply([&](int i) { return first_rows.of(i); });
+#pragma unroll
+    for (int n = 0; n < PIVOT_TILES; n++) {
+        const void* const pivots = pivot_row(buffer, heads, n);
+        y[n] = multiply([&](int i) { return pivot_chunk(pivots, i); });
+    }
+    CoefficientLane{c % 2 * 2 + c / 2, r}.finish(
+        arg, buffer, heads, z, y, scratch,
+        [&](const MapRow& rows, int) { return multiply([&](int i) { return rows.of(i); }); });
 }

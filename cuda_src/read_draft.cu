@@ -38,7 +38,11 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int count = end - begin, first_row = begin / ROW_TILES, rows = (end - 1) / ROW_TILES - first_row + 1;
     const int first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
     DraftScores* const scores = reinterpret_cast<DraftScores*>(block.rows + rows);
-    const NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
+    // What tiles do not append themselves: scalars, and keys that several tiles share.
+    NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
+    new_tokens.values.to = new_tokens.values.from;
+    if (!SHARED_SCORES) new_tokens.keys.to = new_tokens.keys.from;
+    if (KIND == KDA) new_tokens.gates.to = new_tokens.gates.from;
     const int pieces = new_tokens.pieces();
     if (threadIdx.x == 0)
         block.max_tokens = block.max_elements = 0, block.next_tile = block.next_piece = 0,
@@ -70,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int row = first_row + i, slot = slots.of(row);
         const int word = word_of(row, slot, row * ROW_TILES >= begin);  // the block with the row's first tile writes
         block.rows[i] = make_int2(slot, word);
-        const int length = drafted_of(word);  // in this kernel, `max_tokens` is a number of bytes
-        if (length > 0) atomicMax(&block.max_tokens, DraftBuffer::bytes(position_of(word) + length, length, 0));
+        const int length = drafted_of(word);
+        if (length > 0) atomicMax(&block.max_tokens, position_of(word) + length);
     }
     __syncthreads();
 
@@ -79,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     // read_draft_shared_bytes.
     const int pool_at = round_up_128(sizeof(BlockMemory) + rows * static_cast<int>(sizeof(int2)) +
                                      keys * static_cast<int>(sizeof(DraftScores)));
-    const int largest = block.max_tokens + block.max_elements * static_cast<int>(sizeof(sketch_t)),
+    const int most = block.max_tokens;  // one tile's key half fits beside another tile's value half
+    const int largest = DraftBuffer::bytes(BOTH_HALVES, most, min(tokens, most), block.max_elements),
               room = DRAFTS_OFFSET + round_up_128(largest);
     const int fit = __popc(__ballot_sync(ALL, (threadIdx.x % 32 + 1) * room <= shared_bytes - pool_at));
     const int active_warps = min(min(static_cast<int>(blockDim.x) / 32, count), fit),
@@ -88,16 +93,19 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     if (SHARED_SCORES && warp >= scoring)
         compute_draft_scores(arg, DraftRows{block.rows, first_row, tokens, 0}, first_key, keys, warp - scoring,
                              static_cast<int>(blockDim.x) / 32 - scoring, scores);
+    // Half of the warps append the drafts that tiles do not append, while they would wait for their turn to start.
+    if (warp >= min(scoring, static_cast<int>(blockDim.x) / 32 - 1))
+        for (int piece; (piece = claim_next(block.next_piece)) < block.pieces;)
+            new_tokens.append(DraftRows{block.rows, first_row, tokens, piece / pieces}, piece % pieces);
     if (warp < active_warps) {
         char* const lower = reinterpret_cast<char*>(shared) + pool_at + warp * part_bytes + DRAFTS_OFFSET;
         DraftMemory& memory = *reinterpret_cast<DraftMemory*>(lower - DRAFTS_OFFSET);
-        read_drafts(DraftReader{arg, block, DraftRows{block.rows, first_row, tokens, 0}, scores, first_key, begin,
-                                count, active_warps, start},
-                    memory, lower, lower - DRAFTS_OFFSET + part_bytes);
+        char* const upper = lower - DRAFTS_OFFSET + part_bytes;
+        const DraftRows own_rows{block.rows, first_row, tokens, 0};
+        const DraftReader reader{arg, block, own_rows, scores - first_key, begin, begin + active_warps, end, start};
+        if constexpr (TWO_HALVES) read_drafts_in_halves(reader, memory, lower, upper);
+        else read_whole_drafts(reader, memory, lower, upper);
     }
-    // Warps without tiles append the drafts to the ring, piece by piece.
-    for (int piece; (piece = claim_next(block.next_piece)) < block.pieces;)
-        new_tokens.append(DraftRows{block.rows, first_row, tokens, piece / pieces}, piece % pieces);
 #endif
 }
 #endif
