@@ -9,8 +9,11 @@
 #include "draft_warp.cuh"
 #include "draft_state.cuh"
 
+// Several tokens need more registers than one token, which leaves room for 16 warps.
+constexpr int BLOCK_WARPS = SKETCHED_HEADS ? (MAX_WARPS < 16 ? MAX_WARPS : 16) : 4;
+
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
-constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : 3;
+constexpr int MIN_BLOCKS = SKETCHED_HEADS ? 1 : 3;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     read_draft(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const int4* heads,
@@ -110,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 }
 #endif
 
-// Value for the host: least shared memory of a block.
+// Values for the host: most warps of a block, and least shared memory of a block.
+extern "C" __device__ int read_draft_max_warps = BLOCK_WARPS;
 extern "C" __device__ int read_draft_shared_bytes =
     SKETCHED_HEADS
         ? round_up_128(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2) +

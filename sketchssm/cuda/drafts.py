@@ -8,7 +8,7 @@ import numpy as np
 
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_shared, shared_limit
-from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.cuda.standard import SLOT_INPUTS, STEPS_INPUTS
 
 __all__ = ["DraftReader", "draft_variant"]
@@ -40,7 +40,9 @@ class DraftReader:
         self, variant: Variant, memory: tuple[Any, ...], slot_limits: tuple[Any, ...], clock: Any, sketched: bool
     ) -> None:
         check_shared(variant)
-        kernel = load(variant, late=True).get_function("read_draft")
+        module = load(variant, late=True)
+        kernel = module.get_function("read_draft")
+        self._most_threads = 32 * size_of(module, "read_draft_max_warps")
         shared = 0
         if sketched:
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
@@ -49,4 +51,4 @@ class DraftReader:
 
     def __call__(self, blocks: int, threads: int, *inputs: int) -> None:
         """Launch the kernel; see `Launcher`."""
-        self._launch(blocks, threads, *inputs)
+        self._launch(blocks, min(threads, self._most_threads), *inputs)
