@@ -247,6 +247,14 @@ def test_the_largest_of_equal_moves_comes_first():
     assert [own.tolist() for own in ranks] == [[1], [2]]
 
 
+def test_a_move_may_take_all_that_is_left():
+    """Rank 2 lies above the line from rank 1 to rank 3, so no price leads to rank 2."""
+    curves = np.array([[12.0, 10, 6, 0]])
+    allocation = ss.allocate_ranks(scores_of(Layer("gdn", 1, 32, 24), curves), 2)
+    assert allocation.ranks == 2
+    assert allocation.traffic.read_bytes == allocation.budget
+
+
 def test_one_head_may_end_with_its_full_state():
     curves = np.full((4, 7), 1e-3)
     curves[1] = 10.0  # a head whose score no rank lowers

@@ -256,6 +256,23 @@ class TestPivots:
         q = maps.pivot_basis(np.stack([a, a + added * b], axis=1), 2)
         assert np.any(q[:, 1] != 0) == kept
 
+    def test_nearly_dependent_columns_are_orthogonal_to_rounding(self, rng):
+        """Gram-Schmidt done once would divide its rounding by the 4e-3 that each column adds."""
+        axes = rotation(rng, 7, 5)
+        q = maps.pivot_basis(axes[:, :1] + 4e-3 * axes, 5)
+        # sums of seven products, 2^-53 each
+        np.testing.assert_allclose(q.T @ q, np.eye(5), atol=2e-15)
+
+    def test_no_residual_is_negative(self, rng):
+        """If the pivots hold the whole state, the residual is only rounding, of both signs."""
+        phi, projection, _ = weighted_basis(rng, 8, 5)
+        states = np.stack([state_of(rng, 8, 5, 2) for _ in range(20)])
+        for factors in (
+            maps.lowrank_factors(states, rotation(rng, 8, 5), 4, 0.1),
+            maps.prior_factors(states, phi, projection, 4, 0.1),
+        ):
+            assert (factors.w >= 0).all()
+
     def test_dependent_columns_are_dropped(self, rng):
         a, b = rng.standard_normal((2, 7))
         sketch = np.stack([a, 2 * a, np.zeros(7), b, a + b], axis=1)
