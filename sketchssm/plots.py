@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sketchssm.bench.results import BenchResult
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.measure import Measurement
-from sketchssm.evaluate.registry import FULL, series
+from sketchssm.evaluate.registry import FULL_METHOD, series
 from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.planning import PlanPoint, PlanSearch
 from sketchssm.recurrence import FULL_STATE, ROUNDING
@@ -302,7 +302,7 @@ def _curves(layer: LayerResults, *families: str) -> dict[str, list[Measurement]]
 
 def _representative(layer: LayerResults) -> list[Measurement]:
     """One system per curve for pictures over tokens: the full method, and of the others the one nearest above 4x."""
-    base = layer.find(f"ablation/{FULL}")
+    base = layer.find(f"ablation/{FULL_METHOD}")
     chosen = [] if base is None else [base]
     others = {s.family: None for s in layer.systems if s.family not in ("ablation", "sketch", "exact")}
     for own in _curves(layer, *others).values():

@@ -12,7 +12,7 @@ from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate import Settings, Study, entries, evaluate, measure, select
 from sketchssm.evaluate.measure import rounded
-from sketchssm.evaluate.registry import FAMILIES, FULL, series
+from sketchssm.evaluate.registry import FAMILIES, FULL_METHOD, series
 from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, KINDS
@@ -49,7 +49,7 @@ def test_every_kind_has_its_families(study):
     families = {name.partition("/")[0] for name in names}
     other = "pruned" if study.traces.layer.kind == "gdn" else "key-reduced"
     assert families == set(FAMILIES) - {"plan", other}
-    assert {"exact/standard", "exact/replay", "sketch/ridge-3", f"ablation/{FULL}"} <= set(names)
+    assert {"exact/standard", "exact/replay", "sketch/ridge-3", f"ablation/{FULL_METHOD}"} <= set(names)
     assert {"quantised/dsq-6-bits", "quantised/dsq-6-bits-with-feedback", "read-only/4-bit-copy"} <= set(names)
 
 
@@ -222,7 +222,7 @@ def test_ablations_differ_in_one_thing(tmp_path):
     study = study_of(tmp_path)
     full, offline, random, narrow = (
         entry_of(study, f"ablation/{name}").build().plan
-        for name in (FULL, "offline-map", "random-basis", "lowrank-pivots-1")
+        for name in (FULL_METHOD, "offline-map", "random-basis", "lowrank-pivots-1")
     )
     np.testing.assert_array_equal(full.ranks, offline.ranks)
     np.testing.assert_array_equal(full.ranks, random.ranks)
@@ -377,7 +377,7 @@ def test_flushes_once_in_several_windows(study):
     plan = entry.build().plan
     assert (plan.window, plan.flush_every) == (WINDOW, 2 * WINDOW)
     assert (plan.ranks != FULL_STATE).all()
-    full, own = (measure(entry_of(study, f"ablation/{name}"), study, "cpu") for name in (FULL, entry.setting))
+    full, own = (measure(entry_of(study, f"ablation/{name}"), study, "cpu") for name in (FULL_METHOD, entry.setting))
     assert own.reduction > full.reduction
     assert own.flush_error < 1e-5
     assert full.output_error > 0

@@ -7,7 +7,7 @@ import pytest
 
 from sketchssm import figures, plots
 from sketchssm.evaluate import LayerResults, Measurement
-from sketchssm.evaluate.registry import FULL
+from sketchssm.evaluate.registry import FULL_METHOD
 from sketchssm.recurrence import FULL_STATE
 
 HEADER = {".png": b"\x89PNG", ".svg": b"<?xml"}
@@ -28,7 +28,8 @@ def layer_of(*systems, name="layer"):
 LAYER = layer_of(
     system("exact/standard", 1, 1e-7), system("exact/replay", 1.9, 1e-7), system("sketch/ridge-4", 12, 0.03),
     system("sketch/ridge-8", 10, 0.02), system("sketch/prior-8", 10, 0.02), system("quantised/dsq-6-bits"),
-    system(f"ablation/{FULL}", 10, 0.02), system("ablation/allocation-error", 10, 0.02, [4, 12]), name="a $x and $y",
+    system(f"ablation/{FULL_METHOD}", 10, 0.02), system("ablation/allocation-error", 10, 0.02, [4, 12]),
+    name="a $x and $y",
 )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def test_curves_over_tokens_look_different(matplotlib, monkeypatch, tmp_path):
     monkeypatch.setattr(plots, "_finish", lambda figure, axes, *rest: seen.extend(axes[0].get_lines()))
     names = ("quantised/dsq-6-bits", "pruned/ghost-75.0", "key-reduced/drrqr-75.0", "read-only/4-bit-copy")
     others = ("read-only/low-rank-read-16", "quantised/dsq-4-bits-with-feedback")
-    lossy = [f"ablation/{FULL}", "sketch/ridge-8", *names, *others]
+    lossy = [f"ablation/{FULL_METHOD}", "sketch/ridge-8", *names, *others]
     layer = layer_of(*(system(name) for name in ("exact/standard", "exact/replay-16", *lossy)))
     plots._over_tokens([layer], tmp_path / "drift.png", "output_error", "outputs")
     assert len({(line.get_color(), line.get_marker()) for line in seen}) == len(seen) == 7

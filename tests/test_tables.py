@@ -7,10 +7,10 @@ from test_plots import layer_of, system
 
 from sketchssm.cli import tables
 from sketchssm.cli.output import Output
-from sketchssm.evaluate.registry import FULL
+from sketchssm.evaluate.registry import FULL_METHOD
 
 STANDARD, SKETCH = system("exact/standard", 1, 1e-7), system("sketch/ridge-8", 10.25, 0.02)
-BASE = replace(system(f"ablation/{FULL}", 10, 0.02), retained=0.98)
+BASE = replace(system(f"ablation/{FULL_METHOD}", 10, 0.02), retained=0.98)
 RANDOM = replace(system("ablation/random-basis", 10, 0.05), retained=0.93)
 
 

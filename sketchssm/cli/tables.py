@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sketchssm.cli.output import Output, percent, scientific
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.measure import Measurement
-from sketchssm.evaluate.registry import FULL
+from sketchssm.evaluate.registry import FULL_METHOD
 
 __all__ = ["Table", "ablations", "details", "show", "show_all", "systems"]
 
@@ -73,13 +73,13 @@ def details(layers: Sequence[LayerResults], times: Mapping[tuple[str, str], floa
 
 def ablations(layers: Sequence[LayerResults]) -> Table:
     """One row per replaced part; layers without the full method are left out."""
-    full = {layer.name: base for layer in layers if (base := layer.find(f"ablation/{FULL}")) is not None}
+    full = {layer.name: base for layer in layers if (base := layer.find(f"ablation/{FULL_METHOD}")) is not None}
     shown = [layer for layer in layers if layer.name in full]
     names = dict.fromkeys(s.name for layer in shown for s in layer.systems if s.family == "ablation")
     rows = [
         [name.partition("/")[2], *(_against(layer.find(name), full[layer.name]) for layer in shown)]
         for name in names
-        if name != f"ablation/{FULL}"
+        if name != f"ablation/{FULL_METHOD}"
     ]
     title = "Ablations: output error relative to the full method's, points of retained energy lost"
     note = (

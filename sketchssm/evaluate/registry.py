@@ -25,7 +25,7 @@ from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
 
-__all__ = ["FAMILIES", "FULL", "Entry", "entries", "select", "series"]
+__all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select", "series"]
 
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
@@ -33,7 +33,7 @@ WINDOWS = (4, 8, 16, 32)
 RINGS = (2, 4, 8)
 """Windows from one flush to the next, with refreshes between them."""
 
-FULL = "full-method"
+FULL_METHOD = "full-method"
 """The ablation with no part replaced: the base of all others."""
 
 
@@ -100,7 +100,7 @@ def _ablations(study: Study) -> list[Entry]:
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
     methods = METHODS if graded else ("error", "uniform")
-    found = [make(FULL), make("random-basis", random=True)]
+    found = [make(FULL_METHOD), make("random-basis", random=True)]
     if SketchFormat.of(study.settings.sketch_dtype).serves(CoefficientMap("offline")):
         found.append(make("offline-map", same_ranks="offline"))
     found += [make(f"allocation-{method}", method=method) for method in methods]
