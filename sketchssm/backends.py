@@ -58,7 +58,7 @@ OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0}
 
 COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
 REFRESHED_RANKS = {"mamba2": (56, 48), "gdn": (56, 48), "kda": (61, 56)}
-"""Largest ranks of `common_rank` on backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
+"""Ranks of `common_rank` for backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
 without refreshes, and with them."""
 
 
