@@ -1,6 +1,6 @@
 # The main commands are `make demo` and `make test`. Each installs what it needs into .venv.
 PYTHON ?= python3
-PYTEST_FLAGS ?= -n auto --dist loadfile
+PYTEST_FLAGS ?= -n auto --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 BIN := .venv/bin

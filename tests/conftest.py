@@ -30,8 +30,21 @@ def has_cuda_device() -> bool:
     return bool(cupy.cuda.is_available())
 
 
+# Beginnings of the names of files that workers take first, and the file that they take last. While the first file
+# compiles the CPU kernels, other workers run files that need none of them. The last file compiles in as many threads
+# as there are cores, so no core waits for the last worker. On a device the sanitizers take the longest.
+FIRST = "test_heads.", "test_cuda_host", "test_device.", "test_cuda_sanitizer."
+LAST = "test_cuda_compile.py"
+
+
+def turn(item: pytest.Item) -> int:
+    name = item.path.name
+    return next((i for i, first in enumerate(FIRST) if name.startswith(first)), len(FIRST) + (name == LAST))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need a CUDA device where there is none."""
+    """Order the files, and deselect tests that need a CUDA device where there is none."""
+    items.sort(key=turn)
     on_device = [item for item in items if item.get_closest_marker("gpu")]
     if on_device and not has_cuda_device():
         config.hook.pytest_deselected(items=on_device)

@@ -1,7 +1,7 @@
 """Kernels compile for the supported architectures and spill few registers. Needs nvcc, no GPU.
 
 ``SKETCHSSM_ALL_ARCHITECTURES=1`` compiles every variant for every architecture, as .ci/run does. Otherwise variants
-are compiled for sm_90, where their spills are checked, and the small ones for the other architectures too.
+are compiled for sm_90, where their spills are checked, and small ones of each kernel for the other architectures too.
 """
 
 import os
@@ -73,9 +73,13 @@ MAPS = {  # `ridge` and `exact` share a kernel
 }
 
 
+EVERYWHERE = "small-4", "small-standard", "any"
+"""How names begin whose variants are compiled for every architecture."""
+
+
 def architectures(name):
     """Architectures that a variant is compiled for. sm_80 alone takes more time than sm_90 and sm_100 together."""
-    everywhere = os.environ.get("SKETCHSSM_ALL_ARCHITECTURES") == "1" or name.startswith(("small", "any"))
+    everywhere = os.environ.get("SKETCHSSM_ALL_ARCHITECTURES") == "1" or name.startswith(EVERYWHERE)
     return (80, 90, 100) if everywhere else (90,)
 
 
@@ -168,8 +172,8 @@ def compiled(chosen):
     """nvcc's log of every variant, or its error. Logs are kept between runs."""
     nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
 
-    def one(name):
-        variant, targets = chosen[name], TARGETS[architectures(name)]
+    def one(work):
+        variant, targets = work
         # -ftz: as CuPy does
         options = ("-std=c++17", "-fatbin", "-ftz=true", "-Xptxas=-v", *targets, *variant.options)
         source = source_text(variant.operation)
@@ -188,8 +192,11 @@ def compiled(chosen):
         except compiler.CompileError as error:
             return error
 
+    works = {name: (variant, TARGETS[architectures(name)]) for name, variant in chosen.items()}
+    distinct = list(set(works.values()))  # some maps share kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(chosen, pool.map(one, chosen), strict=True))
+        logs = dict(zip(distinct, pool.map(one, distinct), strict=True))
+    return {name: logs[work] for name, work in works.items()}
 
 
 def test_all_variants_compile(compiled):

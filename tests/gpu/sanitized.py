@@ -15,6 +15,7 @@ from cuda_support import (
     with_blocks,
 )
 
+from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Tokens
 
 WINDOW, SLOTS, STEPS = 4, 3, 10
@@ -39,29 +40,32 @@ CODES = [("mamba2", "ridge", "int8"), ("gdn", "lowrank", "fp8"), ("kda", "ridge"
 CODES += [(name, "ridge", "int8+int4") for name in ("mamba2", "gdn", "kda")]
 
 
-def main():
+def cases():
+    """Each engine, whether one block computes all its tiles, and what else `run` takes."""
     rng = np.random.default_rng(0)
     for name, activation in [*CASES, ("kda-raw", "bfloat16")]:
         layer = LAYERS[name]
         gate = named_gate(name, layer, rng)
         options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate}
-        run(StandardEngine(layer, SLOTS, **options), layer, activation, gate, rng)
-        run(ReplayEngine(layer, SLOTS, WINDOW, **options), layer, activation, gate, rng)
+        yield StandardEngine(layer, SLOTS, **options), False, layer, activation, gate, rng
+        yield ReplayEngine(layer, SLOTS, WINDOW, **options), False, layer, activation, gate, rng
         for kind in MAPS.get((name, activation), ("lowrank", "ridge")):
             plan = make_plan(layer, np.resize([9, FULL_STATE, 3], layer.heads), rng, map=kind, window=WINDOW)
-            engine = SketchEngine(plan, SLOTS, **options)
-            if (
-                kind != "prior"
-            ):  # one block for all tiles: more than its queue holds, in turn in the same shared memory
-                with_blocks(engine, 1)
-            run(engine, layer, activation, gate, rng)
+            yield SketchEngine(plan, SLOTS, **options), kind != "prior", layer, activation, gate, rng
     for name, kind, stored in CODES:
         layer, options = LAYERS[name], {"activation_dtype": "bfloat16", "output_dtype": "float32"}
         ranks = np.resize([9, FULL_STATE, 3], layer.heads)
         plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW, **stored_as(stored, ranks))
-        engine = SketchEngine(plan, SLOTS, stored, **options)
-        with_blocks(engine, 1)
-        run(engine, layer, "bfloat16", None, rng)
+        yield SketchEngine(plan, SLOTS, stored, **options), True, layer, "bfloat16", None, rng
+
+
+def main():
+    every = list(cases())
+    modules.warmup(list({variant for engine, *_ in every for variant in engine.variants()}))  # all at once
+    for engine, alone, *rest in every:
+        if alone:  # one block for all tiles: more than its queue holds, in turn in the same shared memory
+            with_blocks(engine, 1)
+        run(engine, *rest)
     print("all kernels have run")
 
 
