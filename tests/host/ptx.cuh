@@ -221,7 +221,8 @@ inline u16 float_to_half(float x) {
     return bits;
 }
 inline u32 floats_to_bf16(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
-// In double precision, as the host flushes subnormal float32 numbers. The result is not subnormal where kernels use this.
+// In double precision, as the host flushes subnormal float32 numbers. The result is not subnormal where kernels use
+// this.
 inline u32 fma_bf16(u32 x, u32 y, u32 z) {
     auto wide = [](u32 pair, int i) {
         const int bits = static_cast<int>(pair >> 16 * i & 0xffff), exponent = bits >> 7 & 0xff;
