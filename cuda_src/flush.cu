@@ -17,7 +17,7 @@
 #include "flush_roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     flush_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const uint2* basis,
                const int4* heads, INPUT_PARAMETERS, SLOT_PARAMETERS, int batch, int ticks, int draft_tokens,
                const void* lengths, int length_flags, Schedule* schedule, SLOT_LIMITS, int* clock_word, int mode,

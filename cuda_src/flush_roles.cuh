@@ -11,7 +11,8 @@
 //   basis ----- epilogue --> basis -------------------------+     U, S U -----------------> U
 //                            columns, sums <------------------------+
 //                                 +-----------------------------> epilogue warp ----------> map
-//                                                                 (mamba2: may be the solver)
+//                                                                 (mamba2: may be the solver;
+//                                                                 high ranks: a team of 3 or 4)
 //
 // Otherwise (kda; fp16 and float32 activations), one block per multiprocessor:
 //
@@ -25,7 +26,7 @@
 //   basis        epilogue -> basis ----+
 //                                 +----+------> sketch warps (4): U, S U -----------------> U
 //                                                   columns, sums
-//                                                       +-> epilogue warps (1 or 2) ------> map
+//                                                       +-> epilogue warps (2) -----------> map
 //
 // Barrier [stages]           completed by                     waited for by
 // queue.full, .empty         solver; all warps                all warps; solver
@@ -45,6 +46,7 @@
 // columns_empty, sums_empty  epilogue warp                    warps that sketch
 // columns_stored             warps that sketch                epilogue warp (extreme states of several groups)
 // gram_empty                 epilogue warp (dense maps)       the other epilogue warp
+// (named barrier)            team of epilogue warps           the team
 // group_sync                 warps of a group                 warps of the group
 //
 // "Warps that sketch" are the fold warps (RAW_KEYS) or the sketch warps. The arrow from them to U in global memory
@@ -53,6 +55,9 @@
 // Numbers of stages in the diagrams are those of W = 16 on sm_90. With refreshes a state has several windows, that is,
 // several tiles: the barriers of states and of sketches (rows, state_*, basis, columns_*, sums_*, gram_empty,
 // group_sync) have a phase per state, the others a phase per tile.
+//
+// With high ranks (HIGH_RANKS: dense maps beyond rank 16) all epilogue warps are one team, which computes each map
+// together. Each warp of the team waits and arrives.
 #pragma once
 #include "flush_tiles.cuh"
 
@@ -254,7 +259,7 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
 // solves the delta rule's triangular system one tile ahead. Waits for: keys.full (RAW_KEYS), gram_full (kda) or
 // operands_full; operands_empty; queue.empty. Signals: solve_full, queue.full; keys.full, values.full, by its copies.
 //
-// Epilogue warp (`member` 0 or 1; -1 for none): finishes every EPILOGUE_WARPS-th sketch and loads the next head's
+// Epilogue warp (`member`; -1 for none): its team finishes every EPILOGUE_TEAMS-th sketch and loads the next head's
 // basis. Waits and signals: see finish_sketch.
 __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
     BlockMemory& m = f.m;
@@ -282,6 +287,7 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
     };
 #if SKETCHED_HEADS
     int sketch_n = 0;
+    const Team<EPILOGUE_TEAM> team{member % EPILOGUE_TEAM};
     auto head_at = [&](const FlushTile& tile) { return tile.exists() ? f.head(tile) : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
         if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
@@ -321,11 +327,13 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
         if (member < 0 || !tiles.now.is_last()) continue;
         const int4 info = f.head(tiles.now), coming = head_at(tiles.ahead(1));
         if (info.x > 0) {
-            if (sketch_n % EPILOGUE_WARPS == member)
-                finish_sketch(m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z, info.x,
-                              wide_of(info), f.ridge, sketch_n, [&] { fetch_basis(coming); });
+            if (sketch_n % EPILOGUE_TEAMS == member / EPILOGUE_TEAM)
+                finish_sketch(team, m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z,
+                              info.x, wide_of(info), f.ridge, sketch_n, [&] {
+                                  if (team.member == 0) fetch_basis(coming);
+                              });
             sketch_n++;
-        } else if ((sketch_n + EPILOGUE_WARPS - 1) % EPILOGUE_WARPS == member) {
+        } else if ((sketch_n + EPILOGUE_TEAMS - 1) % EPILOGUE_TEAMS * EPILOGUE_TEAM == member) {
             fetch_basis(coming);  // by the warp that knows that the last basis has been used
         }
 #endif

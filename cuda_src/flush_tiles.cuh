@@ -12,7 +12,7 @@ enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
 // Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
 // leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
-constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
+constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && !HIGH_RANKS && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
 constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
 static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
 constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
@@ -116,11 +116,18 @@ template <int STATE_STAGES> struct BlockMemoryOf {
 };
 template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
 template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
-// Two state stages if they fit, and if the block has the multiprocessor to itself or states have 16 bits. (Several
-// blocks on a multiprocessor overlap even with one stage each.) 128 bytes of a block remain for static shared memory
-// (STATIC_SHARED on the host), and 1024 for the system.
-constexpr int BLOCK_SHARED = (MOST_SHARED + 1024) / MIN_BLOCKS - 1024 - 128;
-typedef Select<(MIN_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= BLOCK_SHARED>::type BlockMemory;
+// Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
+// memory (STATIC_SHARED on the host), and 1024 for the system.
+constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
+// Blocks on a multiprocessor. With high ranks a block has more warps, and needs so much shared memory that often only
+// one block fits.
+constexpr int MOST_BLOCKS = !HIGH_RANKS ? MIN_BLOCKS : ROW_BLOCKS == 8 ? 1 : 2;
+constexpr int WANTED_BLOCKS = MIN_BLOCKS < MOST_BLOCKS ? MIN_BLOCKS : MOST_BLOCKS;
+constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
+// Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
+// high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
+typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
+               sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes

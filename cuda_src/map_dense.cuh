@@ -172,7 +172,7 @@ __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, int ran
 }
 
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(SketchMemory& m, Sums& sums,
+__device__ __forceinline__ void store_tiles(const Team<1>& team, SketchMemory& m, Sums& sums,
                                             SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,
                                             float ridge, float missing, int sketch_n, Wait wait_sums) {
     gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void store_tiles(SketchMemory& m, Sums& sums,
     };
     if constexpr (CODED) {
         split_dense<TILES>(m, sums, rank, w_is_read);
-        store_split(m.columns[0], sums, packed, rank, wide, missing);
+        store_split(team, m.columns[0], sums, packed, rank, wide, missing);
         barriers.columns_empty[0].arrive();
     } else {
         multiply_dense<TILES>(m, sums, packed + rank * V, rank, w_is_read);
@@ -194,11 +194,11 @@ __device__ __forceinline__ void store_tiles(SketchMemory& m, Sums& sums,
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(SketchMemory& m, Sums& sums,
+__device__ __forceinline__ void store_dense(const Team<1>& team, SketchMemory& m, Sums& sums,
                                             SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,
                                             float ridge, float missing, int sketch_n, Wait wait_sums) {
     if (RANK_MAX > 8 && rank > 8)
-        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n,
+        store_tiles<RANK_MAX <= 8 ? 1 : 2>(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n,
                                            wait_sums);
-    else store_tiles<1>(m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
+    else store_tiles<1>(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
 }

@@ -79,10 +79,11 @@ struct EnergyOrder {
     }
 };
 
-// Stores the split form as codes, by one warp. Q has replaced U, and B has replaced the first group's sums. `missing`:
-// factor that the scales are multiplied by.
-__device__ __forceinline__ void store_split(const Columns& q, const Sums& b, sketch_t* packed, int rank, int wide,
-                                            float missing) {
+// Stores the split form as codes, by a team of warps. Q has replaced U, and B has replaced the first group's sums.
+// `missing`: factor that the scales are multiplied by.
+template <int SIZE>
+__device__ __forceinline__ void store_split(const Team<SIZE>& team, const Columns& q, const Sums& b, sketch_t* packed,
+                                            int rank, int wide, float missing) {
     const SmallPart<float> small(packed, rank, wide);
     auto store = [&](int g, int place) {
         const float scale = store_column_codes(q.of[g], place, wide, packed) *
@@ -95,10 +96,10 @@ __device__ __forceinline__ void store_split(const Columns& q, const Sums& b, ske
     if constexpr (MIXED) {
         const EnergyOrder order(b, rank);
 #pragma unroll 1
-        for (int g = 0; g < rank; g++) store(g, order.of(g));
+        for (int g = team.member; g < rank; g += SIZE) store(g, order.of(g));
     } else {
 #pragma unroll 1
-        for (int g = 0; g < rank; g++) store(g, g);
+        for (int g = team.member; g < rank; g += SIZE) store(g, g);
     }
 }
 

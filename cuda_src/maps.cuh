@@ -17,7 +17,7 @@
 #elif MAP == 1 && RANK_MAX <= 16
 #include "map_dense.cuh"
 #elif MAP == 1
-#include "map_panels.cuh"
+#include "map_blocks.cuh"
 #endif
 
 // A warp's part of one head's sketch, as warp `member` of a group. `rows`: all row blocks of the state. `sketch_n`
@@ -35,7 +35,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
     if (sketch_n >= COLUMN_STAGES) barriers.columns_empty[sketch_n % COLUMN_STAGES].wait(sketch_n / COLUMN_STAGES - 1);
     // An epilogue warp may read U while other warps still multiply by it.
     if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !FOLD_WARPS_SKETCH && sketch_n > 0)
-        barriers.sums_full[(sketch_n - 1) % EPILOGUE_WARPS].wait((sketch_n - 1) / EPILOGUE_WARPS);
+        barriers.sums_full[(sketch_n - 1) % EPILOGUE_TEAMS].wait((sketch_n - 1) / EPILOGUE_TEAMS);
     m.basis.full.wait(sketch_n);
     sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
@@ -43,10 +43,10 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
         const int block = group * GROUP_BLOCKS + member + i * GROUP_WARPS;
         if (lane == 0 && block < ROW_BLOCKS) u.norms[block] = rows[block].norm;
     }
-    barriers.columns_full[sketch_n % EPILOGUE_WARPS].arrive();
+    barriers.columns_full[sketch_n % EPILOGUE_TEAMS].arrive();
     [[maybe_unused]] bool extreme = false;
     if constexpr (PRODUCT_COLUMNS > 0) {
-        if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
+        if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
         else group_sync.arrive(), group_sync.wait(2 * sketch_n);
         extreme = u.extreme<GROUP_BLOCKS>(group * GROUP_BLOCKS);
         if (extreme) scale_group(u, group, member, packed, rank);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
                           if (!FOLD_WARPS_SKETCH) then(block);
                       });
     }
-    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % EPILOGUE_WARPS].arrive();
+    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % EPILOGUE_TEAMS].arrive();
     if (FOLD_WARPS_SKETCH && PRODUCT_COLUMNS > 0)
         group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
     if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
@@ -70,16 +70,16 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
     sketch_n++;
 }
 
-// The epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
+// One epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
 // sums_full; columns_stored if the state is extreme; gram_empty (dense maps with two epilogue warps). Signals:
 // columns_empty, sums_empty, gram_empty.
 template <class Then>
-__device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& barriers,
-                                              [[maybe_unused]] sketch_t* packed,
+__device__ __forceinline__ void finish_sketch(const Team<EPILOGUE_TEAM>& team, SketchMemory& m,
+                                              SketchBarriers& barriers, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const projection_t* projection, int rank,
                                               [[maybe_unused]] int wide, [[maybe_unused]] float ridge, int sketch_n,
                                               Then then) {
-    barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
+    barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
@@ -89,12 +89,13 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& b
     columns_empty.arrive();
 #else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
-    auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS); };
+    auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS); };
     float power = 1;
     if (u.extreme<ROW_BLOCKS>(0)) {
         wait_sums();
         if (STORED_BARRIER) barriers.columns_stored.wait(sketch_n);
-        power = scale_sketch(u, sums, packed, rank);
+        power = team.member == 0 ? scale_sketch(u, sums, packed, rank) : u.power<ROW_BLOCKS>(0);
+        if (EPILOGUE_TEAM > 1) team.sync();
     } else if constexpr (EPILOGUE_STORES && !CODED) {
         store_columns(u, packed, rank);
     }
@@ -103,10 +104,10 @@ __device__ __forceinline__ void finish_sketch(SketchMemory& m, SketchBarriers& b
     const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the lower bound is for states of zeros
 #if MAP == 0
     if constexpr (CODED) store_column_codes(u, packed, rank, missing);
-    store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
+    store_factors(m.dots[sketch_n % EPILOGUE_TEAMS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
+    store_dense(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

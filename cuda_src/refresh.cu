@@ -133,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(REFRESH_THREADS, 3)
         __syncthreads();
         if (works) continue;
 #if MAP == 1
-        store_dense(m.sketch, m.sketch.sums[0], m.barriers, packed, rank, wide, m.mu, ridge, m.missing, 0, [] {});
+        store_dense(Team<1>{0}, m.sketch, m.sketch.sums[0], m.barriers, packed, rank, wide, m.mu, ridge, m.missing, 0,
+                    [] {});
 #else
         if constexpr (CODED) store_column_codes(u, packed, rank, m.missing);
 #endif

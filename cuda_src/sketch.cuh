@@ -38,8 +38,20 @@ struct Basis {
     }
 };
 
-// Epilogue warps take sketches in turn. Variants with transform warps have room for two epilogue warps.
-constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || (MAP == DENSE && RANK_MAX <= 16)) ? 2 : 1;
+// Teams of epilogue warps take sketches in turn. Variants with transform warps have room for two epilogue warps. With
+// high ranks there is one team, whose warps share each sketch's map: another team would need more shared memory.
+constexpr int EPILOGUE_TEAMS = !RAW_KEYS && (MAP == FACTORS || (MAP == DENSE && !HIGH_RANKS)) ? 2 : 1;
+constexpr int EPILOGUE_TEAM = !HIGH_RANKS ? 1 : !RAW_KEYS ? 2 : ROW_BLOCKS == 8 ? 4 : 3;  // warps of a team
+constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
+
+// Warps that compute a map together.
+template <int SIZE> struct Team {
+    int member;
+    __device__ __forceinline__ void sync() const {
+        if constexpr (SIZE > 1) named_barrier_sync<32 * SIZE>(FIRST_GROUP_BARRIER + SKETCH_GROUPS);
+        else __syncwarp();
+    }
+};
 
 // Each group's share of S U.
 struct Sums {
@@ -90,14 +102,14 @@ struct SketchMemory {
     Columns columns[COLUMN_STAGES];
     Sums sums[SUM_STAGES];
 #if MAP == 0
-    float dots[EPILOGUE_WARPS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
+    float dots[EPILOGUE_TEAMS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
 #elif MAP == 1
-    alignas(16) float gram[RANKS][RANKS + (RAW_KEYS ? 4 : 0)];  // padded where there is room
+    alignas(16) float gram[RANKS][RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0)];  // padded where there is room
 #endif
 };
 
 struct SketchBarriers {
-    WarpMbarrier columns_full[EPILOGUE_WARPS], sums_full[EPILOGUE_WARPS];  // sums_full: all groups' S U as well
+    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[EPILOGUE_TEAMS];  // sums_full: all groups' S U as well
     WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUM_STAGES];
     WarpMbarrier columns_stored;  // by the warps that sketch
     WarpMbarrier gram_empty;
@@ -105,10 +117,10 @@ struct SketchBarriers {
 
     __device__ __forceinline__ void init() {
         gram_empty.init(1), columns_stored.init(SKETCH_GROUPS * GROUP_WARPS);
-        for (WarpMbarrier& barrier : columns_empty) barrier.init(1);
+        for (WarpMbarrier& barrier : columns_empty) barrier.init(EPILOGUE_TEAM);
         for (WarpMbarrier& barrier : columns_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
         for (WarpMbarrier& barrier : sums_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
-        for (WarpMbarrier& barrier : sums_empty) barrier.init(1);
+        for (WarpMbarrier& barrier : sums_empty) barrier.init(EPILOGUE_TEAM);
         for (WarpMbarrier& barrier : group_sync) barrier.init(GROUP_WARPS);
     }
 };

@@ -34,6 +34,7 @@ typedef Element<SMALL>::type small_t;
 typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
 constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
 constexpr int V_4 = (V + 31) / 32 * 16, K_4 = K / 2;
+constexpr bool HIGH_RANKS = MAP == DENSE && RANK_MAX > 16;  // dense maps by a team of warps (map_blocks.cuh)
 static_assert(!MIXED || MAP == DENSE, "other maps have no split form");
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 

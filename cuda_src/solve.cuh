@@ -3,7 +3,9 @@
 #include "flush_stages.cuh"
 
 constexpr int TRANSFORM_THREADS = 256;  // threads of all transform warps: at most two per channel
-constexpr int KEY_STAGES = !RAW_KEYS && W > 16 ? 1 : 2;
+// High ranks leave room for a second state stage only if keys have one stage.
+constexpr bool ONE_KEY_STAGE = !RAW_KEYS && (W > 16 || (HIGH_RANKS && RANK_MAX > 20));
+constexpr int KEY_STAGES = ONE_KEY_STAGE ? 1 : 2;
 
 // Output of the transform warps (not RAW_KEYS), for a window of n tokens:
 //
@@ -29,7 +31,7 @@ struct PreparedKeys {
                2 * (in % 2);
     }
 };
-constexpr int PREPARED_STAGES = RAW_KEYS || W > 16 || MOST_SHARED < 200000 ? 1 : 2;
+constexpr int PREPARED_STAGES = RAW_KEYS || ONE_KEY_STAGE || MOST_SHARED < 200000 ? 1 : 2;
 // One stage more than prepared keys: a transform warp that has waited for operands_empty then knows that the solve
 // stage is free, too.
 constexpr int SOLVE_STAGES = RAW_KEYS ? 2 : PREPARED_STAGES + 1;

@@ -15,9 +15,17 @@ ROWS, DIFFERENT, WINDOW = 256, 32, 16
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("map", ["lowrank", "ridge"])
+@pytest.mark.parametrize(
+    ("map", "stored", "mean_rank"),
+    [
+        ("lowrank", "bfloat16", None),
+        ("ridge", "bfloat16", None),
+        ("ridge", "bfloat16", 16),  # ranks up to 35: a team of epilogue warps
+        ("ridge", "int8", 16),
+    ],
+)
 @pytest.mark.parametrize("shape", ["nemotron-3-super", "qwen3-next", "kimi-linear"])
-def test_equal_rows_get_equal_bits(shape, map, overlaps, cupy, monkeypatch):
+def test_equal_rows_get_equal_bits(shape, map, stored, mean_rank, overlaps, cupy, monkeypatch):
     """A tile's arithmetic does not depend on the block that works on the tile, nor on when its data arrive.
 
     The first tiles of all blocks are loaded at the same time, so their states arrive last. Four flushes of steps, then
@@ -26,8 +34,8 @@ def test_equal_rows_get_equal_bits(shape, map, overlaps, cupy, monkeypatch):
     if not overlaps:
         monkeypatch.setattr(launch, "OVERLAP", 1 << 30)
     layer = bench.SHAPES[shape]
-    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
-    head = ss.SketchHead(bench.random_plan(layer, ranks, WINDOW, map), ROWS, "cuda")
+    ranks = bench.spread_ranks(layer.heads, mean_rank or bench.MEAN_RANKS[shape], layer.key_dim)
+    head = ss.SketchHead(bench.random_plan(layer, ranks, WINDOW, map, sketch_dtype=stored), ROWS, "cuda")
     head.warmup("bfloat16")
     work = Workload(layer, ROWS, WINDOW)
     head.load_state(cupy.asarray(work.start[None]).repeat(ROWS, axis=0))

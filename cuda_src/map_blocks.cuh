@@ -1,0 +1,286 @@
+// Dense map (ridge, exact) of more than 16 columns, from exact blocks, by a team of warps:
+// (U^T U / mu + ridge I)^-1 (S U)^T / mu.
+//
+// In codes the split form is stored: Q = U W^T and B = W (S U)^T / mu, whose product is U times the map.
+//
+// A block elimination gives the lower triangular W with U^T U / mu + ridge I = W^-1 W^-T. The map is
+// W^T W (S U)^T / mu. Blocks have 8 rows and 8 columns, and all products are on the tensor cores. Rows and columns past
+// the rank hold zeros, with the ridge on the diagonal.
+//
+// Each step is shared among the warps of the team, which meet between steps (named barrier):
+//
+//   step             piece of a warp
+//   gram_of_columns  two blocks
+//   eliminate        two blocks; the first warp also inverts the diagonal blocks
+//   multiply_dense   32 channels of the map
+//   split_dense      32 channels of Q or B
+//   store_split      a column
+#pragma once
+#include "map_sums.cuh"
+
+static_assert(SKETCH_GROUPS == 1, "the product with W replaces the sums");
+constexpr int BLOCK = 8;
+
+__device__ __forceinline__ int blocks_of(int rank) { return (rank + BLOCK - 1) / BLOCK; }
+
+// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order.
+__device__ __forceinline__ void products_of_columns(const Columns& u, int rank, int i, int j, float (&dots)[4]) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float sum[2][4] = {}, rest[2][4] = {};  // four independent chains
+    auto load = [&](float (&x)[4], int g, int step) {
+        x[0] = x[1] = x[2] = x[3] = 0;
+        if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
+    };
+#pragma unroll 2
+    for (int step = 0; step < V / 16; step++) {
+        float upper[4], lower[4], other[4];
+        load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
+        LeftOperand columns;
+        columns.set(0, upper), columns.set(1, lower);
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+            columns.multiply<false, false>(n, sum[n], rest[n], other[2 * n], other[2 * n + 1]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) dots[e] = (sum[0][e] + rest[0][e]) + (sum[1][e] + rest[1][e]);
+}
+
+// U^T U / mu + ridge I: blocks on and above the diagonal, and some below, which are not used.
+template <int SIZE>
+__device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMemory& m, int rank, float mu,
+                                                float ridge) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const float scale = 1.f / mu;
+    int piece = 0;
+#pragma unroll 1
+    for (int i = 0; i < rank; i += 2 * BLOCK)
+#pragma unroll 1
+        for (int j = i; j < rank; j += BLOCK) {
+            if (piece++ % SIZE != team.member) continue;
+            float dots[4];
+            products_of_columns(m.columns[0], rank, i, j, dots);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
+                if (row < RANKS) m.gram[row][column] = dots[e] * scale + (row == column ? ridge : 0.f);
+            }
+        }
+}
+
+// Replaces a diagonal block by the inverse of its Cholesky factor. A lane has one column of the block or of the
+// identity, and subtracts the pivot row from the rows below.
+__device__ __forceinline__ void invert_block(SketchMemory& m, int first, float ridge) {
+    const int lane = threadIdx.x % 32, column = lane % BLOCK;
+    float x[BLOCK];
+    load_floats(x, &m.gram[first + column][first]);  // the block is symmetric
+    if (lane / BLOCK % 2)
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) x[i] = i == column ? 1.f : 0.f;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < BLOCK; j++) {
+        const float root = rsqrtf(fmaxf(__shfl_sync(ALL, x[j], j), ridge)), own = x[j] * root;
+        if (lane / BLOCK == 1) m.gram[first + j][first + column] = own;
+#pragma unroll
+        for (int i = j + 1; i < BLOCK; i++) x[i] -= __shfl_sync(ALL, x[i], j) * (own * root);
+    }
+    __syncwarp();
+}
+
+// The columns of blocks `column` and `column` + 1 of a row of blocks, as rows of a left operand times `sign`.
+__device__ __forceinline__ LeftOperand transposed_blocks(const SketchMemory& m, int row, int column, float sign) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    LeftOperand left;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            left.a[0][half + 2 * e] =
+                sign * m.gram[BLOCK * row + c + 4 * e][min(BLOCK * (column + half), RANKS - BLOCK) + r];
+    return left;
+}
+
+// Replaces the blocks on and below the diagonal by W. Step b has a row of blocks: those before the diagonal belong to
+// W, those behind it to the matrix. The row is multiplied by the inverse of the diagonal block's factor, and then
+// subtracted from the rows of blocks below. Those begin with the block on their own diagonal, because the matrix is
+// symmetric. By the whole team, which has met after the matrix was written, and meets at the end.
+template <int SIZE>
+__device__ __forceinline__ void eliminate(const Team<SIZE>& team, SketchMemory& m, int rank, float ridge) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
+#pragma unroll 1
+    for (int b = 0; b < blocks; b++) {
+        const int row = BLOCK * b;
+        if (team.member == 0) invert_block(m, row, ridge);
+        team.sync();
+        if (blocks == 1) return;
+        const float inverse[2] = {m.gram[row + r][row + c], m.gram[row + r][row + c + 4]};
+#pragma unroll 1
+        for (int j = 2 * team.member; j < blocks; j += 2 * SIZE) {
+            const LeftOperand left = transposed_blocks(m, b, j, 1.f);
+            float sum[4] = {}, rest[4] = {};
+            left.multiply<false, false>(0, sum, rest, inverse[0], inverse[1]);
+            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = j + e / 2;
+                if (column != b && column < blocks)
+                    m.gram[row + 2 * c + e % 2][BLOCK * column + r] = sum[e] + rest[e];
+            }
+        }
+        team.sync();
+        int piece = 0;
+#pragma unroll 1
+        for (int i = b + 1; i < blocks; i += 2)
+#pragma unroll 1
+            for (int n = i; n <= blocks + b; n++) {
+                // The first piece has the next diagonal block, which the first warp then inverts.
+                if (piece++ % SIZE != team.member) continue;
+                const int j = n < blocks ? n : n - blocks;
+                const LeftOperand left = transposed_blocks(m, b, i, -1.f);
+                float sum[4] = {}, rest[4] = {};
+                auto at = [&](int half) {
+                    return reinterpret_cast<float2*>(&m.gram[BLOCK * (i + half) + r][BLOCK * j + 2 * c]);
+                };
+                auto exists = [&](int half) { return i + half < blocks; };
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (j != b && exists(half)) {
+                        const float2 x = *at(half);
+                        sum[2 * half] = x.x, sum[2 * half + 1] = x.y;
+                    }
+                left.multiply<false, false>(0, sum, rest, m.gram[row + c][BLOCK * j + r],
+                                            m.gram[row + c + 4][BLOCK * j + r]);
+                __syncwarp();
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (exists(half))
+                        *at(half) = make_float2(sum[2 * half] + rest[2 * half], sum[2 * half + 1] + rest[2 * half + 1]);
+            }
+        __syncwarp();
+    }
+}
+
+// Rows of U or of S U in shared memory: `channels` numbers, `length` apart. `turn` is their swizzle, see Sums.
+struct Rows {
+    float* data;
+    int channels, length, turn;
+
+    __device__ __forceinline__ float* at(int row, int channel) const {
+        return data + row * length + (channel ^ row % 4 * turn);
+    }
+};
+__device__ __forceinline__ Rows rows_of(Columns& u) { return {&u.of[0][0], V, COLUMN, 0}; }
+__device__ __forceinline__ Rows rows_of(Sums& sums) { return {&sums.parts[0][0][0], K, K, 8}; }
+
+// Eight rows of a product with blocks [begin, end) of rows: `weight(i, e)` is an element of the other factor's block i,
+// in the order of a right operand. A lane has four neighbouring channels of rows 2c and 2c + 1.
+template <class Weight>
+__device__ __forceinline__ void multiply_blocks(float (&to)[2][4], const Rows& rows, int rank, int channel, int begin,
+                                                int end, float scale, const Weight& weight) {
+    const int c = threadIdx.x % 4;
+    float sum[2][4] = {}, rest[2][4] = {};  // left operands: channels 4r + 2 half and 4r + 2 half + 1
+#pragma unroll 2
+    for (int i = begin; i < end; i++) {
+        float x[2][4] = {};
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            if (const int row = BLOCK * i + c + 4 * e; row < rank && channel < rows.channels)
+                load_floats(x[e], rows.at(row, channel));
+        const float upper = weight(i, 0), lower = weight(i, 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            LeftOperand left;
+#pragma unroll
+            for (int e = 0; e < 4; e++) left.a[0][e] = x[e / 2][2 * half + e % 2];
+            left.multiply<false, false>(0, sum[half], rest[half], upper, lower);
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            to[e][n] = scale * (sum[n / 2][e + n % 2 * 2] + rest[n / 2][e + n % 2 * 2]);
+}
+
+// W times rows, in place, times `scale`: from the last rows to the first, in the 32 channels that contain `channel`.
+__device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const Rows& rows, int rank, int channel,
+                                                  float scale) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll 1
+    for (int n = blocks_of(rank) - 1; n >= 0; n--) {
+        float products[2][4];
+        multiply_blocks(products, rows, rank, channel, 0, n + 1, scale,
+                        [&](int i, int e) { return m.gram[BLOCK * n + r][BLOCK * i + c + 4 * e]; });
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            Packed<FP32, 4> row;
+            row.set(products[e]);
+            const int at = BLOCK * n + 2 * c + e;
+            if (at < rank && channel < rows.channels) row.store(rows.at(at, channel));
+        }
+        __syncwarp();
+    }
+}
+
+// The map W^T W (S U)^T / mu. W (S U)^T replaces the sums.
+template <int SIZE>
+__device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const SketchMemory& m, Sums& sums,
+                                               sketch_t* map, int rank, float mu) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
+    const Rows rows = rows_of(sums);
+    const float scale = 1.f / mu;
+#pragma unroll 1
+    for (int channel = 32 * team.member + 4 * r; channel < K; channel += 32 * SIZE) {
+        multiply_in_place(m, rows, rank, channel, scale);
+#pragma unroll 1
+        for (int n = 0; n < blocks; n++) {
+            float products[2][4];
+            multiply_blocks(products, rows, rank, channel, n, blocks, 1.f,
+                            [&](int i, int e) { return m.gram[BLOCK * i + c + 4 * e][BLOCK * n + r]; });
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                Packed<SKETCH, 4> rounded;
+                rounded.set(products[e]);
+                const int row = BLOCK * n + 2 * c + e;
+                if (row < rank) rounded.store(map + row * K + channel);
+            }
+        }
+    }
+}
+
+// Q and B, in place of U and of the sums.
+template <int SIZE>
+__device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums, int rank, float mu) {
+    constexpr int PADDED = (V + 31) / 32 * 32;
+    const int r = threadIdx.x % 32 / 4;
+    const float scale = 1.f / mu;
+#pragma unroll 1
+    for (int channel = 32 * team.member + 4 * r; channel < PADDED + K; channel += 32 * SIZE) {
+        const bool first = channel < PADDED;
+        multiply_in_place(m, first ? rows_of(m.columns[0]) : rows_of(sums), rank,
+                          first ? channel : channel - PADDED, first ? 1.f : scale);
+    }
+}
+
+// By the whole team, whose warps may still be working on the sketch before.
+template <int SIZE, class Wait>
+__device__ __forceinline__ void store_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums,
+                                            SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,
+                                            float ridge, float missing, [[maybe_unused]] int sketch_n,
+                                            Wait wait_sums) {
+    team.sync();
+    gram_of_columns(team, m, rank, mu, ridge);
+    if (!CODED) barriers.columns_empty[0].arrive();
+    team.sync();
+    eliminate(team, m, rank, ridge);
+    wait_sums();
+    if constexpr (CODED) {
+        split_dense(team, m, sums, rank, mu);
+        team.sync();
+        store_split(team, m.columns[0], sums, packed, rank, wide, missing);
+        barriers.columns_empty[0].arrive();
+    } else {
+        multiply_dense(team, m, sums, packed + rank * V, rank, mu);
+    }
+}
