@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (mode == DRAFT && count == 0) return;
         find();
     }
-    if (threadIdx.x == 0) m.init();
+    if (threadIdx.x == 0) m.init(WARPS, EPILOGUE_TEAM);
 #if WINDOWS == 1
     if (threadIdx.x < TileScheduler::AHEAD)
         m.queue.tiles[threadIdx.x] = own < count * HEADS ? tile_at(own, entry) : NO_TILE;

@@ -12,7 +12,7 @@
 //                            columns, sums <------------------------+
 //                                 +-----------------------------> epilogue warp ----------> map
 //                                                                 (mamba2: may be the solver;
-//                                                                 high ranks: a team of 3 or 4)
+//                                                                 high ranks: a team of up to 4)
 //
 // Otherwise (kda; fp16 and float32 activations), one block per multiprocessor:
 //

@@ -10,14 +10,6 @@
 
 enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
-// Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
-// leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
-constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && !HIGH_RANKS && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
-constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
-static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
-constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
-              FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0);
-constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
 constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
 
 // Work tile: one window of a (row, head), with index = row * HEADS + head. `buffered`: tokens of the window in the
@@ -53,9 +45,9 @@ struct TileScheduler {
     FlushTile tiles[LENGTH];
     WarpMbarrier full[LENGTH], empty[LENGTH / RELEASE_GROUP];  // tiles are released RELEASE_GROUP at a time
 
-    __device__ __forceinline__ void init() {
+    __device__ __forceinline__ void init(int warps) {
         for (WarpMbarrier& barrier : full) barrier.init(1);
-        for (WarpMbarrier& barrier : empty) barrier.init(WARPS);
+        for (WarpMbarrier& barrier : empty) barrier.init(warps);
     }
     // The block's nth tile. The warp may look at most AHEAD tiles beyond the first one that it has not released.
     __device__ __forceinline__ FlushTile get(int n) {
@@ -94,9 +86,9 @@ template <int STATE_STAGES> struct BlockMemoryOf {
     SketchBarriers sketch_barriers;
 #endif
 
-    // By one thread, before a barrier of the block.
-    __device__ __forceinline__ void init() {
-        first_keys_full.init(1), queue.init();
+    // By one thread, before a barrier of the block. `warps`: of the block; `team`: of a team of epilogue warps.
+    __device__ __forceinline__ void init(int warps, [[maybe_unused]] int team) {
+        first_keys_full.init(1), queue.init(warps);
         for (WarpMbarrier& barrier : gram_full) barrier.init(TRANSFORM_THREADS / 32);
         for (WarpMbarrier& barrier : operands_full) barrier.init(TRANSFORM_THREADS / 32);
         for (WarpMbarrier& barrier : operands_empty) barrier.init(ROW_BLOCKS);
@@ -110,7 +102,7 @@ template <int STATE_STAGES> struct BlockMemoryOf {
         for (auto& stage : rows)
             for (StateStage& block : stage) block.full.init();
 #if SKETCHED_HEADS
-        sketch_barriers.init(), sketch.basis.full.init();
+        sketch_barriers.init(team), sketch.basis.full.init();
 #endif
     }
 };
@@ -119,16 +111,30 @@ template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
 // Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
 // memory (STATIC_SHARED on the host), and 1024 for the system.
 constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
-// Blocks on a multiprocessor. With high ranks a block has more warps, and needs so much shared memory that often only
-// one block fits.
-constexpr int MOST_BLOCKS = !HIGH_RANKS ? MIN_BLOCKS : ROW_BLOCKS == 8 ? 1 : 2;
-constexpr int WANTED_BLOCKS = MIN_BLOCKS < MOST_BLOCKS ? MIN_BLOCKS : MOST_BLOCKS;
+// Blocks on a multiprocessor. With high ranks a block has more warps and needs more shared memory. With raw keys:
+//
+//   V            blocks                          warps of a team (EPILOGUE_TEAM)
+//   64, 80, 96   two if they fit, otherwise one  3
+//   128          two if they fit, up to rank 24  1 (fold warps need the registers of 20 warps)
+//   128          otherwise one                   4
+constexpr int WANTED_BLOCKS = !HIGH_RANKS || MIN_BLOCKS < 2 ? MIN_BLOCKS : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1 : 2;
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
 typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
                sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
+
+constexpr int EPILOGUE_TEAM = !HIGH_RANKS ? 1 : !RAW_KEYS ? 2 : ROW_BLOCKS < 8 ? 3 : BLOCKS > 1 ? 1 : 4;
+constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
+// Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
+// leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
+constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && !HIGH_RANKS && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
+constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
+static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
+constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
+              FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0);
+constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
 
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
 // the same list. `room`: shared memory for SCAN_ROOM numbers.

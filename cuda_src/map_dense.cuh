@@ -177,12 +177,12 @@ __device__ __forceinline__ void store_tiles(const Team<1>& team, SketchMemory& m
                                             float ridge, float missing, int sketch_n, Wait wait_sums) {
     gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
         if (!CODED) barriers.columns_empty[0].arrive();
-        if (EPILOGUE_WARPS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
+        if (EPILOGUE_TEAMS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
     });
     eliminate<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
     auto w_is_read = [&] {
-        if (EPILOGUE_WARPS > 1) barriers.gram_empty.arrive();
+        if (EPILOGUE_TEAMS > 1) barriers.gram_empty.arrive();
     };
     if constexpr (CODED) {
         split_dense<TILES>(m, sums, rank, w_is_read);

@@ -73,8 +73,8 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
 // One epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
 // sums_full; columns_stored if the state is extreme; gram_empty (dense maps with two epilogue warps). Signals:
 // columns_empty, sums_empty, gram_empty.
-template <class Then>
-__device__ __forceinline__ void finish_sketch(const Team<EPILOGUE_TEAM>& team, SketchMemory& m,
+template <int SIZE, class Then>
+__device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemory& m,
                                               SketchBarriers& barriers, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const projection_t* projection, int rank,
                                               [[maybe_unused]] int wide, [[maybe_unused]] float ridge, int sketch_n,
@@ -95,7 +95,7 @@ __device__ __forceinline__ void finish_sketch(const Team<EPILOGUE_TEAM>& team, S
         wait_sums();
         if (STORED_BARRIER) barriers.columns_stored.wait(sketch_n);
         power = team.member == 0 ? scale_sketch(u, sums, packed, rank) : u.power<ROW_BLOCKS>(0);
-        if (EPILOGUE_TEAM > 1) team.sync();
+        if (SIZE > 1) team.sync();
     } else if constexpr (EPILOGUE_STORES && !CODED) {
         store_columns(u, packed, rank);
     }

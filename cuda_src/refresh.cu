@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(REFRESH_THREADS, 3)
     RefreshMemory& m = *reinterpret_cast<RefreshMemory*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool works = warp < WORKER_WARPS;
-    if (threadIdx.x == 0) m.barriers.init();
+    if (threadIdx.x == 0) m.barriers.init(1);
     __syncthreads();
     Columns& u = m.sketch.columns[0];
     const int tiles = schedule->refreshes * HEADS;

@@ -41,8 +41,6 @@ struct Basis {
 // Teams of epilogue warps take sketches in turn. Variants with transform warps have room for two epilogue warps. With
 // high ranks there is one team, whose warps share each sketch's map: another team would need more shared memory.
 constexpr int EPILOGUE_TEAMS = !RAW_KEYS && (MAP == FACTORS || (MAP == DENSE && !HIGH_RANKS)) ? 2 : 1;
-constexpr int EPILOGUE_TEAM = !HIGH_RANKS ? 1 : !RAW_KEYS ? 2 : ROW_BLOCKS == 8 ? 4 : 3;  // warps of a team
-constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
 
 // Warps that compute a map together.
 template <int SIZE> struct Team {
@@ -115,12 +113,12 @@ struct SketchBarriers {
     WarpMbarrier gram_empty;
     WarpMbarrier group_sync[SKETCH_GROUPS];
 
-    __device__ __forceinline__ void init() {
+    __device__ __forceinline__ void init(int team) {  // warps of a team
         gram_empty.init(1), columns_stored.init(SKETCH_GROUPS * GROUP_WARPS);
-        for (WarpMbarrier& barrier : columns_empty) barrier.init(EPILOGUE_TEAM);
+        for (WarpMbarrier& barrier : columns_empty) barrier.init(team);
         for (WarpMbarrier& barrier : columns_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
         for (WarpMbarrier& barrier : sums_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);
-        for (WarpMbarrier& barrier : sums_empty) barrier.init(EPILOGUE_TEAM);
+        for (WarpMbarrier& barrier : sums_empty) barrier.init(team);
         for (WarpMbarrier& barrier : group_sync) barrier.init(GROUP_WARPS);
     }
 };

@@ -95,7 +95,7 @@ def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...])
 
 
 def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> int:
-    """Largest rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
+    """A large rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
 
     Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
 

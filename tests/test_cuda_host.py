@@ -222,6 +222,13 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
     check_sketch(plan, "bfloat16", activation, rng, cupy)
 
 
+@pytest.mark.parametrize("rank", [20, 27])
+def test_dense_maps_beyond_rank_16(rank, rng, cupy):
+    """gdn: two blocks on a multiprocessor with an epilogue warp each, and one block with a team of four."""
+    plan = make_plan(Layer("gdn", 2, 128, 128, 1), [rank, 18], rng, map="ridge", ridge=RIDGE["ridge"], window=16)
+    check_sketch(plan, "bfloat16", "bfloat16", rng, cupy)
+
+
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "stored", "output"),  # whose outputs in float32 other tests compute too
     [

@@ -20,6 +20,7 @@ ROWS, DIFFERENT, WINDOW = 256, 32, 16
     [
         ("lowrank", "bfloat16", None),
         ("ridge", "bfloat16", None),
+        ("ridge", "bfloat16", 8),  # ranks up to 17: gdn has two blocks with an epilogue warp each
         ("ridge", "bfloat16", 16),  # ranks up to 35: a team of epilogue warps
         ("ridge", "int8", 16),
     ],
