@@ -115,10 +115,11 @@ def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
     assert 0.2 < np.linalg.norm(got[:, 0, sketched]) / np.linalg.norm(full) < 0.8
 
 
-def test_no_residual_is_negative(rng, cupy):
+@pytest.mark.parametrize("kind", ["lowrank", "prior"])
+def test_no_residual_is_negative(kind, rng, cupy):
     """If the pivots hold the whole state, the residual is only rounding, of both signs."""
     layer = LAYERS["gdn"]
-    plan = make_plan(layer, [7, FULL_STATE, 16, 2], rng, map="lowrank", ridge=0.0)
+    plan = make_plan(layer, [7, FULL_STATE, 16, 2], rng, map=kind, ridge=0.0)
     mixed = rng.standard_normal((8, layer.heads, 128, 4)) @ rng.standard_normal((8, layer.heads, 4, 16))
     start = np.einsum("bhvg,hkg->bhvk", mixed, plan.omega)
     engine = poisoned(SketchEngine(plan, 8, output_dtype="float32"))

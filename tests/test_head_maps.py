@@ -200,18 +200,19 @@ class TestMaps:
         want, got = (head.step(*tokens) for head in heads)
         assert relative(got, want) < 1e-5  # 2^-24 over a ridge of 0.1 times a metric of up to K
 
-    def test_no_residual_is_negative(self, rng):
+    @pytest.mark.parametrize("name", ["lowrank", "prior"])
+    def test_no_residual_is_negative(self, name, rng):
         """If the pivots hold the whole state, the residual is only rounding, of both signs."""
-        layer = Layer("mamba2", 4, 128, 64, 1)
-        plan = plan_of(rng, layer, 32, window=8, map="lowrank", pivots=4, ridge=0.0)
-        keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, 4, 32)), plan.omega)
-        start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, 4, 64)), keys).astype(np.float32)
-        engine = SketchEngine(plan, 4, "float32")
-        engine.load_state(start, np.arange(4))
+        layer, slots = Layer("mamba2", 4, 128, 64, 1), 64  # of `prior`, one head in 60 has a negative rounding
+        plan = plan_of(rng, layer, 32, window=8, map=name, pivots=4, ridge=0.0)
+        keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((slots, 4, 32)), plan.omega)
+        start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((slots, 4, 64)), keys).astype(np.float32)
+        engine = SketchEngine(plan, slots, "float32")
+        engine.load_state(start, np.arange(slots))
         memory = engine._memory.arrays["sketch"]
         first = int(engine._memory.context["factors"][0]) - memory.ctypes.data
-        raw = np.ascontiguousarray(memory).view(np.uint8).reshape(4, -1)[:, first : first + 4 * 4 * 32 * 5]
-        factors = np.ascontiguousarray(raw).view(np.float32).reshape(4, 4, 5, 32)  # w, then F by columns
+        raw = np.ascontiguousarray(memory).view(np.uint8).reshape(slots, -1)[:, first : first + 4 * 4 * 32 * 5]
+        factors = np.ascontiguousarray(raw).view(np.float32).reshape(slots, 4, 5, 32)  # w, then F by columns
         shares = factors[:, :, 0]
         assert shares.min() == 0
         # float32 rounds a metric of up to K = 128 to 8e-6, and to less than 5e-5 in the sum of a few: half the floor
