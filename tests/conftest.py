@@ -1,5 +1,6 @@
 """Fixtures and settings shared by all tests."""
 
+import gc
 import importlib.util
 import os
 import zlib
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_device and not has_cuda_device():
         config.hook.pytest_deselected(items=on_device)
         items[:] = [item for item in items if item not in on_device]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting thousands of collected tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
