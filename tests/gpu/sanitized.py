@@ -10,6 +10,7 @@ from cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    refreshed_plan,
     stored_as,
     tokens_to_device,
     with_blocks,
@@ -39,6 +40,9 @@ MAPS = {("gdn", "bfloat16"): ("lowrank", "ridge", "prior", "offline"), ("kda-raw
 CODES = [("mamba2", "ridge", "int8"), ("gdn", "lowrank", "fp8"), ("kda", "ridge", "int8"), ("kda", "offline", "int8")]
 CODES += [(name, "ridge", "int8+int4") for name in ("mamba2", "gdn", "kda")]
 
+# STEPS tokens: a refresh, a flush of two windows, and a flush of the remaining tokens
+REFRESHES = [("mamba2", "lowrank", "bfloat16"), ("gdn", "ridge", "bfloat16"), ("kda", "ridge", "int8")]
+
 
 def cases():
     """Each engine, whether one block computes all its tiles, and what else `run` takes."""
@@ -52,11 +56,15 @@ def cases():
         for kind in MAPS.get((name, activation), ("lowrank", "ridge")):
             plan = make_plan(layer, np.resize([9, FULL_STATE, 3], layer.heads), rng, map=kind, window=WINDOW)
             yield SketchEngine(plan, SLOTS, **options), kind != "prior", layer, activation, gate, rng
+    options = {"activation_dtype": "bfloat16", "output_dtype": "float32"}
     for name, kind, stored in CODES:
-        layer, options = LAYERS[name], {"activation_dtype": "bfloat16", "output_dtype": "float32"}
+        layer = LAYERS[name]
         ranks = np.resize([9, FULL_STATE, 3], layer.heads)
         plan = make_plan(layer, ranks, rng, map=kind, window=WINDOW, **stored_as(stored, ranks))
         yield SketchEngine(plan, SLOTS, stored, **options), True, layer, "bfloat16", None, rng
+    for name, kind, stored in REFRESHES:
+        plan = refreshed_plan(LAYERS[name], [9, 3], rng, kind, WINDOW, 2, stored)
+        yield SketchEngine(plan, SLOTS, stored, **options), True, LAYERS[name], "bfloat16", None, rng
 
 
 def main():
