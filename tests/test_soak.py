@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from soak.cases import CASES, server
+from soak.cases import CASES, WINDOW, server
 from soak.verdicts import SoakError
 
 from sketchssm.slots import DUE, POSITION
@@ -20,6 +20,8 @@ def test_every_request_sees_its_own_tokens(case, backend):
     served = server(backend, case, 150, seed=1)
     counts = served.run()
     assert set(counts) >= EVENTS
+    if case.flush_every > WINDOW:
+        assert min(counts["refreshed"], counts["skipped"]) > 30
     assert len(served.free) == 64 - (served.pad == 0)
 
 
@@ -75,4 +77,52 @@ def test_faults_are_found(name, wrong):
     served = server("reference", CASES[0], 200, seed=2)
     _broken(served.head._engine, name, wrong)
     with pytest.raises(SoakError, match=r"(?s)^seed 2, .*request \d+ in slot \d+.*its last events"):
+        served.run()
+
+
+def _without_sketch(engine, copy, src, dst):
+    kept = engine.memory["sketch"][dst]
+    copy(src, dst)
+    engine.memory["sketch"][dst] = kept
+
+
+def _scales(engine, slots):
+    first = int(engine._memory.context["factors"][0] - engine._memory.context["packed"][0])
+    return np.s_[slots, first : first + 4 * int(engine.plan.ranks.sum())]
+
+
+def _without_scales(engine, copy, src, dst):
+    kept = engine.memory["sketch"][_scales(engine, dst)]
+    copy(src, dst)
+    engine.memory["sketch"][_scales(engine, dst)] = kept
+
+
+def _without_refreshes(engine, copy, src, dst):
+    copy(src, dst)
+    words = engine.memory["cursor"][dst]
+    engine.adopt(dst)
+    engine.memory["cursor"][dst] = words
+
+
+def _rough_scales(engine, adopt, slots):
+    adopt(slots)
+    scales = engine.memory["sketch"][_scales(engine, slots)].view(np.float32) * np.float32(1 + 2**-10)
+    engine.memory["sketch"][_scales(engine, slots)] = scales.view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("copy", _without_sketch, "its last events"),
+        ("copy", _without_scales, "its last events"),
+        ("copy", _without_refreshes, "its last events"),
+        ("adopt", _rough_scales, "outputs are off by more than"),
+    ],
+)
+def test_faults_of_codes_and_refreshes_are_found(name, wrong, message):
+    """Scales that are off by 2^-10 could be neighbouring codes, but there are too many of them."""
+    (case,) = (each for each in CASES if each.sketch_dtype == "int8")
+    served = server("cpu", case, 200, seed=2)
+    _broken(served.head._engine, name, wrong)
+    with pytest.raises(SoakError, match=rf"(?s)^seed 2, .*{message}"):
         served.run()

@@ -53,6 +53,8 @@ class Host:
         self.memory = {part.name: self._view(part, slots, offsets[part.name], size) for part in parts}
         self.poison(slice(None))
         self.head = make(slots, self.memory)
+        self.drafts = self.head.drafts
+        """Most tokens of a draft; 0 where the backend takes no drafts."""
 
     def _pool(self, slots, size):
         raw = np.empty(slots * size + 64, np.uint8)

@@ -29,7 +29,7 @@ class Server(Events):
     seed : int
         Of all that is random.
     tolerance : tuple of float
-        Relative errors allowed to exact heads and to sketched ones.
+        Relative errors allowed to exact heads and to sketched ones, and to 99% of all outputs.
     plan : SketchPlan, optional
         Plan of a sketch head.
     phase : int, optional
@@ -55,16 +55,16 @@ class Server(Events):
         self.place, self.head, self.layer = place, place.head, layer
         self.seed, self.rng = seed, np.random.default_rng(seed)
         self.oracle = Oracle(layer, plan, state_dtype)
-        self.cursors = Cursors(self.head.window, phase, self.head.num_slots)
+        self.cursors = Cursors(self.head.window, self.head.flush_every, phase, self.head.num_slots)
         self.waiting, self.mean_length = requests, mean_length
         self.pad = getattr(self.head, "pad_slot", -1)
         self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
         self.running, self.cached, self.preempted = [], [], []
         self.counts, self.spoiled = Counter(), 0
-        exact, sketched = tolerance
+        exact, sketched, usual = tolerance
         allowed = np.full(layer.heads, exact)
         allowed[self.oracle.sketched] = sketched
-        self.verdicts = Verdicts(allowed, f"seed {seed}", self.counts)
+        self.verdicts = Verdicts(exact, allowed, usual, f"seed {seed}", self.counts)
 
     def run(self):
         """Serve all requests; returns how often each thing happened."""
@@ -77,6 +77,7 @@ class Server(Events):
         done = self.counts["finished"] + self.counts["aborted"]
         if done != self.counts["begun"] + self.counts["forked"]:
             raise SoakError(f"seed {self.seed}: requests were lost: {dict(self.counts)}")
+        self.verdicts.usual_errors()
         self.memory = memory
         return dict(self.counts)
 
@@ -213,8 +214,8 @@ class Server(Events):
             return lambda: None
         padding = [None] * int(self.rng.integers(0, 4))
         rows = [(rows + padding)[i] for i in self.rng.permutation(len(rows) + len(padding))]
-        most = self.head.drafts
-        drafts = self.rng.random() < 0.4
+        most = self.place.drafts
+        drafts = self.rng.random() < 0.4 and most > 0
         count = int(self.rng.integers(1, most + 1)) if drafts else int(self.rng.choice([1, 1, 1, 1, 1, 2, 3]))
         tokens = tokens_of(self.rng, self.layer, len(rows), count, harsh=self.rng.random() < 0.1)
         lengths = self.rng.integers(0, count + 1, len(rows)) if drafts else np.full(len(rows), count)
@@ -230,11 +231,14 @@ class Server(Events):
             return self.draft(rows, live, seen, lengths, count, slots, fetch)
         fetch = self.place.step(tokens, slots, None, self.rng)
         want, scale = self.blank(len(rows), count)
+        exact = np.zeros((len(rows), count), bool)
         for t in range(count):
-            flushes = self.cursors.plain(slots[live])
+            flushes, refreshes = self.cursors.plain(slots[live])
+            exact[live, t] = flushes
+            self.counts["refreshed"] += int(refreshes.sum())
             token = _rows(seen, live, t)
             pasts = [rows[i].past for i in live]
-            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, flushes)
+            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, flushes, refreshes)
             for i, past in zip(live, after, strict=True):
                 rows[i].past = past
         for i in live:
@@ -242,12 +246,13 @@ class Server(Events):
             rows[i].note("step", count, "position", self.cursors.position[rows[i].slot])
         self.counts["steps"] += 1
         self.counts["tokens"] += len(live) * count
-        return lambda: self.verdicts.outputs(rows, fetch(), want, scale)
+        return lambda: self.verdicts.outputs(rows, fetch(), want, scale, exact)
 
     def draft(self, rows, live, seen, lengths, count, slots, fetch):
         """Read drafts, fork between, and keep what a random verification accepts."""
-        folds = self.cursors.draft(slots[live], lengths[live], count)
+        folds, skips = self.cursors.draft(slots[live], lengths[live], count)
         self.end_windows([rows[i] for i, folded in zip(live, folds, strict=True) if folded], "flushed for a draft")
+        self.refresh_windows([rows[i] for i, skips in zip(live, skips, strict=True) if skips], "refreshed for a draft")
         want, scale = self.blank(len(rows), count)
         trails = {i: [rows[i].past] for i in live}
         exact = self.head.window == 1
