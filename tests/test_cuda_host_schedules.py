@@ -88,7 +88,7 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
     tokens = tokens_to_device(make_tokens(layer, 5, 20, "bfloat16", rng), "bfloat16")
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
     results = []
-    for blocks in (None, 1, 2, 40):
+    for blocks in (None, 1, 40):  # None: a few
         engine = poisoned(SketchEngine(plan, 5, output_dtype="float32"))
         if blocks:
             with_blocks(engine, blocks)

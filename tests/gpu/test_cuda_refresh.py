@@ -37,7 +37,7 @@ RANKS = [7, 16, 3, 33]
         ("gdn", "ridge", "bfloat16", 16, 4, "bfloat16"),
         ("kda", "ridge", "bfloat16", 16, 4, "bfloat16"),
         ("mamba2", "ridge", "int8", 16, 2, "bfloat16"),
-        ("gdn", "ridge", "int8", 16, 8, "bfloat16"),
+        ("gdn", "ridge", "int8", 8, 8, "bfloat16"),
         ("kda", "ridge", "fp8", 16, 2, "bfloat16"),
         ("gdn", "ridge", "float32", 16, 2, "bfloat16"),
         ("kda-raw", "exact", "bfloat16", 8, 3, "bfloat16"),
