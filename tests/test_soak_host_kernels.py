@@ -18,9 +18,10 @@ def cupy(monkeypatch):
 def test_every_request_sees_its_own_tokens(number):
     """Some cases replay captured graphs; on a device all cases run both ways."""
     case, graphs = CASES[number], number % 4 in (0, 3)
-    served = server("cuda", case, 24, seed=3, slots=16, mean_length=8.0, graphs=graphs)
-    counts = served.run()
     refreshes = case.flush_every > WINDOW
+    size = {"requests": 60, "mean_length": 12.0} if refreshes else {"requests": 24, "mean_length": 8.0}
+    served = server("cuda", case, **size, seed=3, slots=16, graphs=graphs)
+    counts = served.run()
     assert {"finished", "steps", "refreshed" if refreshes else "drafts"} <= set(counts)
     assert (counts["refreshed"] > 0) == refreshes
     assert len(served.free) == 16 - (served.pad == 0)
