@@ -13,7 +13,7 @@
 //
 // `ticks` (STEP): the head's clock moves on.
 //
-// -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks that should fit on one multiprocessor).
+// -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor up to rank 16; beyond: BLOCKS).
 #include "flush_roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end

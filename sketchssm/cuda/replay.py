@@ -12,7 +12,7 @@ from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.drafts import DraftReader, draft_variant
 from sketchssm.cuda.launch import Launcher
-from sketchssm.cuda.layout import PackedPlan, pack_full_state
+from sketchssm.cuda.layout import MAPS, PackedPlan, pack_full_state
 from sketchssm.cuda.limits import check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import allocate, cursor_part, sketch_part, slot_parts
 from sketchssm.cuda.modules import Variant, size_of
@@ -157,7 +157,7 @@ class ReplayEngine(StandardEngine):
         prior = constants.pop("PRIOR")
         raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush_stages.cuh
         blocks = FLUSH_BLOCKS.get((layer.kind, layer.value_dim), 1) if raw_keys else 1
-        if constants["MAP"] == 1:
+        if constants["MAP"] == MAPS["dense"]:
             blocks = min(blocks, MOST_DENSE_BLOCKS)
         flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
         variants = [Variant("read", constants), Variant("flush", flush)]
