@@ -153,6 +153,7 @@ def random_plan(
     map: str | CoefficientMap,
     seed: int = 0,
     sketch_dtype: str = DEFAULT_FORMAT,
+    flush_every: int | None = None,
 ) -> SketchPlan:
     """Make a plan with random bases: times do not depend on the values.
 
@@ -163,13 +164,15 @@ def random_plan(
     rank : int or ndarray of int64, (heads,)
         One rank for all heads, or one per head.
     window : int
-        Tokens from one flush to the next.
+        Tokens from one sketch to the next.
     map : CoefficientMap or str
         Coefficient map.
     seed : int, default 0
         Seed of the bases.
     sketch_dtype : str, default "bfloat16"
         Format of sketches and maps. In a mixed format half of a head's columns, rounded up, have 8 bits.
+    flush_every : int, optional
+        Tokens from one flush to the next, with a refresh every `window` tokens. Default: `window`, no refreshes.
 
     Returns
     -------
@@ -179,7 +182,7 @@ def random_plan(
     ranks = np.broadcast_to(rank, layer.heads)
     basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
     wide = np.maximum(ranks + 1, 0) // 2 if SketchFormat.of(sketch_dtype).mixed else None
-    return SketchPlan(basis, ranks, window, map, sketch_dtype, wide)
+    return SketchPlan(basis, ranks, window, map, sketch_dtype, wide, flush_every=flush_every)
 
 
 def systems(
