@@ -20,8 +20,8 @@ from cpu_reports import new_report, write
 from sketchssm import SketchPlan, bench
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.coefficients import MAPS
-from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.recurrence import Layer
+from sketchssm.systems import System, exact_systems, sketch_system
 
 MEAN_RANKS = {"mamba2": 5, "gdn": 7, "kda": 7}
 WINDOW = 16

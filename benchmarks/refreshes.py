@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import sketchssm as ss
+from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.refreshes import refresh_errors
-from sketchssm.evaluate import calibrate
 
 EVERY = (16, 32, 64, 128)
 

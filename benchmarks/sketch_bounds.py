@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from sketchssm import Moments, RankScores, allocate_ranks, fit_basis, traffic
-from sketchssm.evaluate import Settings, Study, entries, measure
+from sketchssm.calibrate.plans import Settings
+from sketchssm.evaluate import Study, entries, measure
 from sketchssm.traces import Traces
 
 CLOSE = 0.995

@@ -158,10 +158,28 @@ class SketchPlan:
     @property
     def reduction(self) -> float:
         """Traffic reduction: how many times fewer bytes than standard decode, by the byte model."""
-        layer = self.layer
+        return self.reduction_with()
+
+    def reduction_with(self, state_dtype: str = "float32", sketch_dtype: str | None = None) -> float:
+        """Traffic reduction, relative to standard decode with float32 states, of a head with the plan.
+
+        Parameters
+        ----------
+        state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+            Type of states in memory.
+        sketch_dtype : str, optional
+            Format of the head's sketches; default the plan's.
+
+        Returns
+        -------
+        float
+            Bytes of standard decode / bytes of the head, by the byte model.
+        """
+        layer, form = self.layer, sketch_dtype or self.sketch_dtype
         shape = layer.kind, layer.key_dim, layer.value_dim
-        more: Any = {"sketch_dtype": self.sketch_dtype, "wide": self.wide, "flush_every": self.flush_every}
-        return traffic.reduction(*shape, self.ranks, self.window, self.map, **more)
+        wide = self.wide if form == self.sketch_dtype else None
+        more: Any = {"sketch_dtype": form, "wide": wide, "flush_every": self.flush_every}
+        return traffic.reduction(*shape, self.ranks, self.window, self.map, state_dtype, **more)
 
     @property
     def fingerprint(self) -> str:

@@ -13,12 +13,14 @@ from sketchssm import bench, cuda, plots
 from sketchssm.bench import cases, device, peers
 from sketchssm.bench.results import BenchResult, StepBytes
 from sketchssm.bench.workloads import token_at
+from sketchssm.calibrate.plans import Settings
 from sketchssm.cli import main
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import modules
-from sketchssm.evaluate import Settings, Study, entries, exact_systems, measure
+from sketchssm.evaluate import Study, entries, measure
 from sketchssm.evaluate.measure import relative_error
 from sketchssm.recurrence import FULL_STATE, KINDS, Layer, Tokens
+from sketchssm.systems import exact_systems
 from sketchssm.traces import Traces
 
 WINDOW = 4

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from test_traces import write_traces
 
-from sketchssm.evaluate import Settings, Study, entries
+from sketchssm.calibrate.plans import Settings
+from sketchssm.evaluate import Study, entries
 from sketchssm.recurrence import KINDS
 from sketchssm.traces import Traces
 

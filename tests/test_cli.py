@@ -14,10 +14,11 @@ from click.testing import CliRunner
 from test_traces import SHAPES, trace_entries, write_traces
 
 from sketchssm import bench
+from sketchssm.calibrate.plans import Settings
 from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
 from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate import Settings, Study
+from sketchssm.evaluate import Study
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import KINDS, Layer
 from sketchssm.traces import Traces

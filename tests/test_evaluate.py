@@ -11,23 +11,15 @@ from sketchssm import traffic
 from sketchssm.baselines import StandardHead
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.plans import Settings, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import MAPS, RIDGE_FLOOR
-from sketchssm.evaluate import (
-    Entry,
-    Settings,
-    Study,
-    System,
-    calibrate,
-    entries,
-    exact_systems,
-    measure,
-    sketch_system,
-)
+from sketchssm.evaluate import Entry, Study, entries, measure
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, KINDS, Tokens
 from sketchssm.reference import maps
+from sketchssm.systems import System, exact_systems, sketch_system
 from sketchssm.traces import Traces
 
 WINDOW = 8

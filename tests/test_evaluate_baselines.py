@@ -6,7 +6,8 @@ from samples import at
 
 from sketchssm import traffic
 from sketchssm.baselines.quantised import RESIDUAL_BITS
-from sketchssm.evaluate import Entry, Settings, Study, baselines, measure
+from sketchssm.calibrate.plans import Settings
+from sketchssm.evaluate import Entry, Study, baselines, measure
 from sketchssm.recurrence import KINDS
 from sketchssm.traces import Traces
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from test_traces import trace_entries, write_traces
 
+from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate import Settings, Study, entries, evaluate, measure, select
+from sketchssm.evaluate import Study, entries, evaluate, measure, select
 from sketchssm.evaluate.measure import rounded
 from sketchssm.evaluate.registry import FAMILIES, FULL_METHOD, series
 from sketchssm.files import source_digest

@@ -234,7 +234,7 @@ def test_layers_share_the_budget(lm):
 
 
 def ss_system(reduction):
-    from sketchssm.evaluate import System
+    from sketchssm.systems import System
 
     return System("any", lambda slots, backend: None, reduction)
 

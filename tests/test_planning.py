@@ -11,7 +11,7 @@ from test_cli import invoke
 from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
-from sketchssm.evaluate import calibrate
+from sketchssm.calibrate.plans import calibrate
 from sketchssm.formats import INT4, INT8
 from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates

@@ -1,4 +1,4 @@
-"""Decode systems of a whole model: one calibrated `sketchssm.evaluate.System` for every recurrent layer."""
+"""Decode systems of a whole model: one calibrated `sketchssm.systems.System` for every recurrent layer."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import sketchssm as ss
 from sketchssm.backends import common_rank
-from sketchssm.evaluate import exact_systems, sketch_system
 from sketchssm.evaluate.baselines import key_reduced_systems, pruned_systems, quantised_systems, read_only_systems
 from sketchssm.recurrence import Tokens
+from sketchssm.systems import exact_systems, sketch_system
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from sketchssm.bench.host import copy_bandwidth, measure_host
 from sketchssm.bench.peers import PEERS, measure_peer
 from sketchssm.bench.results import BenchResult
 from sketchssm.bench.workloads import systems
-from sketchssm.evaluate.systems import System
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
+from sketchssm.systems import System
 
 __all__ = ["Case", "Report", "time_cases"]
 

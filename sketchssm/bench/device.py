@@ -23,11 +23,11 @@ from sketchssm.bench.graphs import Ahead, captured, upload
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
 from sketchssm.evaluate.measure import relative_error
-from sketchssm.evaluate.systems import System
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array
+from sketchssm.systems import System
 
 __all__ = [
     "Workload",

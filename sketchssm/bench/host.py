@@ -12,9 +12,9 @@ import numpy as np
 from sketchssm.bench.results import BenchResult, step_bytes
 from sketchssm.bench.workloads import random_tokens, token_at
 from sketchssm.evaluate.measure import relative_error
-from sketchssm.evaluate.systems import System
 from sketchssm.head import DecodeHead
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.systems import System
 
 __all__ = ["available_cores", "copy_bandwidth", "measure_host"]
 

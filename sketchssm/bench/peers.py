@@ -18,8 +18,8 @@ import numpy as np
 
 from sketchssm.bench.device import Workload, slot_sets, typical_times
 from sketchssm.bench.results import BenchResult, step_bytes
-from sketchssm.evaluate.systems import exact_systems
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.systems import exact_systems
 
 __all__ = ["PEERS", "Peer", "measure_peer"]
 

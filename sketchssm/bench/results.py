@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm import traffic
-from sketchssm.evaluate.systems import System
 from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.systems import System
 
 __all__ = ["BenchResult", "StepBytes", "step_bytes"]
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.systems import System, exact_systems, sketch_system
 
 __all__ = [
     "MEAN_RANKS",

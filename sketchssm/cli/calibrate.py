@@ -11,7 +11,7 @@ from sketchssm.cli import options
 from sketchssm.cli.models import ModelText, calibrate_model, model_options
 
 if TYPE_CHECKING:
-    from sketchssm.evaluate import Settings
+    from sketchssm.calibrate.plans import Settings
 
 __all__ = ["command"]
 
@@ -80,9 +80,9 @@ def calibrate_traces(
     from sketchssm import traffic
     from sketchssm.backends import common_rank
     from sketchssm.calibrate.allocation import allocate_ranks, warn_of_limit
+    from sketchssm.calibrate.plans import calibrate
     from sketchssm.calibrate.refreshes import refresh_errors
     from sketchssm.cli.output import Output, percent, ranks_text, scientific
-    from sketchssm.evaluate import calibrate
     from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import FULL_STATE, check_flush_every
     from sketchssm.traces import Traces

@@ -14,7 +14,8 @@ from sketchssm.cli import options
 from sketchssm.cli.options import Numbers
 
 if TYPE_CHECKING:
-    from sketchssm.evaluate import Settings, Study
+    from sketchssm.calibrate.plans import Settings
+    from sketchssm.evaluate import Study
 
 __all__ = ["command"]
 

@@ -13,7 +13,7 @@ from sketchssm.cli.models import ModelText, evaluate_model, model_options
 from sketchssm.cli.options import Numbers
 
 if TYPE_CHECKING:
-    from sketchssm.evaluate import Settings
+    from sketchssm.calibrate.plans import Settings
 
 __all__ = ["command"]
 

@@ -13,8 +13,8 @@ import click
 from sketchssm.cli import options
 
 if TYPE_CHECKING:
+    from sketchssm.calibrate.plans import Settings
     from sketchssm.cli.output import Output
-    from sketchssm.evaluate import Settings
 
 __all__ = ["MODEL_OPTIONS", "ModelText", "calibrate_model", "evaluate_model", "model_options"]
 

@@ -128,7 +128,7 @@ def map_settings(command: F) -> F:
         sketch_dtype: str,
         **others: Any,
     ) -> Any:
-        from sketchssm.evaluate import Settings
+        from sketchssm.calibrate.plans import Settings
 
         settings = Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting, sketch_dtype)
         return command(*args, settings=settings, **others)

@@ -21,8 +21,8 @@ from sketchssm.baselines import (
 )
 from sketchssm.baselines.quantised import RESIDUAL_BITS
 from sketchssm.calibrate.moments import Moments
-from sketchssm.evaluate.systems import System, sketch_system
 from sketchssm.recurrence import Layer, Tokens
+from sketchssm.systems import System, sketch_system
 
 __all__ = ["SPARSITIES", "key_reduced_systems", "pruned_systems", "quantised_systems", "read_only_systems"]
 

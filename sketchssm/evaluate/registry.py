@@ -20,10 +20,10 @@ from sketchssm.evaluate.baselines import (
     read_only_systems,
 )
 from sketchssm.evaluate.study import Study
-from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
+from sketchssm.systems import System, exact_systems, sketch_system
 
 __all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select", "series"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS
+from sketchssm.calibrate.plans import Calibrated, Settings, calibrate
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
-from sketchssm.evaluate.calibrated import Calibrated, Settings, calibrate
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, Tokens, check_window
 from sketchssm.reference.recurrence import Array, run

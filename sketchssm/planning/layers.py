@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from sketchssm.backends import common_rank
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.plans import Calibrated, calibrate
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.evaluate.calibrated import Calibrated, calibrate
 from sketchssm.formats import SketchFormat
 from sketchssm.interop import to_host
 from sketchssm.plan import SketchPlan

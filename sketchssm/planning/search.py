@@ -11,11 +11,11 @@ from sketchssm.bench.results import step_bytes
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.evaluate.systems import exact_systems, sketch_system
 from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
 from sketchssm.planning.candidate import candidates as all_candidates
 from sketchssm.planning.layers import Energies, PlannedLayer, ScoredLayer, TracedLayer
+from sketchssm.systems import exact_systems, sketch_system
 from sketchssm.traces import Traces
 
 __all__ = ["PlanPoint", "PlanSearch", "autoplan"]

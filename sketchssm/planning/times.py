@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from sketchssm.bench.device import Workload, device_bandwidth, measure_device
 from sketchssm.bench.host import copy_bandwidth, measure_host
 from sketchssm.bench.results import BenchResult
-from sketchssm.evaluate.systems import System, exact_systems, sketch_system
 from sketchssm.plan import SketchPlan
+from sketchssm.systems import System, exact_systems, sketch_system
 
 __all__ = ["StepTimes"]
 

@@ -13,10 +13,10 @@ import torch
 
 from sketchssm import traffic
 from sketchssm.baselines import ReplayHead
-from sketchssm.evaluate.systems import exact_systems
 from sketchssm.exact import ExactHead
 from sketchssm.plan import SketchPlan
 from sketchssm.sketch_head import SketchHead
+from sketchssm.systems import exact_systems
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import Ids, run_row, token_rows
@@ -202,26 +202,9 @@ def _traffic(layer: RecurrentLayer, head: ExactHead | None) -> LayerTraffic:
     if head is None:
         return LayerTraffic(standard, standard)
     if isinstance(head, SketchHead):
-        reduction = _sketch_reduction(head)
+        reduction = head.plan.reduction_with(head.state_dtype, head.sketch_dtype)
     else:
         window = head.window if isinstance(head, ReplayHead) else 1
         systems = exact_systems(shape, window, state_dtype=head.state_dtype)
         reduction = systems[isinstance(head, ReplayHead)].reduction
     return LayerTraffic(standard, standard / reduction)
-
-
-def _sketch_reduction(head: SketchHead) -> float:
-    """Traffic reduction of a head, which may store sketches in another format than its plan's."""
-    plan = head.plan
-    return traffic.reduction(
-        plan.layer.kind,
-        plan.layer.key_dim,
-        plan.layer.value_dim,
-        plan.ranks,
-        plan.window,
-        plan.map,
-        head.state_dtype,
-        sketch_dtype=head.sketch_dtype,
-        wide=plan.wide if head.sketch_dtype == plan.sketch_dtype else None,
-        flush_every=plan.flush_every,
-    )

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from gpu.cuda_support import LAYERS
 
 from sketchssm import bench
+from sketchssm.calibrate.plans import Settings
 from sketchssm.cli import main
-from sketchssm.evaluate import Settings, Study, entries, measure
+from sketchssm.evaluate import Study, entries, measure
 from sketchssm.traces import Traces
 
 pytestmark = pytest.mark.gpu

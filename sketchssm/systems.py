@@ -101,18 +101,5 @@ def sketch_system(plan: SketchPlan, name: str, gate: GateInput | None = None, st
     System
         The system.
     """
-    layer = plan.layer
     same: Any = {"gate": gate, "state_dtype": state_dtype}
-    reduction = traffic.reduction(
-        layer.kind,
-        layer.key_dim,
-        layer.value_dim,
-        plan.ranks,
-        plan.window,
-        plan.map,
-        state_dtype,
-        sketch_dtype=plan.sketch_dtype,
-        wide=plan.wide,
-        flush_every=plan.flush_every,
-    )
-    return System(name, partial(SketchHead, plan, **same), reduction, plan, **same)
+    return System(name, partial(SketchHead, plan, **same), plan.reduction_with(state_dtype), plan, **same)
