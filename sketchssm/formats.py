@@ -118,6 +118,25 @@ class SketchFormat:
         """Whether columns have two widths."""
         return self.tail is not None
 
+    def noise(self, read: Any, wide: Any) -> Any:
+        """Energy, or another score, of the noise that codes add to a read.
+
+        Parameters
+        ----------
+        read : array_like
+            Energy of the read through all columns.
+        wide : array_like
+            Energy of the read through the columns of `code`; ignored if the format is not mixed.
+
+        Returns
+        -------
+        array_like
+            The noise; zero for formats without codes.
+        """
+        if self.tail is None:
+            return self.code.noise * read
+        return self.code.noise * wide + self.tail.noise * (read - wide)
+
     def stored_as(self, sketch_dtype: Any) -> SketchFormat:
         """Format in which a head stores the sketches of a plan of this format.
 

@@ -13,7 +13,7 @@ from sketchssm import traffic
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.coefficients import MAPS
-from sketchssm.formats import SketchFormat
+from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.recurrence import Layer
 
 SMALL = Layer("gdn", 4, 32, 24)
@@ -134,6 +134,22 @@ def test_widths_go_where_energy_is():
     curves = np.array([np.r_[1.0, 0.02 * 0.9 ** np.arange(12)]])
     allocation = ss.allocate_ranks(scores_of(Layer("gdn", 1, 32, 24), curves), 6, sketch_dtype="int8+int4")
     assert 1 <= allocation.wide < allocation.ranks
+
+
+def test_widths_where_gradients_avoid_the_output():
+    """The first column has nearly all energy, and errors in its direction have no effect; its noise has any direction.
+
+    A head of noisy 4-bit columns alone would score 0.092 x 1 + 0.01, and with one column in 8 bits about 0.013.
+    """
+    energy = np.array([np.r_[1.0, 0.02 * 0.9 ** np.arange(12)]])
+    paired = np.array([np.r_[0.02, 0.02 * 0.9 ** np.arange(12)]])
+    layer = Layer("gdn", 1, 32, 24)
+    scores = scores_of(layer, energy, paired, sensitivity=[24.0])
+    allocation = ss.allocate_ranks(scores, 6, sketch_dtype="int8+int4")
+    rank, wide = int(allocation.ranks[0]), int(allocation.wide[0])
+    assert 1 <= wide < rank
+    lost = FORMATS["int8+int4"].noise(1.0 - energy[0, rank], 1.0 - energy[0, wide])
+    assert allocation.objective == pytest.approx(paired[0, rank] + lost, rel=1e-12)  # the same float64 numbers
 
 
 def test_uniform_widths_and_plans(rng):

@@ -183,9 +183,10 @@ def test_scores_alone(layers):
     assert found.chosen.error == pytest.approx(np.sqrt(lost.mean()), rel=1e-12)  # the same float64 numbers
     mixed = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
         ("ridge",), ("int8+int4",), (WINDOW,), (1,)))  # fmt: skip
-    ranks, wide, curves = mixed.plans[0].ranks, mixed.plans[0].wide, own.scores.paired
-    whole, kept, wider = curves[:, 0], curves[heads, ranks], curves[heads, wide]
-    lost = kept + INT8.noise * (whole - wider) + INT4.noise * (wider - kept)
+    ranks, wide = mixed.plans[0].ranks, mixed.plans[0].wide
+    curves, reads = own.scores.objective("gradient"), own.scores.noise_objective("gradient")
+    whole, kept, read, wider = curves[:, 0], curves[heads, ranks], reads[heads, ranks], reads[heads, wide]
+    lost = kept + INT8.noise * wider + INT4.noise * (read - wider)
     assert (ranks > 0).all()
     assert mixed.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
     with pytest.raises(ValueError, match="traces: expected traces"):

@@ -205,6 +205,42 @@ def test_gradients_in_float32(rng):
         assert np.array_equal(getattr(single, name), getattr(double, name))
 
 
+@pytest.mark.parametrize("method", ["gradient", "error", "sensitivity"])
+def test_noise(method, rng):
+    """Isotropic noise with the energy of each read: by its definition, and by the mean of random noise."""
+    layer = LAYERS["gdn"]
+    scores = scores_of(layer)
+    scores.update(
+        *traces_of(rng, layer, 2, 4 * W)[0], grad=rng.standard_normal((2, 4 * W, layer.heads, layer.value_dim))
+    )
+    got, count = scores.noise_objective(method), scores.samples[:, None]
+    energy = (scores.error[:, :1] - scores.error) / count
+    if method == "gradient":
+        slope = rng.standard_normal((40_000, layer.value_dim))
+        slope *= np.sqrt(scores.sensitivity[0] / scores.samples[0] / layer.value_dim)
+        noise = rng.standard_normal(slope.shape) * np.sqrt(energy[0, -1] / layer.value_dim)
+        # 40,000 samples of a squared product of normal numbers: a standard error of 1.4%
+        assert np.square((slope * noise).sum(axis=1)).mean() == pytest.approx(got[0, -1], rel=0.06)
+        want = scores.sensitivity[:, None] / count * energy / layer.value_dim
+    else:
+        curves = scores.objective(method)
+        want = curves[:, :1] - curves
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14 * want.max())  # differences of the same float64
+    assert (np.diff(got) >= 0).all()
+    assert (got[:, 0] == 0).all()
+
+
+def test_noise_never_falls_with_the_rank(rng):
+    """A decay of other layers may rise; reading more columns adds no less noise."""
+    layer = LAYERS["gdn"]
+    scores = scores_of(layer)
+    scores.update(
+        *traces_of(rng, layer, 2, 4 * W)[0], grad=rng.standard_normal((2, 4 * W, layer.heads, layer.value_dim))
+    )
+    noise = scores.noise_objective("sensitivity", [1.0, 0.5, 0.6, 0.2, 0.3])
+    np.testing.assert_allclose(noise / noise[:, -1:], [[0, 0.625, 0.625, 1, 1]] * layer.heads)
+
+
 def test_error_only(rng):
     layer = LAYERS["gdn"]
     tokens, grad = traces_of(rng, layer, 2, 12)

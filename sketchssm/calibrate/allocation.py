@@ -5,12 +5,13 @@ minimises the sum of the scores within the budget (equation *m-allocation*), whi
 a price on traffic instead of the budget, the heads are independent; this gives a lower bound (equation *alloc-dual*)
 and so a limit on the distance of a table from the optimum.
 
-A sketch of "int8+int4" has a second choice: w of its G columns in 8 bits. With J(G) the score of a rank and n8, n4 the
-noise of the codes (`sketchssm.formats`), the score of the pair is the loss of columns and of bits,
+A sketch of "int8+int4" has a second choice: w of its G columns in 8 bits. The score of the pair is the loss of columns
+and of bits,
 
-    J(G, w) = J(G) + n8 (J(0) - J(w)) + n4 (J(w) - J(G)).
+    J(G, w) = J(G) + n8 N(w) + n4 (N(G) - N(w)),
 
-"int8" and "fp8" are the case w = G.
+with the score J(G) of a rank, the noise n8 and n4 of the codes (`sketchssm.formats`), and the score N(G) of noise with
+the energy of a read through G columns (`RankScores.noise_objective`). "int8" and "fp8" are the case w = G.
 """
 
 from __future__ import annotations
@@ -263,7 +264,6 @@ class _Table:
         decay = _shared_decay(layers, width) if method == "sensitivity" else None
         pairs = [(g, w) for g in range(1, width + 1) for w in (range(g + 1) if cost.form.mixed else (g,))]
         ranks, wides = np.array(pairs, dtype=np.int64).T
-        lead, tail = cost.form.code.noise, (cost.form.tail or cost.form.code).noise
         tables, limits = [], []
         for layer in layers:
             heads = layer.layer.heads
@@ -272,12 +272,11 @@ class _Table:
             order = np.argsort(used, kind="stable")
             used, rank, wide = used[order], ranks[order], wides[order]
             fits = (rank <= layer.rank_max) & (used < full)
-            curves = layer.objective(method, None if decay is None else decay[: layer.rank_max + 1])
-            whole, kept, wider = curves[:, :1], curves[:, rank[fits]], curves[:, wide[fits]]
+            own_decay = None if decay is None else decay[: layer.rank_max + 1]
+            curves, reads = layer.objective(method, own_decay), layer.noise_objective(method, own_decay)
             score = np.full((heads, rank.size + 1), np.inf)
-            # scores of few samples may rise with the rank: coding more columns is no gain
-            noise = lead * np.maximum(whole - wider, 0) + tail * np.maximum(wider - kept, 0)
-            score[:, :-1][:, fits] = kept + noise
+            noise = cost.form.noise(reads[:, rank[fits]], reads[:, wide[fits]])
+            score[:, :-1][:, fits] = curves[:, rank[fits]] + noise
             score[:, -1] = 0.0 if full_reads else np.inf
             own = (np.append(used, full), np.append(rank, FULL_STATE), np.append(wide, 0))
             tables.append((score, *(np.broadcast_to(x, score.shape) for x in own)))

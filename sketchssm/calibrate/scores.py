@@ -179,6 +179,38 @@ class RankScores:
             return self.sensitivity[:, None] / count * shared
         return (self.error if method == "error" else self.paired) / count
 
+    def noise_objective(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
+        """Score noise with the energy of a read through the first G columns, for every head and G.
+
+        The noise of codes has no preferred direction. So under "gradient" its score is
+        ``E[|grad|^2] E[|o_G|^2] / V``, with the read ``o_G = Q_G Q_G^T o``. The paired score of the read itself can't
+        replace it: gradients may avoid the direction of the output. In 32 heads of six real layers the paired score of
+        the whole read is 0.03 to 3.9 times the score of noise.
+
+        Parameters
+        ----------
+        method : {"gradient", "error", "sensitivity"}, optional
+            See `objective`.
+        decay : array_like, (rank_max + 1,), optional
+            See `objective`.
+
+        Returns
+        -------
+        ndarray, (heads, rank_max + 1)
+            Mean scores; zero for G = 0 and for a head without samples.
+
+        Raises
+        ------
+        ValueError
+            If the method is unknown or needs gradients that were not given.
+        """
+        curves = self.objective(method, decay)
+        if (method or ("gradient" if self.graded else "error")) == "gradient":
+            count = np.maximum(self.samples, 1)[:, None]
+            curves = self.sensitivity[:, None] / count * self.objective("error") / self.layer.value_dim
+        # a decay that layers share may rise with the rank
+        return np.maximum.accumulate(curves[:, :1] - curves, axis=-1)
+
     def __add__(self, other: RankScores) -> RankScores:
         """Scores over both sets of traces; ValueError unless basis, window and use of gradients agree."""
         if not isinstance(other, RankScores):

@@ -191,13 +191,14 @@ class ScoredLayer:
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
         """See `PlannedLayer`."""
-        curves, heads = self._scores.paired if graded else self._scores.error, np.arange(self.layer.heads)
-        form = SketchFormat.of(plan.sketch_dtype)
-        rank = np.maximum(plan.ranks, 0)
-        whole, kept, wider = (curves[heads, g] for g in (0 * rank, rank, rank if plan.wide is None else plan.wide))
-        tail = form.tail.noise if form.tail else 0.0
-        lost = kept + form.code.noise * np.maximum(whole - wider, 0.0) + tail * np.maximum(wider - kept, 0.0)
-        return np.stack([np.where(plan.ranks == FULL_STATE, 0.0, lost), whole])
+        heads, rank = np.arange(self.layer.heads), np.maximum(plan.ranks, 0)
+        method = "gradient" if graded else "error"
+        curves, reads = self._scores.objective(method), self._scores.noise_objective(method)
+        noise = SketchFormat.of(plan.sketch_dtype).noise(
+            reads[heads, rank], reads[heads, rank if plan.wide is None else plan.wide]
+        )
+        lost = np.where(plan.ranks == FULL_STATE, 0.0, curves[heads, rank] + noise)
+        return np.stack([lost, curves[:, 0]]) * self._scores.samples
 
     def test_error(self, plan: SketchPlan) -> Energies:
         """See `PlannedLayer`; there is no such text."""
