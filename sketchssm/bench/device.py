@@ -47,6 +47,9 @@ PASSING = 1 << 30
 
 MAX_SETS = 512
 
+CAPTURES = 32
+"""Graphs of a head between two calls outside of graphs, which make room for the next graphs."""
+
 LEAST, MOST = 5, 200
 """Smallest and largest number of timed rounds."""
 
@@ -317,15 +320,17 @@ def measure_device(
     compiled = time.perf_counter() - begun
     slots = [cupy.arange(i * batch, (i + 1) * batch, dtype=np.int64) for i in range(sets)]
     start = cupy.asarray(work.start[None]).repeat(batch, axis=0)
-    for some in slots:
-        head.load_state(start, some)
-    del start
     # one output per position: the last set's outputs stay there and are compared with float64
     outputs = [cupy.empty(x.v.shape, x.v.dtype) for x in work.steps]
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
-    graphs = [captured(_steps(head, *pair, slots), stream) for pair in zip(work.steps, outputs, strict=True)]
-    launches = [partial(graph.launch, stream) for graph in graphs]
+    launches = []
+    for i, pair in enumerate(zip(work.steps, outputs, strict=True)):
+        if i % CAPTURES == 0:
+            for some in slots:
+                head.load_state(start, some)
+        launches.append(partial(captured(_steps(head, *pair, slots), stream).launch, stream))
+    del start
 
     for launch in launches:
         launch()
