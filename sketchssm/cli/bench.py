@@ -69,7 +69,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     help="Time this plan at its layer's shape, instead of --shape; may be repeated.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
+    "--seconds", type=options.FiniteRange(min=0), help="Time for each measurement.  [default: 0.5, on a GPU 0.05]"
 )
 @click.option(
     "--duty",
@@ -100,7 +100,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 )
 @click.option(
     "--tokens",
-    type=click.FloatRange(min=1),
+    type=options.FiniteRange(min=1),
     default=256,
     show_default=True,
     help="Mean length of a request, for --arrivals.",
@@ -166,6 +166,7 @@ def command(
         raise click.BadParameter("other libraries are timed with log-decays only", param_hint="--raw-gate")
     if plan_files:
         options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots", "sketch_dtypes"))
+    options.check_files(plan_files, plot=plot, json=json_file)
     if plot is not None:
         check(plot)
     batches = batches or (ARRIVING if arrivals else BATCHES)["cuda" if backend == "cuda" else "cpu"]

@@ -26,7 +26,7 @@ __all__ = ["command"]
 )
 @click.option(
     "--mean-rank",
-    type=click.FloatRange(min=1),
+    type=options.FiniteRange(min=1),
     default=7.0,
     show_default=True,
     help="Budget: the read bytes of all heads at this rank.",
@@ -59,7 +59,7 @@ def command(
     if source is not None:
         from sketchssm.cli.output import Output
 
-        check_outputs((source.text,), [out], json_file)
+        options.check_files([source.text], out=out, json=json_file)
         calibrate_model(source, out, mean_rank, flush_every, rank_max, settings, Output(json_file))
     else:
         calibrate_traces(traces, out, mean_rank, flush_every, rank_max, settings, json_file)
@@ -89,7 +89,7 @@ def calibrate_traces(
 
     every = check_flush_every(flush_every, settings.window)
     target = plan_paths(traces, out)
-    check_outputs(traces, target, json_file)
+    options.check_files(traces, out=target, json=json_file)
     output = Output(json_file)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
@@ -171,15 +171,3 @@ def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
     if out.is_file():
         raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
     return paths
-
-
-def check_outputs(traces: tuple[Path, ...], plans: list[Path], json_file: str | None) -> None:
-    """Refuse to write a file over one that is read, or a report over a plan."""
-    outputs = [("--out", path) for path in plans]
-    if json_file not in (None, "-"):
-        outputs.append(("--json", Path(str(json_file))))
-    taken = {path.resolve() for path in traces}
-    for option, path in outputs:
-        if path.resolve() in taken:
-            raise click.UsageError(f"{option}: expected a separate file, got {path}")
-        taken.add(path.resolve())

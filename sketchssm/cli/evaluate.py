@@ -43,7 +43,7 @@ TRACE_OPTIONS = (
     "--ranks", type=Numbers(), default="2,4,6,8,12,16", show_default=True, help="Mean ranks of the sketches."
 )
 @click.option(
-    "--mean-rank", type=click.FloatRange(min=1), default=8.0, show_default=True, help="Mean rank of the ablations."
+    "--mean-rank", type=options.FiniteRange(min=1), default=8.0, show_default=True, help="Mean rank of the ablations."
 )
 @click.option(
     "--every",
@@ -113,6 +113,7 @@ def command(
             raise click.UsageError("--plans: expected plans of the model")
         from sketchssm.cli.output import Output
 
+        options.check_files([source.text, plans], json=json_file)
         evaluate_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
@@ -122,6 +123,7 @@ def command(
         options.refuse("without --plots", ("suffix",))
     if plan_file is not None and len(traces) > 1:
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
+    options.check_files([*traces, plan_file], report=report, json=json_file)
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
     from sketchssm.cli.tables import show_all

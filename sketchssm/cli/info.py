@@ -42,6 +42,7 @@ def command(plan: Path | None, json_file: str | None) -> None:
     from sketchssm.files import format_of
     from sketchssm.model_plans import FORMAT, ModelPlans
 
+    options.check_files([plan], json=json_file)
     output = Output(json_file)
     if plan is not None and format_of(plan) == FORMAT.name:
         plans = ModelPlans.load(plan)

@@ -168,8 +168,6 @@ def calibrate_model(
     output: Output,
 ) -> None:
     """Make one file with the plans of a model."""
-    if out.is_dir():
-        raise click.UsageError(f"--out: expected a file for the plans of a model, got the folder {out}")
     from sketchssm.cli.output import percent, ranks_text
     from sketchssm.transformers import calibrate
     from sketchssm.transformers.calibration import progress_steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,8 +20,11 @@ from sketchssm.formats import DEFAULT_FORMAT, FORMATS
 
 __all__ = [
     "MAP_SETTINGS",
+    "FiniteRange",
     "Numbers",
     "backend",
+    "check_backend",
+    "check_files",
     "map_settings",
     "needs_matplotlib",
     "output",
@@ -31,6 +35,17 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers in a range, without NaN and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse ``"0.5"``."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"expected a finite number, got {value!r}", param, ctx)
+        return number
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -79,13 +94,13 @@ def backend(command: F) -> F:
         type=click.Choice(["auto", *BACKENDS]),
         default="auto",
         show_default=True,
-        callback=_check_backend,
+        callback=check_backend,
         help="Backend of the heads.",
     )(command)
 
 
-def _check_backend(context: click.Context, param: click.Parameter, value: str) -> str:
-    """Refuse a missing GPU before any work."""
+def check_backend(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse a missing GPU before any work: a callback of an option."""
     lack = cuda.missing() if value == "cuda" else ""
     if lack:
         raise click.BadParameter(f"'cuda' can't run here: {lack}")
@@ -154,7 +169,7 @@ def map_settings(command: F) -> F:
             type=click.IntRange(min=1),
             help="Pivot count of lowrank and prior.  [default: the map's own]",
         ),
-        click.option("--ridge", type=click.FloatRange(min=0), help="Regularisation.  [default: the map's own]"),
+        click.option("--ridge", type=FiniteRange(min=0), help="Regularisation.  [default: the map's own]"),
         click.option(
             "--sketch-dtype",
             type=click.Choice(list(FORMATS)),
@@ -178,6 +193,31 @@ def map_settings(command: F) -> F:
     for option in reversed(options):
         gathered = option(gathered)
     return cast(F, gathered)
+
+
+def check_files(reads: Iterable[Path | None], **writes: str | Path | Iterable[Path] | None) -> None:
+    """Refuse to write a file over one that the command reads or writes for another option.
+
+    Parameters
+    ----------
+    reads : iterable of Path or None
+        Files that the command reads.
+    **writes : str, Path, iterable of Path or None
+        Files that the command writes, by the names of the options; "-" is standard output.
+    """
+    taken = {path.resolve() for path in reads if path is not None}
+    for option, given in writes.items():
+        paths = [Path(given)] if isinstance(given, str | Path) else list(given or ())
+        for path in paths:
+            if str(path) == "-":
+                continue
+            if path.resolve() in taken:
+                raise click.UsageError(f"--{option}: expected a separate file, got {path}")
+            if path.is_dir():
+                raise click.UsageError(f"--{option}: expected a file, got the folder {path}")
+            if path.exists() and not path.is_file():
+                continue  # /dev/null may be written twice
+            taken.add(path.resolve())
 
 
 MAP_SETTINGS = ("window", "map_name", "pivots", "ridge", "method", "weighting", "sketch_dtype")

@@ -45,16 +45,16 @@ class Names(click.ParamType[tuple[str, ...]]):
     help="Plan file or, for several trace files, a folder with one plan each.",
 )
 @click.option(
-    "--error", type=click.FloatRange(min=0, min_open=True), help="Target: at most this error of the outputs."
+    "--error", type=options.FiniteRange(min=0, min_open=True), help="Target: at most this error of the outputs."
 )
 @click.option(
     "--traffic",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     help="Target: at most this share of standard decode's bytes, ring, inputs and outputs included.",
 )
 @click.option(
     "--microseconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     help="Target: at most this time of a step of all layers; needs --time-on.",
 )
 @click.option(
@@ -77,7 +77,10 @@ class Names(click.ParamType[tuple[str, ...]]):
 @click.option("--mean-ranks", type=options.Numbers(), default="2,3,4,6,8,10,12,16", show_default=True)
 @options.rank_max
 @click.option(
-    "--time-on", type=click.Choice(["cpu", "cuda"]), help="Measure times on this backend.  [default: count bytes]"
+    "--time-on",
+    type=click.Choice(["cpu", "cuda"]),
+    callback=options.check_backend,
+    help="Measure times on this backend.  [default: count bytes]",
 )
 @click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Rows of a timed step.")
 @options.backend
@@ -107,16 +110,23 @@ def command(
     """
     if sum(target is not None for target in (error, traffic, microseconds)) != 1:
         raise click.UsageError("target: expected one of --error, --traffic and --microseconds")
+    if not traces:
+        raise click.UsageError("TRACES: expected trace files")
     if time_on is None:
         options.refuse("without --time-on", ("batch",))
-    from sketchssm.cli.calibrate import check_outputs, plan_paths
+        if microseconds is not None:
+            raise click.UsageError("--microseconds: expected --time-on cpu or --time-on cuda with this target")
+    from sketchssm import figures
+    from sketchssm.cli.calibrate import plan_paths
     from sketchssm.cli.output import Output
     from sketchssm.planning import StepTimes, autoplan, candidates
     from sketchssm.plots import draw_frontier
     from sketchssm.traces import Traces
 
     target = plan_paths(traces, out)
-    check_outputs(traces, target, json_file)
+    options.check_files(traces, out=target, plots=plots, json=json_file)
+    if plots is not None:
+        figures.check(plots)
     output = Output(json_file)
     chosen_maps = {} if maps is None else {"maps": [_map(name) for name in maps]}
     tried = candidates(**chosen_maps, sketch_dtypes=sketch_dtypes, windows=windows, flushes=flushes)
@@ -148,7 +158,11 @@ def _map(name: str) -> CoefficientMap:
     """A map from its name, or from ``name:ridge``."""
     name, _, ridge = name.partition(":")
     try:
-        return CoefficientMap(name, ridge=float(ridge) if ridge else None)
+        value = float(ridge) if ridge else None
+    except ValueError as error:
+        raise click.UsageError(f"--maps: expected a number after {name}:, got {ridge!r}") from error
+    try:
+        return CoefficientMap(name, ridge=value)
     except ValueError as error:
         raise click.UsageError(f"--maps: {error}") from error
 
