@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from sketchssm import traffic
 from sketchssm.files import FileFormat, load_file, save_file
 from sketchssm.plan import FORMAT as PLAN_FORMAT
-from sketchssm.plan import PlanFileError, SketchPlan
+from sketchssm.plan import PlanFileError, SketchPlan, total_reduction
 from sketchssm.recurrence import Layer
 
 __all__ = ["AllocationSummary", "LayerFingerprint", "ModelFingerprint", "ModelPlans"]
@@ -172,11 +171,7 @@ class ModelPlans(Mapping[str, SketchPlan]):
     @property
     def reduction(self) -> float:
         """Traffic reduction of all layers together: how many times fewer bytes than standard decode."""
-        standard = {
-            name: plan.layer.heads * traffic.standard(plan.layer.key_dim, plan.layer.value_dim)
-            for name, plan in self.items()
-        }
-        return sum(standard.values()) / sum(standard[name] / plan.reduction for name, plan in self.items())
+        return total_reduction(self.values())
 
     def check(self, model: ModelFingerprint) -> None:
         """Check that the plans belong to a model.

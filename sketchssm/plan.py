@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.allocation import Allocation, RankTable
     from sketchssm.calibrate.basis import SketchBasis
 
-__all__ = ["PlanFileError", "SketchPlan"]
+__all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
 
 
 class PlanFileError(FileFormatError):
@@ -304,6 +305,12 @@ class SketchPlan:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
         plan._fill(Layer(**layer), tensors, window, full, sketch_dtype, wide, flush_every)
         return plan
+
+
+def total_reduction(plans: Collection[SketchPlan]) -> float:
+    """Traffic reduction of several layers together: how many times fewer bytes than standard decode."""
+    standard = [plan.layer.heads * traffic.standard(plan.layer.key_dim, plan.layer.value_dim) for plan in plans]
+    return sum(standard) / sum(whole / plan.reduction for whole, plan in zip(standard, plans, strict=True))
 
 
 def _columns(layer: Layer, name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -159,7 +159,7 @@ class TestDevice:
         file = tmp_path / "out.json"
         chosen = ["--batch", 3, "--window", WINDOW, "--layers", 2, "--steps", 8, "--tokens", 3, "--duty", 0.5]
         printed = invoke("--arrivals", *chosen, "--map", "lowrank", "--json", file).output
-        assert "2 layers, on cuda" in printed
+        assert "microseconds of a layer's step, 2 layers" in printed
         report = json.loads(file.read_text())
         assert (report["device"], report["layers"], report["duty"]) == ("host", 2, 0.5)
         assert len(rests) == 3 * len(report["results"])  # one for each window

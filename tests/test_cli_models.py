@@ -130,7 +130,7 @@ def test_types_of_parameters(folder, plans):
         (["calibrate", "--out", "x", "--model", "{}", "{}/text.npy"], "--model: expected no trace files with"),
         (
             ["calibrate", "--out", "{}", "--model", "{}", "--text", "{}/text.npy"],
-            "--out: expected a file, got the folder",
+            "--out: expected a file for the plans",
         ),
         (
             ["calibrate", "--out", "{}/text.npy", "--model", "{}", "--text", "{}/text.npy"],
@@ -142,11 +142,11 @@ def test_types_of_parameters(folder, plans):
         ),
         (
             ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/model.safetensors"],
-            "--text: expected UTF-8 text or an npy file",
+            "text: expected UTF-8 text or an npy file",
         ),
         (
             ["calibrate", "--out", "x", "--model", "{}/..", "--text", "{}/text.npy", "--length", "24"],
-            "--model: AutoModelForCausalLM of transformers can't read",
+            "model: AutoModelForCausalLM of transformers can't read",
         ),
         (
             [
@@ -162,7 +162,7 @@ def test_types_of_parameters(folder, plans):
                 "--device",
                 "none",
             ],
-            "--device: 'none' can't be used",
+            "device: 'none' can't be used",
         ),
         (["evaluate", "--model", "{}", "--text", "{}/text.npy"], "--plans: expected plans of the model"),
         (
@@ -186,7 +186,7 @@ def test_ids_of_another_shape(folder, tmp_path):
     path = tmp_path / "ids.npy"
     np.save(path, np.zeros((2, 9), np.int64))
     result = invoke("calibrate", "--out", "x", "--model", folder, "--text", path, code=2)
-    assert "--text: expected token ids of shape (tokens,), got (2, 9)" in result.stderr
+    assert "text: expected token ids of shape (tokens,), got (2, 9)" in result.stderr
 
 
 def test_plans_of_another_model(folder, plans, tmp_path):

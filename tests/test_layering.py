@@ -16,7 +16,7 @@ FILES = {
 FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
 # Modules that may import a framework: they convert arrays, load models, time other libraries, or serve PyTorch.
 KNOW_FRAMEWORKS = {
-    f"sketchssm.{name}" for name in ("interop", "cuda.frameworks", "bench.peers", "cli.models", "distributed", "torch")
+    f"sketchssm.{name}" for name in ("interop", "cuda.frameworks", "bench.peers", "distributed", "torch")
 } | {module for module in FILES if module.startswith(("sketchssm.transformers", "sketchssm.vllm"))}
 # Below the heads: equations, calibration, plans and their costs.
 MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence", "checks")

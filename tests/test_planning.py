@@ -266,8 +266,9 @@ def test_command(tmp_path):
         in invoke("plan", *paths, *settings, "--error", 1, "--batch", 2, code=2).output
     )
     assert "expected one of --error" in invoke("plan", *paths, *settings, code=2).output
-    assert "expected names from" in invoke("plan", *paths, "--maps", "rigde", code=2).output
-    assert "--maps: ridge" in invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2).output
+    assert "map: expected one of" in invoke("plan", *paths, "--maps", "rigde", code=2).output
+    refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2)
+    assert "'--maps': ridge: map 'offline' has no ridge" in refused.output
 
 
 def test_command_draws(tmp_path):

@@ -26,9 +26,10 @@ from recurrence import Chunked, Heads
 from torch.nn import functional as F
 
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.cli.output import Output, percent
+from sketchssm.cli.output import Output
 from sketchssm.coefficients import DEFAULT_MAP, MAPS
 from sketchssm.formats import FORMATS
+from sketchssm.tables import percent
 
 
 @dataclass(frozen=True)

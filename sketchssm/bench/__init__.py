@@ -14,6 +14,7 @@ from sketchssm.bench.device import Workload, compile_all, device_bandwidth, devi
 from sketchssm.bench.host import available_cores, copy_bandwidth, measure_host
 from sketchssm.bench.peers import PEERS, Peer, measure_peer
 from sketchssm.bench.results import BenchResult, StepBytes, step_bytes
+from sketchssm.bench.tables import arrival_tables, time_tables
 from sketchssm.bench.workloads import (
     MEAN_RANKS,
     SHAPES,
@@ -36,6 +37,7 @@ __all__ = [
     "Report",
     "StepBytes",
     "Workload",
+    "arrival_tables",
     "available_cores",
     "compile_all",
     "copy_bandwidth",
@@ -52,4 +54,5 @@ __all__ = [
     "systems",
     "time_arrivals",
     "time_cases",
+    "time_tables",
 ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
 
 from sketchssm.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.bench.host import copy_bandwidth, measure_host
 from sketchssm.bench.peers import PEERS, measure_peer
 from sketchssm.bench.results import BenchResult
-from sketchssm.bench.workloads import systems
+from sketchssm.bench.workloads import random_gate, random_plan, spread_ranks, systems
+from sketchssm.coefficients import CoefficientMap
 from sketchssm.gates import GateInput
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
@@ -45,6 +48,56 @@ class Case:
     plans: list[SketchPlan]
     gate: GateInput | None = None
     state_dtype: str = "float32"
+
+    @classmethod
+    def random(
+        cls,
+        shape: str,
+        layer: Layer,
+        window: int,
+        mean_ranks: Sequence[int],
+        maps: Sequence[CoefficientMap],
+        sketch_dtypes: Sequence[str],
+        seed: int = 0,
+    ) -> Case:
+        """Make a case of one row, with a random plan for every mean rank, map and format.
+
+        Parameters
+        ----------
+        shape : str
+            Name of the layer's shape.
+        layer : Layer
+            Kind and shape.
+        window : int
+            Tokens from one flush to the next.
+        mean_ranks, maps, sketch_dtypes : sequence
+            Settings of the plans, see `spread_ranks` and `random_plan`.
+        seed : int, default 0
+            Seed of the bases.
+
+        Returns
+        -------
+        Case
+            The case.
+        """
+        spread = [spread_ranks(layer.heads, mean, layer.key_dim) for mean in mean_ranks]
+        plans = [
+            random_plan(layer, ranks, window, map, seed, sketch_dtype)
+            for ranks, map, sketch_dtype in product(spread, maps, sketch_dtypes)
+        ]
+        return cls(shape, layer, 1, window, plans)
+
+    @classmethod
+    def of_plan(cls, path: Path) -> Case:
+        """Case of one row with the plan of a file, named by the file."""
+        plan = SketchPlan.load(path)
+        return cls(path.stem, plan.layer, 1, plan.window, [plan])
+
+    def with_raw_gate(self, seed: int = 0) -> Case:
+        """Return the case with raw gate inputs if its layer is kda, else the case itself."""
+        if self.layer.kind != "kda":
+            return self
+        return replace(self, shape=f"{self.shape}, raw gate", gate=random_gate(self.layer, seed))
 
     def systems(self) -> list[System]:
         """Return standard decode, replay, and the sketches in the order of the plans."""

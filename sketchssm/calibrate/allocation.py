@@ -16,7 +16,6 @@ the energy of a read through G columns (`RankScores.noise_objective`). "int8" an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks", "warn_of_limit"]
+__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks"]
 
 METHODS = (*SCORES, "uniform")
 
@@ -141,8 +140,8 @@ def allocate_ranks(
     ------
     ValueError
         If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
-        that can be given, or the method is unknown, or needs gradients that were not given or are all zero. Also if
-        the format is unknown or does not serve the map.
+        that can be given, or the method is unknown or needs gradients that were not given. Also if the format is
+        unknown or does not serve the map.
     """
     single = isinstance(scores, RankScores)
     layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
@@ -159,10 +158,6 @@ def allocate_ranks(
     method = method or default
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-    if method in ("gradient", "sensitivity"):
-        for index, layer in enumerate(layers):
-            if layer.graded and not layer.sensitivity.any():
-                raise ValueError(f"scores: {method!r} needs gradients, got only zeros for layer {index}")
     table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads)
     if not (np.isfinite(mean_rank) and mean_rank >= 1):
         raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
@@ -188,38 +183,6 @@ def allocate_ranks(
     widths = (wide[0] if single else wide) if cost.form.mixed else None
     spent = Traffic(used, before / after)
     return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name, widths)
-
-
-def warn_of_limit(scores: Sequence[RankScores], tables: Sequence[RankTable], flush_every: int) -> None:
-    """Warn if heads of plans with refreshes have the largest rank, although their layers have more columns.
-
-    Parameters
-    ----------
-    scores : sequence of RankScores
-        Scores of each layer; their `rank_max` is the largest rank.
-    tables : sequence of RankTable
-        Ranks of each layer.
-    flush_every : int
-        Tokens from one flush to the next, for the message.
-
-    Warns
-    -----
-    RuntimeWarning
-        With the number of heads.
-    """
-    limited = [
-        int((table.ranks == own.rank_max).sum())
-        for own, table in zip(scores, tables, strict=True)
-        if own.rank_max < min(own.layer.key_dim, own.layer.value_dim)
-    ]
-    if sum(limited):
-        heads, columns = sum(table.ranks.size for table in tables), max(own.rank_max for own in scores)
-        warnings.warn(
-            f"rank_max: {sum(limited)} of {heads} heads have all {columns} columns, and with "
-            f"flush_every={flush_every} no head can read its full state; a larger rank_max may lower the loss",
-            RuntimeWarning,
-            stacklevel=3,  # the caller of the calibration
-        )
 
 
 class _Cost(NamedTuple):

@@ -1,19 +1,25 @@
-"""One layer's traces, calibrated: a basis from some sequences, rank scores from others, plans from both."""
+"""Plans from traces: a basis from some sequences, rank scores from others, plans of one or more layers from both."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sketchssm.calibrate.allocation import allocate_ranks
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.allocation import Allocation, allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis, fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.coefficients import MAPS, CoefficientMap
+from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import FULL_STATE
 from sketchssm.traces import Traces
 
-__all__ = ["Calibrated", "Settings", "calibrate"]
+__all__ = ["Calibrated", "Settings", "calibrate", "mean_retained", "plan_layers", "warn_of_limit"]
 
 
 @dataclass(frozen=True)
@@ -135,3 +141,80 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
     scores = RankScores(basis)
     scores.update(*held_out, grad=grad)
     return Calibrated(traces, basis, scores)
+
+
+def plan_layers(
+    bases: Sequence[SketchBasis],
+    scores: Sequence[RankScores],
+    mean_rank: float,
+    method: str | None = None,
+    *,
+    map: str | CoefficientMap = DEFAULT_MAP,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    flush_every: int | None = None,
+) -> tuple[list[SketchPlan], Allocation]:
+    """Make plans of several layers under one budget.
+
+    Parameters
+    ----------
+    bases, scores : sequence
+        Basis and scores of each layer.
+    mean_rank : float
+        The budget: the read bytes of all heads at this rank.
+    method : str, optional
+        Allocation method, see `allocate_ranks`.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map.
+    sketch_dtype : str, default "bfloat16"
+        Format of sketches.
+    flush_every : int, optional
+        Tokens from one flush to the next; default the window. With refreshes no head reads its full state.
+
+    Returns
+    -------
+    plans : list of SketchPlan
+        A plan for each layer.
+    allocation : Allocation
+        The ranks, and their quality.
+    """
+    full_reads = flush_every in (None, scores[0].window)
+    allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=full_reads)
+    tables = zip(bases, allocation.tables, strict=True)
+    return [SketchPlan(basis, table, map=map, flush_every=flush_every) for basis, table in tables], allocation
+
+
+def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:
+    """Share of the energy of state reads that least-squares coefficients retain at some ranks, mean over heads."""
+    kept = scores.retained[range(len(ranks)), ranks]
+    return float(np.where(ranks == FULL_STATE, 1.0, kept).mean())
+
+
+def warn_of_limit(scores: Sequence[RankScores], plans: Sequence[SketchPlan]) -> None:
+    """Warn if heads of plans with refreshes have the largest rank, although their layers have more columns.
+
+    Parameters
+    ----------
+    scores : sequence of RankScores
+        Scores of each layer; their `rank_max` is the largest rank.
+    plans : sequence of SketchPlan
+        Plans of the layers, with one window and number of tokens between flushes.
+
+    Warns
+    -----
+    RuntimeWarning
+        With the number of heads.
+    """
+    every = plans[0].flush_every
+    limited = sum(
+        int((plan.ranks == own.rank_max).sum())
+        for own, plan in zip(scores, plans, strict=True)
+        if own.rank_max < min(own.layer.key_dim, own.layer.value_dim)
+    )
+    if limited and every > plans[0].window:
+        heads, columns = sum(plan.ranks.size for plan in plans), max(own.rank_max for own in scores)
+        warnings.warn(
+            f"rank_max: {limited} of {heads} heads have all {columns} columns, and with flush_every={every} no head "
+            "can read its full state; a larger rank_max may lower the loss",
+            RuntimeWarning,
+            stacklevel=3,  # the caller of the calibration
+        )

@@ -24,6 +24,9 @@ COMMANDS = {
 }
 
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
 class _UserError(click.ClickException):
     """An error that the user can correct: one line, and exit code 2."""
 
@@ -56,7 +59,7 @@ class _Commands(click.Group):
             raise _UserError(" ".join(str(error).split())) from error
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=_Commands, context_settings=SETTINGS)
 @click.version_option(sketchssm.__version__, prog_name="sketchssm")
 def main() -> None:
     """Decode linear-attention layers from compact sketches of their exact recurrent states."""

@@ -1,17 +1,24 @@
-"""``sketchssm calibrate``: plans from traces."""
+"""``sketchssm calibrate``: plans from traces, or of a model of transformers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.models import ModelText, calibrate_model, model_options
+from sketchssm.cli.options import PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
+    from sketchssm.calibrate.refreshes import RefreshErrors
+    from sketchssm.cli.output import Output
+    from sketchssm.model_plans import AllocationSummary
+    from sketchssm.plan import SketchPlan
+    from sketchssm.transformers.loading import ModelText
 
 __all__ = ["command"]
 
@@ -21,15 +28,11 @@ __all__ = ["command"]
 @click.option(
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
 @click.option(
-    "--mean-rank",
-    type=options.FiniteRange(min=1),
-    default=7.0,
-    show_default=True,
-    help="Budget: the read bytes of all heads at this rank.",
+    "--mean-rank", type=click.FloatRange(min=1), default=7.0, help="Budget: the read bytes of all heads at this rank."
 )
 @click.option(
     "--flush-every",
@@ -39,7 +42,7 @@ __all__ = ["command"]
 )
 @options.rank_max
 @options.map_settings
-@model_options
+@options.model_options
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -56,41 +59,38 @@ def command(
     Bases are fitted on the first two thirds of the calibration sequences and ranks are scored on the rest. Several
     files share one budget: ranks go to the layers and heads that need them. So do the layers of a model.
     """
-    if source is not None:
-        from sketchssm.cli.output import Output
+    from sketchssm.cli.output import Output, check_outputs, plan_paths
 
-        options.check_files([source.text], out=out, json=json_file)
-        calibrate_model(source, out, mean_rank, flush_every, rank_max, settings, Output(json_file))
-    else:
-        calibrate_traces(traces, out, mean_rank, flush_every, rank_max, settings, json_file)
+    if source is None:
+        files = plan_paths(traces, out, json_file)
+        _from_traces(traces, files, mean_rank, flush_every, rank_max, settings, Output(json_file))
+        return
+    check_outputs((source.text,), [out], json_file)
+    if out.is_dir():
+        raise click.UsageError(f"--out: expected a file for the plans of a model, got the folder {out}")
+    budget = {"mean_rank": mean_rank, "flush_every": flush_every, "rank_max": rank_max}
+    _of_model(source, out, settings, Output(json_file), **budget)
 
 
-def calibrate_traces(
+def _from_traces(
     traces: tuple[Path, ...],
-    out: Path,
+    files: list[Path],
     mean_rank: float,
     flush_every: int | None,
     rank_max: int | None,
     settings: Settings,
-    json_file: str | None,
+    output: Output,
 ) -> None:
     """Make one plan for each trace file."""
-    import numpy as np
-
-    from sketchssm import traffic
     from sketchssm.backends import common_rank
-    from sketchssm.calibrate.allocation import allocate_ranks, warn_of_limit
-    from sketchssm.calibrate.plans import calibrate
+    from sketchssm.calibrate.plans import calibrate, mean_retained, plan_layers, warn_of_limit
     from sketchssm.calibrate.refreshes import refresh_errors
-    from sketchssm.cli.output import Output, percent, ranks_text, scientific
-    from sketchssm.plan import SketchPlan
-    from sketchssm.recurrence import FULL_STATE, check_flush_every
+    from sketchssm.cli.output import save_plans
+    from sketchssm.model_plans import AllocationSummary
+    from sketchssm.recurrence import check_flush_every
     from sketchssm.traces import Traces
 
     every = check_flush_every(flush_every, settings.window)
-    target = plan_paths(traces, out)
-    options.check_files(traces, out=target, json=json_file)
-    output = Output(json_file)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:
@@ -101,73 +101,72 @@ def calibrate_traces(
                 layers.append(calibrate(recorded, settings.window, most, settings.weighting))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-    scores = [layer.scores for layer in layers]
-    allocation = allocate_ranks(
-        scores,
-        mean_rank,
-        settings.method,
-        map=settings.map,
-        sketch_dtype=settings.sketch_dtype,
-        full_reads=every == settings.window,
-    )
-    if every > settings.window:
-        warn_of_limit(scores, allocation.tables, every)
+    bases, scores = [layer.basis for layer in layers], [layer.scores for layer in layers]
+    made: Any = {"map": settings.map, "sketch_dtype": settings.sketch_dtype, "flush_every": every}
+    planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)
+    warn_of_limit(scores, planned)
+    save_plans(planned, files)
+    names = list(map(str, files))
+    retained = [mean_retained(own, plan.ranks) for own, plan in zip(scores, planned, strict=True)]
+    tokens = sum(math.prod(layer.traces.calib.v.shape[:2]) for layer in layers)
+    kept = dict(zip(names, retained, strict=True))
+    summary = AllocationSummary(mean_rank, allocation.method, allocation.gap, kept, tokens)
+    pairs = zip(planned, layers, strict=True) if every > settings.window else ()
+    errors = [refresh_errors(plan, *layer.traces.score_part()[0]) for plan, layer in pairs]
+    facts, totals = _show(output, "Plans", "plan", dict(zip(names, planned, strict=True)), summary, errors)
+    output.finish({"plans": [{"plan": name} | own for name, own in facts.items()]} | totals)
 
-    rows, report = [], []
-    standard = used = 0.0
-    for layer, table, path in zip(layers, allocation.tables, target, strict=True):
-        plan, ranks = SketchPlan(layer.basis, table, map=settings.map, flush_every=every), table.ranks
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(path)
-        whole = plan.layer.heads * traffic.standard(plan.layer.key_dim, plan.layer.value_dim)
-        standard, used = standard + whole, used + whole / plan.reduction
-        ideal = layer.scores.retained[range(plan.layer.heads), ranks]
-        facts: dict[str, Any] = {
-            "plan": str(path),
-            "kind": plan.layer.kind,
-            "ranks": ranks,
-            "sketch_dtype": plan.sketch_dtype,
-            "wide": plan.wide,
-            "reduction": plan.reduction,
-            "retained_ideal": float(np.where(ranks == FULL_STATE, 1.0, ideal).mean()),
-        }
-        errors = []
-        if every > settings.window:
-            measured = refresh_errors(plan, *layer.traces.score_part()[0])
-            facts |= {"output_error_flushed": measured.flushed, "output_error": measured.refreshed}
-            errors = [scientific(measured.flushed), scientific(measured.refreshed)]
-        report.append(facts)
-        rows.append([
-            str(path), plan.layer.kind, ranks_text(ranks), f"{plan.reduction:.2f}x", percent(facts["retained_ideal"]),
-            *errors,
-        ])  # fmt: skip
-    made = f"{settings.map}, {settings.sketch_dtype}, window {settings.window}, by {allocation.method}"
-    title = f"Plans at mean rank {mean_rank:g} ({made})"
-    columns = ["plan", "kind", "ranks", "less traffic", "retained (ideal map)"]
-    if every > settings.window:
-        columns += [f"error, flush every {settings.window}", f"error, flush every {every}"]
-    output.table(title, columns, rows, words=3)
-    if every > settings.window:
-        output.say(
+
+def _of_model(source: ModelText, out: Path, settings: Settings, output: Output, **budget: Any) -> None:
+    """Make one file with the plans of a model."""
+    from sketchssm.cli.output import save_plans
+    from sketchssm.transformers import calibrate
+    from sketchssm.transformers.calibration import progress_steps
+
+    model, rows = source.load(least=2)
+    chosen = vars(settings) | {"method": settings.method or "gradient"} | budget
+    with output.progress("calibrating", progress_steps(len(rows))) as step:
+        plans = calibrate(model, rows, progress=step, **chosen)
+    save_plans([plans], [out])
+    name = plans.fingerprint.model
+    facts, totals = _show(output, f"Plans of {name}", "layer", plans, plans.allocation)
+    output.say(f"Written: {out}")
+    output.finish({"plans": str(out), "model": name, "layers": facts} | totals)
+
+
+def _show(
+    output: Output,
+    title: str,
+    what: str,
+    plans: Mapping[str, SketchPlan],
+    made: AllocationSummary,
+    errors: Sequence[RefreshErrors] = (),
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Print plans by name, with their errors if there are refreshes; return what JSON holds of each and of all."""
+    from sketchssm.plan import total_reduction
+    from sketchssm.tables import percent, ranks_text, scientific
+
+    rows, facts = [], {}
+    for name, plan in plans.items():
+        kept = made.retained[name]
+        rows.append([name, plan.layer.kind, ranks_text(plan.ranks), f"{plan.reduction:.2f}x", percent(kept)])
+        own = {each: getattr(plan, each) for each in ("ranks", "sketch_dtype", "wide", "reduction")}
+        facts[name] = {"kind": plan.layer.kind, "retained_ideal": kept} | own
+    columns, note = [what, "kind", "ranks", "less traffic", "retained (ideal map)"], ""
+    if errors:
+        columns += [f"error, flush every {plan.window}", f"error, flush every {plan.flush_every}"]
+        note = (
             "error: norm of the error of all outputs over the norm of the outputs, on the sequences that ranks were "
             "scored on, in float64; the difference is what the refreshes add."
         )
+    for row, own, found in zip(rows, facts.values(), errors, strict=bool(errors)):
+        row += [scientific(found.flushed), scientific(found.refreshed)]
+        own |= {"output_error_flushed": found.flushed, "output_error": found.refreshed}
+    settings = f"{plan.map}, {plan.sketch_dtype}, window {plan.window}, by {made.method}"
+    output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, note, words=3)
+    totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}
     output.say(
-        f"All layers: {standard / used:.2f}x less state traffic than standard decode; no table within "
-        f"the budget scores better by more than {percent(allocation.gap)}."
+        f"All layers: {totals['reduction']:.2f}x less state traffic than standard decode; no table within the budget "
+        f"scores better by more than {percent(made.gap)}. {made.tokens} tokens of text."
     )
-    totals = {"reduction": standard / used, "gap": allocation.gap, "method": allocation.method}
-    output.finish({"plans": report, **totals})
-
-
-def plan_paths(traces: tuple[Path, ...], out: Path) -> list[Path]:
-    """Plan file of each trace file: `out` itself for one trace file, a file in the folder `out` for several."""
-    if len(traces) == 1 and not out.is_dir():
-        return [out]
-    paths = [out / f"{path.stem}.safetensors" for path in traces]
-    twice = {path.name for path in paths if sum(other == path for other in paths) > 1}
-    if twice:
-        raise click.UsageError(f"TRACES: expected files with different names, got {', '.join(sorted(twice))} twice")
-    if out.is_file():
-        raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
-    return paths
+    return facts, totals | {"method": made.method, "tokens": made.tokens}

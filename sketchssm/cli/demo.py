@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import Numbers
+from sketchssm.cli.options import COUNT, NEW_FOLDER, NUMBERS
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -27,13 +27,16 @@ ROWS = 128
 
 
 @click.command("demo")
-@click.option("--ranks", type=Numbers(), default="2,4,8,16", show_default=True, help="Mean ranks of the sketches.")
-@click.option("--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of a timed step.")
+@click.option("--ranks", type=NUMBERS, default="2,4,8,16", help="Mean ranks of the sketches.")
+@click.option("--rows", type=COUNT, default=ROWS, help="Rows of a timed step.")
 @options.map_settings
 @options.backend
 @options.seed
-@options.plots(
-    type=click.Path(file_okay=False, path_type=Path), help="Draw pictures into this folder (needs matplotlib)."
+@click.option(
+    "--plots",
+    type=NEW_FOLDER,
+    callback=options.needs_matplotlib,
+    help="Draw pictures into this folder (needs matplotlib).",
 )
 @options.output
 def command(
@@ -49,16 +52,14 @@ def command(
 
     The reference backend is not timed.
     """
-    from sketchssm.cli import tables
     from sketchssm.cli.output import Output
-    from sketchssm.evaluate import Study, evaluate, select
+    from sketchssm.evaluate import Study, evaluate, select, tables
     from sketchssm.plots import draw
     from sketchssm.recurrence import KINDS
     from sketchssm.traces import Traces
 
     if backend == "reference":
         options.refuse("with --backend reference, which is not timed", ("rows",))
-    options.check_files([], json=json_file)
     started = time.perf_counter()
     output = Output(json_file)
     output.say(
@@ -77,8 +78,8 @@ def command(
         dataclasses.replace(layer, systems=[s for s in layer.systems if s.family != "ablation"])
         for layer in found.layers
     ]
-    tables.show(output, tables.ablations(found.layers))
-    tables.show(output, tables.details(compared, times or None))
+    output.table(*tables.ablations(found.layers))
+    output.table(*tables.details(compared, times or None))
     if plots is not None:
         output.say("Pictures: " + ", ".join(str(path) for path in draw(found.layers, plots).values()))
     took = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""``sketchssm evaluate``: retained energy, traffic and errors of systems on traces."""
+"""``sketchssm evaluate``: retained energy, traffic and errors of systems on traces, or predictions of a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.models import ModelText, evaluate_model, model_options
-from sketchssm.cli.options import Numbers
+from sketchssm.cli.options import COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, OLD_FILE, PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
+    from sketchssm.cli.output import Output
+    from sketchssm.transformers.loading import ModelText
 
 __all__ = ["command"]
-
 
 TRACE_OPTIONS = (
     *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix", "report"),
@@ -36,51 +36,41 @@ TRACE_OPTIONS = (
 @click.option(
     "--plan",
     "plan_file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems.",
 )
-@click.option(
-    "--ranks", type=Numbers(), default="2,4,6,8,12,16", show_default=True, help="Mean ranks of the sketches."
-)
-@click.option(
-    "--mean-rank", type=options.FiniteRange(min=1), default=8.0, show_default=True, help="Mean rank of the ablations."
-)
-@click.option(
-    "--every",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Tokens from one point of the curves over tokens to the next.",
-)
+@click.option("--ranks", type=NUMBERS, default="2,4,6,8,12,16", help="Mean ranks of the sketches.")
+@click.option("--mean-rank", type=click.FloatRange(min=1), default=8.0, help="Mean rank of the ablations.")
+@click.option("--every", type=COUNT, default=64, help="Tokens from one point of the curves over tokens to the next.")
 @options.map_settings
 @options.backend
 @options.seed
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=NEW_FOLDER,
     help="Write results.json and CSV files into this folder, and use the finished results in it.",
 )
-@options.plots(is_flag=True, help="Draw pictures into the folder of --out (needs matplotlib).")
+@click.option(
+    "--plots",
+    is_flag=True,
+    callback=options.needs_matplotlib,
+    help="Draw pictures into the folder of --out (needs matplotlib).",
+)
 @click.option(
     "--format",
     "suffix",
     type=click.Choice(["png", "svg"]),
     default="png",
-    show_default=True,
     help="Format of the pictures of --plots.",
 )
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NEW_FILE,
     callback=options.needs_matplotlib,
     help="Write everything as one page of HTML (needs matplotlib).",
 )
-@model_options
-@click.option(
-    "--plans",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Plans of --model, from sketchssm calibrate --model.",
-)
+@options.model_options
+@click.option("--plans", type=OLD_FILE, help="Plans of --model, from sketchssm calibrate --model.")
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -113,8 +103,7 @@ def command(
             raise click.UsageError("--plans: expected plans of the model")
         from sketchssm.cli.output import Output
 
-        options.check_files([source.text, plans], json=json_file)
-        evaluate_model(source, plans, backend, Output(json_file))
+        _of_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
     if plots and out is None:
@@ -123,11 +112,10 @@ def command(
         options.refuse("without --plots", ("suffix",))
     if plan_file is not None and len(traces) > 1:
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
-    options.check_files([*traces, plan_file], report=report, json=json_file)
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
-    from sketchssm.cli.tables import show_all
     from sketchssm.evaluate import Study, evaluate, select
+    from sketchssm.evaluate.tables import all_tables
     from sketchssm.plan import SketchPlan
     from sketchssm.plots import draw
     from sketchssm.traces import Traces
@@ -143,17 +131,16 @@ def command(
     _refuse_ignored({entry.family for own in chosen for entry in own})
     with output.progress("", sum(map(len, chosen))) as step:
         found = evaluate(studies, chosen, out, backend, step)
-    show_all(output, found.layers)
+    for table in all_tables(found.layers):
+        output.table(*table)
     output.finish(found.plain())
-    written = []
-    if out is not None:
-        written += found.save(out)
-        if plots:
-            written += draw(found.layers, out, f".{suffix}").values()
+    written = [] if out is None else found.save(out)
+    if out is not None and plots:
+        written += draw(found.layers, out, f".{suffix}").values()
     if report is not None:
         written.append(write_page(found, report))
     if written:
-        output.say("\nWritten: " + ", ".join(str(path) for path in written))
+        output.say("\nWritten: " + ", ".join(map(str, written)))
 
 
 def _refuse_ignored(families: set[str]) -> None:
@@ -167,3 +154,30 @@ def _refuse_ignored(families: set[str]) -> None:
         options.refuse("without sketches", [name for name in options.MAP_SETTINGS if name != "window"])
     if sketched == {"narrow"}:
         options.refuse("on the family narrow, which has every format", ("sketch_dtype",))
+
+
+def _of_model(source: ModelText, plans_file: Path, backend: str, output: Output) -> None:
+    """Compare a model with and without heads."""
+    from sketchssm.tables import percent
+    from sketchssm.transformers import ModelPlans, evaluate
+
+    plans = ModelPlans.load(plans_file)
+    model, rows = source.load(least=1)
+    with output.progress("evaluating", len(rows)) as step:
+        found = evaluate(model, rows, plans, backend=backend, progress=step)
+    columns = ["", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "KL (nats)"]
+    losses = [f"{found.patched_loss:.4f}", f"{found.patched_perplexity:.2f}"]
+    compared = [f"{found.increase:+.4f} ± {found.increase_error:.4f}", percent(found.agreement)]
+    systems = [
+        ["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""],
+        ["with plans", f"{found.reduction:.2f}x", *losses, *compared, f"{found.divergence:.2e}"],
+    ]
+    output.table(f"{plans.fingerprint.model} on {found.tokens} tokens, with {plans_file}", columns, systems)
+    columns = ["layer", "kind", "mean rank", "standard, kB/token", "with plans, kB/token", "less traffic"]
+    layers = []
+    for name, cost in found.layers.items():
+        kilobytes = [f"{cost.standard / 1e3:.1f}", f"{cost.patched / 1e3:.1f}", f"{cost.standard / cost.patched:.2f}x"]
+        layers.append([name, plans[name].layer.kind, f"{plans[name].mean_rank:.2f}", *kilobytes])
+    output.table("State traffic of one sequence", columns, layers, words=2)
+    facts = ("increase", "perplexity", "patched_perplexity", "reduction")
+    output.finish({"plans": str(plans_file)} | {name: getattr(found, name) for name in facts} | vars(found))

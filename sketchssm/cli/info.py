@@ -7,14 +7,11 @@ import importlib.util
 import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from sketchssm.cli import options
-
-if TYPE_CHECKING:
-    from sketchssm.model_plans import ModelPlans
 
 __all__ = ["command"]
 
@@ -34,34 +31,36 @@ PACKAGES = (
 
 
 @click.command("info")
-@click.argument("plan", required=False, type=click.Path(path_type=Path))
+@click.argument("plan", required=False, type=options.PATH)
 @options.output
 def command(plan: Path | None, json_file: str | None) -> None:
     """Describe this installation or, given a file, a PLAN or the plans of a model."""
-    from sketchssm.cli.output import Output, ranks_text
+    from sketchssm.cli.output import Output
     from sketchssm.files import format_of
-    from sketchssm.model_plans import FORMAT, ModelPlans
+    from sketchssm.model_plans import FORMAT
+    from sketchssm.tables import ranks_text
 
-    options.check_files([plan], json=json_file)
     output = Output(json_file)
-    if plan is not None and format_of(plan) == FORMAT.name:
-        plans = ModelPlans.load(plan)
-        report = _model(plan, plans)
-        rows = [
-            [name, own.layer.kind, f"{own.layer.heads}", ranks_text(own.ranks), f"{own.reduction:.2f}x"]
-            for name, own in plans.items()
-        ]
-        head = [[name.replace("_", " "), _text(value)] for name, value in report.items() if name != "layers"]
-        output.table("Plans of a model", ["", ""], head, words=2)
-        output.table("Layers", ["layer", "kind", "heads", "ranks", "less traffic"], rows, words=2)
+    if plan is None:
+        title, report = "sketchssm", _installation()
+    elif format_of(plan) == FORMAT.name:
+        title, report = "Plans of a model", _model(plan)
     else:
-        report = _installation() if plan is None else _plan(plan)
-        rows = [[name.replace("_", " "), _text(value)] for name, value in report.items()]
-        output.table("Plan" if plan else "sketchssm", ["", ""], rows, words=2)
+        title, report = "Plan", _plan(plan)
+    rows = [[name.replace("_", " "), _text(value)] for name, value in report.items() if name != "layers"]
+    output.table(title, ["", ""], rows, words=2)
+    layers = [
+        [name, own["kind"], f"{len(own['ranks'])}", ranks_text(own["ranks"]), f"{own['traffic_reduction']:.2f}x"]
+        for name, own in report.get("layers", {}).items()
+    ]
+    output.table("Layers", ["layer", "kind", "heads", "ranks", "less traffic"], layers, words=2)
     output.finish(report)
 
 
-def _model(path: Path, plans: ModelPlans) -> dict[str, Any]:
+def _model(path: Path) -> dict[str, Any]:
+    from sketchssm.model_plans import ModelPlans
+
+    plans = ModelPlans.load(path)
     made = plans.allocation
     return {
         "file": str(path),

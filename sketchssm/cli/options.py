@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -18,68 +18,48 @@ from sketchssm.calibrate.moments import WEIGHTINGS
 from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, FORMATS
 
-__all__ = [
-    "MAP_SETTINGS",
-    "FiniteRange",
-    "Numbers",
-    "backend",
-    "check_backend",
-    "check_files",
-    "map_settings",
-    "needs_matplotlib",
-    "output",
-    "plots",
-    "refuse",
-    "seed",
-    "trace_files",
-]
+if TYPE_CHECKING:
+    from sketchssm.calibrate.plans import Settings
+    from sketchssm.transformers.loading import ModelText
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-class FiniteRange(click.FloatRange):
-    """Numbers in a range, without NaN and infinity."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse ``"0.5"``."""
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"expected a finite number, got {value!r}", param, ctx)
-        return number
+COUNT = click.IntRange(min=1)
+POSITIVE = click.FloatRange(min=0, min_open=True)
+PATH = click.Path(path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
+OLD_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+OLD_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """Positive integers with commas between them."""
+class Commas(click.ParamType[tuple[Any, ...]]):
+    """Values with commas between them: `take` makes each one from its text, or raises a ValueError."""
 
-    name = "n,n,..."
+    def __init__(self, name: str, take: Callable[[str], Any]) -> None:
+        self.name, self._take = name, take
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         """Parse ``"2,4,8"``."""
         if isinstance(value, tuple):
             return value
         try:
-            numbers = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if not numbers or min(numbers) < 1:
-            self.fail(f"expected positive integers such as 2,4,8, got {value!r}", param, ctx)
-        return numbers
+            return tuple(self._take(part.strip()) for part in str(value).split(","))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-def output(command: F) -> F:
-    """``--json``."""
-    return click.option(
-        "--json", "json_file", metavar="FILE|-", help="Write the results as JSON; - is standard output."
-    )(command)
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected positive integers such as 2,4,8, got {text!r}")
+    return int(text)
 
 
-def plots(**settings: Any) -> Callable[[F], F]:
-    """``--plots``, with the settings of the option; refused before any work if matplotlib is missing."""
-    return click.option("--plots", callback=needs_matplotlib, **settings)
+NUMBERS = Commas("n,n,...", _number)
 
 
 def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Check for matplotlib if an option needs it: a callback of the option."""
+    """Check for matplotlib before any work if an option needs it: a callback of the option."""
     if value:
         from sketchssm import figures
 
@@ -87,141 +67,141 @@ def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any)
     return value
 
 
-def backend(command: F) -> F:
-    """``--backend``."""
-    return click.option(
-        "--backend",
-        type=click.Choice(["auto", *BACKENDS]),
-        default="auto",
-        show_default=True,
-        callback=check_backend,
-        help="Backend of the heads.",
-    )(command)
-
-
-def check_backend(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Refuse a missing GPU before any work: a callback of an option."""
+def _check_backend(context: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse a missing GPU before any work."""
     lack = cuda.missing() if value == "cuda" else ""
     if lack:
         raise click.BadParameter(f"'cuda' can't run here: {lack}")
     return value
 
 
-def seed(command: F) -> F:
-    """``--seed``."""
-    return click.option("--seed", type=int, default=0, show_default=True, help="Seed of random bases and inputs.")(
-        command
-    )
+output = click.option("--json", "json_file", metavar="FILE|-", help="Write the results as JSON; - is standard output.")
+backend = click.option(
+    "--backend",
+    type=click.Choice(["auto", *BACKENDS]),
+    default="auto",
+    callback=_check_backend,
+    help="Backend of the heads.",
+)
+seed = click.option("--seed", type=int, default=0, help="Seed of random bases and inputs.")
+rank_max = click.option(
+    "--rank-max", type=COUNT, help="Largest rank of a head.  [default: what the CUDA kernels have room for]"
+)
+pivots = click.option("--pivots", type=COUNT, help="Pivot count of lowrank and prior.  [default: the map's own]")
+trace_files = click.argument("traces", nargs=-1, type=OLD_FILE)
 
 
-def trace_files(command: F) -> F:
-    """``TRACES...``; optional if `sketchssm.cli.models.model_options` has a model."""
-    return click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))(command)
-
-
-def rank_max(command: F) -> F:
-    """``--rank-max``."""
-    return click.option(
-        "--rank-max",
-        type=click.IntRange(min=1),
-        help="Largest rank of a head.  [default: what the CUDA kernels have room for]",
-    )(command)
-
-
-def map_settings(command: F) -> F:
-    """Options of plans, as one argument `settings`."""
-
-    @wraps(command)
-    def gathered(
-        *args: Any,
-        window: int,
-        map_name: str,
-        pivots: int | None,
-        ridge: float | None,
-        method: str | None,
-        weighting: str,
-        sketch_dtype: str,
-        **others: Any,
-    ) -> Any:
-        from sketchssm.calibrate.plans import Settings
-
-        settings = Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting, sketch_dtype)
-        return command(*args, settings=settings, **others)
-
-    options = [
-        click.option(
-            "--window",
-            type=click.IntRange(min=2),
-            default=16,
-            show_default=True,
-            help="Tokens from one flush to the next.",
-        ),
-        click.option(
-            "--map",
-            "map_name",
-            type=click.Choice(MAPS),
-            default=DEFAULT_MAP,
-            show_default=True,
-            help="Coefficient map.",
-        ),
-        click.option(
-            "--pivots",
-            type=click.IntRange(min=1),
-            help="Pivot count of lowrank and prior.  [default: the map's own]",
-        ),
-        click.option("--ridge", type=FiniteRange(min=0), help="Regularisation.  [default: the map's own]"),
-        click.option(
-            "--sketch-dtype",
-            type=click.Choice(list(FORMATS)),
-            default=DEFAULT_FORMAT,
-            show_default=True,
-            help="Format of sketches; int8+int4 serves the maps ridge and exact.",
-        ),
-        click.option(
-            "--method",
-            type=click.Choice(METHODS),
-            help="Rank allocation.  [default: gradient if the traces have gradients, else error]",
-        ),
-        click.option(
-            "--weighting",
-            type=click.Choice(WEIGHTINGS),
-            default="uniform",
-            show_default=True,
-            help="Weight of a sample in the basis; output minimises the relative error.",
-        ),
-    ]
-    for option in reversed(options):
-        gathered = option(gathered)
-    return cast(F, gathered)
-
-
-def check_files(reads: Iterable[Path | None], **writes: str | Path | Iterable[Path] | None) -> None:
-    """Refuse to write a file over one that the command reads or writes for another option.
+def gather(name: str, make: Callable[..., Any], *options: Callable[[F], F]) -> Callable[[F], F]:
+    """Pass the values of some options to a command as one argument.
 
     Parameters
     ----------
-    reads : iterable of Path or None
-        Files that the command reads.
-    **writes : str, Path, iterable of Path or None
-        Files that the command writes, by the names of the options; "-" is standard output.
+    name : str
+        The argument.
+    make : callable
+        Makes it from the options' values, by their names.
+    *options : callable
+        The options.
+
+    Returns
+    -------
+    callable
+        Decorator of the command.
     """
-    taken = {path.resolve() for path in reads if path is not None}
-    for option, given in writes.items():
-        paths = [Path(given)] if isinstance(given, str | Path) else list(given or ())
-        for path in paths:
-            if str(path) == "-":
-                continue
-            if path.resolve() in taken:
-                raise click.UsageError(f"--{option}: expected a separate file, got {path}")
-            if path.is_dir():
-                raise click.UsageError(f"--{option}: expected a file, got the folder {path}")
-            if path.exists() and not path.is_file():
-                continue  # /dev/null may be written twice
-            taken.add(path.resolve())
+
+    def decorate(command: F) -> F:
+        @wraps(command)
+        def gathered(**given: Any) -> Any:
+            own = {each: given.pop(each) for each in signature(make).parameters}
+            return command(**given, **{name: make(**own)})
+
+        decorated = cast(F, gathered)
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
-MAP_SETTINGS = ("window", "map_name", "pivots", "ridge", "method", "weighting", "sketch_dtype")
+def _settings(
+    window: int,
+    map_name: str,
+    pivots: int | None,
+    ridge: float | None,
+    sketch_dtype: str,
+    method: str | None,
+    weighting: str,
+) -> Settings:
+    from sketchssm.calibrate.plans import Settings
+
+    return Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting, sketch_dtype)
+
+
+MAP_SETTINGS = tuple(signature(_settings).parameters)
 """Names of the options of `map_settings`."""
+
+map_settings = gather(
+    "settings",
+    _settings,
+    click.option("--window", type=click.IntRange(min=2), default=16, help="Tokens from one flush to the next."),
+    click.option("--map", "map_name", type=click.Choice(MAPS), default=DEFAULT_MAP, help="Coefficient map."),
+    pivots,
+    click.option("--ridge", type=click.FloatRange(min=0), help="Regularisation.  [default: the map's own]"),
+    click.option(
+        "--sketch-dtype",
+        type=click.Choice(list(FORMATS)),
+        default=DEFAULT_FORMAT,
+        help="Format of sketches; int8+int4 serves the maps ridge and exact.",
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(METHODS),
+        help="Rank allocation.  [default: gradient if the traces have gradients, else error]",
+    ),
+    click.option(
+        "--weighting",
+        type=click.Choice(WEIGHTINGS),
+        default="uniform",
+        help="Weight of a sample in the basis; output minimises the relative error.",
+    ),
+)
+"""Settings of plans, as one argument `settings`."""
+
+
+def _source(
+    model: Path | None, text: Path | None, rows: int, length: int, dtype: str, device: str
+) -> ModelText | None:
+    traces = click.get_current_context().params["traces"]
+    if model is None:
+        refuse("without --model", tuple(signature(_source).parameters))
+        if not traces:
+            raise click.UsageError("TRACES: expected trace files, or --model DIR")
+        return None
+    if traces:
+        raise click.UsageError("--model: expected no trace files with a model")
+    if text is None:
+        raise click.UsageError("--text: expected a text for the model to read")
+    from sketchssm.transformers.loading import ModelText
+
+    return ModelText(model, text, rows, length, dtype, device)
+
+
+model_options = gather(
+    "source",
+    _source,
+    click.option("--model", type=OLD_FOLDER, help="Instead of TRACES: folder of a model of transformers."),
+    click.option("--text", type=OLD_FILE, help="Text for --model: UTF-8, or token ids in an npy file."),
+    click.option("--rows", type=COUNT, default=12, help="Rows to take from the beginning of --text."),
+    click.option("--length", type=click.IntRange(min=2), default=1024, help="Tokens of a row of --text."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        help="Type of the parameters of --model; auto is the type of the files.",
+    ),
+    click.option("--device", default="auto", help="Where --model runs; auto prefers a CUDA device."),
+)
+"""A model and a text, as one argument `source`: None for a command with `trace_files`."""
 
 
 def refuse(reason: str, names: Sequence[str]) -> None:

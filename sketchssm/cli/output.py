@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, JSON for machines."""
+"""Output of commands: tables for people, JSON for machines, and plan files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,9 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sketchssm.files import write_whole
-from sketchssm.recurrence import FULL_STATE
 
-__all__ = ["Output", "percent", "plain", "ranks_text", "scientific"]
+if TYPE_CHECKING:
+    from sketchssm.model_plans import ModelPlans
+    from sketchssm.plan import SketchPlan
+
+__all__ = ["Output", "check_outputs", "plain", "plan_paths", "save_plans"]
 
 
 class Output:
@@ -41,8 +45,12 @@ class Output:
         """Print a line of text."""
         self.console.print(text)
 
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> None:
-        """Print a table: the first `words` columns are text, the others numbers, and an empty row is a rule."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", words: int = 1
+    ) -> None:
+        """Print the fields of a `sketchssm.tables.Table`, unless it has no rows."""
+        if not rows:
+            return
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
         for i, column in enumerate(columns):
             table.add_column(column, justify="left" if i < words else "right", overflow="fold")
@@ -53,6 +61,8 @@ class Output:
                 table.add_section()
         self.console.print(f"\n{title}", style="bold")
         self.console.print(table)
+        if note:
+            self.say(note)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Step]:
@@ -117,20 +127,34 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def percent(share: float, digits: int = 2) -> str:
-    """Format a share of one."""
-    return f"{100 * share:.{digits}f}%"
+def plan_paths(traces: Sequence[Path], out: Path, json_file: str | None) -> list[Path]:
+    """Plan file of each trace file, checked: `out` for one trace file, a file in the folder `out` for several."""
+    if len(traces) == 1 and not out.is_dir():
+        paths = [out]
+    else:
+        paths = [out / f"{path.stem}.safetensors" for path in traces]
+        if twice := sorted({path.name for path in paths if paths.count(path) > 1}):
+            raise click.UsageError(f"TRACES: expected files with different names, got {', '.join(twice)} twice")
+        if out.is_file():
+            raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
+    check_outputs(traces, paths, json_file)
+    return paths
 
 
-def scientific(number: float) -> str:
-    """Format an error."""
-    return f"{number:.1e}" if number else "0"
+def check_outputs(inputs: Sequence[Path], plans: Sequence[Path], json_file: str | None) -> None:
+    """Refuse to write a file over one that is read, or a report over a plan."""
+    outputs = [("--out", path) for path in plans]
+    if json_file not in (None, "-"):
+        outputs.append(("--json", Path(str(json_file))))
+    taken = {path.resolve() for path in inputs}
+    for option, path in outputs:
+        if path.resolve() in taken:
+            raise click.UsageError(f"{option}: expected a separate file, got {path}")
+        taken.add(path.resolve())
 
 
-def ranks_text(ranks: Any) -> str:
-    """Ranks of the heads of a layer; a summary for more than 16 heads."""
-    if len(ranks) <= 16:
-        return " ".join("full" if rank == FULL_STATE else str(rank) for rank in ranks)
-    sketched = ranks[ranks != FULL_STATE]
-    span = f"{sketched.min()} to {sketched.max()}, mean {sketched.mean():.2f}" if sketched.size else "none"
-    return f"{span}; {int((ranks == FULL_STATE).sum())} full"
+def save_plans(plans: Iterable[SketchPlan | ModelPlans], files: Iterable[Path]) -> None:
+    """Write plans to their files; missing folders are made."""
+    for plan, path in zip(plans, files, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(path)

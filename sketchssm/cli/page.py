@@ -11,10 +11,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import sketchssm
-from sketchssm.cli.tables import Table, ablations, details, systems
 from sketchssm.evaluate.evaluation import Evaluation, LayerResults
+from sketchssm.evaluate.tables import ablations, details, systems
 from sketchssm.files import write_whole
 from sketchssm.plots import draw
+from sketchssm.tables import Table
 
 __all__ = ["write_page"]
 

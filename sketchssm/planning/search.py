@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sketchssm.bench.results import step_bytes
-from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.plans import plan_layers
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
@@ -253,15 +253,10 @@ def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) ->
 def _point(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float, graded: bool) -> PlanPoint:
     """Plan all layers under one budget and measure their error."""
     bases, scores = zip(*(layer.calibrated(candidate) for layer in layers), strict=True)
-    full_reads = candidate.flush_every == candidate.window
-    map, form = candidate.map, candidate.sketch_dtype
-    allocation = allocate_ranks(scores, mean_rank, map=map, sketch_dtype=form, full_reads=full_reads)
-    plans = tuple(
-        SketchPlan(basis, table, map=map, flush_every=candidate.flush_every)
-        for basis, table in zip(bases, allocation.tables, strict=True)
-    )
+    map, form, every = candidate.map, candidate.sketch_dtype, candidate.flush_every
+    plans, _ = plan_layers(bases, scores, mean_rank, map=map, sketch_dtype=form, flush_every=every)
     lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
-    return PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))
+    return PlanPoint(candidate, mean_rank, tuple(plans), _root_mean(lost), _traffic(plans))
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from sketchssm.backends import common_rank
-from sketchssm.calibrate.allocation import METHODS, allocate_ranks, warn_of_limit
+from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
+from sketchssm.calibrate.plans import mean_retained, plan_layers, warn_of_limit
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, Tokens, check_flush_every, check_window
+from sketchssm.recurrence import Tokens, check_flush_every, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, run_row, token_rows
@@ -145,17 +145,12 @@ def calibrate(
                 with torch.no_grad():
                     run_row(model, row)
 
-    allocation = allocate_ranks(
-        list(scores.values()), mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=every == window
-    )
-    if every > window:
-        warn_of_limit(list(scores.values()), allocation.tables, every)
-    plans, retained = {}, {}
-    for name, table in zip(found, allocation.tables, strict=True):
-        plans[name] = SketchPlan(bases[name], table, map=map, flush_every=every)
-        ranks = table.ranks
-        energy = scores[name].retained[range(len(ranks)), ranks]
-        retained[name] = float(np.where(ranks == FULL_STATE, 1.0, energy).mean())
+    scored = list(scores.values())
+    settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "flush_every": every}
+    planned, allocation = plan_layers(list(bases.values()), scored, mean_rank, method, **settings)
+    warn_of_limit(scored, planned)
+    plans = dict(zip(found, planned, strict=True))
+    retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}
     tokens = sum(row.size for row in rows)
     summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
     return ModelPlans(plans, fingerprint(model), summary)

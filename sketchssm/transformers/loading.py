@@ -1,0 +1,100 @@
+"""A model of transformers and a text, read from disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sketchssm.transformers.modeling import check_version
+from sketchssm.transformers.text import Ids, token_rows
+
+__all__ = ["ModelText"]
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """A model and a text on disk, and the settings for reading them.
+
+    Attributes
+    ----------
+    model : Path
+        Folder of the model and its tokenizer.
+    text : Path
+        UTF-8 text, or token ids in an npy file.
+    rows, length : int
+        Rows to take from the beginning of the text, and their tokens.
+    dtype : str
+        Type of the parameters; "auto" for the type of the files.
+    device : str
+        Device of the model; "auto" for the first CUDA device if there is one.
+    """
+
+    model: Path
+    text: Path
+    rows: int
+    length: int
+    dtype: str
+    device: str
+
+    def load(self, least: int) -> tuple[Any, list[Ids]]:
+        """Load the model, and at most `rows` rows of token ids.
+
+        Parameters
+        ----------
+        least : int
+            Fewest rows.
+
+        Returns
+        -------
+        model : torch.nn.Module
+            The model in evaluation mode, on its device.
+        rows : list of ndarray of int64
+            The rows, ``(tokens,)`` each.
+
+        Raises
+        ------
+        ValueError
+            If the model or the text can't be read, or there are fewer than `least` rows.
+        """
+        check_version()
+        import transformers
+
+        text, tokenizer = self._text()
+        try:
+            rows = token_rows(text, tokenizer, self.length, least=2, rows=least)
+        except ValueError as error:
+            raise ValueError(f"{self.text}: {error}") from error
+        transformers.utils.logging.disable_progress_bar()
+        model = self._loaded("AutoModelForCausalLM", dtype=self.dtype)
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            return model.to(device).eval(), rows[: self.rows]
+        except RuntimeError as error:
+            raise ValueError(f"device: {device!r} can't be used ({error})") from error
+
+    def _text(self) -> tuple[Any, Any]:
+        """Token ids and None, or text and the tokenizer."""
+        if self.text.suffix == ".npy":
+            ids = np.load(self.text)
+            if ids.ndim != 1:
+                raise ValueError(f"text: expected token ids of shape (tokens,), got {ids.shape} in {self.text}")
+            return ids, None
+        try:
+            text = self.text.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text: expected UTF-8 text or an npy file, got {self.text} ({error})") from error
+        return text, self._loaded("AutoTokenizer")
+
+    def _loaded(self, kind: str, **settings: Any) -> Any:
+        import transformers
+
+        try:
+            return getattr(transformers, kind).from_pretrained(self.model, local_files_only=True, **settings)
+        except Exception as error:  # of many types, for folders that hold no model or a damaged one
+            raise ValueError(f"model: {kind} of transformers can't read {self.model} ({error})") from error
