@@ -105,6 +105,8 @@ def _contents(
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file all or nothing: the new file replaces an existing one when it is complete.
 
+    A symbolic link stays, and its target is replaced. A device or a pipe, such as /dev/null, is written in place.
+
     Parameters
     ----------
     path : str or PathLike
@@ -112,7 +114,11 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     data : bytes
         Contents.
     """
-    path = os.fspath(path)
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:  # an error for a folder
+            file.write(data)
+        return
     scratch = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
     try:
         with open(scratch, "wb") as file:

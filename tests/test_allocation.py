@@ -383,6 +383,16 @@ def test_no_samples(rng):
         ss.allocate_ranks([scores_of(SMALL, falling(rng, 4, 8)), fresh], 4)
 
 
+@pytest.mark.parametrize("method", [None, "gradient", "sensitivity"])
+def test_gradients_of_zero(method, rng):
+    """Float16 without loss scaling gives zeros; rank 1 for every head would be the result."""
+    curves = falling(rng, 4, 8)
+    layers = [scores_of(SMALL, curves, curves), scores_of(SMALL, curves, 0 * curves, np.zeros(4))]
+    with pytest.raises(ValueError, match=r"^scores: '\w+' needs gradients, got only zeros for layer 1$"):
+        ss.allocate_ranks(layers, 4, method)
+    assert ss.allocate_ranks(layers, 4, "error").method == "error"
+
+
 def test_a_dead_head_gets_rank_1(rng):
     scores = scores_of(SMALL, falling(rng, 4, 8) * [[1], [1], [0], [1]])
     scores.samples[2] = 0

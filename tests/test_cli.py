@@ -389,6 +389,33 @@ def errors(tmp_path):
             "--json: expected a separate file",
         ),
         "report over plan": (["calibrate", traces, "--out", out, "--json", out], "--json: expected a separate file"),
+        "page over traces": (["evaluate", traces, "--report", traces], "--report: expected a separate file"),
+        "results over traces": (["evaluate", traces, "--json", traces], "--json: expected a separate file"),
+        "page over results": (
+            ["evaluate", traces, "--json", out, "--report", out],
+            "--json: expected a separate file",
+        ),
+        "results over a plan": (["evaluate", traces, "--plan", plan, "--json", plan], "--json: expected a separate"),
+        "description over a plan": (["info", plan, "--json", plan], "--json: expected a separate file"),
+        "times over a plan": (["bench", "--plan", plan, "--json", plan], "--json: expected a separate file"),
+        "results into a folder": (["demo", "--json", tmp_path], "--json: expected a file, got the folder"),
+        "no name": (["calibrate", traces, "--out", out, "--json", ""], "--json: expected a file, got the folder"),
+        "picture over a plan": (
+            ["plan", traces, "--error", 1, "--out", tmp_path / "p.svg", "--plots", tmp_path / "p.svg"],
+            "--plots: expected a separate file",
+        ),
+        "picture of no format": (
+            ["plan", traces, "--error", 1, "--out", out, "--plots", tmp_path / "p.pdf"],
+            "expected a name that ends in .png or .svg",
+        ),
+        "plans of nothing": (["plan", "--error", 1, "--out", out], "TRACES: expected trace files"),
+        "target without times": (["plan", traces, "--microseconds", 1, "--out", out], "expected --time-on"),
+        "ridge that is no number": (
+            ["plan", traces, "--error", 1, "--out", out, "--maps", "ridge:x"],
+            "'--maps': expected a number after ridge:, got 'x'",
+        ),
+        "endless time": (["bench", "--seconds", "inf"], "'--seconds': expected a finite number, got 'inf'"),
+        "time that is no number": (["bench", "--seconds", "nan"], "'--seconds': expected a finite number, got 'nan'"),
         "missing plan": (["info", tmp_path / "none.safetensors"], "none.safetensors"),
         "not a plan": (["info", broken], "not a whole safetensors file"),
         "plan of another layer": (["evaluate", other, "--plan", plan, *SMALL[2:]], "plan: expected one for"),
@@ -424,6 +451,13 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path):
         assert last.startswith("Error: "), name
         assert message in last, name
         assert "Traceback" not in result.output, name
+
+
+def test_refused_outputs_leave_their_files(traces, tmp_path):
+    before = traces.read_bytes()
+    for option in ("--report", "--json"):
+        invoke("evaluate", traces, "--systems", "exact", option, traces, code=2)
+    assert traces.read_bytes() == before
 
 
 def test_bugs_keep_their_traceback(monkeypatch):

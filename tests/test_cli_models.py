@@ -130,7 +130,7 @@ def test_types_of_parameters(folder, plans):
         (["calibrate", "--out", "x", "--model", "{}", "{}/text.npy"], "--model: expected no trace files with"),
         (
             ["calibrate", "--out", "{}", "--model", "{}", "--text", "{}/text.npy"],
-            "--out: expected a file for the plans",
+            "--out: expected a file, got the folder",
         ),
         (
             ["calibrate", "--out", "{}/text.npy", "--model", "{}", "--text", "{}/text.npy"],

@@ -14,7 +14,7 @@ from samples import parts_of, plan_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate import basis, moments
-from sketchssm.files import KEY, FileFormatError, save_file
+from sketchssm.files import KEY, FileFormatError, save_file, write_whole
 from sketchssm.plan import FORMAT as PLAN
 from sketchssm.recurrence import Layer
 
@@ -238,3 +238,24 @@ class TestReplacement:
     def test_a_missing_folder_is_the_system_s_error(self, kind, tmp_path):
         with pytest.raises(FileNotFoundError):
             make(kind).save(tmp_path / "nowhere" / "file")
+
+
+def test_a_device_is_written_in_place(tmp_path):
+    """A new file in its place would destroy the device for the whole machine, if root saves there."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, b"contents")
+        assert os.read(reader, 100) == b"contents"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_a_link(tmp_path):
+    whole, link = tmp_path / "whole", tmp_path / "link"
+    link.symlink_to(whole)
+    for content in (b"new", b"old"):  # the target is missing at first
+        write_whole(link, content)
+        assert link.is_symlink() and whole.read_bytes() == content

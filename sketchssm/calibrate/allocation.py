@@ -140,8 +140,8 @@ def allocate_ranks(
     ------
     ValueError
         If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
-        that can be given, or the method is unknown or needs gradients that were not given. Also if the format is
-        unknown or does not serve the map.
+        that can be given, or the method is unknown, or needs gradients that were not given or are all zero. Also if
+        the format is unknown or does not serve the map.
     """
     single = isinstance(scores, RankScores)
     layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
@@ -158,6 +158,10 @@ def allocate_ranks(
     method = method or default
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    if method in ("gradient", "sensitivity"):
+        for index, layer in enumerate(layers):
+            if layer.graded and not layer.sensitivity.any():
+                raise ValueError(f"scores: {method!r} needs gradients, got only zeros for layer {index}")
     table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads)
     if not (np.isfinite(mean_rank) and mean_rank >= 1):
         raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")

@@ -16,7 +16,7 @@ import click
 import sketchssm
 from sketchssm.backends import ACTIVATIONS
 from sketchssm.cli import options
-from sketchssm.cli.options import COUNT, NEW_FILE, NUMBERS, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NOT_NEGATIVE, NUMBERS, PATH
 from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, FORMATS
 
@@ -52,7 +52,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 @click.option(
     "--plan", "plan_files", type=PATH, multiple=True, help="Time this plan, instead of --shape; may be repeated."
 )
-@click.option("--seconds", type=click.FloatRange(min=0), help="Time per measurement.  [default: 0.5, on a GPU 0.05]")
+@click.option("--seconds", type=NOT_NEGATIVE, help="Time per measurement.  [default: 0.5, on a GPU 0.05]")
 @click.option(
     "--duty",
     type=float,
@@ -70,7 +70,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 @click.option("--arrivals", is_flag=True, help="Let requests arrive and leave at random, instead of whole windows.")
 @click.option("--layers", type=COUNT, default=32, help="Layers of the model, for --arrivals.")
 @click.option("--steps", type=COUNT, default=128, help="Timed steps, for --arrivals; rounded up to whole windows.")
-@click.option("--tokens", type=click.FloatRange(min=1), default=256, help="Mean length of a request, for --arrivals.")
+@click.option("--tokens", type=AT_LEAST_ONE, default=256, help="Mean length of a request, for --arrivals.")
 @click.option("--plot", type=NEW_FILE, help="Draw the times of a step into this PNG or SVG file (needs matplotlib).")
 @options.backend
 @options.seed
@@ -119,6 +119,7 @@ def command(
     if plan_files:
         options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots", "sketch_dtypes"))
     _check(shapes, duty, peers, raw_gate, device)
+    options.check_files(plan_files, plot=plot, json=json_file)
     if plot is not None:
         check(plot)
 

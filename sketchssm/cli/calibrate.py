@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import PATH
+from sketchssm.cli.options import AT_LEAST_ONE, PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -31,9 +31,7 @@ __all__ = ["command"]
     type=PATH,
     help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
-@click.option(
-    "--mean-rank", type=click.FloatRange(min=1), default=7.0, help="Budget: the read bytes of all heads at this rank."
-)
+@click.option("--mean-rank", type=AT_LEAST_ONE, default=7.0, help="Budget: the read bytes of all heads at this rank.")
 @click.option(
     "--flush-every",
     type=click.IntRange(min=2),
@@ -59,15 +57,14 @@ def command(
     Bases are fitted on the first two thirds of the calibration sequences and ranks are scored on the rest. Several
     files share one budget: ranks go to the layers and heads that need them. So do the layers of a model.
     """
-    from sketchssm.cli.output import Output, check_outputs, plan_paths
+    from sketchssm.cli.output import Output, plan_paths
 
     if source is None:
-        files = plan_paths(traces, out, json_file)
+        files = plan_paths(traces, out)
+        options.check_files(traces, out=files, json=json_file)
         _from_traces(traces, files, mean_rank, flush_every, rank_max, settings, Output(json_file))
         return
-    check_outputs((source.text,), [out], json_file)
-    if out.is_dir():
-        raise click.UsageError(f"--out: expected a file for the plans of a model, got the folder {out}")
+    options.check_files([source.text], out=out, json=json_file)
     budget = {"mean_rank": mean_rank, "flush_every": flush_every, "rank_max": rank_max}
     _of_model(source, out, settings, Output(json_file), **budget)
 

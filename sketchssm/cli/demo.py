@@ -60,6 +60,7 @@ def command(
 
     if backend == "reference":
         options.refuse("with --backend reference, which is not timed", ("rows",))
+    options.check_files([], json=json_file)
     started = time.perf_counter()
     output = Output(json_file)
     output.say(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, OLD_FILE, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, OLD_FILE, PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -40,7 +40,7 @@ TRACE_OPTIONS = (
     help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems.",
 )
 @click.option("--ranks", type=NUMBERS, default="2,4,6,8,12,16", help="Mean ranks of the sketches.")
-@click.option("--mean-rank", type=click.FloatRange(min=1), default=8.0, help="Mean rank of the ablations.")
+@click.option("--mean-rank", type=AT_LEAST_ONE, default=8.0, help="Mean rank of the ablations.")
 @click.option("--every", type=COUNT, default=64, help="Tokens from one point of the curves over tokens to the next.")
 @options.map_settings
 @options.backend
@@ -103,6 +103,7 @@ def command(
             raise click.UsageError("--plans: expected plans of the model")
         from sketchssm.cli.output import Output
 
+        options.check_files([source.text, plans], json=json_file)
         _of_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
@@ -112,6 +113,7 @@ def command(
         options.refuse("without --plots", ("suffix",))
     if plan_file is not None and len(traces) > 1:
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
+    options.check_files([*traces, plan_file], report=report, json=json_file)
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
     from sketchssm.evaluate import Study, evaluate, select

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -24,8 +25,22 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+class FiniteRange(click.FloatRange):
+    """Numbers in a range, without NaN and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse ``"0.5"``."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"expected a finite number, got {value!r}", param, ctx)
+        return number
+
+
 COUNT = click.IntRange(min=1)
-POSITIVE = click.FloatRange(min=0, min_open=True)
+POSITIVE = FiniteRange(min=0, min_open=True)
+NOT_NEGATIVE = FiniteRange(min=0)
+AT_LEAST_ONE = FiniteRange(min=1)
 PATH = click.Path(path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -67,8 +82,8 @@ def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any)
     return value
 
 
-def _check_backend(context: click.Context, param: click.Parameter, value: str) -> str:
-    """Refuse a missing GPU before any work."""
+def check_backend(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse a missing GPU before any work: a callback of an option."""
     lack = cuda.missing() if value == "cuda" else ""
     if lack:
         raise click.BadParameter(f"'cuda' can't run here: {lack}")
@@ -80,7 +95,7 @@ backend = click.option(
     "--backend",
     type=click.Choice(["auto", *BACKENDS]),
     default="auto",
-    callback=_check_backend,
+    callback=check_backend,
     help="Backend of the heads.",
 )
 seed = click.option("--seed", type=int, default=0, help="Seed of random bases and inputs.")
@@ -146,7 +161,7 @@ map_settings = gather(
     click.option("--window", type=click.IntRange(min=2), default=16, help="Tokens from one flush to the next."),
     click.option("--map", "map_name", type=click.Choice(MAPS), default=DEFAULT_MAP, help="Coefficient map."),
     pivots,
-    click.option("--ridge", type=click.FloatRange(min=0), help="Regularisation.  [default: the map's own]"),
+    click.option("--ridge", type=NOT_NEGATIVE, help="Regularisation.  [default: the map's own]"),
     click.option(
         "--sketch-dtype",
         type=click.Choice(list(FORMATS)),
@@ -218,3 +233,28 @@ def refuse(reason: str, names: Sequence[str]) -> None:
     for param in context.command.params:
         if param.name in names and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{param.opts[0]}: has no effect {reason}")
+
+
+def check_files(reads: Iterable[Path | None], **writes: str | Path | Iterable[Path] | None) -> None:
+    """Refuse to write a file over one that the command reads or writes for another option.
+
+    Parameters
+    ----------
+    reads : iterable of Path or None
+        Files that the command reads.
+    **writes : str, Path, iterable of Path or None
+        Files that the command writes, by the names of the options; "-" is standard output.
+    """
+    taken = {path.resolve() for path in reads if path is not None}
+    for option, given in writes.items():
+        paths = [Path(given)] if isinstance(given, str | Path) else list(given or ())
+        for path in paths:
+            if str(path) == "-":
+                continue
+            if path.resolve() in taken:
+                raise click.UsageError(f"--{option}: expected a separate file, got {path}")
+            if path.is_dir():
+                raise click.UsageError(f"--{option}: expected a file, got the folder {path}")
+            if path.exists() and not path.is_file():
+                continue  # /dev/null may be written twice
+            taken.add(path.resolve())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sketchssm.model_plans import ModelPlans
     from sketchssm.plan import SketchPlan
 
-__all__ = ["Output", "check_outputs", "plain", "plan_paths", "save_plans"]
+__all__ = ["Output", "plain", "plan_paths", "save_plans"]
 
 
 class Output:
@@ -127,30 +127,16 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def plan_paths(traces: Sequence[Path], out: Path, json_file: str | None) -> list[Path]:
-    """Plan file of each trace file, checked: `out` for one trace file, a file in the folder `out` for several."""
+def plan_paths(traces: Sequence[Path], out: Path) -> list[Path]:
+    """Plan file of each trace file: `out` itself for one trace file, a file in the folder `out` for several."""
     if len(traces) == 1 and not out.is_dir():
-        paths = [out]
-    else:
-        paths = [out / f"{path.stem}.safetensors" for path in traces]
-        if twice := sorted({path.name for path in paths if paths.count(path) > 1}):
-            raise click.UsageError(f"TRACES: expected files with different names, got {', '.join(twice)} twice")
-        if out.is_file():
-            raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
-    check_outputs(traces, paths, json_file)
+        return [out]
+    paths = [out / f"{path.stem}.safetensors" for path in traces]
+    if twice := sorted({path.name for path in paths if paths.count(path) > 1}):
+        raise click.UsageError(f"TRACES: expected files with different names, got {', '.join(twice)} twice")
+    if out.is_file():
+        raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
     return paths
-
-
-def check_outputs(inputs: Sequence[Path], plans: Sequence[Path], json_file: str | None) -> None:
-    """Refuse to write a file over one that is read, or a report over a plan."""
-    outputs = [("--out", path) for path in plans]
-    if json_file not in (None, "-"):
-        outputs.append(("--json", Path(str(json_file))))
-    taken = {path.resolve() for path in inputs}
-    for option, path in outputs:
-        if path.resolve() in taken:
-            raise click.UsageError(f"{option}: expected a separate file, got {path}")
-        taken.add(path.resolve())
 
 
 def save_plans(plans: Iterable[SketchPlan | ModelPlans], files: Iterable[Path]) -> None:

@@ -17,7 +17,11 @@ __all__ = ["command"]
 def _map(text: str) -> CoefficientMap:
     """A map from its name, or from ``name:ridge``."""
     name, _, ridge = text.partition(":")
-    return CoefficientMap(name, ridge=float(ridge) if ridge else None)
+    try:
+        value = float(ridge) if ridge else None
+    except ValueError as error:
+        raise ValueError(f"expected a number after {name}:, got {ridge!r}") from error
+    return CoefficientMap(name, ridge=value)
 
 
 @click.command("plan")
@@ -48,7 +52,10 @@ def _map(text: str) -> CoefficientMap:
 @click.option("--mean-ranks", type=NUMBERS, default="2,3,4,6,8,10,12,16")
 @options.rank_max
 @click.option(
-    "--time-on", type=click.Choice(["cpu", "cuda"]), help="Measure times on this backend.  [default: count bytes]"
+    "--time-on",
+    type=click.Choice(["cpu", "cuda"]),
+    callback=options.check_backend,
+    help="Measure times on this backend.  [default: count bytes]",
 )
 @click.option("--batch", type=COUNT, default=32, help="Rows of a timed step.")
 @options.backend
@@ -80,15 +87,23 @@ def command(
     """
     if sum(target is not None for target in (error, traffic, microseconds)) != 1:
         raise click.UsageError("target: expected one of --error, --traffic and --microseconds")
+    if not traces:
+        raise click.UsageError("TRACES: expected trace files")
     if time_on is None:
         options.refuse("without --time-on", ("batch",))
+        if microseconds is not None:
+            raise click.UsageError("--microseconds: expected --time-on cpu or --time-on cuda with this target")
+    from sketchssm import figures
     from sketchssm.cli.output import Output, plan_paths, save_plans
     from sketchssm.planning import StepTimes, autoplan, candidates
     from sketchssm.planning.report import describe, frontier_table
     from sketchssm.plots import draw_frontier
     from sketchssm.traces import Traces
 
-    files = plan_paths(traces, out, json_file)
+    files = plan_paths(traces, out)
+    options.check_files(traces, out=files, plots=plots, json=json_file)
+    if plots is not None:
+        figures.check(plots)
     output = Output(json_file)
     chosen = {} if maps is None else {"maps": maps}
     tried = candidates(**chosen, sketch_dtypes=sketch_dtypes, windows=windows, flushes=flushes)
