@@ -23,6 +23,11 @@ HERE = Path(__file__).parent
 KEPT = ("reduction", "output_error", "state_error", "retained", "objective")
 
 
+def short(curve):
+    """A curve with three significant digits."""
+    return [None if x is None else float(f"{x:.3g}") for x in curve]
+
+
 def table(results):
     """Results of each layer, one row per system: errors, and errors over tokens. Results per head are left out."""
     layers = []
@@ -30,7 +35,7 @@ def table(results):
         facts = {name: value for name, value in layer.items() if name not in ("systems", "curves", "digest")}
         systems = {
             f"{s['family']}/{s['setting']}": {name: s[name] for name in KEPT if s[name] is not None}
-            | {f"{name}_over_tokens": s["drift"][name] for name in ("output_error", "state_error")}
+            | {f"{name}_over_tokens": short(s["drift"][name]) for name in ("output_error", "state_error")}
             for s in layer["systems"]
         }
         layers.append(facts | {"points": layer["systems"][0]["drift"]["tokens"], "systems": systems})

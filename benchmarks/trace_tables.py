@@ -3,8 +3,9 @@
     python benchmarks/trace_tables.py benchmarks/results/evaluate-traces.json
 
 The first table compares sketches of the map in use at 9x to 11x less traffic with the best quantised, pruned or
-key-reduced state at 4x or more. The others: each read-only variant against the best sketch that moves no more bytes,
-ablations against the full method, and the growth of errors over tokens.
+key-reduced state at 4x or more. The others: each read-only variant against the best sketches that move no more bytes
+(in bfloat16 with a flush at every window, in any format, and in any format with refreshes), ablations against the
+full method, and the growth of errors over tokens.
 """
 
 import argparse
@@ -58,13 +59,16 @@ def headline(layers):
 
 
 def copies(layers):
-    """The best sketch with no more traffic than each read-only variant, over that variant's error."""
+    """Per read-only variant, the best sketches of each form with no more traffic, over that variant's error."""
     for layer in layers:
+        forms = sketches(layer), families(layer, "narrow"), families(layer, "refreshed")
         for name, copy in families(layer, "read-only").items():
-            enough = {n: s for n, s in sketches(layer).items() if s["reduction"] >= CLOSE * copy["reduction"]}
-            sketch, found = best(enough)
-            if found:
-                yield [layer["name"], name, sketch, f"{found['output_error'] / copy['output_error']:.2f}"]
+            row = [layer["name"], f"{name} {copy['reduction']:.1f}x"]
+            for own in forms:
+                enough = {n: s for n, s in own.items() if s["reduction"] >= CLOSE * copy["reduction"]}
+                sketch, found = best(enough)
+                row.append(f"{sketch} {found['output_error'] / copy['output_error']:.2f}" if found else "-")
+            yield row
 
 
 def ablations(layers):
@@ -92,7 +96,7 @@ def growths(layers):
 TABLES = {
     headline: ("layer", "sketch, worst to best in the band", "best compressed state", "its error / sketch's",
                "longest half-life"),
-    copies: ("layer", "read-only variant", "sketch", "its error over the variant's"),
+    copies: ("layer", "read-only variant", "sketch, its error over the variant's", "in few bits", "with refreshes"),
     ablations: ("ablation", "output error over the full method's"),
     growths: ("layer", "family", "error of", "last quarter over first"),
 }  # fmt: skip

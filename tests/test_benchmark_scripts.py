@@ -62,9 +62,11 @@ def test_headline_takes_the_worst_sketch_and_the_best_rival(tables):
 def test_copies_meet_the_best_sketch_of_no_more_bytes(tables):
     layer = layer_of(
         sketch__ridge_8=system(10, 0.02), sketch__ridge_16=system(7.99, 0.01), sketch__ridge_24=system(6, 0.001),
-        read_only__copy=system(8, 0.04),
+        narrow__int8_16=system(9, 0.008), refreshed__int8_32=system(7.9, 0.002), read_only__copy=system(8, 0.04),
     )  # fmt: skip
-    assert list(tables.copies([layer])) == [["layer", "read-only/copy", "sketch/ridge-16", "0.25"]]
+    assert list(tables.copies([layer])) == [
+        ["layer", "read-only/copy 8.0x", "sketch/ridge-16 0.25", "narrow/int8-16 0.20", "-"]
+    ]
 
 
 def test_ablations_and_growth(tables):

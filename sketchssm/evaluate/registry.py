@@ -32,6 +32,8 @@ RIDGES = (0, 0.01, 0.1, 1)
 WINDOWS = (4, 8, 16, 32)
 RINGS = (2, 4, 8)
 """Windows from one flush to the next, with refreshes between them."""
+REFRESHED = 4
+"""The same for the family `refreshed`."""
 
 FULL_METHOD = "full-method"
 """The ablation with no part replaced: the base of all others."""
@@ -95,6 +97,16 @@ def _narrow(study: Study) -> list[Entry]:
     return [make(f"{form.name}-{rank}", rank, sketch_dtype=form.name) for form in forms for rank in study.ranks]
 
 
+def _refreshed(study: Study) -> list[Entry]:
+    """The study's map in every format but float32, at every mean rank, with a flush only every `REFRESHED` windows."""
+    every = REFRESHED * study.settings.window
+    if not _has_flushes(study, every):
+        return []
+    forms = [form for form in FORMATS.values() if form.name != "float32" and form.serves(study.settings.map)]
+    make = partial(_planned, study, "refreshed", flush_every=every)
+    return [make(f"{form.name}-{rank}", rank, sketch_dtype=form.name) for form in forms for rank in study.ranks]
+
+
 def _ablations(study: Study) -> list[Entry]:
     """The sketch at one mean rank with one part replaced; its map is the study's, or the one that begins the name."""
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
@@ -109,11 +121,9 @@ def _ablations(study: Study) -> list[Entry]:
             found += [make(f"{map.name}-pivots-{p}", map=replace(map, pivots=p)) for p in PIVOTS]
         if map.name in ("lowrank", "ridge"):
             found += [make(f"{map.name}-ridge-{r:g}", map=replace(map, ridge=r)) for r in RIDGES]
-    tokens = min(study.length, study.calibration_length)
-    found += [make(f"window-{w}", window=w) for w in WINDOWS if 2 * w <= tokens]
+    found += [make(f"window-{w}", window=w) for w in WINDOWS if _has_flushes(study, w)]
     flushes = [count * study.settings.window for count in RINGS]
-    flushes = [every for every in flushes if every <= MAX_FLUSH_EVERY and 2 * every <= tokens]
-    return found + [make(f"flush-every-{every}", flush_every=every) for every in flushes]
+    return found + [make(f"flush-every-{f}", flush_every=f) for f in flushes if _has_flushes(study, f)]
 
 
 def _plan(study: Study) -> list[Entry]:
@@ -137,6 +147,7 @@ FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
     "rounded-states": _rounded_states,
     "sketch": _sketches,
     "narrow": _narrow,
+    "refreshed": _refreshed,
     "quantised": _baseline("quantised", partial(quantised_systems, error_feedback=(False, True))),
     "pruned": _baseline("pruned", pruned_systems),
     "key-reduced": _baseline("key-reduced", key_reduced_systems),
@@ -225,6 +236,11 @@ def _ready(family: str, systems: Iterable[System], window: int) -> list[Entry]:
         return Entry(family, setting, window, lambda: system)
 
     return [entry(system) for system in systems]
+
+
+def _has_flushes(study: Study, every: int) -> bool:
+    """Whether a plan may flush so seldom, and the sequences are long enough for two flushes."""
+    return every <= MAX_FLUSH_EVERY and 2 * every <= min(study.length, study.calibration_length)
 
 
 def _planned(
