@@ -164,6 +164,29 @@ def test_types_of_parameters(folder, plans):
             ],
             "device: 'none' can't be used",
         ),
+        *(
+            (
+                [
+                    "calibrate",
+                    "--out",
+                    "x",
+                    "--model",
+                    "{}",
+                    "--text",
+                    "{}/text.npy",
+                    "--length",
+                    "24",
+                    "--device",
+                    device,
+                ],
+                f"device: '{device}' can't be used",
+            )
+            for device in ("meta", "cuda:99")
+        ),
+        (
+            ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/text.npy", "--rows", "1"],
+            "rows: expected at least 2, got 1",
+        ),
         (["evaluate", "--model", "{}", "--text", "{}/text.npy"], "--plans: expected plans of the model"),
         (
             ["evaluate", "--model", "{}", "--text", "{}/text.npy", "--window", "8"],
@@ -187,6 +210,15 @@ def test_ids_of_another_shape(folder, tmp_path):
     np.save(path, np.zeros((2, 9), np.int64))
     result = invoke("calibrate", "--out", "x", "--model", folder, "--text", path, code=2)
     assert "text: expected token ids of shape (tokens,), got (2, 9)" in result.stderr
+
+
+def test_damaged_ids(folder, tmp_path):
+    path = tmp_path / "ids.npy"
+    for whole in (np.arange(50), np.array([1, "a"], dtype=object)):
+        np.save(path, whole)
+        path.write_bytes(path.read_bytes()[:-8])
+        result = invoke("calibrate", "--out", "x", "--model", folder, "--text", path, code=2)
+        assert f"text: expected an npy file of integers, got {path}" in " ".join(result.stderr.split())
 
 
 def test_plans_of_another_model(folder, plans, tmp_path):

@@ -167,6 +167,8 @@ def test_progress(qwen):
         ({"text": text(), "length": 8}, r"length: expected None with rows of token ids, got 8"),
         ({"text": text().flatten(), "length": 1}, r"length: expected an integer of at least 2, got 1"),
         ({"text": text().float()}, r"text: expected strings or integers .* got float32 of \(24,\)"),
+        ({"text": text() - 64}, r"text: expected token ids from 0 to 63, got -\d+"),
+        ({"text": text() + 64}, r"text: expected token ids from 0 to 63, got \d+"),
         ({"method": "best"}, r"method: expected one of gradient, error, .* got 'best'"),
         ({"mean_rank": 0.5}, r"mean_rank: expected a finite number of at least 1, got 0.5"),
         ({"rank_max": 0}, r"rank_max: expected an integer of at least 1, got 0"),

@@ -23,7 +23,7 @@ from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFing
 from sketchssm.recurrence import Tokens, check_flush_every, check_window
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
-from sketchssm.transformers.text import Ids, run_row, token_rows
+from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
 __all__ = ["calibrate", "fingerprint", "progress_steps"]
 
@@ -100,8 +100,8 @@ def calibrate(
     Raises
     ------
     ValueError
-        If a setting is out of range, there are fewer than two rows of text, a row is not longer than the window, or
-        the model has no known layers.
+        If a setting or a token id is out of range, there are fewer than two rows of text, a row is not longer than
+        the window, or the model has no known layers.
 
     Examples
     --------
@@ -119,6 +119,7 @@ def calibrate(
     found = layers(model)
     every = check_flush_every(flush_every, check_window(window))
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
+    check_ids(model, rows)
     step = progress or (lambda label: None)
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
 

@@ -19,7 +19,7 @@ from sketchssm.sketch_head import SketchHead
 from sketchssm.systems import exact_systems
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.patching import build_heads
-from sketchssm.transformers.text import Ids, run_row, token_rows
+from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
 __all__ = ["LayerTraffic", "ModelEvaluation", "evaluate"]
 
@@ -137,6 +137,7 @@ def evaluate(
         If `patch` or `calibrate` would refuse an argument.
     """
     rows = token_rows(text, tokenizer, length, least=2)
+    check_ids(model, rows)
     step = progress or (lambda label: None)
     found = layers(model)
     heads = build_heads(model, found, plans, 1, window, backend, settings)

@@ -60,6 +60,8 @@ class ModelText:
         ValueError
             If the model or the text can't be read, or there are fewer than `least` rows.
         """
+        if self.rows < least:
+            raise ValueError(f"rows: expected at least {least}, got {self.rows}")
         check_version()
         import transformers
 
@@ -74,14 +76,19 @@ class ModelText:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
+            if torch.device(device).type == "meta":
+                raise RuntimeError("its tensors have no values")
             return model.to(device).eval(), rows[: self.rows]
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
             raise ValueError(f"device: {device!r} can't be used ({error})") from error
 
     def _text(self) -> tuple[Any, Any]:
         """Token ids and None, or text and the tokenizer."""
         if self.text.suffix == ".npy":
-            ids = np.load(self.text)
+            try:
+                ids = np.load(self.text)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"text: expected an npy file of integers, got {self.text} ({error})") from error
             if ids.ndim != 1:
                 raise ValueError(f"text: expected token ids of shape (tokens,), got {ids.shape} in {self.text}")
             return ids, None

@@ -11,7 +11,7 @@ import torch
 
 from sketchssm import interop
 
-__all__ = ["Ids", "run_row", "token_rows"]
+__all__ = ["Ids", "check_ids", "run_row", "token_rows"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -69,6 +69,15 @@ def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, l
             f"rows, a smaller length than {LENGTH if length is None else length}"
         )
     return found
+
+
+def check_ids(model: Any, rows: Sequence[Ids]) -> None:
+    """Refuse token ids that the model does not know: on a GPU they would end the process's use of the device."""
+    known = model.get_input_embeddings().weight.shape[0]
+    for row in rows:
+        wrong = row[(row < 0) | (row >= known)]
+        if wrong.size:
+            raise ValueError(f"text: expected token ids from 0 to {known - 1}, got {wrong[0]}")
 
 
 def run_row(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
