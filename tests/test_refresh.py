@@ -1,6 +1,7 @@
 """Refreshes: sketches that advance through a window's tokens, and heads that flush once in several windows."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def case(kind, name, rng, rank=3, tokens=WINDOW, harsh=False):
     layer = LAYERS[kind]
     plan = plan_of(rng, layer, rank, map=name, window=WINDOW)
     _, ring = ring_of(layer, tokens_of(rng, layer, 2, tokens, np.float64, harsh=harsh))
-    own = type(ring)(*(None if x is None else x[:, 0] for x in ring))
+    own = ring.at(np.s_[:, 0])
     state = states_of(rng, layer, 2, np.float64)[:, 0].swapaxes(-1, -2)
     bases = Basis(np.random.default_rng(3), layer).columns(rank, plan.map.weighted)
     omega, projection = (x[0] for x in bases)
@@ -103,8 +104,7 @@ def test_the_sketch_of_mamba2_stays_exact(rng):
     """``U' = a U + S_buf^T Omega`` whatever the map, in as many refreshes as there are."""
     head, sketch, state, ring = case("mamba2", "lowrank", rng, tokens=5 * WINDOW)
     for first in range(0, 5 * WINDOW, WINDOW):
-        tokens = type(ring)(*(None if x is None else x[..., first : first + WINDOW, :] for x in ring[:3]), None)
-        sketch = refresh(head, sketch, tokens)
+        sketch = refresh(head, sketch, ring.at(np.s_[..., first : first + WINDOW, :]))
     want = fold(state, prefix(ring, 5 * WINDOW)).swapaxes(-1, -2) @ head.omega
     assert relative(sketch.u, want) < FLOAT64
 
@@ -140,9 +140,8 @@ class TestHead:
         tokens, start = tokens_of(rng, layer, 3, 30, np.float64, harsh=True), states_of(rng, layer, 3, np.float64)
         for each in (head, twin):
             each.load_state(start)
-        for stop in (11, 12, 23, 24, 30):
-            done = {11: 0, 12: 12, 23: 12, 24: 24, 30: 24}[stop]
-            first = {11: 0, 12: 11, 23: 12, 24: 23, 30: 24}[stop]
+        for first, stop in pairwise([0, 11, 12, 23, 24, 30]):
+            done = stop // EVERY * EVERY
             for each in (head, twin):
                 each.step(*at(tokens, np.s_[:, first:stop]))
             np.testing.assert_array_equal(head.state, twin.state)
@@ -165,7 +164,7 @@ class TestHead:
         for number in range(layer.heads):
             rank = plan.ranks[number]
             bases = [x[number, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection)]
-            own = type(ring)(*(None if x is None else x[0, number] for x in ring))
+            own = ring.at(np.s_[0, number])
             own_plan = HeadPlan(SketchFormat.of("float32"), plan.map, *bases)
             sketch = sketch_state(own_plan, start[0, number].T)
             state = start[0].copy()
@@ -175,8 +174,7 @@ class TestHead:
                 last = WINDOW - (first + WINDOW == EVERY)  # the flush reads the exact state
                 got = outputs[0, first : first + last, number]
                 assert relative(got, twin[0, :last, number]) < SOLVED
-                window = type(own)(*(None if x is None else x[first : first + WINDOW] for x in own))
-                sketch = refresh(own_plan, sketch, window)
+                sketch = refresh(own_plan, sketch, own.at(np.s_[first : first + WINDOW]))
         exact = run(layer, *tokens, state=start)[0]
         assert relative(outputs[:, -1], exact[:, -1]) < FLOAT64
 
@@ -215,9 +213,8 @@ class TestHead:
             for row in range(3):
                 kept[row].append(at(tokens, np.s_[row : row + 1, : accepted[row]]))
         head.flush()
-        for row in range(3):
-            each = zip(*kept[row], strict=True)
-            joined = [None if parts[0] is None else np.concatenate(parts, axis=1) for parts in each]
+        for row, parts in enumerate(kept):
+            joined = [None if x[0] is None else np.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
             want = run(layer, *joined, state=start[row : row + 1])[1]
             assert np.linalg.norm(head.state[row] - want[0]) < FLOAT64 * np.linalg.norm(start[row])
 
@@ -352,62 +349,3 @@ def test_no_whole_window(rng):
     layer = LAYERS["gdn"]
     with pytest.raises(ValueError, match=r"^v: expected at least one window of 4 tokens, got 3"):
         refresh_errors(plan_of(rng, layer, 2, window=4), *tokens_of(rng, layer, 1, 3))
-
-
-# Float32 rounding through a map (a ridge of 1e-2), see tests/test_cpu_engines.py. Storage in bfloat16 rounds each
-# element of a sketch and of a map by 2^-9, at each refresh again. Codes of 8 bits are those of the reference but for
-# ties; a code off by one moves its element by 1 / 127 of the largest.
-STORED = {"float32": 2e-5, "bfloat16": 1e-2, "int8": 1e-2, "fp8": 1e-2, "int8+int4": 1e-2}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "dtype"), [
-    *((name, dtype) for name in MAPS for dtype in ("float32", "bfloat16", "int8", "fp8")), ("ridge", "int8+int4"),
-])  # fmt: skip
-def test_the_cpu_backend(kind, name, dtype, rng):
-    """Outputs of four rings, and states, follow the reference in every format."""
-    layer = Layer(kind, heads=4, key_dim=24, value_dim=20, key_heads=2)
-    wide = {"wide": [0, 1, 3, 7]} if dtype == "int8+int4" else {}
-    more = {"map": name, "ridge": 0.01, "sketch_dtype": dtype, **wide}
-    plan = plan_of(rng, layer, [2, 3, 5, 7], window=WINDOW, flush_every=EVERY, **more)
-    tokens, start = tokens_of(rng, layer, 2, 4 * EVERY + 3), states_of(rng, layer, 2)
-    outputs, states = [], []
-    for backend in ("reference", "cpu"):
-        head = ss.SketchHead(plan, 2, backend)
-        head.load_state(start)
-        outputs.append(head.step(*tokens))
-        states.append(np.array(head.state))
-    assert relative(outputs[1], outputs[0]) < STORED[dtype]
-    assert relative(states[1], states[0]) < 1e-6  # float32 sums over four rings
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_harsh_gates_on_the_cpu(kind, rng):
-    """Full forgets, repeated keys and write gates of 0 and 1 inside a ring, and rows at different positions."""
-    layer = Layer(kind, heads=4, key_dim=24, value_dim=20, key_heads=2)
-    plan = plan_of(rng, layer, [2, 3, 5, 7], window=WINDOW, flush_every=EVERY, ridge=0.01, sketch_dtype="float32")
-    heads = [ss.SketchHead(plan, 3, backend) for backend in ("reference", "cpu")]
-    start = states_of(rng, layer, 3)
-    for head in heads:
-        head.load_state(start)
-    for slots in ([0], [1, 0], [2, 0, 1], [1, 2]) * 3:
-        tokens = tokens_of(rng, layer, len(slots), 5, harsh=True)
-        want, got = (head.step(*tokens, slots=slots) for head in heads)
-        assert np.isfinite(got).all()
-        assert np.abs(got - want).max() < 20 * STORED["float32"] * max(1.0, np.abs(want).max())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("exponent", [-45, 45])
-def test_small_and_large_states_on_the_cpu(kind, exponent, rng):
-    """Where float32 cannot hold the squares of its factors, a refresh forms the surrogate, with the same result."""
-    layer = Layer(kind, heads=4, key_dim=24, value_dim=20, key_heads=2)
-    plan = plan_of(rng, layer, [2, 3, 5, 7], window=WINDOW, flush_every=EVERY, ridge=0.01, sketch_dtype="float32")
-    tokens, start = tokens_of(rng, layer, 2, 2 * EVERY), states_of(rng, layer, 2)
-    outputs = []
-    for scale in (0, exponent):
-        head = ss.SketchHead(plan, 2, "cpu")
-        head.load_state(np.ldexp(start, scale))
-        outputs.append(np.ldexp(head.step(*tokens._replace(v=np.ldexp(tokens.v, scale))), -scale))
-    # the factors and the formed surrogate round differently
-    assert 0 < relative(outputs[1], outputs[0]) < STORED["float32"]
