@@ -10,7 +10,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -102,8 +104,13 @@ struct Step {
     Array arrays[ARRAYS];
     std::vector<Kernel> kernels;
     std::vector<std::vector<Grid>> grids;                          // by rows; one for each kernel
-    std::vector<std::pair<void*, std::int64_t>> workspaces;        // by stream
+    std::unordered_map<void*, std::int64_t> workspaces;            // by stream
 };
+
+struct Release {
+    void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Release>;  // a reference that is given up with this object
 
 // Reads a tensor's fields; false for anything but a plain tensor on the head's device.
 bool look(const Step& step, PyObject* object, Tensor* tensor) {
@@ -120,7 +127,7 @@ std::int64_t address_of(const Tensor& tensor) {
 }
 
 // Takes one array as the kernels need it: its address, and the bytes between its rows.
-bool take(const Step& step, const Array& want, const Tensor& tensor, std::int64_t rows, bool may_be_strided,
+bool take(const Array& want, const Tensor& tensor, std::int64_t rows, bool may_be_strided,
           std::int64_t* address, std::int64_t* stride) {
     const int axes = static_cast<int>(want.shape.size()) + 1;
     if (tensor.axes != axes || tensor.code != want.code || tensor.bits != want.bits || tensor.shape[0] != rows)
@@ -141,7 +148,7 @@ bool take(const Step& step, const Array& want, const Tensor& tensor, std::int64_
 }
 
 // Makes the array of outputs; null without an error set if that is left to Python.
-PyObject* make_out(const Step& step, std::int64_t rows, Tensor* tensor) {
+Owned make_out(const Step& step, std::int64_t rows, Tensor* tensor) {
     const Array& want = step.arrays[OUT];
     std::vector<std::int64_t> shape{rows};
     shape.insert(shape.end(), want.shape.begin(), want.shape.end());
@@ -158,12 +165,8 @@ PyObject* make_out(const Step& step, std::int64_t rows, Tensor* tensor) {
         PyErr_Clear();
         return nullptr;
     }
-    PyObject* const made = static_cast<PyObject*>(object);
-    if (!look(step, made, tensor)) {
-        Py_DECREF(made);
-        return nullptr;
-    }
-    return made;
+    Owned made(static_cast<PyObject*>(object));
+    return look(step, made.get(), tensor) ? std::move(made) : nullptr;
 }
 
 // The head's context, for as long as this object lives.
@@ -204,7 +207,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
             continue;
         }
         if (i != V && !look(step, given[i], &tensors[i])) return declined();
-        if (!take(step, step.arrays[i], tensors[i], rows, step.strided, &values[ADDRESS + i], &values[STRIDE + i]))
+        if (!take(step.arrays[i], tensors[i], rows, step.strided, &values[ADDRESS + i], &values[STRIDE + i]))
             return declined();
     }
     PyObject* const slots = given[ARRAYS];
@@ -220,58 +223,41 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
         values[SLOTS] = address_of(tensor), values[SCAN] = rows;
         values[SLOT_FLAGS] = (tensor.bits == 64 ? WIDE : 0) | COUNTED;
     }
-    PyObject* out = given[OUT];
+    const bool allocates = given[OUT] == Py_None;
     const Array &of_v = step.arrays[V], &of_out = step.arrays[OUT];
-    if (out == Py_None) {
-        if (of_v.code != of_out.code || of_v.bits != of_out.bits) return declined();  // outputs are of v's type
-    } else {
-        if (!look(step, out, &tensors[OUT])) return declined();
-        Py_INCREF(out);
-    }
+    if (allocates ? of_v.code != of_out.code || of_v.bits != of_out.bits : !look(step, given[OUT], &tensors[OUT]))
+        return declined();  // outputs that are made here are of v's type
     void* stream = nullptr;
     const Current current(step);
     int capturing = 0;
     if (!current.known() || step.exchange->current_stream(step.device_type, step.device, &stream) ||
         step.driver.capture_status(stream, &capturing) || capturing) {
         PyErr_Clear();
-        if (out != Py_None) Py_DECREF(out);
         return declined();
     }
-    const std::pair<void*, std::int64_t>* workspace = nullptr;
-    for (const auto& each : step.workspaces)
-        if (each.first == stream) workspace = &each;
-    if (!workspace) {
-        if (out != Py_None) Py_DECREF(out);
-        return declined();
-    }
+    const auto workspace = step.workspaces.find(stream);
+    if (workspace == step.workspaces.end()) return declined();
     values[WORKSPACE] = workspace->second;
-    if (out == Py_None) {
-        out = make_out(step, rows, &tensors[OUT]);
-        if (!out) return declined();
-    }
-    bool fits = take(step, step.arrays[OUT], tensors[OUT], rows, false, &values[ADDRESS + OUT], &values[STRIDE + OUT]);
+    Owned made;
+    if (allocates && !(made = make_out(step, rows, &tensors[OUT]))) return declined();
+    bool fits = take(step.arrays[OUT], tensors[OUT], rows, false, &values[ADDRESS + OUT], &values[STRIDE + OUT]);
     auto end = [&](int i) {
         const std::int64_t row_bytes = step.arrays[i].elements * step.arrays[i].bits / 8;
         return values[ADDRESS + i] + (rows - 1) * values[STRIDE + i] + row_bytes;
     };
     for (int i = 0; fits && i < OUT; i++)  // kernels read some inputs after they have written outputs
         fits = step.arrays[i].absent || values[ADDRESS + i] >= end(OUT) || values[ADDRESS + OUT] >= end(i);
-    if (!fits) {
-        Py_DECREF(out);
-        return declined();
-    }
+    if (!fits) return declined();
     for (std::size_t i = 0; i < step.kernels.size(); i++) {
         const Kernel& kernel = step.kernels[i];
         for (const Parameter& parameter : kernel.parameters)  // little-endian: the low bytes come first
             std::memcpy(parameter.place, &values[parameter.value], parameter.size);
         kernel.config->grid[0] = step.grids[rows][i].blocks, kernel.config->block[0] = step.grids[rows][i].threads;
         kernel.config->stream = stream;
-        if (const int status = step.driver.launch(kernel.config, kernel.function, kernel.arguments, nullptr)) {
-            Py_DECREF(out);
+        if (const int status = step.driver.launch(kernel.config, kernel.function, kernel.arguments, nullptr))
             return PyObject_CallFunction(step.failed, "ii", static_cast<int>(i), status);
-        }
     }
-    return out;
+    return allocates ? made.release() : Py_NewRef(given[OUT]);
 }
 
 // set_grids(rows, [(blocks, threads), ...]): a call of so many rows is not declined from now on
@@ -298,13 +284,7 @@ PyObject* set_workspace(PyObject* self, PyObject* args) {
     unsigned long long stream;
     long long address;
     if (!PyArg_ParseTuple(args, "KL", &stream, &address)) return nullptr;
-    void* const key = reinterpret_cast<void*>(stream);
-    for (auto& each : step.workspaces)
-        if (each.first == key) {
-            each.second = address;
-            Py_RETURN_NONE;
-        }
-    step.workspaces.emplace_back(key, address);
+    step.workspaces[reinterpret_cast<void*>(stream)] = address;
     Py_RETURN_NONE;
 }
 
@@ -370,7 +350,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
     new (&step.arrays) Array[ARRAYS];
     new (&step.kernels) std::vector<Kernel>;
     new (&step.grids) std::vector<std::vector<Grid>>;
-    new (&step.workspaces) std::vector<std::pair<void*, std::int64_t>>;
+    new (&step.workspaces) std::unordered_map<void*, std::int64_t>;
     Py_INCREF(tensor_type), Py_INCREF(failed);
     step.exchange = api, step.tensor_type = tensor_type, step.failed = failed;
     step.device_type = device_type, step.device = device, step.all_slots = slots, step.capacity = capacity;
@@ -395,7 +375,7 @@ void end(PyObject* self) {
     Step& step = *reinterpret_cast<Step*>(self);
     PyTypeObject* const type = Py_TYPE(self);
     for (Array& array : step.arrays) array.~Array();
-    step.kernels.~vector(), step.grids.~vector(), step.workspaces.~vector();
+    step.kernels.~vector(), step.grids.~vector(), step.workspaces.~unordered_map();
     Py_DECREF(step.tensor_type), Py_DECREF(step.failed);
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
