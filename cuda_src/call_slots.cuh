@@ -12,10 +12,20 @@ struct Numbers {
     __device__ __forceinline__ i64 of(int row) const {
         return flags & WIDE ? static_cast<const i64*>(first)[row] : static_cast<const int*>(first)[row];
     }
-    // The number as a volatile read: the previous kernel may still change it.
-    __device__ __forceinline__ i64 early(int row) const {
-        return flags & WIDE ? static_cast<const volatile i64*>(first)[row]
-                            : static_cast<const volatile int*>(first)[row];
+    // A number's words, loaded without a branch, so that later loads start at once. high == low if there is one word.
+    struct Words {
+        int low, high;
+        __device__ __forceinline__ bool operator!=(const Words& y) const { return low != y.low || high != y.high; }
+    };
+    // `Int`: const int, or const volatile int where the previous kernel may still change the number.
+    template <class Int = const int> __device__ __forceinline__ Words words(int row) const {
+        const int wide = flags & WIDE;
+        Int* const at = static_cast<Int*>(first) + row * (1 + wide);
+        return {at[0], at[wide]};
+    }
+    // The number if an int holds it, otherwise the least int.
+    __device__ __forceinline__ int narrow(const Words& x) const {
+        return flags & WIDE && x.high != x.low >> 31 ? -2147483647 - 1 : x.low;
     }
 };
 
@@ -39,17 +49,16 @@ struct CallSlots {
     int* left_out;   // how many rows were left out
 
     // Slot of a row, PADDING or LEFT_OUT; without a look at the other rows.
-    __device__ __forceinline__ int of(int row) const { return checked(numbers.of(row)); }
-    __device__ __forceinline__ int early(int row) const { return checked(numbers.early(row)); }
-    __device__ __forceinline__ int checked(i64 number) const {
-        if (number == pad) return PADDING;
-        return number >= 0 && number < count ? static_cast<int>(number) : LEFT_OUT;
+    __device__ __forceinline__ int of(int row) const { return checked(numbers.words(row)); }
+    __device__ __forceinline__ int checked(const Numbers::Words& words) const {
+        const int number = numbers.narrow(words);
+        return number == pad ? PADDING : static_cast<u32>(number) < static_cast<u32>(count) ? number : LEFT_OUT;
     }
     // Whether one of the rows first, first + step, ... other than `row` names the slot.
     __device__ __forceinline__ bool repeated(int row, int slot, int first, int step) const {
         bool found = false;
-#pragma unroll 2
-        for (int i = scan.from + first; i < scan.to; i += step) found |= numbers.of(i) == slot && i != row;
+#pragma unroll 1
+        for (int i = scan.from + first; i < scan.to; i += step) found |= numbers.narrow(numbers.words(i)) == slot && i != row;
         return found && slot >= 0;
     }
     // The slot, or LEFT_OUT if another row names the same slot. By a whole warp, or by a whole block, for one row.

@@ -64,16 +64,29 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         block.heads[index].load(heads, index);  // constant
         atomicMax(&block.max_elements, block.heads[index].elements);
     }
-    // The previous kernel may still change `slots`. An early look only selects which cursors to prefetch and to load
-    // early.
+    // The previous kernel may still change `slots`. An early look selects which cursors to prefetch and to load early,
+    // and searches for repeated slots. If a slot has changed after the wait, the search is repeated.
     int early_slot = 0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        const int slot = slots.early(first_row + i);
+        const int slot = slots.checked(slots.numbers.words<const volatile int>(first_row + i));
+        block.rows[i].x = slot;
         if (slot < 0) continue;
         prefetch(arg.memory.cursor.of(slot));
         // full-state heads leave no register for early_slot
         if (FULL_STATE_HEADS == 0 && i == threadIdx.x) early_slot = slot;
     }
+    const int compared = slots.scan.from + threadIdx.x;  // the row whose slot this thread compares with the block's
+    const bool compares = compared < slots.scan.to;
+    Numbers::Words early_words{}, words{};
+    if (compares) early_words = slots.numbers.words<const volatile int>(compared);
+    const int early_number = compares ? slots.numbers.narrow(early_words) : PADDING;
+    bool search = slots.scan.to - slots.scan.from > static_cast<int>(blockDim.x);
+    __syncthreads();
+    for (int n = 0; n < rows; n++) {
+        const int slot = block.rows[n].x;
+        search |= slot >= 0 && slot == early_number && compared != first_row + n;
+    }
+    __syncthreads();
 #endif
     wait_for_previous_kernel();
 #if FULL_STATE_HEADS
@@ -95,6 +108,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const u32 start = clock_now();
     bool due = false;
     auto first_tile_is_own = [&](int row) { return row * ROW_TILES >= begin; };  // one block has each row's first tile
+    if (compares) words = slots.numbers.words(compared);  // used after the next loads
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         int word = FULL_STATE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
@@ -106,29 +121,22 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         } else {
             due = true;
         }
-        if (first_tile_is_own(row)) schedule->slots[row] = slot, slots.note(slot);
+        search |= slot == LEFT_OUT;
+        if (first_tile_is_own(row)) schedule->slots[row] = slot;
     }
-    bool repeated = false;  // whether another row names the slot of one of the block's rows
-    if (slots.scan.needed())
-        for (int i = slots.scan.from + threadIdx.x; i < slots.scan.to; i += blockDim.x) {
-            const i64 number = slots.numbers.of(i);
-#pragma unroll 4
+    search |= words != early_words;
+    if (__syncthreads_or(due || search)) {
+        if (__syncthreads_or(search))
+#pragma unroll 1
             for (int n = 0; n < rows; n++) {
-                const int slot = slots.of(first_row + n);
-                repeated |= slot >= 0 && slot == number && i != first_row + n;
-            }
-        }
-    if (__syncthreads_or(due || repeated)) {
-        if (__syncthreads_or(repeated)) {
-            for (int n = 0; n < rows; n++) {
-                const int row = first_row + n, slot = slots.of(row), left = slots.once_in_block(row, slot);
-                if (left == slot || threadIdx.x > 0) continue;
+                const int row = first_row + n, slot = block.rows[n].x, left = slots.once_in_block(row, slot);
+                if (threadIdx.x > 0) continue;
                 block.rows[n].x = left;
-                atomicMax(&block.max_tokens, 0);  // there are zeros to write
+                if (left < 0) atomicMax(&block.max_tokens, 0);  // there are zeros to write
                 if (first_tile_is_own(row)) schedule->slots[row] = left, slots.note(left);
             }
-            __syncthreads();
-        }
+        __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < rows; i += blockDim.x) {
             const int row = first_row + i, slot = block.rows[i].x;
             if (slot >= 0 && !BlockRows::continues(slot, block.rows[i].y) && first_tile_is_own(row))
