@@ -323,7 +323,6 @@ def measure_device(
     # one output per position: the last set's outputs stay there and are compared with float64
     outputs = [cupy.empty(x.v.shape, x.v.dtype) for x in work.steps]
     stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
     launches = []
     for i, pair in enumerate(zip(work.steps, outputs, strict=True)):
         if i % CAPTURES == 0:
@@ -331,6 +330,7 @@ def measure_device(
                 head.load_state(start, some)
         launches.append(partial(captured(_steps(head, *pair, slots), stream).launch, stream))
     del start
+    cupy.cuda.Device().synchronize()
 
     for launch in launches:
         launch()
