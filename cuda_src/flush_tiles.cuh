@@ -111,12 +111,14 @@ template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
 // Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
 // memory (STATIC_SHARED on the host), and 1024 for the system.
 constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
-// Blocks on a multiprocessor. With high ranks a block has more warps and needs more shared memory. With raw keys:
+// Blocks on a multiprocessor, and warps of a team that finishes a sketch (EPILOGUE_TEAM). With high ranks a block has
+// more warps and needs more shared memory:
 //
-//   V            blocks                          warps of a team (EPILOGUE_TEAM)
-//   64, 80, 96   two if they fit, otherwise one  3
-//   128          two if they fit, up to rank 24  1 (fold warps need the registers of 20 warps)
-//   128          otherwise one                   4
+//   keys         V            blocks                          team up to rank 21, beyond
+//   raw          64, 80, 96   two if they fit, otherwise one  3, 4
+//   raw          128          two if they fit, up to rank 24  1 (fold warps need the registers of 20 warps)
+//   raw          128          otherwise one                   4
+//   transformed  any          one                             2, 4
 constexpr int WANTED_BLOCKS = !HIGH_RANKS || MIN_BLOCKS < 2 ? MIN_BLOCKS : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1 : 2;
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
@@ -125,7 +127,8 @@ typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
                sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 
-constexpr int EPILOGUE_TEAM = !HIGH_RANKS ? 1 : !RAW_KEYS ? 2 : ROW_BLOCKS < 8 ? 3 : BLOCKS > 1 ? 1 : 4;
+constexpr bool TWO_LARGE_BLOCKS = BLOCKS > 1 && ROW_BLOCKS == 8;
+constexpr int EPILOGUE_TEAM = !HIGH_RANKS || TWO_LARGE_BLOCKS ? 1 : RANK_MAX > 21 ? 4 : RAW_KEYS ? 3 : 2;
 constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
 // Warp numbers by role, see flush_roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
 // leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
