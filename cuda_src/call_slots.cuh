@@ -15,7 +15,6 @@ struct Numbers {
     // A number's words, loaded without a branch, so that later loads start at once. high == low if there is one word.
     struct Words {
         int low, high;
-        __device__ __forceinline__ bool operator!=(const Words& y) const { return low != y.low || high != y.high; }
     };
     // `Int`: const int, or const volatile int where the previous kernel may still change the number.
     template <class Int = const int> __device__ __forceinline__ Words words(int row) const {

@@ -77,9 +77,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     }
     const int compared = slots.scan.from + threadIdx.x;  // the row whose slot this thread compares with the block's
     const bool compares = compared < slots.scan.to;
-    Numbers::Words early_words{}, words{};
-    if (compares) early_words = slots.numbers.words<const volatile int>(compared);
-    const int early_number = compares ? slots.numbers.narrow(early_words) : PADDING;
+    const int early_number =
+        compares ? slots.numbers.narrow(slots.numbers.words<const volatile int>(compared)) : PADDING;
     bool search = slots.scan.to - slots.scan.from > static_cast<int>(blockDim.x);
     __syncthreads();
     for (int n = 0; n < rows; n++) {
@@ -108,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const u32 start = clock_now();
     bool due = false;
     auto first_tile_is_own = [&](int row) { return row * ROW_TILES >= begin; };  // one block has each row's first tile
+    Numbers::Words words{};
     if (compares) words = slots.numbers.words(compared);  // used after the next loads
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         search |= slot == LEFT_OUT;
         if (first_tile_is_own(row)) schedule->slots[row] = slot;
     }
-    search |= words != early_words;
+    search |= compares && slots.numbers.narrow(words) != early_number;
     if (__syncthreads_or(due || search)) {
         if (__syncthreads_or(search))
 #pragma unroll 1
