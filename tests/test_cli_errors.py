@@ -1,0 +1,122 @@
+"""The command line: an error of the user is one line with exit code 2, before any file is written."""
+
+import numpy as np
+from click.testing import CliRunner
+from test_cli import SMALL, invoke
+from test_traces import trace_entries, write_traces
+
+from sketchssm.cli import main
+
+
+def errors(tmp_path):
+    """Wrong arguments, with a part of the message."""
+    traces = write_traces(tmp_path / "good.npz", "gdn")
+    other = write_traces(tmp_path / "other.npz", "kda")
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"not an archive")
+    plan = tmp_path / "plan.safetensors"
+    invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
+    out = tmp_path / "out.safetensors"
+    entries = trace_entries("gdn")
+    few = tmp_path / "few.npz"
+    np.savez(few, **entries | {"calib_grad": entries["calib_grad"][:, :12]})
+    return {
+        "missing traces": (["calibrate", tmp_path / "none.npz", "--out", out], "does not exist"),
+        "broken traces": (["calibrate", broken, "--out", out], "expected an npz archive"),
+        "too high a rank": (
+            ["calibrate", traces, "--out", out, "--mean-rank", 500, "--method", "uniform"],
+            "mean_rank: expected",
+        ),
+        "no gradients": (
+            ["calibrate", write_traces(tmp_path / "plain.npz", "gdn", grads=0), "--out", out, "--method", "gradient"],
+            "needs gradients",
+        ),
+        "same name twice": (["calibrate", traces, traces, "--out", tmp_path / "plans"], "different names"),
+        "no window but the first": (
+            ["calibrate", traces, "--out", out, "--window", 40],
+            "good.npz: moments: expected",
+        ),
+        "no scored window but the first": (["calibrate", few, "--out", out], "scores: expected samples"),
+        "plan over traces": (["calibrate", traces, "--out", traces], "--out: expected a separate file"),
+        "report over traces": (
+            ["calibrate", traces, "--out", out, "--json", traces],
+            "--json: expected a separate file",
+        ),
+        "report over plan": (["calibrate", traces, "--out", out, "--json", out], "--json: expected a separate file"),
+        "page over traces": (["evaluate", traces, "--report", traces], "--report: expected a separate file"),
+        "results over traces": (["evaluate", traces, "--json", traces], "--json: expected a separate file"),
+        "page over results": (
+            ["evaluate", traces, "--json", out, "--report", out],
+            "--json: expected a separate file",
+        ),
+        "results over a plan": (["evaluate", traces, "--plan", plan, "--json", plan], "--json: expected a separate"),
+        "description over a plan": (["info", plan, "--json", plan], "--json: expected a separate file"),
+        "times over a plan": (["bench", "--plan", plan, "--json", plan], "--json: expected a separate file"),
+        "results into a folder": (["demo", "--json", tmp_path], "--json: expected a file, got the folder"),
+        "no name": (["calibrate", traces, "--out", out, "--json", ""], "--json: expected a file, got the folder"),
+        "picture over a plan": (
+            ["plan", traces, "--error", 1, "--out", tmp_path / "p.svg", "--plots", tmp_path / "p.svg"],
+            "--plots: expected a separate file",
+        ),
+        "picture of no format": (
+            ["plan", traces, "--error", 1, "--out", out, "--plots", tmp_path / "p.pdf"],
+            "expected a name that ends in .png or .svg",
+        ),
+        "plans of nothing": (["plan", "--error", 1, "--out", out], "TRACES: expected trace files"),
+        "target without times": (["plan", traces, "--microseconds", 1, "--out", out], "expected --time-on"),
+        "ridge that is no number": (
+            ["plan", traces, "--error", 1, "--out", out, "--maps", "ridge:x"],
+            "'--maps': expected a number after ridge:, got 'x'",
+        ),
+        "endless time": (["bench", "--seconds", "inf"], "'--seconds': expected a finite number, got 'inf'"),
+        "time that is no number": (["bench", "--seconds", "nan"], "'--seconds': expected a finite number, got 'nan'"),
+        "missing plan": (["info", tmp_path / "none.safetensors"], "none.safetensors"),
+        "not a plan": (["info", broken], "not a whole safetensors file"),
+        "plan of another layer": (["evaluate", other, "--plan", plan, *SMALL[2:]], "plan: expected one for"),
+        "plan of another layer, among others": (
+            ["evaluate", other, "--plan", plan, "--systems", "plan", *SMALL],
+            "plan: expected one for",
+        ),
+        "one plan, two layers": (["evaluate", traces, other, "--plan", plan], "one trace file"),
+        "settings of a plan": (["evaluate", traces, "--plan", plan, "--window", 4], "--window: has no effect"),
+        "ranks of no sketch": (["evaluate", traces, "--systems", "exact", "--ranks", 2], "--ranks: has no effect"),
+        "rank of no ablation": (["evaluate", traces, "--systems", "sketch", "--mean-rank", 2], "--mean-rank: has no"),
+        "map of no sketch": (["evaluate", traces, "--systems", "exact", "--map", "prior"], "--map: has no effect"),
+        "format of nothing": (["evaluate", traces, "--format", "svg"], "--format: has no effect without --plots"),
+        "shape of a plan": (["bench", "--plan", plan, "--shape", "qwen3-next"], "--shape: has no effect with --plan"),
+        "rows that are not timed": (["demo", "--backend", "reference", "--rows", 4], "--rows: has no effect"),
+        "pivots of no map": (["evaluate", traces, "--pivots", 2], "map 'ridge' has no pivots"),
+        "too high a rank for all systems": (["evaluate", traces, "--mean-rank", 500], "mean_rank: expected 1 to"),
+        "pictures nowhere": (["evaluate", traces, "--plots"], "--out FOLDER"),
+        "no such system": (
+            ["evaluate", traces, "--systems", "exact,ghosts"],
+            "got 'ghosts'; there are exact (standard",
+        ),
+        "one name, two layers": (["evaluate", traces, traces], "different names"),
+        "bad ranks": (["evaluate", traces, "--ranks", "2,x"], "positive integers"),
+        "too long a window": (["evaluate", traces, "--window", 32], "two windows"),
+    }
+
+
+def test_errors_are_one_line_and_exit_code_2(tmp_path):
+    for name, (arguments, message) in errors(tmp_path).items():
+        result = invoke(*arguments, code=2)
+        last = result.stderr.strip().splitlines()[-1]
+        assert last.startswith("Error: "), name
+        assert message in last, name
+        assert "Traceback" not in result.output, name
+
+
+def test_refused_outputs_leave_their_files(tmp_path):
+    traces = write_traces(tmp_path / "layer3.npz", "gdn")
+    before = traces.read_bytes()
+    for option in ("--report", "--json"):
+        invoke("evaluate", traces, "--systems", "exact", option, traces, code=2)
+    assert traces.read_bytes() == before
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    """Only errors about the caller's input become one line."""
+    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: {}["bug"])
+    result = CliRunner().invoke(main, ["bench"])
+    assert isinstance(result.exception, KeyError)
