@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from sketchssm.bench.results import BenchResult
 from sketchssm.evaluate.evaluation import LayerResults
 from sketchssm.evaluate.measure import Measurement
-from sketchssm.evaluate.registry import FULL_METHOD, series
+from sketchssm.evaluate.registry import FULL_METHOD
 from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.planning import PlanPoint, PlanSearch
 from sketchssm.recurrence import FULL_STATE, ROUNDING
@@ -289,6 +290,12 @@ def _ranks(layers: Sequence[LayerResults], path: Path) -> Path | None:
         if s.setting.startswith("allocation-") and s.ranks and s.setting != "allocation-uniform"
     }
     return rank_heatmap(rows, path) if rows else None
+
+
+def series(name: str) -> str:
+    """Name of a system's curve: its name without the number that varies, ``sketch/ridge`` for ``sketch/ridge-8``."""
+    family, _, setting = name.partition("/")
+    return f"{family}/{re.sub(r'(^|-)[0-9.]+(-bits?)?(?=-|$)', '', setting).strip('-')}"
 
 
 def _curves(layer: LayerResults, *families: str) -> dict[str, list[Measurement]]:

@@ -13,7 +13,7 @@ from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.evaluate import Study, entries, evaluate, measure, select
 from sketchssm.evaluate.measure import rounded
-from sketchssm.evaluate.registry import FAMILIES, FULL_METHOD, series
+from sketchssm.evaluate.registry import FAMILIES, FULL_METHOD
 from sketchssm.files import source_digest
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, KINDS
@@ -134,22 +134,6 @@ def test_unknown_systems_are_told_what_there_is(tmp_path):
     known = r"exact \(standard, replay\); rounded-states \(standard-bfloat16, .*\); sketch \(.*window-16"
     with pytest.raises(ValueError, match=rf"got 'exakt'; there are {known}"):
         select([study_of(tmp_path)], ["exact", "exakt"])
-
-
-@pytest.mark.parametrize(
-    ("name", "curve"),
-    [
-        ("sketch/ridge-16", "sketch/ridge"),
-        ("quantised/dsq-6-bits-with-feedback", "quantised/dsq-with-feedback"),
-        ("quantised/dsq-10-bits", "quantised/dsq"),
-        ("pruned/ghost-37.5", "pruned/ghost"),
-        ("read-only/4-bit-copy", "read-only/copy"),
-        ("read-only/low-rank-read-8", "read-only/low-rank-read"),
-        ("exact/standard", "exact/standard"),
-    ],
-)
-def test_series(name, curve):
-    assert series(name) == curve
 
 
 def test_study_measures_against_the_recurrence(study):

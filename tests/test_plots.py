@@ -96,3 +96,19 @@ def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     for call in (figures.check, lambda: plots.draw([LAYER], tmp_path)):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm\[plot\]'"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "curve"),
+    [
+        ("sketch/ridge-16", "sketch/ridge"),
+        ("quantised/dsq-6-bits-with-feedback", "quantised/dsq-with-feedback"),
+        ("quantised/dsq-10-bits", "quantised/dsq"),
+        ("pruned/ghost-37.5", "pruned/ghost"),
+        ("read-only/4-bit-copy", "read-only/copy"),
+        ("read-only/low-rank-read-8", "read-only/low-rank-read"),
+        ("exact/standard", "exact/standard"),
+    ],
+)
+def test_series(name, curve):
+    assert plots.series(name) == curve

@@ -1,13 +1,15 @@
 """The paper's baselines as systems.
 
-Every function takes a layer, calibration tokens and a window, even if the method does not use all three, and returns
-an empty list for kinds that the method excludes.
+Every function takes a layer, its calibration tokens ``(sequences, tokens, ...)`` from zero states, and the tokens from
+one flush to the next (window), even if the method does not use all three. The systems are in the order of the
+function's settings; for kinds that the method excludes there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 from sketchssm import traffic
 from sketchssm.baselines import (
@@ -21,6 +23,7 @@ from sketchssm.baselines import (
 )
 from sketchssm.baselines.quantised import RESIDUAL_BITS
 from sketchssm.calibrate.moments import Moments
+from sketchssm.head import DecodeHead
 from sketchssm.recurrence import Layer, Tokens
 from sketchssm.systems import System, sketch_system
 
@@ -36,69 +39,58 @@ def quantised_systems(
     window: int = 16,
     *,
     bits: Sequence[int] = (10, 8, 6, 4),
-    error_feedback: bool | Sequence[bool] = False,
+    error_feedback: Sequence[bool] = (False,),
 ) -> list[System]:
-    """List quantised states, with and without error feedback.
+    """List quantised states, requantised at every token, with scales from the state.
 
     Parameters
     ----------
-    layer : Layer
-        Kind and shape.
-    tokens : Tokens
-        Not used: scales are computed from the state.
-    window : int, default 16
-        Not used: a state is requantised at every token.
+    layer, tokens, window
+        See the module.
     bits : sequence of int, default (10, 8, 6, 4)
         Bits per element.
-    error_feedback : bool or sequence of bool, default False
-        Whether rounding errors are stored; a sequence lists several choices.
+    error_feedback : sequence of bool, default (False,)
+        Whether rounding errors are stored.
 
     Returns
     -------
     list of System
-        By error feedback, then in the order of `bits`.
+        By error feedback, then by bits.
     """
-    whole = traffic.standard(layer.key_dim, layer.value_dim)
-    systems = []
-    for feedback in _each(error_feedback):
-        for each in bits:
-            stored = each + (RESIDUAL_BITS if feedback else 0)
-            used = traffic.compressed(layer.key_dim, layer.value_dim, bits=stored)
-            name = f"DSQ {each} bits" + (" with feedback" if feedback else "")
-            build = partial(QuantisedHead, layer, bits=each, error_feedback=feedback)
-            systems.append(System(name, build, whole / used))
-    return systems
+
+    def system(feedback: bool, each: int) -> System:
+        used = traffic.compressed(layer.key_dim, layer.value_dim, bits=each + RESIDUAL_BITS * feedback)
+        name = f"DSQ {each} bits" + (" with feedback" if feedback else "")
+        return _system(name, partial(QuantisedHead, layer, bits=each, error_feedback=feedback), layer, used)
+
+    return [system(*settings) for settings in product(error_feedback, bits)]
 
 
 def pruned_systems(
     layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
-    """List states pruned by the scores of GHOST.
+    """List states pruned by the scores of GHOST, updated at every token; none for gdn.
 
     Parameters
     ----------
-    layer : Layer
-        Kind and shape.
-    tokens : Tokens
-        Calibration sequences ``(sequences, tokens, ...)`` that start from a zero state.
-    window : int, default 16
-        Not used: a pruned state is updated at every token.
+    layer, tokens, window
+        See the module.
     sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
         Shares of the key channels to drop.
 
     Returns
     -------
     list of System
-        In the order of `sparsities`; none for gdn.
+        By share.
     """
     if layer.kind == "gdn":
         return []
     scores = ChannelScores(layer)
     scores.update(*tokens)
-    masks = [scores.keep(share) for share in sparsities]
+    masks = [(share, scores.keep(share)) for share in sparsities]
     return [
-        System(f"GHOST {share:.1%}", partial(PrunedHead, layer, keep), _pruned_reduction(layer, keep.mean()))
-        for share, keep in zip(sparsities, masks, strict=True)
+        _system(f"GHOST {share:.1%}", partial(PrunedHead, layer, keep), layer, _sparse(layer, float(keep.mean())))
+        for share, keep in masks
     ]
 
 
@@ -108,42 +100,37 @@ def key_reduced_systems(
     window: int = 16,
     *,
     sparsities: Sequence[float] = SPARSITIES,
-    fold: bool | Sequence[bool] = True,
+    fold: Sequence[bool] = (True,),
 ) -> list[System]:
-    """List recurrences over the key channels picked by DRRQR.
+    """List recurrences over the key channels picked by DRRQR, updated at every token; only for gdn.
 
     Parameters
     ----------
-    layer : Layer
-        Kind and shape.
-    tokens : Tokens
-        Calibration sequences ``(sequences, tokens, ...)``.
-    window : int, default 16
-        Not used: a reduced state is updated at every token.
+    layer, tokens, window
+        See the module.
     sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
         Shares of the key channels to drop.
-    fold : bool or sequence of bool, default True
-        Whether dropped channels are folded into the kept ones; a sequence lists several choices.
+    fold : sequence of bool, default (True,)
+        Whether dropped channels are folded into the kept ones.
 
     Returns
     -------
     list of System
-        By `fold`, then in the order of `sparsities`; only for gdn.
+        By `fold`, then by share.
     """
     if layer.kind != "gdn":
         return []
     moments = KeyMoments(layer)
     moments.update(*tokens)
-    reductions = [moments.reduce(share) for share in sparsities]
-    systems = []
-    for folds in _each(fold):
-        for share, reduction in zip(sparsities, reductions, strict=True):
-            name = f"DRRQR {share:.1%}" + ("" if folds else " sliced")
-            left = reduction.kept.shape[-1] / layer.key_dim
-            systems.append(
-                System(name, partial(KeyReducedHead, reduction, fold=folds), _pruned_reduction(layer, left))
-            )
-    return systems
+    reductions = {share: moments.reduce(share) for share in sparsities}
+
+    def system(folds: bool, share: float) -> System:
+        reduction = reductions[share]
+        used = _sparse(layer, reduction.kept.shape[-1] / layer.key_dim)
+        name = f"DRRQR {share:.1%}" + ("" if folds else " sliced")
+        return _system(name, partial(KeyReducedHead, reduction, fold=folds), layer, used)
+
+    return [system(*settings) for settings in product(fold, sparsities)]
 
 
 def read_only_systems(
@@ -158,12 +145,8 @@ def read_only_systems(
 
     Parameters
     ----------
-    layer : Layer
-        Kind and shape.
-    tokens : Tokens
-        Calibration sequences ``(sequences, tokens, ...)`` that start from a zero state.
-    window : int, default 16
-        Tokens from one flush to the next.
+    layer, tokens, window
+        See the module.
     bits : sequence of int, default (8, 6, 4, 2)
         Bits per element of the copies.
     ranks : sequence of int, default (16, 8, 4)
@@ -172,14 +155,13 @@ def read_only_systems(
     Returns
     -------
     list of System
-        Copies in the order of `bits`, then low-rank reads in the order of `ranks`.
+        Copies by bits, then low-rank reads by rank.
     """
     size = (layer.key_dim, layer.value_dim)
-    whole = traffic.standard(*size)
     systems = []
     for each in bits:
-        reduction = whole / traffic.read_only_copy(*size, each, window)
-        systems.append(System(f"{each}-bit copy", partial(CopyReadHead, layer, bits=each, window=window), reduction))
+        build = partial(CopyReadHead, layer, bits=each, window=window)
+        systems.append(_system(f"{each}-bit copy", build, layer, traffic.read_only_copy(*size, each, window)))
     fitting = [rank for rank in ranks if rank <= min(size)]
     if fitting:
         moments = Moments(layer, window=window)
@@ -188,12 +170,11 @@ def read_only_systems(
     return systems
 
 
-def _each(choice: bool | Sequence[bool]) -> Sequence[bool]:
-    """One choice or several, as several."""
-    return (choice,) if isinstance(choice, bool) else choice
+def _system(name: str, build: Callable[[int, str], DecodeHead], layer: Layer, used: float) -> System:
+    """A system that moves `used` bytes per head and token."""
+    return System(name, build, traffic.standard(layer.key_dim, layer.value_dim) / used)
 
 
-def _pruned_reduction(layer: Layer, left: float) -> float:
-    """Traffic reduction with a share of the key channels kept."""
-    size = (layer.key_dim, layer.value_dim)
-    return traffic.standard(*size) / traffic.compressed(*size, sparsity=1 - float(left))
+def _sparse(layer: Layer, left: float) -> float:
+    """Bytes with a share of the key channels left."""
+    return traffic.compressed(layer.key_dim, layer.value_dim, sparsity=1 - left)

@@ -162,17 +162,7 @@ def _measured(entry: Entry, study: Study, store: Store, backend: str) -> Measure
     """A measurement by way of JSON, so that kept results and new ones are the same to the last digit."""
     digest = f"{study.digest} {backend}"
     part = store.get(digest, study.traces.name, entry.name, lambda: measure(entry, study, backend).plain())
-
-    def bounded(value: Any, beyond: float) -> Any:
-        """Restore the infinite errors and losses of a measurement, which JSON cannot hold."""
-        if isinstance(value, list):
-            return [bounded(item, beyond) for item in value]
-        return beyond if value is None else value
-
-    errors = {name: bounded(value, math.inf) for name, value in part.items() if name.endswith("_error")}
-    shares = {name: bounded(value, -math.inf) for name, value in part.items() if name.endswith("retained")}
-    drift = {name: bounded(curve, math.inf) for name, curve in part["drift"].items()}
-    return Measurement(**(part | errors | shares | {"drift": drift}))
+    return Measurement.of(part)
 
 
 def _results(study: Study, systems: list[Measurement]) -> LayerResults:

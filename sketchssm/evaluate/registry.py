@@ -25,7 +25,7 @@ from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
 from sketchssm.systems import System, exact_systems, sketch_system
 
-__all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select", "series"]
+__all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select"]
 
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
@@ -209,23 +209,6 @@ def select(studies: Sequence[Study], names: Sequence[str]) -> list[list[Entry]]:
             listed = "; ".join(f"{family} ({', '.join(settings)})" for family, settings in known.items())
             raise ValueError(f"systems: expected names of families or systems, got {name!r}; there are {listed}")
     return chosen
-
-
-def series(name: str) -> str:
-    """Name of a system's curve: the system's name without the number that varies.
-
-    Parameters
-    ----------
-    name : str
-        ``family/setting``.
-
-    Returns
-    -------
-    str
-        Such as ``sketch/ridge`` for ``sketch/ridge-8``.
-    """
-    family, _, setting = name.partition("/")
-    return f"{family}/{re.sub(r'(^|-)[0-9.]+(-bits?)?(?=-|$)', '', setting).strip('-')}"
 
 
 def _ready(family: str, systems: Iterable[System], window: int) -> list[Entry]:
