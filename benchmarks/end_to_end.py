@@ -15,7 +15,9 @@ plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the
 `metadata_ms` is the host time of a step in which the batch is described to the layers. `blocks_needed` is the number
 of blocks that `--batch` requests need; with fewer `blocks`, only some of the requests decode together.
 
-With `--extra '{"tensor_parallel_size": 2}'` the model runs in processes of its own, where nothing is profiled.
+With `--extra '{"tensor_parallel_size": 2}'` the model runs in processes of its own, where nothing is profiled. With
+`--processes`, as in vLLM's default, scheduler and model run in one process and requests and outputs in another; then
+`metadata_ms`, `blocks_needed` and the parts profile and agree are missing.
 
 Weights are random (`vllm_models.py`). Requests are the same for all systems; `tokens_equal` is the share of output
 tokens that are vLLM's own, among the first 32 of each request. Random weights make near ties between tokens, so that
@@ -135,7 +137,7 @@ def drive(llm, batch, decode, seed, mix=False, profile=0):
     total = sum(map(len, made.values()))
     result = {"requests": count, "tokens": total, "seconds": last - begin, "step_ms": spread(full or steps)}
     result["tokens_per_s"] = full_tokens / sum(full) if full else total / (last - begin)
-    result |= {"metadata_ms": spread(metadata)} if metadata else {}
+    result |= {"metadata_ms": spread(metadata)} if any(metadata) else {}
     result["first_tokens"] = [tokens[:32] for tokens in made.values()]
     return result | ({"profile": report} if report else {})
 
@@ -181,7 +183,7 @@ def one(args):
             plans = vllm_models.write_plans(name, args.work, bench.MEAN_RANKS[name], args.map)
         os.environ["SKETCHSSM_VLLM"] = plans
         plugins["sketchssm"] = "sketchssm.vllm:register"
-    if settings["tensor_parallel_size"] > 1:  # vLLM starts processes, which load their plugins themselves
+    if args.processes or settings["tensor_parallel_size"] > 1:  # processes of vLLM load their plugins themselves
         add_plugins(args.work, plugins)
     else:
         vllm_models.load_random_weights()
@@ -211,7 +213,6 @@ def one(args):
     begin = time.perf_counter()
     llm = LLM(**settings)
     config = llm.llm_engine.vllm_config
-    groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
     vocabulary = config.model_config.get_vocab_size()
     longest = 16 + max(args.decode, args.profile + 8)
     if "mix" in args.parts:
@@ -222,15 +223,17 @@ def one(args):
         "start_seconds": time.perf_counter() - begin, "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(), "block_tokens": config.cache_config.block_size,
         "blocks": config.cache_config.num_gpu_blocks, "state_page": config.cache_config.mamba_page_size_padded,
-        "blocks_needed": blocks_of(groups, args.batch, longest),
         "memory_taken": free - torch.cuda.mem_get_info()[0],
     }  # fmt: skip
-    if head["blocks"] < head["blocks_needed"]:
-        print(
-            f"{name}, {args.system}: {args.batch} requests need {head['blocks_needed']} blocks, there are "
-            f"{head['blocks']}: not all decode together. Give more memory (--memory) or a smaller --batch.",
-            flush=True,
-        )
+    if not args.processes:
+        groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+        head["blocks_needed"] = blocks_of(groups, args.batch, longest)
+        if head["blocks"] < head["blocks_needed"]:
+            print(
+                f"{name}, {args.system}: {args.batch} requests need {head['blocks_needed']} blocks, there are "
+                f"{head['blocks']}: not all decode together. Give more memory (--memory) or a smaller --batch.",
+                flush=True,
+            )
     if agree:
         requests = draw_requests(args.batch, (16, 65), (32, 33), vocabulary, 5)
         found = [serve(llm.llm_engine, requests, args.batch)]
@@ -353,12 +356,15 @@ def main():
     )  # fmt: skip
     parser.add_argument("--memory", type=float, default=0.92, help="share of the device's memory")
     parser.add_argument("--extra", default="{}", help="JSON: more arguments of vllm.LLM")
+    parser.add_argument("--processes", action="store_true", help="as in vLLM's default: several processes")
     parser.add_argument("--work", default="/tmp/end-to-end", help="folder for models and plans")
     parser.add_argument("--commit", help="for the report, where this is no clone")
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--plot", help="file for a picture")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.processes and {"profile", "agree"} & set(args.parts.split(",")):
+        parser.error(f"--parts: expected decode and mix with --processes, got {args.parts}")
     if args.site:
         sys.path.insert(0, args.site)
         # vLLM starts processes of its own, which find vLLM and this package by the environment alone
@@ -366,6 +372,8 @@ def main():
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if args.processes:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if args.system:
         try:
             one(args)
