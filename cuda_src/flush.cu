@@ -42,7 +42,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     };
     // Without full-state heads, the list of due rows is complete before the read kernel has ended: flushes then run
     // beside the reads of other rows.
-    const bool early = FULL_STATE_HEADS == 0 && mode == STEP && schedule->is_listed();
+    const int listed = FULL_STATE_HEADS == 0 && mode == STEP ? schedule->listed_rows() : -1;
+    // In most steps no row is due. Block 0 stays to move the cursors; the other blocks make room for the next read.
+    if (listed == 0 && blockIdx.x > 0) return;
+    const bool early = listed >= 0;
     if (!early) wait_for_previous_kernel();
     extern __shared__ uint4 shared[];
     BlockMemory& m = *reinterpret_cast<BlockMemory*>(shared);
@@ -55,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     };
     if (mode == STEP) {
         find();  // loaded together with their number; entries past `due` are stale and not used
-        count = schedule->due;
+        count = early ? listed : schedule->due;
         // Nobody else looks at cursors now: the list has the due rows' positions.
         if (blockIdx.x == 0) move_cursors();
-        if (count == 0) {  // in most steps: block 0 stays to wait for the read kernel
+        if (count == 0) {  // the schedule is reset when the read kernel has ended
             if (blockIdx.x == 0) {
                 wait_for_previous_kernel();
                 if (threadIdx.x == 0) schedule->reset();
