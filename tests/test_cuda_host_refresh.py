@@ -107,6 +107,30 @@ def test_reads(name, kind, stored, window, windows, activation, rng, cupy):
     assert error(device.state.get(), oracle.state) < EXACT
 
 
+@pytest.mark.parametrize(("name", "stored"), [("gdn", "int8+int4"), ("gdn", "int8"), ("kda-64", "int8+int4")])
+def test_codes_of_high_ranks(name, stored, rng, cupy):
+    """Four refreshes at ranks up to 33: the kernels' codes drift from the reference's, but err by no more.
+
+    A difference d between the inputs of two refreshes changes a share d / s of the codes by a step s, so that the
+    difference grows by about sqrt(d s) a refresh, up to the error of the codes themselves (times sqrt 2).
+    """
+    plan = refreshed_plan(LAYERS[name], [7, 33, 16, 2], rng, window=8, windows=5, stored=stored)
+    layer, every, rows = plan.layer, plan.flush_every, np.arange(3)
+    device, oracle = make_pair(plan, len(rows), stored, rng, cupy, activation_dtype="bfloat16")
+    exact = reference.SketchEngine(plan, len(rows), "float32")
+    exact.load_state(oracle.state.copy(), rows)
+    tokens = make_tokens(layer, len(rows), every, "bfloat16", rng)
+    unrounded = np.empty(tokens.v.shape)
+    exact.step(tokens, rows, unrounded)
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(rows, (every, 1)), "bfloat16")
+    for first in range(0, every, plan.window):
+        own, coded, plain = (x[:, first : first + plan.window - 1] for x in (got, want, unrounded))
+        codes = error(coded, plain)
+        assert error(own, plain) < 1.1 * codes  # as without refreshes, see tests/test_cuda_host_codes.py
+        assert error(own, coded) < 2**0.5 * codes
+        print(f"{first} {error(own, coded):.2e} {codes:.2e} {error(own, plain):.2e}")
+
+
 @pytest.mark.parametrize(
     ("name", "activation", "phase"),
     [("mamba2", "bfloat16", None), ("gdn", "bfloat16", 5), ("kda", "bfloat16", 30), ("kda-64", "float32", None)],
