@@ -128,7 +128,6 @@ def test_codes_of_high_ranks(name, stored, rng, cupy):
         codes = error(coded, plain)
         assert error(own, plain) < 1.1 * codes  # as without refreshes, see tests/test_cuda_host_codes.py
         assert error(own, coded) < 2**0.5 * codes
-        print(f"{first} {error(own, coded):.2e} {codes:.2e} {error(own, plain):.2e}")
 
 
 @pytest.mark.parametrize(
