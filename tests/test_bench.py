@@ -321,6 +321,56 @@ class TestPeers:
         assert listed["FlashInfer ssu"].missing() == ""
 
 
+class TestTables:
+    def test_times(self):
+        """A table for each shape and window, a rule between batches, the note behind the last table."""
+        pairs = [("standard", 1), ("sketch", 1), ("standard", 8), ("peer", 8)]
+        results = [result(name, batch, 6 if name == "standard" else 2, "a") for name, batch in pairs]
+        first, second = bench.time_tables(cases.Report(1e10, [*results, result("sketch", 1, 1234, "b")]))
+        assert (first.title.partition(":")[0], second.title.partition(":")[0]) == (
+            f"a, W = {WINDOW}, on cuda",
+            f"b, W = {WINDOW}, on cuda",
+        )
+        assert [row[:2] for row in first.rows] == [
+            ["standard", "1"],
+            ["sketch", "1"],
+            [],
+            ["standard", "8"],
+            ["peer", "8"],
+        ]
+        assert [row[7] for row in first.rows if row] == ["1.00x", "3.00x", "1.00x", "3.00x"]
+        assert first.rows[1][2:7] == ["2.0  20%", "2.0  20%", "2.0  20%", "0.00", "2.0"]
+        assert first.rows[1][8:] == ["1.0e-03", "1.0e-07"]
+        assert second.rows[0][4] == "1234   0%"
+        assert second.rows[0][7] == "-"  # standard decode of this shape was not timed
+        assert {len(row) for table in (first, second) for row in table.rows if row} == {len(first.columns)}
+        assert not first.note
+        assert "10.0 GB/s" in second.note
+
+    def test_arrivals(self):
+        common = {"shape": "a", "backend": "cpu", "batch": 2, "window": 4, "layers": 3, "requests": 1, "steps": []}
+        timed = [
+            ("standard", "arrivals", 8.0, np.nan),
+            ("sketch", "lockstep", 2.0, 1.0),
+            ("sketch", "clock", 2.5, 1.25),
+        ]
+        results = [
+            bench.ArrivalsResult(
+                system=system, mode=mode, microseconds=step, over_lockstep=ratio, slowest=1.5, error=0.01,
+                state_error=0.0, **common,
+            )
+            for system, mode, step, ratio in timed
+        ]  # fmt: skip
+        [table] = bench.arrival_tables(bench.ArrivalsReport(3, 256, results))
+        assert table.title == "a, W = 4, on cpu: microseconds of a layer's step, 3 layers"
+        assert table.rows == [
+            ["standard", "arrivals", "2", "8.0", "-", "1.50", "1.00x", "1.0e-02", "0"],
+            ["sketch", "lockstep", "2", "2.0", "1.000", "1.50", "4.00x", "1.0e-02", "0"],
+            ["sketch", "clock", "2", "2.5", "1.250", "1.50", "3.20x", "1.0e-02", "0"],
+        ]
+        assert "256 tokens on average" in table.note
+
+
 class TestPlot:
     def test_step_times(self, tmp_path):
         pytest.importorskip("matplotlib")

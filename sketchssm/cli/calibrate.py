@@ -156,9 +156,9 @@ def _show(
             "error: norm of the error of all outputs over the norm of the outputs, on the sequences that ranks were "
             "scored on, in float64; the difference is what the refreshes add."
         )
-    for row, own, found in zip(rows, facts.values(), errors, strict=bool(errors)):
-        row += [scientific(found.flushed), scientific(found.refreshed)]
-        own |= {"output_error_flushed": found.flushed, "output_error": found.refreshed}
+        for row, own, found in zip(rows, facts.values(), errors, strict=True):
+            row += [scientific(found.flushed), scientific(found.refreshed)]
+            own |= {"output_error_flushed": found.flushed, "output_error": found.refreshed}
     settings = f"{plan.map}, {plan.sketch_dtype}, window {plan.window}, by {made.method}"
     output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, note, words=3)
     totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}
