@@ -105,7 +105,7 @@ def _from_traces(
     save_plans(planned, files)
     names = list(map(str, files))
     retained = [mean_retained(own, plan.ranks) for own, plan in zip(scores, planned, strict=True)]
-    tokens = sum(math.prod(layer.traces.calib.v.shape[:2]) for layer in layers)
+    tokens = max(math.prod(layer.traces.calib.v.shape[:2]) for layer in layers)  # of the same text
     kept = dict(zip(names, retained, strict=True))
     summary = AllocationSummary(mean_rank, allocation.method, allocation.gap, kept, tokens)
     pairs = zip(planned, layers, strict=True) if every > settings.window else ()
