@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sketchssm.engine import Engine
 from sketchssm.host_arrays import HostArrays
-from sketchssm.recurrence import PAD_SLOT, Layer
+from sketchssm.recurrence import PAD_SLOT, Layer, check_instance
 from sketchssm.slots import SlotPart
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ def load_engine(
     RuntimeWarning
         If "auto" takes "cpu" although there is a device, because the kernels do not support the layer or plan.
     """
+    if system != "sketch":
+        check_instance("layer", args[0], Layer)
     check_dtype_name(activation_dtype, "activation_dtype")
     check_dtype_name(output_dtype, "output_dtype")
     device = {"activation_dtype": activation_dtype, "output_dtype": output_dtype}
@@ -242,6 +244,8 @@ def load_parts(
     UnsupportedError
         If the backend has no kernels for the layer, plan or settings.
     """
+    if system != "sketch":
+        check_instance("layer", args[0], Layer)
     if backend == "auto":
         backend = "cpu" if _why_not_cuda(system) else "cuda"
     if (backend, system) not in ENGINES:

@@ -9,7 +9,7 @@ import numpy as np
 
 from sketchssm.backends import ACTIVATIONS, load_engine
 from sketchssm.head import DecodeHead, check_capacity
-from sketchssm.recurrence import Layer
+from sketchssm.recurrence import Layer, check_instance
 from sketchssm.slots import MAX_DRAFTS, POSITION, SlotPart
 from sketchssm.snapshot import Snapshot, owner_of
 
@@ -78,7 +78,8 @@ class ExactHead(DecodeHead):
         **settings: Any,
     ) -> None:
         capacity = check_capacity(num_slots)
-        layer = source if isinstance(source, Layer) else source.layer
+        layer: Any = getattr(source, "layer", source)
+        check_instance("layer", layer, Layer)
         check_gate(gate, layer)
         if isinstance(pad_slot, bool) or not isinstance(pad_slot, int | np.integer) or abs(pad_slot) >= 1 << 31:
             raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad_slot!r}")

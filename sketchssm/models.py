@@ -32,7 +32,7 @@ from sketchssm.model_arrays import (
     values,
     write_gate,
 )
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.recurrence import Layer, Tokens, check_instance
 
 __all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output", "prefill_state"]
 
@@ -349,6 +349,7 @@ def prefill_state(state: Any, layout: str, layer: Layer) -> Any:
     """
     if layout not in ("kv", "vk"):
         raise ValueError(f"layout: expected 'kv' or 'vk', got {layout!r}")
+    check_instance("layer", layer, Layer)
     heads, value_dim, key_dim = layer.state_shape
     want = (heads, key_dim, value_dim) if layout == "kv" else (heads, value_dim, key_dim)
     shape = tuple(getattr(state, "shape", ()))

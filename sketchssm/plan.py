@@ -100,6 +100,8 @@ class SketchPlan:
         wide: npt.ArrayLike | None = None,
         flush_every: int | None = None,
     ) -> None:
+        if not hasattr(basis, "columns"):  # no import of the calibration for a plan that is loaded
+            raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
         if wide is None and sketch_dtype == getattr(ranks, "sketch_dtype", None):

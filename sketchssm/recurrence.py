@@ -23,6 +23,7 @@ __all__ = [
     "Layer",
     "Tokens",
     "check_flush_every",
+    "check_instance",
     "check_window",
     "shard_range",
 ]
@@ -258,6 +259,27 @@ def check_window(window: Any, least: int = 2) -> int:
     if not (integer and least <= window <= MAX_WINDOW):
         raise ValueError(f"window: expected an integer from {least} to {MAX_WINDOW}, got {window!r}")
     return int(window)
+
+
+def check_instance(name: str, value: Any, kind: type) -> None:
+    """Check the class of an argument.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+    kind : type
+        Its class.
+
+    Raises
+    ------
+    TypeError
+        If the argument is of another class.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
 
 
 def check_flush_every(flush_every: Any, window: int) -> int:

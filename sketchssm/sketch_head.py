@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from sketchssm.backends import load_parts
 from sketchssm.exact import ExactHead, check_phase, check_state_dtype
 from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import PAD_SLOT
+from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import PAD_SLOT, check_instance
 from sketchssm.slots import SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
-    from sketchssm.plan import SketchPlan
 
 __all__ = ["SketchHead"]
 
@@ -83,6 +83,7 @@ class SketchHead(ExactHead):
         state_dtype: str = "float32",
         phase: int | None = None,
     ) -> None:
+        check_instance("plan", plan, SketchPlan)
         form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
         super().__init__(
             "sketch",
@@ -131,6 +132,7 @@ class SketchHead(ExactHead):
         tuple of SlotPart
             The head's `parts`.
         """
+        check_instance("plan", plan, SketchPlan)
         check_state_dtype(state_dtype)
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
         form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.checks import check_gates, check_tokens
-from sketchssm.recurrence import KINDS, Layer, Tokens
+from sketchssm.recurrence import KINDS, Layer, Tokens, check_instance
 
 __all__ = ["TraceFileError", "Traces"]
 
@@ -49,6 +49,13 @@ class Traces:
         Name of the layer in tables and file names.
     provenance : str
         Origin of the traces, if the file names it.
+
+    Raises
+    ------
+    TypeError
+        If `layer`, `calib` or `test` is of another class.
+    ValueError
+        If a shape does not fit the layer, or there is no sequence or no token.
     """
 
     layer: Layer
@@ -57,6 +64,16 @@ class Traces:
     grad: Array | None = None
     name: str = "traces"
     provenance: str = ""
+
+    def __post_init__(self) -> None:
+        check_instance("layer", self.layer, Layer)
+        for name in ("calib", "test"):
+            tokens = getattr(self, name)
+            check_instance(name, tokens, Tokens)
+            _check_shapes(self.layer, tokens, f"{name}.")
+        if self.grad is not None:
+            shape = tuple(getattr(self.grad, "shape", ()))
+            _check_grad("grad", self.layer, shape, *self.calib.v.shape[:2])
 
     def __repr__(self) -> str:
         """Name, layer and sizes in one line."""
@@ -160,10 +177,11 @@ class Traces:
                 raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {headers[key].shape}")
         layer = _infer_layer(headers, kind or archive.text("kind"))
         for part in ("calib", "test"):
-            _check_shapes(layer, headers, part)
+            headed = Tokens(*(headers.get(f"{part}_{field}") for field in Tokens._fields))
+            _check_shapes(layer, headed, f"{part}_")
         grad = None
         if "calib_grad" in archive:
-            _check_grad(layer, archive.header("calib_grad", "fiu").shape, *headers["calib_v"].shape[:2])
+            _check_grad("calib_grad", layer, archive.header("calib_grad", "fiu").shape, *headers["calib_v"].shape[:2])
             grad = archive.array("calib_grad")
         calib, test = (_read_tokens(archive, part, fields) for part in ("calib", "test"))
         return cls(layer, calib, test, grad, name, archive.text("provenance") or "")
@@ -275,22 +293,21 @@ def _infer_layer(headers: dict[str, _Header], kind: str | None) -> Layer:
     return Layer(kind, v[2], k[3], v[3], k[2])
 
 
-def _check_shapes(layer: Layer, headers: dict[str, _Header], part: str) -> None:
-    """Check the shapes of one part of the file."""
-    tokens = Tokens(*(headers.get(f"{part}_{field}") for field in Tokens._fields))
+def _check_shapes(layer: Layer, tokens: Tokens, part: str) -> None:
+    """Check the shapes of calibration or test sequences; `part` goes before the names in messages."""
     try:
         check_tokens(layer, *tokens, tokens_axis=True)
     except ValueError as error:
-        raise ValueError(f"{part}_{error}") from error
+        raise ValueError(f"{part}{error}") from error
     if min(tokens.v.shape[:2]) < 1:
-        raise ValueError(f"{part}_v: expected at least one sequence of one token, got shape {tokens.v.shape}")
+        raise ValueError(f"{part}v: expected at least one sequence of one token, got shape {tokens.v.shape}")
 
 
-def _check_grad(layer: Layer, shape: tuple[int, ...], rows: int, length: int) -> None:
+def _check_grad(name: str, layer: Layer, shape: tuple[int, ...], rows: int, length: int) -> None:
     whole = (rows, length, layer.heads, layer.value_dim)
     if len(shape) != 4 or shape[2:] != whole[2:] or not (1 <= shape[0] <= rows and 1 <= shape[1] <= length):
         raise ValueError(
-            f"calib_grad: expected shape (n <= {rows}, t <= {length}, {layer.heads}, {layer.value_dim}), got {shape}"
+            f"{name}: expected shape (n <= {rows}, t <= {length}, {layer.heads}, {layer.value_dim}), got {shape}"
         )
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sketchssm.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.recurrence import Layer
+from sketchssm.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["GROWTH", "KeyMoments", "KeyReducedHead", "KeyReduction", "StrongQR", "strong_rrqr"]
@@ -116,6 +116,7 @@ class KeyMoments:
     """
 
     def __init__(self, layer: Layer) -> None:
+        check_instance("layer", layer, Layer)
         if layer.kind != "gdn":
             raise ValueError(f"layer: DRRQR reduces the keys of gdn, got {layer.kind}; ChannelScores prunes its state")
         self.layer = layer
@@ -271,5 +272,6 @@ class KeyReducedHead(ReducedHead):
     """
 
     def __init__(self, reduction: KeyReduction, num_slots: int, backend: str = "auto", *, fold: bool = True) -> None:
+        check_instance("reduction", reduction, KeyReduction)
         self.reduction = reduction
         super().__init__(reduction.layer, reduction.channels(fold), num_slots, backend)

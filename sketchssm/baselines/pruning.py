@@ -10,7 +10,7 @@ import numpy.typing as npt
 from sketchssm.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 from sketchssm.calibrate.windows import host_tokens
 from sketchssm.checks import check_state
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.recurrence import Layer, Tokens, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step
 
 __all__ = ["ChannelScores", "PrunedHead"]
@@ -50,6 +50,7 @@ class ChannelScores:
     """
 
     def __init__(self, layer: Layer) -> None:
+        check_instance("layer", layer, Layer)
         if layer.kind == "gdn":
             raise ValueError("layer: GHOST prunes mamba2 and kda, got gdn; KeyMoments reduces its keys instead")
         self.layer = layer

@@ -27,7 +27,7 @@ from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.recurrence import FULL_STATE, check_instance
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks"]
@@ -148,6 +148,7 @@ def allocate_ranks(
     if not layers:
         raise ValueError("scores: expected scores of at least one layer, got none")
     for index, layer in enumerate(layers):
+        check_instance("scores", layer, RankScores)
         if not layer.samples.any():
             raise ValueError(
                 f"scores: expected samples of at least one head of every layer, got none for layer {index}: sequences "

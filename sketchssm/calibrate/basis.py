@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.moments import Moments
 from sketchssm.files import FileFormat, check_array, load_file, save_file
-from sketchssm.recurrence import Layer, check_window
+from sketchssm.recurrence import Layer, check_instance, check_window
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SketchBasis", "fit_basis"]
@@ -215,6 +215,7 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     ValueError
         If `rank_max` is out of range or there is no sample of any head.
     """
+    check_instance("moments", moments, Moments)
     if not moments.samples.any():
         raise ValueError(
             f"moments: expected samples of at least one head, got none: sequences must be longer than the window of "

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, take_array, walk
-from sketchssm.recurrence import check_window
+from sketchssm.recurrence import check_instance, check_window
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SCORES", "RankScores", "prefix_basis"]
@@ -66,6 +66,7 @@ class RankScores:
     """
 
     def __init__(self, basis: SketchBasis, window: int | None = None, rank_max: int | None = None) -> None:
+        check_instance("basis", basis, SketchBasis)
         rank = basis.rank_max if rank_max is None else rank_max
         self.layer = basis.layer
         self.window = check_window(basis.window if window is None else window)

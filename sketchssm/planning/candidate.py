@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.formats import SketchFormat
 from sketchssm.recurrence import check_window
@@ -85,6 +87,9 @@ def candidates(
     formats = [SketchFormat.of(name) for name in sketch_dtypes]
     for window in windows:
         check_window(window)
+    for flush in flushes:
+        if isinstance(flush, bool) or not isinstance(flush, int | np.integer) or flush < 1:
+            raise ValueError(f"flushes: expected positive integers, got {flush!r}")
     found = [
         Candidate(map, form.name, window, window * flush)
         for map, form, window, flush in product(known, formats, windows, flushes)

@@ -15,6 +15,7 @@ from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
 from sketchssm.planning.candidate import candidates as all_candidates
 from sketchssm.planning.layers import Energies, PlannedLayer, ScoredLayer, TracedLayer
+from sketchssm.recurrence import check_instance
 from sketchssm.systems import exact_systems, sketch_system
 from sketchssm.traces import Traces
 
@@ -241,6 +242,8 @@ def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of:
 def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
     """The candidates whose errors all layers can measure; if the caller gives candidates, all of them must be."""
     tried = list(all_candidates() if given is None else given)
+    for candidate in tried:
+        check_instance("candidates", candidate, Candidate)
     refused = {candidate: reason for layer in layers for candidate in tried if (reason := layer.refusal(candidate))}
     if not tried or (given is not None and refused):
         raise ValueError(f"candidates: {next(iter(refused.values()), 'expected at least one, got none')}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from sketchssm.bench.device import Workload, device_bandwidth, measure_device
 from sketchssm.bench.host import copy_bandwidth, measure_host
@@ -32,8 +35,10 @@ class StepTimes:
     def __init__(self, backend: str, batch: int, seconds: float | None = None) -> None:
         if backend not in ("cpu", "cuda"):
             raise ValueError(f"backend: expected 'cpu' or 'cuda', got {backend!r}")
-        if batch < 1:
+        if isinstance(batch, bool) or not isinstance(batch, int | np.integer) or batch < 1:
             raise ValueError(f"batch: expected a positive integer, got {batch!r}")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ValueError(f"seconds: expected a finite number above 0 or None, got {seconds!r}")
         self.backend, self.batch = backend, batch
         self._seconds = seconds or (0.03 if backend == "cuda" else 0.2)
         self._bandwidth = device_bandwidth() if backend == "cuda" else copy_bandwidth()
