@@ -28,6 +28,7 @@ def scores_of(layer, error, paired=None, sensitivity=None):
         scores.graded = True
         scores.paired = np.asarray(paired, dtype=np.float64)
         scores.sensitivity = np.ones(layer.heads) if sensitivity is None else np.asarray(sensitivity, dtype=np.float64)
+        scores.weighted = scores.sensitivity[:, None] * np.maximum(error[:, :1] - error, 0.0)
     return scores
 
 

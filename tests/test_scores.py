@@ -15,7 +15,7 @@ from sketchssm.reference.window import Ring, effective_query
 from sketchssm.traces import Traces
 
 W = 5
-SUMS = ("error", "paired", "sensitivity")
+SUMS = ("error", "paired", "weighted", "sensitivity")
 
 
 def scores_of(layer, rank_max=4, seed=0):
@@ -36,7 +36,7 @@ def brute_force(layer, omega, tokens, grad):
     heads = per_head(layer, tokens)
     batch, length = tokens.v.shape[:2]
     ranks = omega.shape[-1] + 1
-    error, paired = np.zeros((layer.heads, ranks)), np.zeros((layer.heads, ranks))
+    error, paired, weighted = np.zeros((3, layer.heads, ranks))
     sensitivity, samples = np.zeros(layer.heads), np.zeros(layer.heads, dtype=int)
     for start in range(W, length, W):
         start_state = run(layer, *at(tokens, np.s_[:, :start]))[1]
@@ -46,13 +46,15 @@ def brute_force(layer, omega, tokens, grad):
                 if not S0.any():
                     continue
                 x = effective_query(heads.q[b, t, h], Ring(*at(heads, np.s_[b, start : t + 1, h])[1:]))
+                slope = grad[b, t, h]
                 for G in range(ranks):
                     delta = residual(S0.T @ omega[h, :, :G], S0.T @ x) if G else S0.T @ x
                     error[h, G] += delta @ delta
-                    paired[h, G] += (grad[b, t, h] @ delta) ** 2
-                sensitivity[h] += np.square(grad[b, t, h]).sum()
+                    paired[h, G] += (slope @ delta) ** 2
+                    weighted[h, G] += slope @ slope * np.square(S0.T @ x - delta).sum()
+                sensitivity[h] += slope @ slope
                 samples[h] += 1
-    return error, paired, sensitivity, samples
+    return error, paired, weighted, sensitivity, samples
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,9 +163,9 @@ def test_low_rank_and_zero_states(rng):
     basis.omega[0] = np.eye(6)[:, :5]  # its first column reads nothing of heads that share key head 0
     scores = ss.RankScores(basis)
     scores.update(*tokens, grad=grad)
-    error, paired, sensitivity, samples = brute_force(layer, basis.omega, tokens, grad)
+    *sums, samples = brute_force(layer, basis.omega, tokens, grad)
     assert scores.samples.tolist() == samples.tolist() == [W - 1] * 3 + [0]
-    for name, want in zip(SUMS, (error, paired, sensitivity), strict=True):
+    for name, want in zip(SUMS, sums, strict=True):
         # as above: relative to whole outputs
         assert np.abs(getattr(scores, name) - want).max() < 1e-10 * want.max()
     assert scores.error[0, 0] == scores.error[0, 1]
@@ -205,38 +207,37 @@ def test_gradients_in_float32(rng):
         assert np.array_equal(getattr(single, name), getattr(double, name))
 
 
-@pytest.mark.parametrize("method", ["gradient", "error", "sensitivity"])
-def test_noise(method, rng):
-    """Isotropic noise with the energy of each read: by its definition, and by the mean of random noise."""
+def test_noise_of_any_direction(rng):
+    """The mean squared effect of random noise with the energy of each read."""
+    layer = LAYERS["gdn"]
+    tokens, grad = traces_of(rng, layer, 2, 4 * W)
+    scores = scores_of(layer)
+    scores.update(*tokens, grad=grad)
+    weighted = scores.weighted[0, 2]
+    noise = rng.standard_normal((40_000, layer.value_dim))
+    noise *= np.sqrt(weighted / scores.sensitivity[0] / layer.value_dim)
+    slope = np.zeros(layer.value_dim)
+    slope[0] = np.sqrt(scores.sensitivity[0] / scores.samples[0])  # gradients of one direction
+    # 40,000 squares of normal numbers: a standard error of 0.7%
+    assert np.square(noise @ slope).mean() == pytest.approx(scores.noise_objective()[0, 2], rel=0.03)
+
+
+@pytest.mark.parametrize("method", ["error", "sensitivity"])
+def test_noise_of_methods_by_energy(method, rng):
     layer = LAYERS["gdn"]
     scores = scores_of(layer)
-    scores.update(
-        *traces_of(rng, layer, 2, 4 * W)[0], grad=rng.standard_normal((2, 4 * W, layer.heads, layer.value_dim))
-    )
-    got, count = scores.noise_objective(method), scores.samples[:, None]
-    energy = (scores.error[:, :1] - scores.error) / count
-    if method == "gradient":
-        slope = rng.standard_normal((40_000, layer.value_dim))
-        slope *= np.sqrt(scores.sensitivity[0] / scores.samples[0] / layer.value_dim)
-        noise = rng.standard_normal(slope.shape) * np.sqrt(energy[0, -1] / layer.value_dim)
-        # 40,000 samples of a squared product of normal numbers: a standard error of 1.4%
-        assert np.square((slope * noise).sum(axis=1)).mean() == pytest.approx(got[0, -1], rel=0.06)
-        want = scores.sensitivity[:, None] / count * energy / layer.value_dim
-    else:
-        curves = scores.objective(method)
-        want = curves[:, :1] - curves
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14 * want.max())  # differences of the same float64
-    assert (np.diff(got) >= 0).all()
-    assert (got[:, 0] == 0).all()
+    tokens, grad = traces_of(rng, layer, 2, 4 * W)
+    scores.update(*tokens, grad=grad)
+    curves = scores.objective(method)
+    np.testing.assert_array_equal(scores.noise_objective(method), curves[:, :1] - curves)
 
 
 def test_noise_never_falls_with_the_rank(rng):
     """A decay of other layers may rise; reading more columns adds no less noise."""
     layer = LAYERS["gdn"]
     scores = scores_of(layer)
-    scores.update(
-        *traces_of(rng, layer, 2, 4 * W)[0], grad=rng.standard_normal((2, 4 * W, layer.heads, layer.value_dim))
-    )
+    tokens, grad = traces_of(rng, layer, 2, 4 * W)
+    scores.update(*tokens, grad=grad)
     noise = scores.noise_objective("sensitivity", [1.0, 0.5, 0.6, 0.2, 0.3])
     np.testing.assert_allclose(noise / noise[:, -1:], [[0, 0.625, 0.625, 1, 1]] * layer.heads)
 
