@@ -59,9 +59,7 @@ def _map(text: str) -> CoefficientMap:
 )
 @click.option("--batch", type=COUNT, default=32, help="Rows of a timed step.")
 @options.backend
-@click.option(
-    "--plots", type=NEW_FILE, callback=options.needs_matplotlib, help="Draw the frontier (needs matplotlib)."
-)
+@click.option("--plots", type=NEW_FILE, help="Draw the frontier (needs matplotlib).")
 @options.output
 def command(
     traces: tuple[Path, ...],
