@@ -8,6 +8,7 @@ from samples import Basis, parts_of, plan_of
 from test_plan import LAYER, RANKS, same
 
 import sketchssm as ss
+from sketchssm import traffic
 from sketchssm.files import save_file
 from sketchssm.plan import FORMAT
 
@@ -125,6 +126,15 @@ def test_heads_refuse(settings, asked, message, rng):
 def test_heads_take_the_plan_s_or_their_own(settings, asked, stored, rng):
     head = ss.SketchHead(plan_of(rng, LAYER, RANKS, **settings), 2, "reference", sketch_dtype=asked)
     assert head.sketch_dtype == stored
+
+
+def test_traffic_of_a_head_with_its_own_formats(rng):
+    plan = plan_of(rng, LAYER, RANKS, window=8, **INT8_INT4)
+    shape = LAYER.kind, LAYER.key_dim, LAYER.value_dim, RANKS, 8, plan.map
+    own = {"sketch_dtype": "int8+int4", "wide": plan.wide}
+    assert plan.reduction == plan.reduction_with() == traffic.reduction(*shape, **own)
+    assert plan.reduction_with("bfloat16") == traffic.reduction(*shape, "bfloat16", **own)
+    assert plan.reduction_with("float32", "float32") == traffic.reduction(*shape, sketch_dtype="float32")
 
 
 def test_snapshots_of_another_format_do_not_fit(rng):

@@ -15,6 +15,7 @@ from sketchssm.calibrate.plans import calibrate
 from sketchssm.formats import INT4, INT8
 from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
+from sketchssm.planning.report import frontier_table
 from sketchssm.planning.search import PlanPoint, frontier
 from sketchssm.recurrence import Layer
 from sketchssm.reference.recurrence import run
@@ -235,6 +236,19 @@ def test_candidates():
         candidates(("lowrank",), ("int8+int4",))
     with pytest.raises(ValueError, match="sketch_dtype: expected one of"):
         candidates(sketch_dtypes=("int7",))
+
+
+def test_table(search):
+    """A row for each point of the frontier, cheapest first, and an arrow at the chosen one."""
+    table = frontier_table(search)
+    assert [row[0] for row in table.rows] == ["->" if p is search.chosen else "" for p in search.frontier]
+    assert [row[5:] for row in table.rows] == [
+        [f"{p.mean_rank:g}", f"{p.traffic:.3f}", f"{p.error:.4f}"] for p in search.frontier
+    ]
+    timed = replace(search, points=[replace(p, seconds=2e-6) for p in search.points])
+    table = frontier_table(timed, standard=6e-6)
+    assert [row[-2:] for row in table.rows] == [["2.0", "3.00x"]] * len(timed.frontier)
+    assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_step_times(search):

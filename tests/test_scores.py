@@ -8,8 +8,9 @@ from samples import LAYERS, at, relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.plans import mean_retained
 from sketchssm.calibrate.scores import prefix_basis
-from sketchssm.recurrence import KINDS
+from sketchssm.recurrence import FULL_STATE, KINDS
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 from sketchssm.traces import Traces
@@ -257,6 +258,18 @@ def test_error_only(rng):
             one.update(*tokens, grad=other)
     with pytest.raises(ValueError, match="both or in neither"):
         scores + graded
+
+
+def test_mean_retained(rng):
+    """Of the heads' ranks; a head that reads its full state retains all."""
+    layer = LAYERS["gdn"]
+    scores = scores_of(layer)
+    scores.update(*tokens_of(rng, layer, 2, 20))
+    kept = scores.retained
+    assert kept.max() < 1
+    ranks = np.array([FULL_STATE, 1, 4, 2])
+    # a mean of four float64
+    assert mean_retained(scores, ranks) == pytest.approx((1 + kept[1, 1] + kept[2, 4] + kept[3, 2]) / 4, rel=1e-14)
 
 
 def test_refusals(rng):
