@@ -22,7 +22,7 @@ from sketchssm.head import DecodeHead
 
 __all__ = ["DecodeLayer"]
 
-_heads: WeakValueDictionary[str, DecodeHead] = WeakValueDictionary()
+_layers: WeakValueDictionary[str, DecodeLayer] = WeakValueDictionary()
 _numbers = count()
 
 _library = torch.library.Library("sketchssm", "DEF")
@@ -40,7 +40,7 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
     Parameters
     ----------
     head : DecodeHead
-        Any head. Call its `warmup` before a CUDA graph is captured.
+        Any head that no other layer has. Call its `warmup` before a CUDA graph is captured.
     name : str, optional
         Name by which the operators find the head, such as the layer's name in the model. Compiled code contains the
         name. Default: "head" and a number.
@@ -57,10 +57,13 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
     Raises
     ------
     TypeError
-        If `head` is not a head.
+        If `head` is not a head, or `name` is not a string.
     ValueError
-        If another layer has the name.
+        If another layer has the head or the name.
     """
+
+    head: DecodeHead
+    name: str
 
     def __init__(self, head: DecodeHead, name: str | None = None) -> None:
         super().__init__()
@@ -68,12 +71,17 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
             raise TypeError(f"head: expected a DecodeHead, got {type(head).__name__}")
         if name is None:
             name = f"head{next(_numbers)}"
-        if name in _heads:
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a string, got {type(name).__name__}")
+        if name in _layers:
             raise ValueError(f"name: expected a name that no other layer has, got {name!r}")
+        for other in list(_layers.values()):
+            if other.head is head:  # with two tensors `order`, the compiler could exchange calls of one head
+                raise ValueError(f"head: expected a head that no other layer has, got that of {other.name!r}")
         self.head, self.name = head, name
         device = torch.device("cuda", head.state.device.id) if head.backend == "cuda" else torch.device("cpu")
         self.register_buffer("order", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
-        _heads[name] = head
+        _layers[name] = self
 
     def forward(
         self,
@@ -197,10 +205,10 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
 
 
 def _head(name: str) -> Any:
-    head = _heads.get(name)
-    if head is None:
-        raise RuntimeError(f"name: expected the name of a DecodeLayer whose head is in use, got {name!r}")
-    return head
+    layer = _layers.get(name)
+    if layer is None:
+        raise RuntimeError(f"name: expected the name of a DecodeLayer that is in use, got {name!r}")
+    return layer.head
 
 
 def _operator(name: str, arguments: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:

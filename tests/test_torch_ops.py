@@ -245,12 +245,16 @@ def test_names(make):
         DecodeLayer(make(LAYERS["gdn"]), "mixer of this test")
     with pytest.raises(TypeError, match="head: expected a DecodeHead, got str"):
         DecodeLayer("mixer of this test")
+    with pytest.raises(TypeError, match="name: expected a string, got int"):
+        DecodeLayer(make(LAYERS["gdn"]), 3)
+    with pytest.raises(ValueError, match="head: expected a head that no other layer has, got that of 'mixer of"):
+        DecodeLayer(head, "another name")
     order = layered.order
-    del layered, head
+    del layered
     gc.collect()
-    with pytest.raises(RuntimeError, match="name: expected the name of a DecodeLayer whose head is in use"):
+    with pytest.raises(RuntimeError, match="name: expected the name of a DecodeLayer that is in use"):
         torch.ops.sketchssm.flush(order, "mixer of this test")
-    other = DecodeLayer(make(LAYERS["kda"]), "mixer of this test")  # the name is free again
+    other = DecodeLayer(head, "mixer of this test")  # the name and the head are free again
     assert other.name == "mixer of this test"
     assert DecodeLayer(make(LAYERS["gdn"])).name != DecodeLayer(make(LAYERS["gdn"])).name
 
