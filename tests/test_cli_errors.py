@@ -79,6 +79,10 @@ def errors(tmp_path):
         ),
         "one plan, two layers": (["evaluate", traces, other, "--plan", plan], "one trace file"),
         "settings of a plan": (["evaluate", traces, "--plan", plan, "--window", 4], "--window: has no effect"),
+        "seed of no random basis": (
+            ["evaluate", traces, "--window", 8, "--systems", "exact,sketch/ridge-*", "--ranks", 2, "--seed", 1],
+            "--seed: has no effect without the systems random-basis",
+        ),
         "ranks of no sketch": (["evaluate", traces, "--systems", "exact", "--ranks", 2], "--ranks: has no effect"),
         "rank of no ablation": (["evaluate", traces, "--systems", "sketch", "--mean-rank", 2], "--mean-rank: has no"),
         "map of no sketch": (["evaluate", traces, "--systems", "exact", "--map", "prior"], "--map: has no effect"),

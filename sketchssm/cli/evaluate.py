@@ -131,6 +131,8 @@ def command(
     studies = [Study(Traces.load(path), settings, ranks, mean_rank, seed, plan, every) for path in traces]
     chosen = select(studies, names)
     _refuse_ignored({entry.family for own in chosen for entry in own})
+    if not any("random-basis" in entry.name for own in chosen for entry in own):
+        options.refuse("without the systems random-basis", ("seed",))
     with output.progress("", sum(map(len, chosen))) as step:
         found = evaluate(studies, chosen, out, backend, step)
     for table in all_tables(found.layers):
