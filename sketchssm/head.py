@@ -273,8 +273,8 @@ class DecodeHead:
             self._engine.reset(call.slots(slots, None, self.num_slots))
 
 
-def check_capacity(num_slots: Any) -> int:
-    """Check a head's slot count."""
+def check_capacity(num_slots: Any, name: str = "num_slots") -> int:
+    """Check a head's slot count; `name` is the argument's name, for the message."""
     if isinstance(num_slots, bool) or not isinstance(num_slots, int | np.integer) or num_slots < 1:
-        raise ValueError(f"num_slots: expected a positive integer, got {num_slots!r}")
+        raise ValueError(f"{name}: expected a positive integer, got {num_slots!r}")
     return int(num_slots)

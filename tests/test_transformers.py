@@ -123,6 +123,43 @@ def test_training_beside_the_patch(qwen):
     qwen.zero_grad(set_to_none=True)
 
 
+def test_deep_copies_of_a_patched_model_use_their_own_parameters(qwen):
+    """A copy of the replaced forward would run the parameters of the original, for good."""
+    want = unpatched(qwen, prompt())
+    with st.patch(qwen, "standard", backend="reference"), torch.no_grad():
+        twin = copy.deepcopy(qwen)
+        for parameter in twin.model.layers[0].linear_attn.parameters():
+            parameter.zero_()
+        hidden = torch.ones(1, 3, twin.config.hidden_size)
+        assert not twin.model.layers[0].linear_attn(hidden).any()
+        assert qwen.model.layers[0].linear_attn(hidden).any()
+        assert_same(generate(qwen, prompt()), want)
+    with torch.no_grad():
+        assert not twin.model.layers[0].linear_attn(hidden).any()
+
+
+def test_a_prompt_that_ends_in_an_error(qwen):
+    """Leaving the patch must not hide the error."""
+    broken = copy.deepcopy(qwen)
+    with torch.no_grad():
+        broken.model.layers[0].linear_attn.conv1d.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"^state: expected finite numbers"), st.patch(broken, "replay"):
+        generate(broken, prompt())
+
+
+def test_recorded_sequences_are_named(qwen):
+    """A negative number would put one sequence into the calibration and into the test."""
+    with st.record(qwen) as recording, torch.no_grad():
+        qwen(prompt(4, 9), use_cache=False)
+    name = "model.layers.0.linear_attn"
+    for test in ([-1], [4], [1, 1], [0.5]):
+        with pytest.raises(ValueError, match=r"^test: expected different numbers from 0 to 3, got \["):
+            recording.traces(name, test)
+    for call in (recording.tokens, lambda name: recording.traces(name, [0])):
+        with pytest.raises(ValueError, match=r"^name: expected one of model\.layers\.0\.linear_attn, .* got 'x'"):
+            call("x")
+
+
 def test_slots_run_out(qwen):
     with st.patch(qwen, "standard", slots=2, backend="reference") as patch:
         with pytest.raises(ValueError, match=r"slots: expected room for 3 sequences, got 2 free slots of 2"):
@@ -144,11 +181,20 @@ def test_bad_plans(qwen):
         st.patch(qwen, "sketch")
     with pytest.raises(ValueError, match=r"plans: expected names among model\.layers\.0\.linear_attn, .* got 'x'"):
         st.patch(qwen, {"x": None})
+    for plans, came in (({}, "none"), (None, "NoneType"), (3, "int")):
+        with pytest.raises(ValueError, match=f"^plans: expected plans by the names of layers, got {came}$"):
+            st.patch(qwen, plans)
+    with pytest.raises(ValueError, match=r"^plans: expected a SketchPlan for model\.layers\.0\.linear_attn, got str"):
+        st.patch(qwen, {"model.layers.0.linear_attn": "replay"})
+    with pytest.raises(ValueError, match=r"^slots: expected a positive integer, got 0"):
+        st.patch(qwen, "replay", slots=0)
 
 
 def test_a_window_is_for_replay(qwen):
     with pytest.raises(ValueError, match=r"window: expected None, as only 'replay' takes a window, got 8"):
         st.patch(qwen, "standard", window=8)
+    with pytest.raises(ValueError, match=r"window: expected an integer from 1 to 64, got 0"):
+        st.patch(qwen, "replay", window=0)
     assert all(head.window == 8 for head in st.patch(qwen, "replay", window=8).heads.values())
 
 

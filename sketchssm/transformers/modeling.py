@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -299,8 +300,10 @@ class _Forward:
         forward = module.forward
         cache_place = list(inspect.signature(forward).parameters).index("cache_params")
 
-        @functools.wraps(forward)
-        def announced(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(type(module).forward)
+        def announced(this: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if this is not module:  # a deep copy of the module, which nobody intercepts
+                return type(this).forward(this, *args, **kwargs)
             if not users:
                 return forward(*args, **kwargs)
             cache = args[cache_place] if len(args) > cache_place else kwargs.get("cache_params")
@@ -310,7 +313,8 @@ class _Forward:
             finally:
                 _active.stack.pop()
 
-        self._forward = module.forward = announced
+        # a bound method, so that a deep copy of the module gets a method of the copy
+        self._forward = module.forward = MethodType(announced, module)
 
     def remove(self, module: torch.nn.Module) -> None:
         """Undo the replacement; if other code has wrapped the function since, it stays and has no effect."""

@@ -13,6 +13,7 @@ import torch
 
 from sketchssm.baselines import ReplayHead, StandardHead
 from sketchssm.exact import ExactHead
+from sketchssm.head import check_capacity
 from sketchssm.model_plans import ModelPlans
 from sketchssm.plan import SketchPlan
 from sketchssm.sketch_head import SketchHead
@@ -95,6 +96,7 @@ def build_heads(
     settings: dict[str, Any],
 ) -> dict[str, ExactHead]:
     """Heads of the layers `found` in a model, for the arguments of `patch`."""
+    check_capacity(slots, "slots")
     if window is not None and plans != "replay":
         raise ValueError(f"window: expected None, as only 'replay' takes a window, got {window!r}")
     if plans not in ("standard", "replay") and isinstance(plans, str | os.PathLike):
@@ -103,6 +105,9 @@ def build_heads(
         plans = ModelPlans.load(plans)
     if isinstance(plans, ModelPlans):
         plans.check(fingerprint(model))
+    if not isinstance(plans, str) and not (isinstance(plans, Mapping) and plans):
+        came = "none" if isinstance(plans, Mapping) else type(plans).__name__
+        raise ValueError(f"plans: expected plans by the names of layers, got {came}")
     heads: dict[str, ExactHead] = {}
     for name in found if isinstance(plans, str) else plans:
         if name not in found:
@@ -112,7 +117,9 @@ def build_heads(
             if plans == "standard":
                 heads[name] = StandardHead(layer, slots, backend, **settings)
             else:
-                heads[name] = ReplayHead(layer, slots, backend, window=window or 16, **settings)
+                heads[name] = ReplayHead(layer, slots, backend, window=16 if window is None else window, **settings)
+        elif not isinstance(plans[name], SketchPlan):
+            raise ValueError(f"plans: expected a SketchPlan for {name}, got {type(plans[name]).__name__}")
         elif plans[name].layer != layer:
             raise ValueError(f"plans: expected a plan of {layer} for {name}, got one of {plans[name].layer}")
         else:
@@ -236,6 +243,8 @@ class _HeadHandler:
         """Write the exact states of all caches into them, and free their slots."""
         for place, held in list(self._held.items()):
             state = place.recurrent_states[0]
+            if state is None:  # the prompt ended in an error
+                continue
             with torch.inference_mode(state.is_inference()):  # as the cache was made
                 state.copy_(self._states(place).to(state))
             if vars(place).get("reorder_cache") is held:

@@ -56,7 +56,7 @@ class Recording:
         list of Tokens
             Float32 arrays ``(tokens, heads, ...)`` of each sequence.
         """
-        return self._handlers[name].tokens
+        return self._handler(name).tokens
 
     def traces(self, name: str, test: Sequence[int]) -> Traces:
         """Traces of one layer, from sequences of equal length.
@@ -76,9 +76,13 @@ class Recording:
         Raises
         ------
         ValueError
-            If sequences have different lengths, or there are fewer than two for calibration or none for the test.
+            If the layer is unknown, a number is out of range or repeated, sequences have different lengths, or there
+            are fewer than two for calibration or none for the test.
         """
-        handler = self._handlers[name]
+        handler = self._handler(name)
+        count = len(handler.tokens)
+        if len(set(test)) != len(test) or any(not isinstance(i, int | np.integer) or not 0 <= i < count for i in test):
+            raise ValueError(f"test: expected different numbers from 0 to {count - 1}, got {list(test)}")
         lengths = {tokens.v.shape[0] for tokens in handler.tokens}
         calib = [i for i in range(len(handler.tokens)) if i not in set(test)]
         if len(lengths) != 1 or len(calib) < 2 or not len(test):
@@ -90,6 +94,11 @@ class Recording:
         gradients = [handler.gradients.get(i) for i in calib]
         grad = None if any(x is None for x in gradients) else np.stack(gradients)  # type: ignore[arg-type]
         return Traces(self.layers[name].layer, calibration, text, grad, name)
+
+    def _handler(self, name: str) -> _Recorder:
+        if name not in self._handlers:
+            raise ValueError(f"name: expected one of {', '.join(self._handlers)}, got {name!r}")
+        return self._handlers[name]
 
 
 def _stacked(sequences: list[Tokens]) -> Tokens:
