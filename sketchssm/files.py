@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -105,7 +106,8 @@ def _contents(
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file all or nothing: the new file replaces an existing one when it is complete.
 
-    A symbolic link stays, and its target is replaced. A device or a pipe, such as /dev/null, is written in place.
+    The new file has the permissions of the old one. A symbolic link stays, and its target is replaced. A device or a
+    pipe, such as /dev/null, is written in place.
 
     Parameters
     ----------
@@ -125,6 +127,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if os.path.exists(path):
+            shutil.copymode(path, scratch)
         os.replace(scratch, path)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)

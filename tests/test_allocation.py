@@ -263,6 +263,9 @@ def test_a_large_model(rng):
     [
         (0.5, None, "mean_rank"),
         (np.nan, None, "mean_rank"),
+        ("4", None, "mean_rank: expected a finite number of at least 1, got '4'"),
+        (None, None, "mean_rank: expected a finite number of at least 1, got None"),
+        (True, None, "mean_rank: expected a finite number of at least 1, got True"),
         (np.inf, None, "mean_rank"),
         (9, "uniform", "mean_rank"),
         (2, "loss", "method: expected one of gradient, error, sensitivity, uniform, got 'loss'"),

@@ -253,6 +253,17 @@ def test_a_device_is_written_in_place(tmp_path):
     assert pipe.is_fifo()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_permissions_stay(tmp_path):
+    """A snapshot that only its owner may read stays so."""
+    path = tmp_path / "file"
+    for mode in (0o600, 0o640):
+        write_whole(path, b"contents")
+        path.chmod(mode)
+        write_whole(path, b"others")
+        assert path.stat().st_mode & 0o777 == mode and path.read_bytes() == b"others"
+
+
 def test_a_link_stays_a_link(tmp_path):
     whole, link = tmp_path / "whole", tmp_path / "link"
     link.symlink_to(whole)

@@ -30,7 +30,7 @@ from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import FULL_STATE, check_instance
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks"]
+__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks", "check_mean_rank"]
 
 METHODS = (*SCORES, "uniform")
 
@@ -164,8 +164,7 @@ def allocate_ranks(
             if layer.graded and not layer.sensitivity.any():
                 raise ValueError(f"scores: {method!r} needs gradients, got only zeros for layer {index}")
     table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads)
-    if not (np.isfinite(mean_rank) and mean_rank >= 1):
-        raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
+    check_mean_rank(mean_rank)
     if method == "uniform" and mean_rank > table.uniform_limit:
         raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
 
@@ -188,6 +187,13 @@ def allocate_ranks(
     widths = (wide[0] if single else wide) if cost.form.mixed else None
     spent = Traffic(used, before / after)
     return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name, widths)
+
+
+def check_mean_rank(mean_rank: Any) -> None:
+    """Check the budget of an allocation."""
+    number = isinstance(mean_rank, int | float | np.number) and not isinstance(mean_rank, bool)
+    if not (number and np.isfinite(mean_rank) and mean_rank >= 1):
+        raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
 
 
 class _Cost(NamedTuple):

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from sketchssm.backends import common_rank
-from sketchssm.calibrate.allocation import METHODS
+from sketchssm.calibrate.allocation import METHODS, check_mean_rank
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import mean_retained, plan_layers, warn_of_limit
@@ -110,8 +109,7 @@ def calibrate(
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-    if not (np.isfinite(mean_rank) and mean_rank >= 1):
-        raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
+    check_mean_rank(mean_rank)
     if rank_max is not None and (isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1):
         raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
     map = CoefficientMap.of(map)
