@@ -7,6 +7,7 @@ the basis. Test sequences are used for neither.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.checks import check_gates, check_tokens
+from sketchssm.files import write_whole
 from sketchssm.recurrence import KINDS, Layer, Tokens, check_instance
 
 __all__ = ["TraceFileError", "Traces"]
@@ -122,7 +124,7 @@ class Traces:
                 raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace file, which `load` reads. The file's name becomes the traces' name.
+        """Write a trace file, which `load` reads, all or nothing. The file's name becomes the traces' name.
 
         Parameters
         ----------
@@ -135,8 +137,9 @@ class Traces:
         }
         if self.grad is not None:
             entries["calib_grad"] = self.grad
-        with open(path, "wb") as file:  # NumPy appends .npz to names
-            np.savez_compressed(file, **entries, kind=self.layer.kind, provenance=self.provenance)
+        whole = io.BytesIO()
+        np.savez_compressed(whole, **entries, kind=self.layer.kind, provenance=self.provenance)
+        write_whole(path, whole.getvalue())
 
     @classmethod
     def shipped(cls, kind: str) -> Traces:

@@ -270,6 +270,21 @@ def test_damage(data, tmp_path_factory):
         Traces.load(path)
 
 
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    traces = Traces.load(write_traces(tmp_path / "layer.npz", "gdn"))
+    before = (tmp_path / "layer.npz").read_bytes()
+
+    def full(file, **entries):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="no space left"):
+        traces.save(tmp_path / "layer.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["layer.npz"]
+    assert (tmp_path / "layer.npz").read_bytes() == before
+
+
 def test_missing_file():
     with pytest.raises(FileNotFoundError, match=r"no trace file at nowhere\.npz"):
         Traces.load("nowhere.npz")
