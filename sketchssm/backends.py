@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sketchssm.engine import Engine
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import PAD_SLOT, Layer, check_instance
@@ -201,7 +203,9 @@ def load_engine(
             raise ValueError(f"{name}: expected None on backend {backend!r}, as only 'cuda' has it ({why})")
     engine = _engine(system, backend, options)(*args, **settings, **options)
     own = tuple(getattr(engine, "memory", {"state": engine.state}).values())
-    engine.arrays = HostArrays(engine.arrays.dtype, None if gate is None else gate.log_decays, why, pad_slot, own)
+    stored = np.dtype(np.float16) if options.get("state_dtype") == "float16" else None
+    log_decays = None if gate is None else gate.log_decays
+    engine.arrays = HostArrays(engine.arrays.dtype, log_decays, why, pad_slot, own, stored)
     if device_lacks_kernels:
         warnings.warn(f"backend: 'auto' takes 'cpu': {why}", RuntimeWarning, stacklevel=4)
     return backend, engine

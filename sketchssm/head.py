@@ -243,7 +243,8 @@ class DecodeHead:
         Raises
         ------
         ValueError
-            If the shape does not fit, a state is not finite, or a slot is out of range or named twice.
+            If the shape does not fit, a state is not finite or beyond the range of the head's states, or a slot is out
+            of range or named twice.
         """
         check_state(self.layer, state)
         with self._lock, self._arrays.call(state, slots) as call:

@@ -34,6 +34,8 @@ class HostArrays:
         The caller's slot number for padding; engines get -1.
     own : sequence of ndarray, optional
         The engine's memory. Arguments that share it are copied before the engine reads them.
+    stored : dtype, optional
+        Type of the states in memory, if it has a smaller range than `dtype`.
     """
 
     direct = None
@@ -45,11 +47,12 @@ class HostArrays:
         why: str = "",
         pad_slot: int = PAD_SLOT,
         own: Sequence[npt.NDArray[Any]] = (),
+        stored: Any = None,
     ) -> None:
         self.dtype = np.dtype(dtype)
         self._log_decays = log_decays
         self._why, self._warned = why, False
-        self._pad_slot, self._own = pad_slot, own
+        self._pad_slot, self._own, self._stored = pad_slot, own, stored
         bounds = [byte_bounds(array) for array in own]
         self._own_bounds = min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
@@ -132,6 +135,8 @@ class HostArrays:
         live = slots >= 0
         host = self._take(state, "state", live)
         self.check("state", host[live])
+        if self._stored is not None:
+            to_type(host, self._stored, "state", live)  # an error for numbers that would become infinite
         return host
 
     def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:

@@ -49,7 +49,8 @@ class SketchHead(ExactHead):
         the head's device, contiguous and aligned within a slot, any stride between slots. The head sets the cursors
         and does not read the other contents: a slot begins with `load_state`, `adopt`, `reset`, `copy` or `restore`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of the states. A 16-bit type halves their bytes; a state is rounded when it is written, once a window.
+        Type of the states. A 16-bit type halves their bytes; a state is rounded when it is written, once a window. In
+        float16 a number beyond 65504 becomes infinite.
     phase : int, optional
         Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, independent
         of the steps at which they began. Refreshes follow each row's own position. Layers with different phases flush

@@ -1,4 +1,4 @@
-"""An argument of another class is refused by name, instead of by an attribute that is missing inside."""
+"""Arguments of another class or out of range are refused by name, before anything is computed."""
 
 import numpy as np
 import pytest
@@ -69,3 +69,16 @@ def test_other_classes(call, message):
 def test_other_values(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+@pytest.mark.parametrize("backend", ("cpu", "reference"))
+def test_states_beyond_float16(backend):
+    """They would be infinite, and all later outputs NaN."""
+    head = ss.ReplayHead(LAYER, 2, backend, state_dtype="float16")
+    state = np.full((2, 2, 8, 8), 65504, np.float32)
+    head.load_state(state)
+    state[1, 0, 0, 0] = 7e4
+    with pytest.raises(ValueError, match=r"^state: expected numbers that float16 can hold, got 70000"):
+        head.load_state(state)
+    assert np.isfinite(head.state).all()
+    head.load_state(state, [0, -1])  # padding may hold anything
