@@ -57,7 +57,8 @@ struct CallSlots {
     __device__ __forceinline__ bool repeated(int row, int slot, int first, int step) const {
         bool found = false;
 #pragma unroll 1
-        for (int i = scan.from + first; i < scan.to; i += step) found |= numbers.narrow(numbers.words(i)) == slot && i != row;
+        for (int i = scan.from + first; i < scan.to; i += step)
+            found |= numbers.narrow(numbers.words(i)) == slot && i != row;
         return found && slot >= 0;
     }
     // The slot, or LEFT_OUT if another row names the same slot. By a whole warp, or by a whole block, for one row.
