@@ -1,4 +1,4 @@
-"""Scripts behind docs/evaluation.md: its tables agree with the reports that it names, and bounds are bounds."""
+"""Scripts of benchmarks/: tables of docs/evaluation.md agree with the reports, bounds are bounds, rows of times."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from test_traces import write_traces
 
+from sketchssm.bench.results import BenchResult, StepBytes
 from sketchssm.calibrate.plans import Settings
 from sketchssm.evaluate import Study, entries
 from sketchssm.recurrence import KINDS
@@ -123,3 +124,13 @@ def test_cpu_results_are_those_of_float64():
         assert list(have[name]["stored"]) == list(layer["stored"])
         for label, form in layer["stored"].items():
             assert have[name]["stored"][label]["lost"] == pytest.approx(form["lost"], rel=1e-3), (name, label)
+
+
+def test_times_of_refreshes_stand_apart():
+    """A flush every 12 tokens, a refresh every 4."""
+    times = [1.0, 2, 3, 20, 1, 2, 3, 30, 1, 2, 3, 50]
+    result = BenchResult.of(("layer", "sketch", "cuda"), 1, times, StepBytes(1, 1), 1.0, (0, 0), 0)
+    row = script("cuda_step").flat("sketch", result, 4)
+    assert (row["sketch_plain_read_us"], row["sketch_refresh_us"], row["sketch_flush_us"]) == (2, 25, 50)
+    assert row["sketch_read_us"] == pytest.approx(68 / 11, abs=0.01)  # with the refreshes
+    assert "sketch_refresh_us" not in script("cuda_step").flat("sketch", result, 12)
