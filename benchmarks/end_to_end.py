@@ -7,7 +7,8 @@
 plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has these parts:
 
 * decode: `--batch` requests decode together; tokens/s and times of the steps in which all of them decode.
-* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching.
+* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching. `step_ms` has all
+  steps, `decode_step_ms` those in which `--batch` requests decode, `mixed_step_ms` those with some request's first token.
 * profile: kernels of some decode steps by kind. `host` is the time in which no kernel runs. Kernels may overlap.
 * agree: log-probabilities of the same tokens, compared with vLLM's own (`vllm_forced.py`), in an engine of its own.
   For `vllm`, the part is a control: vLLM against vLLM with half of the requests at a time.
@@ -98,10 +99,10 @@ def drive(llm, batch, decode, seed, mix=False, profile=0):
         engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
         made[f"{seed}-{i}"] = []
     begin = last = time.perf_counter()
-    steps, full, full_tokens, profiler, report = [], [], 0, None, None
+    steps, full, joined, full_tokens, profiler, report = [], [], [], 0, None, None
     finished, profiled_steps, metadata = 0, 0, []
     while engine.has_unfinished_requests():
-        before = sum(map(len, made.values()))
+        before, begun = sum(map(len, made.values())), sum(map(bool, made.values()))
         whole = not mix and not finished and min(map(len, made.values())) >= 3
         # With too few blocks no step has all requests: profile some steps in the middle then.
         due = whole or 3 * before > count * decode
@@ -119,7 +120,9 @@ def drive(llm, batch, decode, seed, mix=False, profile=0):
         now = time.perf_counter()
         steps.append(now - last)
         tokens = sum(map(len, made.values())) - before
-        if whole and not finished:
+        if mix and sum(map(bool, made.values())) > begun:
+            joined.append(now - last)
+        elif (whole and not finished) or (mix and tokens == batch):
             full.append(now - last)
             full_tokens += tokens
             metadata.append(sum(METADATA_SECONDS))
@@ -135,8 +138,11 @@ def drive(llm, batch, decode, seed, mix=False, profile=0):
     if profiler is not None:
         profiler.__exit__(None, None, None)
     total = sum(map(len, made.values()))
-    result = {"requests": count, "tokens": total, "seconds": last - begin, "step_ms": spread(full or steps)}
-    result["tokens_per_s"] = full_tokens / sum(full) if full else total / (last - begin)
+    result = {"requests": count, "tokens": total, "seconds": last - begin}
+    kinds = {"step_ms": steps, "decode_step_ms": full, "mixed_step_ms": joined} if mix else {"step_ms": full or steps}
+    for kind, times in kinds.items():
+        result[kind] = spread(times) | {"steps": len(times), "seconds": sum(times)}
+    result["tokens_per_s"] = full_tokens / sum(full) if full and not mix else total / (last - begin)
     result |= {"metadata_ms": spread(metadata)} if any(metadata) else {}
     result["first_tokens"] = [tokens[:32] for tokens in made.values()]
     return result | ({"profile": report} if report else {})
