@@ -7,8 +7,9 @@
 plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has these parts:
 
 * decode: `--batch` requests decode together; tokens/s and times of the steps in which all of them decode.
-* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching. `step_ms` has all
-  steps, `decode_step_ms` those in which `--batch` requests decode, `mixed_step_ms` those with some request's first token.
+* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching. `step_ms` has
+  all steps, `decode_step_ms` steps in which `--batch` requests decode, `mixed_step_ms` steps with a request's first
+  token.
 * profile: kernels of some decode steps by kind. `host` is the time in which no kernel runs. Kernels may overlap.
 * agree: log-probabilities of the same tokens, compared with vLLM's own (`vllm_forced.py`), in an engine of its own.
   For `vllm`, the part is a control: vLLM against vLLM with half of the requests at a time.

@@ -48,40 +48,57 @@ def processor():
     return ForcedTokens
 
 
-def serve(engine, requests, together, aborted=()):
+def serve(engine, requests, together, aborted=(), gaps=False):
     """Serve requests, `together` at a time: a list of log-probabilities for each; None for an aborted request.
 
     A request in `aborted` ends after some steps. An engine that takes other tokens than those it must is an error.
+    With `gaps`, the lists have the distances to the log-probabilities of the likeliest tokens, 0 or more.
     """
+    found = [None] * len(requests)
+    options = [{"max_tokens": len(forced), "logprobs": 1, "extra_args": {"forced": forced}} for _, forced in requests]
+    for i, one in outputs_of(engine, [prompt for prompt, _ in requests], options, together, aborted):
+        forced = requests[i][1]
+        if list(one.token_ids) != forced:
+            raise RuntimeError(f"request {i}: expected the tokens {forced}, got {list(one.token_ids)}")
+        found[i] = [place[token].logprob for place, token in zip(one.logprobs, forced, strict=True)]
+        if gaps:
+            best = [max(x.logprob for x in place.values()) for place in one.logprobs]
+            found[i] = [x - y for x, y in zip(best, found[i], strict=True)]
+    return found
+
+
+def generate(engine, requests, together, aborted=()):
+    """Serve requests with the engine's own likeliest tokens: lists of tokens, of the continuations' lengths."""
+    found = [None] * len(requests)
+    options = [{"max_tokens": len(tokens)} for _, tokens in requests]
+    for i, one in outputs_of(engine, [prompt for prompt, _ in requests], options, together, aborted):
+        found[i] = list(one.token_ids)
+    return found
+
+
+def outputs_of(engine, prompts, options, together, aborted):
+    """Yield number and output of each request that is not aborted, with `options` of its sampling."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    found, ends, running, step = [None] * len(requests), {}, set(), 0
-    waiting = iter(range(len(requests)))
+    common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    ends, running, step = {}, set(), 0
+    waiting = iter(range(len(prompts)))
     while True:
         while len(running) < together and (i := next(waiting, None)) is not None:
-            prompt, forced = requests[i]
-            params = SamplingParams(
-                temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, logprobs=1,
-                output_kind=RequestOutputKind.FINAL_ONLY, extra_args={"forced": forced},
-            )  # fmt: skip
-            engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, params)
+            engine.add_request(f"r{i}", {"prompt_token_ids": prompts[i]}, SamplingParams(**common, **options[i]))
             running.add(i)
             if i in aborted:
                 ends[i] = step + 3
         if not engine.has_unfinished_requests():
-            return found
+            return
         for output in engine.step():
             i = int(output.request_id.removeprefix("r"))
             if not output.finished or i not in running:
                 continue
             running.discard(i)
-            one, (_, forced) = output.outputs[0], requests[i]
-            if i in aborted:
-                continue
-            if list(one.token_ids) != forced:
-                raise RuntimeError(f"request {i}: expected the tokens {forced}, got {list(one.token_ids)}")
-            found[i] = [place[token].logprob for place, token in zip(one.logprobs, forced, strict=True)]
+            if i not in aborted:
+                yield i, output.outputs[0]
         step += 1
         for i in [i for i, end in ends.items() if end <= step and i in running]:
             engine.abort_request([f"r{i}"])

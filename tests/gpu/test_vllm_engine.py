@@ -21,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def engines(tmp_path_factory):
     paths = [str(ROOT), str(ROOT / "benchmarks"), SITE or "", os.environ.get("PYTHONPATH", "")]
     running = {}
     for kind in KINDS:
-        for graphs in ("none,decode", "default"):
+        for graphs in ("none,decode", "default", *["drafts"] * (kind != "kda")):  # vLLM's kda takes no drafts
             folder = tmp_path_factory.mktemp(kind)
             own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_CACHE_ROOT": str(folder / "cache")}
             command = [sys.executable, str(Path(__file__).with_name("vllm_engines.py")), kind, graphs, str(folder)]
@@ -100,3 +101,34 @@ def test_engines(engines, kind, graphs, capsys):
                 assert agreement[limit] > 2 * most, f"{name}: {limit}"
             elif not name.startswith("vllm"):
                 assert agreement[limit] < most, f"{name}: {limit}"
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_drafts(engines, kind, capsys):
+    """Speculative decoding: each engine's tokens are vLLM's likeliest ones, up to rounding.
+
+    A gap is the distance of a token's log-probability to the likeliest one's, by vLLM without drafts. Rounding makes a
+    gap at near ties only: it is at most the sum of two errors of log-probabilities. So the limits are those above.
+    """
+    results, error = engines(kind, "drafts")
+    assert not error, error
+    for x in results:
+        name = f"{x['system']}, {x['graphs']}"
+        gaps = [np.array(gap) / x["spread"] for gap in x["gaps"]]
+        found = {
+            "rms": float(np.sqrt(np.mean(np.concatenate(gaps) ** 2))),
+            "worst_request": max(float(np.sqrt(np.mean(gap**2))) for gap in gaps),
+        }
+        with capsys.disabled():
+            shown = {key: x[key] for key in ("preemptions", "drafted", "accepted", "memory", "free_blocks", "spread")}
+            print(f"\n{kind}, drafts, {name}: { {key: round(gap, 4) for key, gap in found.items()} } {shown}", end="")
+        assert x["preemptions"] > 0, name
+        assert 0 < x["accepted"] < x["drafted"], name
+        assert len(set(x["free_blocks"])) == 1, name
+        before, after = x["memory"]
+        assert after - before < 4 << 20, name  # a hundred states would be 6 MiB
+        for limit, most in LIMITS.items():
+            if x["system"] == "coarse":  # what the limits must tell apart
+                assert found[limit] > 2 * most, f"{name}: {limit}"
+            elif x["system"] != "vllm":
+                assert found[limit] < most, f"{name}: {limit}"

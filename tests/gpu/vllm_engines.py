@@ -4,7 +4,8 @@
 
 Each engine serves the same requests with the same continuations (`benchmarks/vllm_forced.py`); a line of
 ``FOLDER/results`` has what an engine gave. GRAPHS is "none,decode" (eager, then graphs of decode steps without
-compilation) or "default" (vLLM's default).
+compilation), "default" (vLLM's default) or "drafts" (speculative decoding with n-grams; the engines take their own
+tokens, and at last vLLM without drafts tells how far these are from its likeliest).
 """
 
 import gc
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -62,12 +64,18 @@ GRAPHS = {
     },
     "default": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, ROWS, 32, 64, TOKENS]}},
 }  # fmt: skip
+DRAFTS = 3
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ENGINES = {
     "none,decode": [
         ("vllm", "none"), ("standard", "none"), ("standard", "decode"), ("replay", "decode"), ("sketch", "none"),
         ("sketch", "decode"), ("coarse", "none"),
     ],
     "default": [("vllm", "default"), ("standard", "default"), ("sketch", "default")],
+    "drafts": [
+        ("vllm", "decode"), ("standard", "none"), ("standard", "decode"), ("replay", "decode"), ("sketch", "none"),
+        ("sketch", "decode"), ("coarse", "decode"),
+    ],
 }  # fmt: skip
 
 
@@ -103,18 +111,24 @@ def used():
     return torch.cuda.memory_allocated() + cupy.get_default_memory_pool().used_bytes()
 
 
-def serve(kind, graphs, model, preemptions):
-    """Start an engine and serve; what it gave, and a list with another pass for a control."""
+def start(graphs, model, **settings):
+    """Start an engine; its time, the engine and its pool of blocks."""
     begin = time.perf_counter()
-    llm = LLM(
-        model=model, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_num_seqs=ROWS,
-        max_model_len=512, max_num_batched_tokens=TOKENS, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30,
-        num_gpu_blocks_override=BLOCKS, mamba_ssm_cache_dtype="float32", enable_prefix_caching=False,
-        disable_log_stats=True, generation_config="vllm", seed=0, logits_processors=[vllm_forced.processor()],
-        additional_config={"gdn_prefill_backend": "triton"}, **GRAPHS[graphs],
-    )  # fmt: skip
+    llm = LLM(**{
+        "model": model, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": ROWS,
+        "max_model_len": 512, "max_num_batched_tokens": TOKENS, "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 30, "num_gpu_blocks_override": BLOCKS, "mamba_ssm_cache_dtype": "float32",
+        "enable_prefix_caching": False, "disable_log_stats": True, "generation_config": "vllm", "seed": 0,
+        "additional_config": {"gdn_prefill_backend": "triton"}, **GRAPHS[graphs], **settings,
+    })  # fmt: skip
     engine = llm.llm_engine
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return time.perf_counter() - begin, engine, pool
+
+
+def serve(graphs, model, counts):
+    """Start an engine and serve; what it gave, and a list with another pass for a control."""
+    seconds, engine, pool = start(graphs, model, logits_processors=[vllm_forced.processor()])
     started = time.perf_counter()
     requests = vllm_forced.draw_requests(REQUESTS, (1, 161), (4, 65), 1024, 1)
     # prompts of one token, of a chunk, and of a chunk and one token
@@ -124,11 +138,11 @@ def serve(kind, graphs, model, preemptions):
     alone = vllm_forced.serve(engine, requests, 1) if own and graphs == "none" else None
     vllm_forced.serve(engine, requests[:ROWS], ROWS)
     before = used(), pool.get_num_free_blocks()
-    preemptions.clear()
+    counts.clear()
     logprobs = vllm_forced.serve(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
     result = {
-        "logprobs": logprobs, "preemptions": len(preemptions), "memory": [before[0], used()],
-        "free_blocks": [before[1], pool.get_num_free_blocks()], "start_seconds": started - begin,
+        "logprobs": logprobs, "preemptions": counts["preemptions"], "memory": [before[0], used()],
+        "free_blocks": [before[1], pool.get_num_free_blocks()], "start_seconds": seconds,
     }  # fmt: skip
     result |= {"again": vllm_forced.serve(engine, requests, 6)} if own else {}
     result |= {"alone": alone} if alone else {}
@@ -137,19 +151,66 @@ def serve(kind, graphs, model, preemptions):
     return result
 
 
+def serve_drafts(graphs, model, counts):
+    """Start an engine with speculative decoding and let it take its own tokens; what it gave.
+
+    A prompt repeats a few tokens, so that there are drafts from the first step on. vLLM's gdn is wrong for prompts of
+    one token.
+    """
+    seconds, engine, pool = start(
+        graphs, model, speculative_config=SPECULATIVE, num_gpu_blocks_override=BLOCKS * (1 + DRAFTS)
+    )
+    requests = [
+        ((prompt[:9] * 18)[: len(prompt)], tokens)
+        for prompt, tokens in vllm_forced.draw_requests(REQUESTS, (2, 161), (4, 65), 1024, 1)
+    ]
+    vllm_forced.generate(engine, requests[:ROWS], ROWS)
+    before = used(), pool.get_num_free_blocks()
+    counts.clear()
+    tokens = vllm_forced.generate(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
+    result = {
+        "requests": [(prompt, chosen) for (prompt, _), chosen in zip(requests, tokens, strict=True) if chosen],
+        "memory": [before[0], used()], "free_blocks": [before[1], pool.get_num_free_blocks()],
+        "start_seconds": seconds, **{name: counts[name] for name in ("preemptions", "drafted", "accepted")},
+    }  # fmt: skip
+    engine.engine_core.shutdown()
+    return result
+
+
+def judge(model, results):
+    """Distances of tokens to vLLM's likeliest ones, and the spread of log-probabilities."""
+    _, engine, _ = start("none", model, logits_processors=[vllm_forced.processor()])
+    for result in results:
+        requests = result.pop("requests")
+        logprobs = vllm_forced.serve(engine, requests, ROWS)
+        result["spread"] = float(np.concatenate(logprobs).std())
+        result["gaps"] = vllm_forced.serve(engine, requests, ROWS, gaps=True)
+    engine.engine_core.shutdown()
+
+
+def count_events():
+    """Let vLLM's scheduler count preemptions, and drafted and accepted tokens."""
+    counts = Counter()
+    preempt, observe = Scheduler._preempt_request, Scheduler.make_spec_decoding_stats
+
+    def preempted(self, *given, **others):
+        counts["preemptions"] += 1
+        return preempt(self, *given, **others)
+
+    def observed(self, stats, num_draft_tokens, num_accepted_tokens, *given, **others):
+        counts.update(drafted=num_draft_tokens, accepted=num_accepted_tokens)
+        return observe(self, stats, num_draft_tokens, num_accepted_tokens, *given, **others)
+
+    Scheduler._preempt_request, Scheduler.make_spec_decoding_stats = preempted, observed
+    return counts
+
+
 def main():
     kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON))
     vllm_models.load_random_weights(let_states_matter)
     os.environ.pop("SKETCHSSM_VLLM", None)
-    preemptions = []
-    preempt = Scheduler._preempt_request
-
-    def counted(self, *given, **others):
-        preemptions.append(None)
-        return preempt(self, *given, **others)
-
-    Scheduler._preempt_request = counted
+    counts, results = count_events(), []
     for system, graphs in ENGINES[engines]:
         if system != "vllm":
             from sketchssm.vllm import register
@@ -160,16 +221,30 @@ def main():
             os.environ["SKETCHSSM_VLLM"] = (
                 system if known else str(plans) if plans.exists() else write_plans(kind, system, folder)
             )
-        result = serve(kind, graphs, str(folder), preemptions) | {"system": system, "graphs": graphs}
-        with (folder / "results").open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(
-            kind, system, graphs, {name: x for name, x in result.items() if name not in ("logprobs", "again", "alone")}
-        )
-        sys.stdout.flush()
-        cleanup_dist_env_and_memory()
-        torch._dynamo.reset()
+        how = serve_drafts if engines == "drafts" else serve
+        results.append(how(graphs, str(folder), counts) | {"system": system, "graphs": graphs})
+        if engines != "drafts":
+            note(folder, results.pop())
+        clean()
+    if engines == "drafts":
+        del os.environ["SKETCHSSM_VLLM"]
+        judge(str(folder), results)
+        for result in results:
+            note(folder, result)
     os._exit(0)  # engines take long to end
+
+
+def note(folder, result):
+    """Append a result to the file."""
+    with (folder / "results").open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print({name: x for name, x in result.items() if not isinstance(x, list) or len(x) < 3}, flush=True)
+
+
+def clean():
+    """Let the next engine start as the first one did."""
+    cleanup_dist_env_and_memory()
+    torch._dynamo.reset()
 
 
 if __name__ == "__main__":
