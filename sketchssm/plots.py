@@ -19,7 +19,10 @@ from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.planning import PlanPoint, PlanSearch
 from sketchssm.recurrence import FULL_STATE, ROUNDING
 
-__all__ = ["draw", "draw_frontier", "rank_heatmap", "step_times"]
+__all__ = ["draw", "draw_frontier", "picture_files", "rank_heatmap", "step_times"]
+
+PICTURES = ("error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks")
+"""Pictures of `draw`; the names of their files."""
 
 GREY_MARKERS = "ovs*hp"
 
@@ -58,15 +61,31 @@ def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> 
     ModuleNotFoundError
         If matplotlib is missing.
     """
-    makers: dict[str, Callable[[Sequence[LayerResults], Path], Path | None]] = {
-        "error-against-traffic": _error_against_traffic,
-        "retained-by-rank": _retained_by_rank,
-        "drift-of-outputs": lambda shown, path: _over_tokens(shown, path, "output_error", "outputs"),
-        "drift-of-states": lambda shown, path: _over_tokens(shown, path, "state_error", "states"),
-        "ranks": _ranks,
-    }
-    made = {name: make(layers, folder / f"{name}{suffix}") for name, make in makers.items()}
-    return {name: path for name, path in made.items() if path is not None}
+    makers: tuple[Callable[[Sequence[LayerResults], Path], Path | None], ...] = (
+        _error_against_traffic,
+        _retained_by_rank,
+        lambda shown, path: _over_tokens(shown, path, "output_error", "outputs"),
+        lambda shown, path: _over_tokens(shown, path, "state_error", "states"),
+        _ranks,
+    )
+    made = [make(layers, path) for make, path in zip(makers, picture_files(folder, suffix), strict=True)]
+    return {name: path for name, path in zip(PICTURES, made, strict=True) if path is not None}
+
+
+def picture_files(folder: Path, suffix: str = ".png") -> list[Path]:
+    """Files that `draw` may write.
+
+    Parameters
+    ----------
+    folder, suffix : Path, str
+        Arguments of `draw`.
+
+    Returns
+    -------
+    list of Path
+        One file for each of `PICTURES`.
+    """
+    return [folder / f"{name}{suffix}" for name in PICTURES]
 
 
 def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:

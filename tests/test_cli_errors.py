@@ -111,6 +111,63 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path):
         assert "Traceback" not in result.output, name
 
 
+def test_two_options_may_not_have_one_file(tmp_path, monkeypatch):
+    """By any name of the file, before any work; the message has both options."""
+    monkeypatch.chdir(tmp_path)
+    write_traces(tmp_path / "a.npz", "gdn")
+    write_traces(tmp_path / "b.npz", "gdn")
+    plan, text, model = tmp_path / "plan", tmp_path / "text", tmp_path / "model"
+    model.mkdir()
+    for file in (plan, text):
+        file.write_bytes(b"1")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    (tmp_path / "other").symlink_to(tmp_path)
+    find, of_model = ["plan", "a.npz", "--error", 1], ["--model", "model", "--text", "text"]
+    pairs = [  # of options: the later one is refused
+        (["evaluate", "a.npz", "--report", "new", "--out", "new"], "--report", "--out"),
+        (["evaluate", "a.npz", "--out", "new", "--report", "link"], "--report", "--out"),
+        (["evaluate", "a.npz", "--out", "r", "--report", "other/r/drift.csv"], "--report", "--out"),
+        (["evaluate", "a.npz", "--out", "r", "--json", "r/../r/results.json"], "--json", "--out"),
+        (["evaluate", "a.npz", "--out", "r", "--plots", "--report", "r/ranks.png"], "--report", "--out"),
+        (["evaluate", "a.npz", "--json", "new", "--report", tmp_path / "new"], "--json", "--report"),
+        (["evaluate", "a.npz", "--report", "new", "--json", "new/below"], "--json", "--report"),
+        (["evaluate", "a.npz", "--plan", "plan", "--report", "other/plan"], "--report", "--plan"),
+        (["evaluate", *of_model, "--plans", "plan", "--json", "plan"], "--json", "--plans"),
+        (["calibrate", "a.npz", "--out", "other/a.npz"], "--out", "TRACES"),
+        (["calibrate", "a.npz", "--out", "link", "--json", "new"], "--json", "--out"),
+        (["calibrate", "a.npz", "b.npz", "--out", "new", "--json", "new"], "--json", "--out"),
+        (["calibrate", *of_model, "--out", "text"], "--out", "--text"),
+        ([*find, "--out", "new", "--json", "./new"], "--json", "--out"),
+        ([*find, "--out", "p.svg", "--plots", "p.svg"], "--plots", "--out"),
+        ([*find, "--out", "new", "--plots", "p.svg", "--json", "other/p.svg"], "--json", "--plots"),
+        (["bench", "--plot", "p.svg", "--json", "p.svg"], "--json", "--plot"),
+        (["bench", "--plan", "plan", "--json", "plan"], "--json", "--plan"),
+        (["demo", "--plots", "new", "--json", "link"], "--json", "--plots"),
+        (["demo", "--plots", "new", "--json", "new/ranks.png"], "--json", "--plots"),
+        (["info", "plan", "--json", "other/plan"], "--json", "PLAN"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for arguments, refused, owner in pairs:
+        message = invoke(*arguments, code=2).stderr.splitlines()[-1]
+        assert message.startswith(f"Error: {refused}: expected a separate file, got "), (arguments, message)
+        assert f": {owner} has " in message, (arguments, message)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_that_cannot_be_written(tmp_path, monkeypatch):
+    """They are refused before the work whose results they would get."""
+    traces = write_traces(tmp_path / "a.npz", "gdn")
+    result = invoke("calibrate", traces, "--out", traces / "below", code=2)
+    assert "--out: expected a separate file" in result.stderr
+    (tmp_path / "file").touch()
+    result = invoke("evaluate", traces, "--out", tmp_path / "file" / "below", code=2)
+    assert f"--out: expected a file in a folder, got {tmp_path / 'file' / 'below'}" in result.stderr
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    for option in ("--out", "--json", "--report"):
+        result = invoke("evaluate", traces, option, tmp_path / "new" / "below", code=2)
+        assert f"{option}: expected a folder that can be written, got {tmp_path / 'new'}" in result.stderr
+
+
 def test_refused_outputs_leave_their_files(tmp_path):
     traces = write_traces(tmp_path / "layer3.npz", "gdn")
     before = traces.read_bytes()

@@ -119,7 +119,7 @@ def command(
     if plan_files:
         options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots", "sketch_dtypes"))
     _check(shapes, duty, peers, raw_gate, device)
-    options.check_files(plan_files, plot=plot, json=json_file)
+    options.check_files({"--plan": plan_files}, plot=plot, json=json_file)
     if plot is not None:
         check(plot)
 

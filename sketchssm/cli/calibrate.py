@@ -61,10 +61,10 @@ def command(
 
     if source is None:
         files = plan_paths(traces, out)
-        options.check_files(traces, out=files, json=json_file)
+        options.check_files({"TRACES": traces}, out=files, json=json_file)
         _from_traces(traces, files, mean_rank, flush_every, rank_max, settings, Output(json_file))
         return
-    options.check_files([source.text], out=out, json=json_file)
+    options.check_files({"--text": source.text}, out=out, json=json_file)
     budget = {"mean_rank": mean_rank, "flush_every": flush_every, "rank_max": rank_max}
     _of_model(source, out, settings, Output(json_file), **budget)
 

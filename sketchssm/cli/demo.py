@@ -54,13 +54,14 @@ def command(
     """
     from sketchssm.cli.output import Output
     from sketchssm.evaluate import Study, evaluate, select, tables
-    from sketchssm.plots import draw
+    from sketchssm.plots import draw, picture_files
     from sketchssm.recurrence import KINDS
     from sketchssm.traces import Traces
 
     if backend == "reference":
         options.refuse("with --backend reference, which is not timed", ("rows",))
-    options.check_files([], json=json_file)
+    pictures = () if plots is None else picture_files(plots)
+    options.check_files({}, plots=pictures, json=json_file)
     started = time.perf_counter()
     output = Output(json_file)
     output.say(

@@ -103,7 +103,7 @@ def command(
             raise click.UsageError("--plans: expected plans of the model")
         from sketchssm.cli.output import Output
 
-        options.check_files([source.text, plans], json=json_file)
+        options.check_files({"--text": source.text, "--plans": plans}, json=json_file)
         _of_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
@@ -113,15 +113,19 @@ def command(
         options.refuse("without --plots", ("suffix",))
     if plan_file is not None and len(traces) > 1:
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
-    options.check_files([*traces, plan_file], report=report, json=json_file)
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
     from sketchssm.evaluate import Study, evaluate, select
+    from sketchssm.evaluate.evaluation import RESULT_FILES
     from sketchssm.evaluate.tables import all_tables
     from sketchssm.plan import SketchPlan
-    from sketchssm.plots import draw
+    from sketchssm.plots import draw, picture_files
     from sketchssm.traces import Traces
 
+    files = [] if out is None else [out / name for name in RESULT_FILES]
+    if out is not None and plots:
+        files += picture_files(out, f".{suffix}")
+    options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, report=report, json=json_file)
     output = Output(json_file)
     plan = None if plan_file is None else SketchPlan.load(plan_file)
     names = [name.strip() for names in systems for name in names.split(",")]

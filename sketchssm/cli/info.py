@@ -40,7 +40,7 @@ def command(plan: Path | None, json_file: str | None) -> None:
     from sketchssm.model_plans import FORMAT
     from sketchssm.tables import ranks_text
 
-    options.check_files([plan], json=json_file)
+    options.check_files({"PLAN": plan}, json=json_file)
     output = Output(json_file)
     if plan is None:
         title, report = "sketchssm", _installation()

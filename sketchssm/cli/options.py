@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -235,26 +236,42 @@ def refuse(reason: str, names: Sequence[str]) -> None:
             raise click.UsageError(f"{param.opts[0]}: has no effect {reason}")
 
 
-def check_files(reads: Iterable[Path | None], **writes: str | Path | Iterable[Path] | None) -> None:
-    """Refuse to write a file over one that the command reads or writes for another option.
+Paths = str | Path | Iterable[Path] | None
+
+
+def check_files(reads: Mapping[str, Paths], **writes: Paths) -> None:
+    """Refuse, before any work, files that the command could not write, or would write over another file of its own.
+
+    Two options may not name one file, under any name of it, and no file may lie below another.
 
     Parameters
     ----------
-    reads : iterable of Path or None
-        Files that the command reads.
-    **writes : str, Path, iterable of Path or None
-        Files that the command writes, by the names of the options; "-" is standard output.
+    reads : mapping of str to paths
+        Files that the command reads, by the names of the arguments: ``"TRACES"``, ``"--plan"``.
+    **writes : paths
+        Files that the command writes, by the names of the options without dashes. The text "-" is standard output.
     """
-    taken = {path.resolve() for path in reads if path is not None}
-    for option, given in writes.items():
-        paths = [Path(given)] if isinstance(given, str | Path) else list(given or ())
-        for path in paths:
-            if str(path) == "-":
-                continue
-            if path.resolve() in taken:
-                raise click.UsageError(f"--{option}: expected a separate file, got {path}")
+    taken = {path.resolve(): (name, path) for name, given in reads.items() for path in _paths(given)}
+    for name, given in writes.items():
+        option = f"--{name}"
+        if given == "-":
+            continue
+        for path in _paths(given):
+            real = path.resolve()
             if path.is_dir():
-                raise click.UsageError(f"--{option}: expected a file, got the folder {path}")
+                raise click.UsageError(f"{option}: expected a file, got the folder {path}")
             if path.exists() and not path.is_file():
                 continue  # /dev/null may be written twice
-            taken.add(path.resolve())
+            for other, (owner, named) in taken.items():
+                if real == other or real in other.parents or other in real.parents:
+                    raise click.UsageError(f"{option}: expected a separate file, got {path}: {owner} has {named}")
+            folder = next(parent for parent in real.parents if parent.exists())
+            if not folder.is_dir():
+                raise click.UsageError(f"{option}: expected a file in a folder, got {path}: {folder} is a file")
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise click.UsageError(f"{option}: expected a folder that can be written, got {path} in {folder}")
+            taken[real] = option, path
+
+
+def _paths(given: Paths) -> list[Path]:
+    return [Path(given)] if isinstance(given, str | Path) else list(given or ())

@@ -99,7 +99,7 @@ def command(
     from sketchssm.traces import Traces
 
     files = plan_paths(traces, out)
-    options.check_files(traces, out=files, plots=plots, json=json_file)
+    options.check_files({"TRACES": traces}, out=files, plots=plots, json=json_file)
     if plots is not None:
         figures.check(plots)
     output = Output(json_file)

@@ -18,7 +18,10 @@ from sketchssm.evaluate.store import Store
 from sketchssm.evaluate.study import Study
 from sketchssm.files import write_whole
 
-__all__ = ["Evaluation", "LayerResults", "evaluate"]
+__all__ = ["RESULT_FILES", "Evaluation", "LayerResults", "evaluate"]
+
+RESULT_FILES = ("results.json", "results.csv", "drift.csv")
+"""Files of `Evaluation.save`."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,15 @@ class Evaluation:
             The files.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        texts = {
-            "results.json": json.dumps(self.plain(), indent=1, allow_nan=False) + "\n",
-            "results.csv": _csv(RESULT_COLUMNS, _result_rows(self.layers)),
-            "drift.csv": _csv(DRIFT_COLUMNS, _drift_rows(self.layers)),
-        }
-        for name, text in texts.items():
-            write_whole(folder / name, text.encode())
-        return [folder / name for name in texts]
+        texts = (
+            json.dumps(self.plain(), indent=1, allow_nan=False) + "\n",
+            _csv(RESULT_COLUMNS, _result_rows(self.layers)),
+            _csv(DRIFT_COLUMNS, _drift_rows(self.layers)),
+        )
+        files = [folder / name for name in RESULT_FILES]
+        for file, text in zip(files, texts, strict=True):
+            write_whole(file, text.encode())
+        return files
 
 
 def evaluate(
