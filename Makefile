@@ -4,7 +4,7 @@ PYTEST_FLAGS ?= -n auto --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 BIN := .venv/bin
-BUILD := setup.py pyproject.toml sketchssm/cuda/_direct.cpp
+BUILD := setup.py pyproject.toml sketchssm/cuda/_direct.cpp sketchssm/cuda/_direct_interfaces.h
 
 .PHONY: demo test lint format typecheck docs bench clean
 

@@ -32,12 +32,14 @@ if Path("cuda_src").is_dir():
 
 # Launches of steps with less work on the host. Needs neither CUDA nor PyTorch to build, and heads work without it. One
 # build serves all versions of Python.
-source = Path("sketchssm/cuda/_direct.cpp")
+sources = [Path("sketchssm/cuda", name) for name in ("_direct.cpp", "_direct_interfaces.h")]
+digest = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 direct = Extension(
     "sketchssm.cuda._direct",
-    [str(source)],
+    [str(sources[0])],
+    depends=[str(sources[1])],
     language="c++",
-    define_macros=[("SOURCE", f'"{sha256(source.read_bytes()).hexdigest()}"')],  # tells builds of old sources
+    define_macros=[("SOURCE", f'"{digest}"')],  # tells builds of old sources
     extra_compile_args=["-std=c++17", "-fvisibility=hidden"] if os.name == "posix" else ["/std:c++17"],
     py_limited_api=True,
     optional=True,
@@ -59,7 +61,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data=package_data,
-    exclude_package_data={"": ["*.cpp"]},
+    exclude_package_data={"": ["*.cpp", "*.h"]},
     ext_modules=ext_modules,
     setup_requires=setup_requires,
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -188,7 +188,7 @@ class DecodeHead:
         ValueError
             Naming the argument, before any state is touched: a wrong shape or device, a gate above 0, NaN or infinite,
             a number beyond the backend's type, a slot out of range or named twice, too many drafts, an `out` that
-            overlaps itself.
+            overlaps itself, a PyTorch tensor that requires gradients outside of ``torch.no_grad()``.
         TypeError
             If an argument is not a real floating-point array, or its type is wider than the head's activation type.
         """
@@ -199,6 +199,8 @@ class DecodeHead:
                 if done is not None:
                     return done
             given = Tokens(q, k, v, g, beta)
+            if interop.gradients_enabled():
+                interop.check_gradients(**given._asdict(), out=out)
             try:
                 shapes = q.shape, k.shape, v.shape, g.shape, None if beta is None else beta.shape
             except AttributeError:
@@ -243,10 +245,12 @@ class DecodeHead:
         Raises
         ------
         ValueError
-            If the shape does not fit, a state is not finite or beyond the range of the head's states, or a slot is out
-            of range or named twice.
+            If the shape does not fit, a state is not finite or beyond the range of the head's states, a slot is out of
+            range or named twice, or a PyTorch tensor requires gradients outside of ``torch.no_grad()``.
         """
         check_state(self.layer, state)
+        if interop.gradients_enabled():
+            interop.check_gradients(state=state)
         with self._lock, self._arrays.call(state, slots) as call:
             index = call.slots(slots, state.shape[0], self.num_slots)
             self._engine.load_state(call.states(state, index), index)

@@ -7,13 +7,25 @@ and results are copied back. A framework is imported only after a caller has pas
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["check_out", "framework", "from_host", "is_on_device", "is_real", "to_host", "to_kind", "to_type"]
+__all__ = [
+    "check_gradients",
+    "check_out",
+    "framework",
+    "from_host",
+    "gradients_enabled",
+    "is_on_device",
+    "is_real",
+    "to_host",
+    "to_kind",
+    "to_type",
+]
 
 CUDA_DEVICES = (2, 13)
 """DLPack's numbers for memory of a CUDA device, and for managed memory."""
@@ -199,6 +211,39 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
         strides, item = (out.stride(), 1) if kind == "torch" else (out.strides, out.itemsize)
         if _elements_overlap(shape, strides, item):
             raise ValueError(f"out: expected separate memory for every element, got strides {tuple(strides)}")
+
+
+def gradients_enabled() -> bool:
+    """Whether PyTorch is in use and records gradients; cheap enough for every call.
+
+    Returns
+    -------
+    bool
+        False under ``torch.no_grad()`` and ``torch.inference_mode()``.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()
+
+
+def check_gradients(**arrays: Any) -> None:
+    """Refuse PyTorch tensors that require gradients; heads have no backward pass.
+
+    Parameters
+    ----------
+    **arrays : array or None
+        Arguments by name.
+
+    Raises
+    ------
+    ValueError
+        If a tensor requires gradients.
+    """
+    for name, array in arrays.items():
+        if getattr(array, "requires_grad", False) and framework(array) == "torch":
+            raise ValueError(
+                f"{name}: expected a tensor without gradients, as heads have no backward pass, got "
+                f"requires_grad=True; decode under torch.no_grad(), or pass {name}.detach()"
+            )
 
 
 def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:

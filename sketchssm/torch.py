@@ -35,7 +35,7 @@ DRAFT = "Tensor? lengths=None, bool draft=False"
 class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
     """One head as a module of a model.
 
-    All methods but the constructor can be compiled. They have no gradients.
+    All methods but the constructor can be compiled. They have no backward pass: call them under ``torch.no_grad()``.
 
     Parameters
     ----------

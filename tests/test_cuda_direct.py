@@ -30,8 +30,9 @@ ROWS = [3, 1, 0]
 
 def test_the_extension_is_of_this_source():
     """If this fails, so do others: build it anew with pip install -e ."""
-    source = Path(cuda.__file__).with_name("_direct.cpp").read_bytes()
-    assert hashlib.sha256(source).hexdigest() == extension.SOURCE
+    folder = Path(cuda.__file__).parent
+    sources = b"".join((folder / name).read_bytes() for name in ("_direct.cpp", "_direct_interfaces.h"))
+    assert hashlib.sha256(sources).hexdigest() == extension.SOURCE
 
 
 class DriverError(RuntimeError):
@@ -120,6 +121,24 @@ def test_slices_and_int32_slots(system, slow, rng):
     assert len(slow) == 1 + 9
     np.testing.assert_array_equal(head.position, twin.position)
     np.testing.assert_array_equal(head.state, twin.state)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "out"])
+def test_gradients_are_refused(name, slow, rng):
+    """Also by a direct step, before anything is launched; under no_grad a step stays direct."""
+    head, twin = make(), make()
+    tokens = dict(zip(("q", "k", "v", "g", "beta"), tensors_of(tokens_of(rng, BATCH, 1), 0), strict=True))
+    given = tokens | {"out": torch.zeros_like(tokens["v"])}
+    for each in (head, twin):
+        each.step(**tokens)
+    given[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor without gradients"):
+        head.step(**given)
+    with torch.no_grad():
+        got = head.step(**given)
+    given[name].requires_grad_(False)
+    assert torch.equal(got, twin.step(**tokens))
+    assert len(slow) == 2
 
 
 @pytest.fixture
@@ -314,8 +333,7 @@ def test_wrong_descriptions():
         "arrays": [None] * 6,
         "kernels": [],
         "slots": (0, 0),
-        "strided": True,
-        "narrow_slots": True,
+        "grad_enabled": torch.is_grad_enabled,
         "failed": print,
     }
     extension.Step(**good)

@@ -44,11 +44,32 @@ class TestHeads:
         slots = torch.tensor([2, 0])
         head.load_state(torch.from_numpy(start), slots=slots)
         plain.load_state(start, slots=[2, 0])
-        output = head.step(q, k, v, g, beta, slots=slots)
+        with torch.no_grad():
+            output = head.step(q, k, v, g, beta, slots=slots)
         want = plain.step(*(x.detach().double().numpy() for x in (q, k, v, g, beta)), slots=[2, 0])
         assert output.dtype == v.dtype
         assert output.device == v.device
         assert torch.equal(output, torch.from_numpy(want).to(v.dtype))
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "out", "state"])
+    def test_torch_gradients_are_refused(self, torch, backend, name, rng):
+        """A head has no backward pass: without an error, PyTorch would train with gradients of zero."""
+        head, twin = self.pair(backend, rng)
+        tokens = each(tokens_of(rng, LAYER, 2, 1), torch.from_numpy)._asdict()
+        given = tokens | {"out": torch.zeros_like(tokens["v"]), "state": torch.from_numpy(states_of(rng, LAYER, 2))}
+
+        def call(state, **others):
+            twin.load_state(state)
+            return twin.step(**others)
+
+        with pytest.raises(ValueError, match=rf"^{name}: expected a tensor without gradients.*torch\.no_grad\(\)"):
+            call(**given | {name: given[name].requires_grad_()})
+        twin.reset()
+        with torch.no_grad():
+            got = call(**given)
+        given[name].requires_grad_(False)
+        head.load_state(given["state"])
+        assert torch.equal(got, head.step(**tokens).to(got.dtype))
 
     def test_torch_out(self, torch, backend, rng):
         head, plain = self.pair(backend, rng)
@@ -229,13 +250,14 @@ class TestGpu:
         tokens, head, plain = self.arrays(rng)
         given = each(tokens, lambda x: torch.from_numpy(x).cuda())
         v = given.v.to(getattr(torch, dtype)).requires_grad_()
-        output = head.step(*given._replace(v=v), slots=torch.tensor([1, 0]).cuda())
+        with torch.no_grad():
+            output = head.step(*given._replace(v=v), slots=torch.tensor([1, 0]).cuda())
         want = torch.from_numpy(plain.step(*tokens._replace(v=v.detach().double().cpu().numpy()), slots=[1, 0]))
         assert (output.dtype, output.device) == (v.dtype, v.device)
         assert torch.equal(output.cpu(), want.to(v.dtype))
         head.reset()
         out = torch.empty_like(v, requires_grad=False)
-        assert head.step(*given._replace(v=v), slots=[1, 0], out=out) is out
+        assert head.step(*given._replace(v=v.detach()), slots=[1, 0], out=out) is out
         assert torch.equal(out, output)
 
     def test_jax(self, jax, rng):

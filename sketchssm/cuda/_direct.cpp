@@ -16,48 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "_direct_interfaces.h"
+
 namespace {
-
-// DLPack: the parts of its binary interface that are used here.
-struct Tensor {
-    void* data;
-    std::int32_t device_type, device;
-    std::int32_t axes;
-    std::uint8_t code, bits;
-    std::uint16_t lanes;
-    const std::int64_t *shape, *strides;  // strides in elements
-    std::uint64_t byte_offset;
-};
-
-struct Managed;  // a tensor that owns its memory
-
-struct Exchange {
-    struct {
-        std::uint32_t major, minor;
-        void* older;
-    } header;
-    int (*allocate)(const Tensor* like, Managed** made, void* context,
-                    void (*fail)(void* context, const char* kind, const char* message));
-    int (*managed_of_object)(void* object, Managed** made);
-    int (*object_of_managed)(Managed* managed, void** object);
-    int (*tensor_of_object)(void* object, Tensor* tensor);
-    int (*current_stream)(std::int32_t device_type, std::int32_t device, void** stream);
-};
-
-// The driver's CUlaunchConfig.
-struct Config {
-    unsigned grid[3], block[3], shared;
-    void* stream;
-    void* attributes;
-    unsigned attribute_count;
-};
-
-struct Driver {
-    int (*launch)(Config* config, void* function, void** arguments, void** extra);
-    int (*get_context)(void** context);
-    int (*set_context)(void* context);
-    int (*capture_status)(void* stream, int* status);
-};
 
 // Values of a call that a kernel's parameter may have.
 enum Value { ADDRESS = 0, STRIDE = 6, SLOTS = 12, SLOT_FLAGS, SCAN, ROWS, WORKSPACE, ZERO, ONE, VALUES };
@@ -95,12 +56,11 @@ struct Grid {
 struct Step {
     PyObject_HEAD
     const Exchange* exchange;
-    PyObject *tensor_type, *failed;  // `failed` raises the error of a launch
+    PyObject *tensor_type, *grad_enabled, *requires_grad, *failed;  // `failed` raises the error of a launch
     Driver driver;
     std::int32_t device_type, device;
     void* context;
     std::int64_t all_slots, capacity;  // address of the numbers 0, 1, ... and their count
-    bool strided, narrow_slots;        // whether the kernels take rows of any stride, and int32 slots
     Array arrays[ARRAYS];
     std::vector<Kernel> kernels;
     std::vector<std::vector<Grid>> grids;                          // by rows; one for each kernel
@@ -187,6 +147,17 @@ class Current {
     bool known_;
 };
 
+// Whether PyTorch may record gradients of an array.
+bool may_record(const Step& step, PyObject* const* given) {
+    const Owned enabled(PyObject_CallNoArgs(step.grad_enabled));
+    if (enabled.get() == Py_False) return false;
+    bool unneeded = enabled != nullptr;
+    for (int i = 0; unneeded && i < ARRAYS; i++)
+        if (given[i] != Py_None) unneeded = Owned(PyObject_GetAttr(given[i], step.requires_grad)).get() == Py_False;
+    PyErr_Clear();
+    return !unneeded;
+}
+
 PyObject* declined() { Py_RETURN_NONE; }
 
 // step(q, k, v, g, beta, out, slots) -> outputs, or None
@@ -207,7 +178,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
             continue;
         }
         if (i != V && !look(step, given[i], &tensors[i])) return declined();
-        if (!take(step.arrays[i], tensors[i], rows, step.strided, &values[ADDRESS + i], &values[STRIDE + i]))
+        if (!take(step.arrays[i], tensors[i], rows, true, &values[ADDRESS + i], &values[STRIDE + i]))
             return declined();
     }
     PyObject* const slots = given[ARRAYS];
@@ -218,11 +189,12 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
         Tensor tensor;
         if (!look(step, slots, &tensor) || tensor.axes != 1 || tensor.shape[0] != rows || tensor.code != 0)
             return declined();
-        if (tensor.bits != 64 && !(tensor.bits == 32 && step.narrow_slots)) return declined();
+        if (tensor.bits != 64 && tensor.bits != 32) return declined();
         if (rows > 1 && tensor.strides && tensor.strides[0] != 1) return declined();
         values[SLOTS] = address_of(tensor), values[SCAN] = rows;
         values[SLOT_FLAGS] = (tensor.bits == 64 ? WIDE : 0) | COUNTED;
     }
+    if (may_record(step, given)) return declined();
     const bool allocates = given[OUT] == Py_None;
     const Array &of_v = step.arrays[V], &of_out = step.arrays[OUT];
     if (allocates ? of_v.code != of_out.code || of_v.bits != of_out.bits : !look(step, given[OUT], &tensors[OUT]))
@@ -326,16 +298,16 @@ bool read_kernel(PyObject* given, Kernel* kernel) {
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
-    static const char* const names[] = {"exchange", "tensor_type", "device",   "driver",       "arrays", "kernels",
-                                        "slots",    "strided",     "narrow_slots", "failed", nullptr};
-    PyObject *exchange, *tensor_type, *arrays, *kernels, *failed;
-    int device_type, device, strided, narrow;
+    static const char* const names[] = {"exchange", "tensor_type", "device",       "driver", "arrays",
+                                        "kernels",  "slots",       "grad_enabled", "failed", nullptr};
+    PyObject *exchange, *tensor_type, *arrays, *kernels, *grad_enabled, *failed;
+    int device_type, device;
     unsigned long long launch, get_context, set_context, capture_status;
     long long slots, capacity;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OO(ii)(KKKK)O!O!(LL)ppO", const_cast<char**>(names), &exchange,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OO(ii)(KKKK)O!O!(LL)OO", const_cast<char**>(names), &exchange,
                                      &tensor_type, &device_type, &device, &launch, &get_context, &set_context,
                                      &capture_status, &PyList_Type, &arrays, &PyList_Type, &kernels, &slots, &capacity,
-                                     &strided, &narrow, &failed))
+                                     &grad_enabled, &failed))
         return nullptr;
     auto* const api = static_cast<const Exchange*>(PyCapsule_GetPointer(exchange, "dlpack_exchange_api"));
     if (!api) return nullptr;
@@ -344,17 +316,17 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* named) {
         return nullptr;
     }
     auto* const allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    PyObject* const self = allocate(type, 0);
+    Owned requires_grad(PyUnicode_InternFromString("requires_grad"));
+    PyObject* const self = requires_grad ? allocate(type, 0) : nullptr;
     if (!self) return nullptr;
     Step& step = *reinterpret_cast<Step*>(self);
     new (&step.arrays) Array[ARRAYS];
     new (&step.kernels) std::vector<Kernel>;
     new (&step.grids) std::vector<std::vector<Grid>>;
     new (&step.workspaces) std::unordered_map<void*, std::int64_t>;
-    Py_INCREF(tensor_type), Py_INCREF(failed);
-    step.exchange = api, step.tensor_type = tensor_type, step.failed = failed;
+    step.exchange = api, step.tensor_type = Py_NewRef(tensor_type), step.failed = Py_NewRef(failed);
+    step.grad_enabled = Py_NewRef(grad_enabled), step.requires_grad = requires_grad.release();
     step.device_type = device_type, step.device = device, step.all_slots = slots, step.capacity = capacity;
-    step.strided = strided, step.narrow_slots = narrow;
     read_address(launch, &step.driver.launch), read_address(get_context, &step.driver.get_context);
     read_address(set_context, &step.driver.set_context), read_address(capture_status, &step.driver.capture_status);
     bool read = true;
@@ -376,7 +348,7 @@ void end(PyObject* self) {
     PyTypeObject* const type = Py_TYPE(self);
     for (Array& array : step.arrays) array.~Array();
     step.kernels.~vector(), step.grids.~vector(), step.workspaces.~unordered_map();
-    Py_DECREF(step.tensor_type), Py_DECREF(step.failed);
+    for (PyObject* object : {step.tensor_type, step.grad_enabled, step.requires_grad, step.failed}) Py_DECREF(object);
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }

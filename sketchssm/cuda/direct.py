@@ -93,8 +93,7 @@ class DirectStep:
             arrays=[self._described(name) for name in ("q", "k", "v", "g", "beta", "out")],
             kernels=[launcher.places(names) for launcher, names in self._launches],
             slots=slots,
-            strided=True,
-            narrow_slots=True,
+            grad_enabled=torch.grad_enabled,
             failed=_thrower([launcher for launcher, _ in self._launches], self._clean),
         )
 

@@ -124,6 +124,7 @@ class TorchArrays:
 
         self._cupy, self._torch, self.kind, self._id = cupy, torch, torch.Tensor, device
         self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # not in all versions
+        self.grad_enabled = torch.is_grad_enabled
         self.dlpack_device = interop.CUDA_DEVICES[0], device
         self._device = torch.device("cuda", device)
         self._dtypes = {name: getattr(torch, name) for name in DTYPES}
