@@ -156,7 +156,7 @@ def read_window(q: Array, ring: Ring) -> WindowReads:
         return WindowReads(queries, scores)
     gate = ring.beta[..., None, :]
     system = _unit_lower(_decayed_products(between, ring.k, ring.k) * gate)
-    weights = np.linalg.solve(system.swapaxes(-1, -2), (scores * gate).swapaxes(-1, -2)).swapaxes(-1, -2)
+    weights = _solve(system.swapaxes(-1, -2), (scores * gate).swapaxes(-1, -2)).swapaxes(-1, -2)
     return WindowReads(queries - weights @ (from_start * ring.k), weights)
 
 
@@ -184,7 +184,7 @@ def fold(state: Array, ring: Ring) -> Array:
         gram = _decayed_products(between, ring.k, ring.k)
         predicted = (from_start * ring.k) @ state
         system = _unit_lower(ring.beta[..., :, None] * gram)
-        write = np.linalg.solve(system, ring.beta[..., None] * (ring.v - predicted))
+        write = _solve(system, ring.beta[..., None] * (ring.v - predicted))
     return from_start[..., -1, :, None] * state + left.swapaxes(-1, -2) @ write
 
 
@@ -198,3 +198,9 @@ def _decayed_products(between: Array, k: Array, y: Array) -> Array:
 def _unit_lower(table: Array) -> Array:
     """``I`` plus the strict lower triangle: the triangular system of the delta rule's cross terms."""
     return np.tril(table, -1) + np.eye(table.shape[-1])
+
+
+def _solve(system: Array, right: Array) -> Array:
+    """Solution of unit triangular systems; NaN for a system that is not finite, which `np.linalg.solve` refuses."""
+    finite = np.isfinite(system).all((-2, -1), keepdims=True)
+    return np.where(finite, np.linalg.solve(np.where(finite, system, np.eye(system.shape[-1])), right), np.nan)
