@@ -23,27 +23,17 @@ from gpu.cuda_support import (
     tokens_to_device,
     with_blocks,
 )
-from host import compiler, kernels
+from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 ACTIVATIONS = "bfloat16", "float16", "float32"
 OTHER_RANKS = [9, FULL_STATE, 33, 1, 40]
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
 
 
 # Types differ in how a number is converted, shapes in which numbers a thread has: every kind meets all types, and

@@ -13,7 +13,7 @@ from gpu.cuda_support import (
     slot_table,
     tokens_to_device,
 )
-from host import compiler, kernels
+from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.cuda import replay
@@ -21,17 +21,7 @@ from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 from sketchssm.slots import DUE
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 
 def run_served(device, oracle, layer, steps, activation, rng, cupy):

@@ -18,28 +18,18 @@ from gpu.cuda_support import (
     stored_as,
     tokens_to_device,
 )
-from host import compiler, heads, kernels
+from host import fixtures, heads
 from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 # Engine and reference err by the same codes, the kernels also by these roundings. Measured: up to 1.07.
 AS_GOOD = 1.1
 SHAPES = "mamba2", "gdn", "kda", "mamba2-80", "gdn-96", "kda-64"
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
 
 
 class Oracle:

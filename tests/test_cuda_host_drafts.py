@@ -16,7 +16,7 @@ from gpu.cuda_support import (
     stored_as,
     tokens_to_device,
 )
-from host import compiler, kernels
+from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
@@ -25,19 +25,10 @@ from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 from sketchssm.slots import drafted
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 STORED = cuda_support.STORED | cuda_support.NEIGHBOURS
 SLOTS = 5
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
 
 
 class Pair:

@@ -6,21 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gpu.cuda_support import EXACT, STORED, error
-from host import compiler, heads, standin
+from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, replay
 from sketchssm.recurrence import Tokens
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def cupy(monkeypatch):
-    """The stand-in for CuPy; every test looks for a device anew."""
-    yield from heads.install(monkeypatch)
+cupy = fixtures.of_heads
 
 
 def at(tokens, index):

@@ -3,15 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from host import compiler, standin
-from host.heads import install
+from host import fixtures, standin
 
 from sketchssm.cuda.layer_inputs import LayerInputs
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-cupy = pytest.fixture(autouse=True)(install)
+cupy = fixtures.of_heads
 
 ROWS = 3
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}

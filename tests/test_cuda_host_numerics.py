@@ -19,24 +19,14 @@ from gpu.cuda_support import (
     run_pair,
     tokens_to_device,
 )
-from host import compiler, kernels
+from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.gates import GateInput
 from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 
 @pytest.mark.parametrize("kind", ["ridge", "exact"])

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import make_plan
-from host import compiler, standin
-from host.heads import LAYER, install, narrow, sketch, tokens_of
+from host import fixtures, standin
+from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda.frameworks import host_type
 from sketchssm.recurrence import FULL_STATE
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-cupy = pytest.fixture(autouse=True)(install)
+cupy = fixtures.of_heads
 
 
 def blocks_of(parts, slots, gap=48):

@@ -16,29 +16,19 @@ from gpu.cuda_support import (
     tokens_to_device,
     with_blocks,
 )
-from host import compiler, heads, kernels
+from host import fixtures, heads
 from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm.backends import UnsupportedError
 from sketchssm.reference import engines as reference
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 # A refresh starts from the rounded sketch and map, and rounds again: errors of bf16 sketches are at most twice those
 # of one window. Codes: a part is the neighbour of the reference's code (see tests/test_cuda_host_codes.py), and each
 # refresh starts from the codes. Measured: up to 1.13e-2 (int8), 2.96e-2 (fp8) and 5.1e-2 (int8+int4).
 REFRESHED = STORED | {"bfloat16": 2 * STORED["bfloat16"], "int8": 1.5e-2, "fp8": 3.5e-2, "int8+int4": 6e-2}
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
 
 
 def make_pair(plan, slots, stored, rng, cupy, **settings):

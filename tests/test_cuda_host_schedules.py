@@ -13,23 +13,13 @@ from gpu.cuda_support import (
     tokens_to_device,
     with_blocks,
 )
-from host import compiler, kernels, standin
+from host import fixtures, standin
 from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules, replay, standard
 from sketchssm.recurrence import FULL_STATE, Layer
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])

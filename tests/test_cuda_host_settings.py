@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 from gpu.cuda_support import EXACT, ROUNDED, STORED, error, make_plan, make_tokens
-from host import compiler, heads, standin
+from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 from samples import gate_of
 
@@ -16,18 +16,11 @@ from sketchssm import backends, cuda
 from sketchssm.cuda import limits, modules
 from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def cupy(monkeypatch):
-    """The stand-in for CuPy; every test looks for a device anew."""
-    yield from heads.install(monkeypatch)
+cupy = fixtures.of_heads
 
 
 class TestActivations:
-    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @fixtures.cold
     @pytest.mark.parametrize(
         ("types", "settled"),
         [
@@ -101,7 +94,7 @@ class TestRawGates:
 
         return make("cuda", **options), make("reference"), gate
 
-    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @fixtures.cold
     @pytest.mark.parametrize("bound", [None, -5.0])
     @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
     @pytest.mark.parametrize("place", [np.asarray, standin.asarray])
@@ -118,7 +111,7 @@ class TestRawGates:
         if system != "standard":
             assert [x.dtype.itemsize for x in head._engine.ring] == [2, 2, 2, 4]
 
-    @pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+    @fixtures.cold
     def test_types(self, rng):
         """Gate inputs count like q, k and v when the head settles on a type, and are refused or rounded like them."""
         head, twin, gate = self.pair("replay")

@@ -3,23 +3,17 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import make_plan, make_tokens
-from host import compiler, heads
+from host import fixtures
 from host.heads import narrow
 from samples import relative, states_of
 
 import sketchssm as ss
 from sketchssm.recurrence import Layer
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
+cupy = fixtures.of_heads
 
 LAYER = Layer("gdn", 4, 64, 80, 2)
 WINDOW = 4
-
-
-@pytest.fixture(autouse=True)
-def cupy(monkeypatch):
-    yield from heads.install(monkeypatch)
 
 
 @pytest.mark.parametrize("map", ["lowrank", "ridge"])

@@ -2,18 +2,13 @@
 
 import numpy as np
 import pytest
-from host import compiler, standin
-from host.heads import BFLOAT16, LAYER, install, narrow, sketch, tokens_of
+from host import fixtures, standin
+from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, replay, workspaces
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-cupy = pytest.fixture(autouse=True)(install)
-
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")  # of drafts
+cupy, pytestmark = fixtures.of_heads, fixtures.cold  # drafts are not warm
 
 
 def head_with(system, **options):

@@ -2,21 +2,15 @@
 
 import numpy as np
 import pytest
-from host import compiler
-from host.heads import install, narrow, sketch, tokens_of
+from host import fixtures
+from host.heads import narrow, sketch, tokens_of
 
 import sketchssm as ss
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
+cupy = fixtures.of_heads
 
 
-@pytest.fixture(autouse=True)
-def cupy(monkeypatch):
-    yield from install(monkeypatch)
-
-
-@pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+@fixtures.cold
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_a_half_full_window_survives_in_a_file(state_dtype, tmp_path, rng):
     """Another head decodes the restored slots bitwise as the first one does, at positions 3 and 0."""

@@ -19,30 +19,20 @@ from gpu.cuda_support import (
     tokens_to_device,
     with_blocks,
 )
-from host import compiler, kernels
+from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-# engines without a warmup() compile at their first step
-pytestmark = pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")
+cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 # Both sides round the same states, except for float32's errors (1e-7), which move about 1 element in 10^4 to the other
 # neighbour: by 2^-8 (bf16), which is 4e-5 of the norm. A missing or a second rounding is an error
 # of 1e-3 (bf16) or 1.4e-4 (fp16), and a rounding toward zero twice as much.
 TIPPED = {"bfloat16": 1.5e-4, "float16": 5e-5}
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    return kernels.install(monkeypatch)
 
 
 def wide(state):

@@ -1,17 +1,10 @@
 """The soak on the CUDA kernels, compiled by g++ and run on the host."""
 
 import pytest
-from host import compiler, heads
+from host import fixtures
 from soak.cases import CASES, WINDOW, server
 
-if missing := compiler.missing():
-    pytest.skip(missing, allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def cupy(monkeypatch):
-    """The stand-in for CuPy; every test looks for a device anew."""
-    yield from heads.install(monkeypatch)
+cupy = fixtures.of_heads
 
 
 @pytest.mark.parametrize("number", [*range(0, 10, 2), *range(9, len(CASES))], ids=lambda i: str(CASES[i]))
