@@ -1,8 +1,9 @@
-"""Checks of a call's arguments: tokens, gates, slots and states."""
+"""Checks of arguments: tokens, gates, slots and states of a call; numbers and sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ import numpy.typing as npt
 
 from sketchssm.recurrence import PAD_SLOT, Layer
 
-__all__ = ["check_gates", "check_slots", "check_state", "check_tokens"]
+__all__ = [
+    "check_gates",
+    "check_items",
+    "check_number",
+    "check_size",
+    "check_slots",
+    "check_state",
+    "check_tokens",
+]
 
 
 def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:
@@ -158,3 +167,77 @@ def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:
     if len(shape) != 4 or tuple(shape[1:]) != layer.state_shape or (batch is not None and shape[0] != batch):
         want = ", ".join(map(str, (rows, *layer.state_shape)))
         raise ValueError(f"state: expected shape ({want}), K last, got {tuple(shape)}")
+
+
+def check_number(name: str, value: Any, expected: str, fits: Callable[[Any], bool]) -> None:
+    """Check that an argument is a real number in some range.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+    expected : str
+        The range in words, for the message.
+    fits : callable
+        Tells whether a number is in the range.
+
+    Raises
+    ------
+    ValueError
+        If the argument is no number, or out of the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def check_size(name: str, value: Any) -> int:
+    """Check and return a positive integer.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+
+    Returns
+    -------
+    int
+        The integer.
+
+    Raises
+    ------
+    ValueError
+        If the argument is anything else.
+    """
+    check_number(name, value, "a positive integer", lambda size: isinstance(size, int | np.integer) and bool(size > 0))
+    return int(value)
+
+
+def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
+    """Check and return the items of a sequence.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+    items : str
+        What the items are, for the message.
+
+    Returns
+    -------
+    tuple
+        The items.
+
+    Raises
+    ------
+    TypeError
+        If the argument is a string or no sequence.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise TypeError(f"{name}: expected a sequence of {items}, got {value!r}")
+    return tuple(value)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.checks import check_number
+
 __all__ = ["DEFAULT_MAP", "FORMS", "MAPS", "RIDGE_FLOOR", "CoefficientMap", "MapForm"]
 
 RIDGE_FLOOR = 1e-4
@@ -107,10 +109,7 @@ class CoefficientMap:
                 raise ValueError(f"pivots: expected an integer from 1 to {MAX_PIVOTS}, got {pivots!r}")
             object.__setattr__(self, "pivots", int(pivots))
         if ridge is not None:
-            if isinstance(ridge, bool) or not isinstance(ridge, int | float | np.number):
-                raise ValueError(f"ridge: expected a finite number of at least 0, got {ridge!r}")
-            if not (np.isfinite(ridge) and ridge >= 0):
-                raise ValueError(f"ridge: expected a finite number of at least 0, got {ridge!r}")
+            check_number("ridge", ridge, "a finite number of at least 0", lambda number: 0 <= number < np.inf)
             object.__setattr__(self, "ridge", float(ridge))
 
     @classmethod

@@ -169,6 +169,7 @@ class ExactHead(DecodeHead):
             If the counts differ, a slot is out of range, or a slot of `dst` is named twice.
         """
         count = _count("src", src)
+        _count("dst", dst)
         with self._lock, self._arrays.call(src, dst) as call:
             sources = call.slots(src, count, self.num_slots, "src", True)
             self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))

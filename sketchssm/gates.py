@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import expit
 
+from sketchssm.checks import check_number
 from sketchssm.interop import is_real, to_host
 from sketchssm.recurrence import Layer, shard_range
 
@@ -87,8 +88,8 @@ class GateInput:
             raise ValueError("dt_bias: expected finite float32 numbers, got NaN, infinity or one beyond them")
         bound = self.lower_bound
         if bound is not None:
-            if not -np.finfo(np.float32).max <= bound < 0:
-                raise ValueError(f"lower_bound: expected a negative number, got {bound}")
+            lowest = -np.finfo(np.float32).max
+            check_number("lower_bound", bound, "a negative number", lambda number: lowest <= number < 0)
             object.__setattr__(self, "lower_bound", float(bound))
         object.__setattr__(self, "A_log", rate_log.reshape(heads))
         object.__setattr__(self, "dt_bias", bias.reshape(heads, -1))

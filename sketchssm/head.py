@@ -9,11 +9,9 @@ from __future__ import annotations
 import threading
 from typing import Any, NoReturn
 
-import numpy as np
-
 from sketchssm import interop
 from sketchssm.backends import check_dtype_name
-from sketchssm.checks import check_state, check_tokens
+from sketchssm.checks import check_size, check_state, check_tokens
 from sketchssm.engine import Arrays, Engine
 from sketchssm.recurrence import Layer, Tokens
 
@@ -280,6 +278,8 @@ class DecodeHead:
 
 def check_capacity(num_slots: Any, name: str = "num_slots") -> int:
     """Check a head's slot count; `name` is the argument's name, for the message."""
-    if isinstance(num_slots, bool) or not isinstance(num_slots, int | np.integer) or num_slots < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {num_slots!r}")
+    if check_size(name, num_slots) >= 1 << 31:
+        raise ValueError(
+            f"{name}: expected at most {(1 << 31) - 1}, as slots are integers of 32 bits, got {num_slots!r}"
+        )
     return int(num_slots)

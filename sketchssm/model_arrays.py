@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import expit
 
+from sketchssm.checks import check_number
 from sketchssm.interop import to_host, to_kind
 from sketchssm.recurrence import Tokens
 
@@ -101,6 +102,8 @@ def queries_keys(
     k, key_heads, key_dim = keys("k", k, lead, heads)
     q = real_array("q", q, (*lead, key_heads, key_dim))
     scale = key_dim**-0.5 if scale is None else scale
+    check_number("scale", scale, "a finite number", lambda number: -np.inf < number < np.inf)
+    check_number("eps", eps, "a finite number of at least 0", lambda number: 0 <= number < np.inf)
     if l2norm:
         return _normalised(q, eps, scale), _normalised(k, eps)
     return rounded(q.astype(np.float64) * scale, q), rounded(k, k)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.checks import check_items, check_number
 from sketchssm.gates import bounded_decay, log_softplus, scaled_decay
 from sketchssm.interop import to_kind
 from sketchssm.model_arrays import (
@@ -95,9 +96,12 @@ def mamba2_inputs(
     x, lead, heads, _ = values("x", x)
     B, groups, key_dim = keys("B", B, lead, heads)
     C = real_array("C", C, (*lead, groups, key_dim))
-    low, high = dt_limit
-    if not 0 <= low <= high:
+    limits = check_items("dt_limit", dt_limit, "two numbers")
+    for limit in limits:
+        check_number("dt_limit", limit, "numbers of at least 0", lambda number: number >= 0)
+    if len(limits) != 2 or limits[0] > limits[1]:
         raise ValueError(f"dt_limit: expected 0 <= low <= high, got {dt_limit}")
+    low, high = limits
 
     dt = real_array("dt", dt, (*lead, heads))
     step = biased(dt, dt_bias, (heads,))
@@ -300,8 +304,8 @@ def kda_inputs(
     if lower_bound is not None and clamp_min is not None:
         raise ValueError("clamp_min: expected None with a lower_bound, which selects another gate, got both")
     for name, bound in (("lower_bound", lower_bound), ("clamp_min", clamp_min)):
-        if bound is not None and not bound < 0:
-            raise ValueError(f"{name}: expected a negative number, got {bound}")
+        if bound is not None:
+            check_number(name, bound, "a negative number", lambda number: -np.inf < number < 0)
 
     channels = heads, k.shape[-1]
     bounds = {"lower_bound": lower_bound, "clamp_min": clamp_min}

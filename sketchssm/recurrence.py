@@ -96,12 +96,12 @@ class Layer:
     heads: int
     key_dim: int
     value_dim: int
-    key_heads: int = 0  # 0 stands for `heads` until __post_init__
+    key_heads: int = None  # type: ignore[assignment]  # stands for `heads` until __post_init__
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
-        if self.key_heads == 0:
+        if self.key_heads is None:
             object.__setattr__(self, "key_heads", self.heads)
         for name in ("heads", "key_dim", "value_dim", "key_heads"):
             size = getattr(self, name)

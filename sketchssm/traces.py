@@ -55,7 +55,7 @@ class Traces:
     Raises
     ------
     TypeError
-        If `layer`, `calib` or `test` is of another class.
+        If `layer`, `calib`, `test`, `name` or `provenance` is of another class.
     ValueError
         If a shape does not fit the layer, or there is no sequence or no token.
     """
@@ -69,6 +69,8 @@ class Traces:
 
     def __post_init__(self) -> None:
         check_instance("layer", self.layer, Layer)
+        check_instance("name", self.name, str)
+        check_instance("provenance", self.provenance, str)
         for name in ("calib", "test"):
             tokens = getattr(self, name)
             check_instance(name, tokens, Tokens)
@@ -178,7 +180,7 @@ class Traces:
         for key in needed:
             if key[-1] in "qkv" and len(headers[key].shape) != 4:
                 raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {headers[key].shape}")
-        layer = _infer_layer(headers, kind or archive.text("kind"))
+        layer = _infer_layer(headers, archive.text("kind") if kind is None else kind)
         for part in ("calib", "test"):
             headed = Tokens(*(headers.get(f"{part}_{field}") for field in Tokens._fields))
             _check_shapes(layer, headed, f"{part}_")

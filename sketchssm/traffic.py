@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.checks import check_number, check_size
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import FULL_STATE, KINDS, Layer, check_flush_every
@@ -58,6 +59,7 @@ def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> f
     """
     if state_dtype not in STATE_BYTES:
         raise ValueError(f"state_dtype: expected one of {', '.join(STATE_BYTES)}, got {state_dtype!r}")
+    _check_shape(key_dim, value_dim)
     return float(STATE_BYTES[state_dtype] * key_dim * value_dim)
 
 
@@ -107,7 +109,7 @@ def replay(key_dim: int, value_dim: int, window: int = 16, state_dtype: str = "f
         If the window is shorter than a token, or the type is unknown.
     """
     state = state_bytes(key_dim, value_dim, state_dtype)
-    return state + state / _checked(window)
+    return state + state / check_size("window", window)
 
 
 def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, sparsity: float | None = None) -> float:
@@ -165,7 +167,8 @@ def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) 
     ValueError
         If the bits are not positive or the window is shorter than a token.
     """
-    return ((window - 1) * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / _checked(window)
+    reads = check_size("window", window) - 1
+    return (reads * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / window
 
 
 def sketch_read(
@@ -215,14 +218,14 @@ def sketch_read(
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    map = CoefficientMap.of(map)
+    state, map = state_bytes(key_dim, value_dim, state_dtype), CoefficientMap.of(map)
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == FULL_STATE) | (g >= 0)).all():
         raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
-    erase = 2 * window if map.storage == "dense" and kind != "mamba2" else 0
+    erase = 2 * check_size("window", window) if map.storage == "dense" and kind != "mamba2" else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
     size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim, wide) + erase * rank
-    return np.where(g == FULL_STATE, state_bytes(key_dim, value_dim, state_dtype), size)
+    return np.where(g == FULL_STATE, state, size)
 
 
 def sketch(
@@ -274,7 +277,7 @@ def sketch(
         full state is combined with refreshes.
     """
     narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
-    every = check_flush_every(flush_every, _checked(window))
+    every = check_flush_every(flush_every, check_size("window", window))
     read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
     if every == window:
         refreshed: Any = 0.0
@@ -385,13 +388,11 @@ def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16
 
 def _quantised(key_dim: int, value_dim: int, bits: float) -> float:
     """Bytes of a quantised state: its elements, and one 16-bit scale per row and per column."""
-    if not bits > 0:
-        raise ValueError(f"bits: expected a positive number, got {bits!r}")
+    check_number("bits", bits, "a positive number", lambda number: 0 < number < np.inf)
+    _check_shape(key_dim, value_dim)
     return (bits * key_dim * value_dim + 16 * (key_dim + value_dim)) / 8
 
 
-def _checked(window: int) -> int:
-    """A window of at least one token."""
-    if not window >= 1:
-        raise ValueError(f"window: expected a positive integer, got {window!r}")
-    return window
+def _check_shape(key_dim: int, value_dim: int) -> None:
+    check_size("key_dim", key_dim)
+    check_size("value_dim", value_dim)

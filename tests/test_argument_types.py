@@ -12,6 +12,16 @@ LAYER = ss.Layer("gdn", 2, 8, 8)
 BASIS = SketchBasis.random(LAYER, 4)
 PLAN = plan_of(np.random.default_rng(0), LAYER, 2, window=4)
 TOKENS = tokens_of(np.random.default_rng(1), LAYER, 2, 12)
+MOMENTS = ss.Moments(LAYER, window=4)
+MOMENTS.update(*TOKENS)
+SCORES = ss.RankScores(ss.fit_basis(MOMENTS))
+SCORES.update(*TOKENS)
+X, DT, A = np.ones((1, 2, 2, 8)), np.ones((1, 2, 2)), np.ones(2)
+
+
+def gdn(convert=ss.models.gdn_inputs, **settings):
+    g = np.full((1, 2, 2, 8), -1.0) if convert is ss.models.kda_inputs else -DT
+    return convert(X, X, X, g=g, beta=DT, **settings)
 
 
 def search(**settings):
@@ -39,6 +49,18 @@ def search(**settings):
         (lambda: ss.models.prefill_state(np.zeros((1, 2, 8, 8)), "kv", PLAN), "layer: expected a Layer, got SketchPl"),
         (lambda: search(candidates=["ridge"]), "candidates: expected a Candidate, got str"),
         (lambda: ss.Traces("gdn", TOKENS, TOKENS), "layer: expected a Layer, got str"),
+        (lambda: ss.Traces(LAYER, TOKENS, TOKENS, name=3), "name: expected a str, got int"),
+        (lambda: ss.Traces(LAYER, TOKENS, TOKENS, provenance=None), "provenance: expected a str, got NoneType"),
+        (lambda: ss.low_rank_plan(PLAN, 2), "moments: expected a Moments, got SketchPlan"),
+        (lambda: ss.allocate_ranks(PLAN, 2), "scores: expected a sequence of RankScores, got SketchPlan"),
+        (lambda: ss.candidates(maps="ridge"), "maps: expected a sequence of maps, got 'ridge'"),
+        (lambda: ss.candidates(sketch_dtypes="int8"), "sketch_dtypes: expected a sequence of formats, got 'int8'"),
+        (lambda: ss.candidates(windows=16), "windows: expected a sequence of integers, got 16"),
+        (lambda: ss.candidates(flushes=np.array(4)), r"flushes: expected a sequence of integers, got array\(4\)"),
+        (lambda: search(candidates=3), "candidates: expected a sequence of Candidates, got 3"),
+        (lambda: search(mean_ranks=4), "mean_ranks: expected a sequence of numbers, got 4"),
+        (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces or of pairs"),
+        (lambda: ss.models.mamba2_inputs(X, DT, A, X, X, dt_limit=3), "dt_limit: expected a sequence of two numbers"),
         (lambda: ss.Traces(LAYER, TOKENS, tuple(TOKENS)), "test: expected a Tokens, got tuple"),
     ),
 )
@@ -50,10 +72,37 @@ def test_other_classes(call, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     (
-        (lambda: ss.candidates(flushes=(1, -3)), r"flushes: expected positive integers, got -3"),
-        (lambda: ss.candidates(flushes=(1.5,)), r"flushes: expected positive integers, got 1\.5"),
+        (lambda: ss.candidates(flushes=(1, -3)), r"flushes: expected a positive integer, got -3"),
+        (lambda: ss.candidates(flushes=(1.5,)), r"flushes: expected a positive integer, got 1\.5"),
         (lambda: StepTimes("cpu", 2.5), r"batch: expected a positive integer, got 2\.5"),
         (lambda: StepTimes("cpu", 2, seconds=0), r"seconds: expected a finite number above 0 or None, got 0"),
+        (lambda: StepTimes("cpu", 2, seconds="1"), r"seconds: expected a finite number above 0 or None, got '1'"),
+        (lambda: ss.autoplan([PLAN], error="1"), r"error: expected a finite number above 0, got '1'"),
+        (lambda: ss.Layer("gdn", 4, 8, 8, 0), r"key_heads: expected a positive integer, got 0"),
+        (
+            lambda: ss.StandardHead(LAYER, 1 << 31),
+            r"num_slots: expected at most 2147483647, as slots are integers of 32 bits",
+        ),
+        (lambda: ss.StandardHead(LAYER, 2).copy([0], None), r"dst: expected one integer for each row, got shape \(\)"),
+        (lambda: ss.CoefficientMap("ridge", ridge=np.nan), r"ridge: expected a finite number of at least 0, got nan"),
+        (lambda: ss.allocate_ranks(SCORES, "4"), r"mean_rank: expected a finite number of at least 1, got '4'"),
+        (lambda: ss.allocate_ranks(SCORES, 2, method=""), r"method: expected one of gradient, .*, got ''"),
+        (lambda: ss.low_rank_plan(MOMENTS, [1, 2, 3]), r"ranks: expected 2 integers, got shape \(3,\)"),
+        (lambda: ss.GateInput([0.0], [1.0], "-5"), r"lower_bound: expected a negative number, got '-5'"),
+        (lambda: gdn(scale=np.nan), r"scale: expected a finite number, got nan"),
+        (lambda: gdn(scale=np.ones(3)), r"scale: expected a finite number, got array"),
+        (lambda: gdn(eps=-1.0), r"eps: expected a finite number of at least 0, got -1\.0"),
+        (lambda: gdn(ss.models.kda_inputs, lower_bound="-5"), r"lower_bound: expected a negative number, got '-5'"),
+        (lambda: gdn(ss.models.kda_inputs, clamp_min=-np.inf), r"clamp_min: expected a negative number, got -inf"),
+        (lambda: ss.models.mamba2_inputs(X, DT, A, X, X, dt_limit=(0, 1, 2)), r"dt_limit: expected 0 <= low <= high"),
+        (lambda: ss.models.mamba2_inputs(X, DT, A, X, X, dt_limit=("0", 1)), r"dt_limit: expected numbers of at le"),
+        (lambda: ss.traffic.standard(0, 8), r"key_dim: expected a positive integer, got 0"),
+        (lambda: ss.traffic.reduction("gdn", 8, 8.5, 2), r"value_dim: expected a positive integer, got 8\.5"),
+        (lambda: ss.traffic.sketch_read("gdn", -8, 8, 2), r"key_dim: expected a positive integer, got -8"),
+        (lambda: ss.traffic.sketch_read("gdn", 8, 8, 2, 0), r"window: expected a positive integer, got 0"),
+        (lambda: ss.traffic.compressed(8, 0, bits=4), r"value_dim: expected a positive integer, got 0"),
+        (lambda: ss.traffic.compressed(8, 8, bits="4"), r"bits: expected a positive number, got '4'"),
+        (lambda: ss.traffic.read_only_copy(8, 8, 4, None), r"window: expected a positive integer, got None"),
         (lambda: StepTimes("cpu", 2, seconds=np.inf), r"seconds: expected a finite number above 0 or None, got inf"),
         (
             lambda: ss.Traces(LAYER, TOKENS, TOKENS._replace(k=TOKENS.k[:1])),
@@ -69,6 +118,12 @@ def test_other_classes(call, message):
 def test_other_values(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+def test_times_without_a_device(monkeypatch):
+    monkeypatch.setattr("sketchssm.cuda.missing", lambda: "no CUDA device")
+    with pytest.raises(ValueError, match=r"^backend: 'cuda' can't run here: no CUDA device"):
+        StepTimes("cuda", 2)
 
 
 @pytest.mark.parametrize("backend", ("cpu", "reference"))

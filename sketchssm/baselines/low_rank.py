@@ -8,6 +8,7 @@ import numpy.typing as npt
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import check_instance
 
 __all__ = ["low_rank_basis", "low_rank_plan"]
 
@@ -76,5 +77,7 @@ def low_rank_plan(moments: Moments, ranks: npt.ArrayLike) -> SketchPlan:
     ValueError
         If the moments are empty or a rank is out of range.
     """
-    table = np.broadcast_to(np.asarray(ranks), moments.layer.heads)
+    check_instance("moments", moments, Moments)
+    table = np.asarray(ranks)
+    table = np.full(moments.layer.heads, table) if table.ndim == 0 else table
     return SketchPlan(low_rank_basis(moments), table, moments.window, map="offline")

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
+from sketchssm.checks import check_items, check_number
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import FULL_STATE, check_instance
@@ -144,7 +145,7 @@ def allocate_ranks(
         the format is unknown or does not serve the map.
     """
     single = isinstance(scores, RankScores)
-    layers: list[RankScores] = [scores] if isinstance(scores, RankScores) else list(scores)
+    layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")
     if not layers:
         raise ValueError("scores: expected scores of at least one layer, got none")
     for index, layer in enumerate(layers):
@@ -156,7 +157,7 @@ def allocate_ranks(
             )
     cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype))
     default = "gradient" if all(layer.graded for layer in layers) else "error"
-    method = method or default
+    method = default if method is None else method
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if method in ("gradient", "sensitivity"):
@@ -191,9 +192,7 @@ def allocate_ranks(
 
 def check_mean_rank(mean_rank: Any) -> None:
     """Check the budget of an allocation."""
-    number = isinstance(mean_rank, int | float | np.number) and not isinstance(mean_rank, bool)
-    if not (number and np.isfinite(mean_rank) and mean_rank >= 1):
-        raise ValueError(f"mean_rank: expected a finite number of at least 1, got {mean_rank!r}")
+    check_number("mean_rank", mean_rank, "a finite number of at least 1", lambda number: 1 <= number < np.inf)
 
 
 class _Cost(NamedTuple):

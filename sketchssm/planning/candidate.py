@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import numpy as np
-
+from sketchssm.checks import check_items, check_size
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.formats import SketchFormat
 from sketchssm.recurrence import check_window
@@ -83,13 +82,10 @@ def candidates(
     ValueError
         If a setting is unknown or no combination exists.
     """
-    known = [CoefficientMap.of(map) for map in maps]
-    formats = [SketchFormat.of(name) for name in sketch_dtypes]
-    for window in windows:
-        check_window(window)
-    for flush in flushes:
-        if isinstance(flush, bool) or not isinstance(flush, int | np.integer) or flush < 1:
-            raise ValueError(f"flushes: expected positive integers, got {flush!r}")
+    known = [CoefficientMap.of(map) for map in check_items("maps", maps, "maps")]
+    formats = [SketchFormat.of(name) for name in check_items("sketch_dtypes", sketch_dtypes, "formats")]
+    windows = [check_window(window) for window in check_items("windows", windows, "integers")]
+    flushes = [check_size("flushes", flush) for flush in check_items("flushes", flushes, "integers")]
     found = [
         Candidate(map, form.name, window, window * flush)
         for map, form, window, flush in product(known, formats, windows, flushes)

@@ -11,6 +11,7 @@ from sketchssm.bench.results import step_bytes
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import plan_layers
 from sketchssm.calibrate.scores import RankScores
+from sketchssm.checks import check_items, check_number
 from sketchssm.plan import SketchPlan
 from sketchssm.planning.candidate import Candidate
 from sketchssm.planning.candidate import candidates as all_candidates
@@ -185,6 +186,8 @@ def autoplan(
     """
     target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
     _check_measures(target, time_of, loss_of)
+    layers = check_items("layers", layers, "Traces or of pairs of a SketchBasis and RankScores")
+    mean_ranks = check_items("mean_ranks", mean_ranks, "numbers")
     if not layers:
         raise ValueError("layers: expected at least one, got none")
     if rank_max is not None and not all(isinstance(own, Traces) for own in layers):
@@ -225,8 +228,7 @@ def _target(**given: float | None) -> tuple[str, float]:
     if len(named) != 1:
         raise ValueError(f"target: expected one of {', '.join(given)}, got {', '.join(named) or 'none'}")
     ((name, value),) = named.items()
-    if not (np.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    check_number(name, value, "a finite number above 0", lambda number: 0 < number < np.inf)
     return name, float(value)
 
 
@@ -241,7 +243,7 @@ def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of:
 
 def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
     """The candidates whose errors all layers can measure; if the caller gives candidates, all of them must be."""
-    tried = list(all_candidates() if given is None else given)
+    tried = list(all_candidates() if given is None else check_items("candidates", given, "Candidates"))
     for candidate in tried:
         check_instance("candidates", candidate, Candidate)
     refused = {candidate: reason for layer in layers for candidate in tried if (reason := layer.refusal(candidate))}

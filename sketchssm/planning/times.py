@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
+from sketchssm import cuda
 from sketchssm.bench.device import Workload, device_bandwidth, measure_device
 from sketchssm.bench.host import copy_bandwidth, measure_host
 from sketchssm.bench.results import BenchResult
+from sketchssm.checks import check_number, check_size
 from sketchssm.plan import SketchPlan
 from sketchssm.systems import System, exact_systems, sketch_system
 
@@ -35,11 +35,11 @@ class StepTimes:
     def __init__(self, backend: str, batch: int, seconds: float | None = None) -> None:
         if backend not in ("cpu", "cuda"):
             raise ValueError(f"backend: expected 'cpu' or 'cuda', got {backend!r}")
-        if isinstance(batch, bool) or not isinstance(batch, int | np.integer) or batch < 1:
-            raise ValueError(f"batch: expected a positive integer, got {batch!r}")
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise ValueError(f"seconds: expected a finite number above 0 or None, got {seconds!r}")
-        self.backend, self.batch = backend, batch
+        if seconds is not None:
+            check_number("seconds", seconds, "a finite number above 0 or None", lambda number: 0 < number < math.inf)
+        if backend == "cuda" and (lack := cuda.missing()):
+            raise ValueError(f"backend: 'cuda' can't run here: {lack}")
+        self.backend, self.batch = backend, check_size("batch", batch)
         self._seconds = seconds or (0.03 if backend == "cuda" else 0.2)
         self._bandwidth = device_bandwidth() if backend == "cuda" else copy_bandwidth()
         self._known: dict[str, float] = {}
