@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
+
+from sketchssm.files import write_whole
 
 __all__ = ["COLOURS", "MARKERS", "STYLE", "check", "load_pyplot", "save"]
 
@@ -52,7 +55,7 @@ def load_pyplot() -> Any:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure and close it; missing folders are made, and the same figure gives the same bytes.
+    """Write a figure, all or nothing, and close it. Missing folders are made; the same figure gives the same bytes.
 
     Parameters
     ----------
@@ -76,19 +79,23 @@ def save(figure: Any, path: str | os.PathLike[str]) -> Path:
     try:
         target = _checked(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
+        whole, form = io.BytesIO(), target.suffix[1:]
+        figure.savefig(whole, format=form, metadata={"Date": None} if form == "svg" else None)
+        write_whole(target, whole.getvalue())
     finally:
         pyplot.close(figure)
     return target
 
 
-def check(path: str | os.PathLike[str] | None = None) -> None:
+def check(path: str | os.PathLike[str] | None = None, name: str = "path") -> None:
     """Check before long work that pictures can be drawn after it.
 
     Parameters
     ----------
     path : str or PathLike, optional
         The file to write.
+    name : str, default "path"
+        The argument's name, for the message.
 
     Raises
     ------
@@ -98,12 +105,12 @@ def check(path: str | os.PathLike[str] | None = None) -> None:
         If the suffix is neither ``.png`` nor ``.svg``.
     """
     if path is not None:
-        _checked(path)
+        _checked(path, name)
     load_pyplot()
 
 
-def _checked(path: str | os.PathLike[str]) -> Path:
+def _checked(path: str | os.PathLike[str], name: str = "path") -> Path:
     target = Path(path)
     if target.suffix not in (".png", ".svg"):
-        raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
+        raise ValueError(f"{name}: expected a name that ends in .png or .svg, got {target.name!r}")
     return target

@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -115,8 +116,13 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         Where to.
     data : bytes
         Contents.
+
+    Raises
+    ------
+    OSError
+        If the file can't be written; it names the path.
     """
-    path = os.path.realpath(path)
+    path = os.path.realpath(os.fsdecode(path))
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "wb") as file:  # an error for a folder
             file.write(data)
@@ -130,8 +136,11 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         if os.path.exists(path):
             shutil.copymode(path, scratch)
         os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(scratch)
+        if isinstance(error, OSError) and error.filename == scratch:
+            error.filename = path
         raise
 
 

@@ -60,7 +60,7 @@ def errors(tmp_path):
         ),
         "picture of no format": (
             ["plan", traces, "--error", 1, "--out", out, "--plots", tmp_path / "p.pdf"],
-            "expected a name that ends in .png or .svg",
+            "--plots: expected a name that ends in .png or .svg",
         ),
         "plans of nothing": (["plan", "--error", 1, "--out", out], "TRACES: expected trace files"),
         "target without times": (["plan", traces, "--microseconds", 1, "--out", out], "expected --time-on"),

@@ -236,8 +236,19 @@ class TestReplacement:
             assert reader.read() == before != saved.read_bytes()
 
     def test_a_missing_folder_is_the_system_s_error(self, kind, tmp_path):
-        with pytest.raises(FileNotFoundError):
-            make(kind).save(tmp_path / "nowhere" / "file")
+        """It names the caller's path, not that of a file beside it."""
+        (tmp_path / "file").touch()
+        for below, error in (("nowhere", FileNotFoundError), ("file", NotADirectoryError)):
+            path = tmp_path / below / "plan"
+            with pytest.raises(error) as caught:
+                make(kind).save(path)
+            assert str(caught.value).endswith(f": '{path}'")
+
+
+def test_a_path_of_bytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_whole(b"file", b"contents")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_device_is_written_in_place(tmp_path):

@@ -73,6 +73,21 @@ def test_other_suffixes_are_refused(matplotlib, tmp_path):
         figures.check(tmp_path / "b.pdf")
 
 
+def test_a_failed_picture_leaves_the_old_one(matplotlib, tmp_path, monkeypatch):
+    path = plots.rank_heatmap({"layer": np.array([1, 2])}, tmp_path / "a.svg")
+    before = path.read_bytes()
+    savefig = matplotlib.figure.Figure.savefig
+
+    def fail(figure, file, **settings):
+        savefig(figure, file, **settings)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plots.rank_heatmap({"layer": np.array([2, 1])}, path)
+    assert path.read_bytes() == before
+
+
 def test_full_reads_stand_out(matplotlib, tmp_path):
     """Full-state heads have their own colour outside the scale of ranks."""
     from matplotlib.image import imread

@@ -121,7 +121,7 @@ def command(
     _check(shapes, duty, peers, raw_gate, device)
     options.check_files({"--plan": plan_files}, plot=plot, json=json_file)
     if plot is not None:
-        check(plot)
+        check(plot, "--plot")
 
     if plan_files:
         cases = [bench.Case.of_plan(path) for path in plan_files]

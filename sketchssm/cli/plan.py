@@ -101,7 +101,7 @@ def command(
     files = plan_paths(traces, out)
     options.check_files({"TRACES": traces}, out=files, plots=plots, json=json_file)
     if plots is not None:
-        figures.check(plots)
+        figures.check(plots, "--plots")
     output = Output(json_file)
     chosen = {} if maps is None else {"maps": maps}
     tried = candidates(**chosen, sketch_dtypes=sketch_dtypes, windows=windows, flushes=flushes)
