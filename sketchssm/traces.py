@@ -11,6 +11,8 @@ import io
 import math
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from sketchssm.checks import check_gates, check_tokens
 from sketchssm.files import write_whole
 from sketchssm.recurrence import KINDS, Layer, Tokens, check_instance
 
-__all__ = ["TraceFileError", "Traces"]
+__all__ = ["TraceFileError", "Traces", "named_errors"]
 
 Array = npt.NDArray[Any]
 
@@ -227,6 +229,17 @@ class Traces:
                 f"ranks, got {rows}"
             )
         return rows - max(rows // 3, 1)
+
+
+@contextmanager
+def named_errors(traces: Traces) -> Iterator[None]:
+    """Put the name of traces before the message of a `ValueError` that the block raises."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(f"{traces.name}: "):
+            raise
+        raise ValueError(f"{traces.name}: {error}") from error
 
 
 class _Header(NamedTuple):

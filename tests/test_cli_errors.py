@@ -18,7 +18,9 @@ def errors(tmp_path):
     invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
     out = tmp_path / "out.safetensors"
     entries = trace_entries("gdn")
-    few = tmp_path / "few.npz"
+    silent, narrow, few = (tmp_path / f"{name}.npz" for name in ("silent", "narrow", "few"))
+    np.savez(silent, **entries | {name: 0 * x for name, x in entries.items() if name.endswith("_v")})
+    np.savez(narrow, **entries | {name: x[..., :4] for name, x in entries.items() if name.endswith(("_q", "_k"))})
     np.savez(few, **entries | {"calib_grad": entries["calib_grad"][:, :12]})
     return {
         "missing traces": (["calibrate", tmp_path / "none.npz", "--out", out], "does not exist"),
@@ -27,6 +29,15 @@ def errors(tmp_path):
             ["calibrate", traces, "--out", out, "--mean-rank", 500, "--method", "uniform"],
             "mean_rank: expected",
         ),
+        "traces without a write, by name": (
+            ["plan", traces, silent, "--error", 1, "--out", tmp_path],
+            "silent: moments: ",
+        ),
+        "the same, compared": (["evaluate", traces, silent, *SMALL], "silent: moments: expected samples"),
+        "rank beyond one of two layers": (
+            ["evaluate", other, narrow, "--window", 8, "--systems", "ablation/full-method", "--mean-rank", 5],
+            "narrow: mean_rank: expected 1 to 4",
+        ),
         "no gradients": (
             ["calibrate", write_traces(tmp_path / "plain.npz", "gdn", grads=0), "--out", out, "--method", "gradient"],
             "needs gradients",
@@ -34,7 +45,7 @@ def errors(tmp_path):
         "same name twice": (["calibrate", traces, traces, "--out", tmp_path / "plans"], "different names"),
         "no window but the first": (
             ["calibrate", traces, "--out", out, "--window", 40],
-            "good.npz: moments: expected",
+            "good: moments: expected",
         ),
         "no scored window but the first": (["calibrate", few, "--out", out], "scores: expected samples"),
         "plan over traces": (["calibrate", traces, "--out", traces], "--out: expected a separate file"),

@@ -119,7 +119,7 @@ def test_ranks_are_limited_to_the_room_of_cuda(tmp_path):
     for rank_max, want in ((None, [70, 56]), (80, [80, 80])):
         [own] = autoplan([traces], rank_max=rank_max, **settings).layers
         assert [scores.rank_max for _, scores in map(own.calibrated, tried)] == want
-    with pytest.raises(ValueError, match=r"^rank_max: expected an integer from 1 to min\(K, V\)=128, got 0"):
+    with pytest.raises(ValueError, match=r"^layer: rank_max: expected an integer from 1 to min\(K, V\)=128, got 0"):
         autoplan([traces], rank_max=0, **settings)
 
 

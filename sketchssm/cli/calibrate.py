@@ -85,7 +85,7 @@ def _from_traces(
     from sketchssm.cli.output import save_plans
     from sketchssm.model_plans import AllocationSummary
     from sketchssm.recurrence import check_flush_every
-    from sketchssm.traces import Traces
+    from sketchssm.traces import Traces, named_errors
 
     every = check_flush_every(flush_every, settings.window)
     layers = []
@@ -93,11 +93,9 @@ def _from_traces(
         for path in traces:
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
-            try:
+            with named_errors(recorded):
                 most = rank_max or common_rank(recorded.layer, settings.window, every)
                 layers.append(calibrate(recorded, settings.window, most, settings.weighting))
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
     bases, scores = [layer.basis for layer in layers], [layer.scores for layer in layers]
     made: Any = {"map": settings.map, "sketch_dtype": settings.sketch_dtype, "flush_every": every}
     planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)

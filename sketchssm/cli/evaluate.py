@@ -120,7 +120,7 @@ def command(
     from sketchssm.evaluate.tables import all_tables
     from sketchssm.plan import SketchPlan
     from sketchssm.plots import draw, picture_files
-    from sketchssm.traces import Traces
+    from sketchssm.traces import Traces, named_errors
 
     files = [] if out is None else [out / name for name in RESULT_FILES]
     if out is not None and plots:
@@ -132,7 +132,10 @@ def command(
     if plan is not None and not names:
         options.refuse("with --plan unless --systems asks for sketches", ("ranks", "mean_rank", *options.MAP_SETTINGS))
         names, settings = ["exact", "plan"], replace(settings, window=plan.window)
-    studies = [Study(Traces.load(path), settings, ranks, mean_rank, seed, plan, every) for path in traces]
+    studies = []
+    for recorded in map(Traces.load, traces):
+        with named_errors(recorded):
+            studies.append(Study(recorded, settings, ranks, mean_rank, seed, plan, every))
     chosen = select(studies, names)
     _refuse_ignored({entry.family for own in chosen for entry in own})
     if not any("random-basis" in entry.name for own in chosen for entry in own):

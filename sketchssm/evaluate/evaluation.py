@@ -17,6 +17,7 @@ from sketchssm.evaluate.registry import Entry
 from sketchssm.evaluate.store import Store
 from sketchssm.evaluate.study import Study
 from sketchssm.files import write_whole
+from sketchssm.traces import named_errors
 
 __all__ = ["RESULT_FILES", "Evaluation", "LayerResults", "evaluate"]
 
@@ -148,7 +149,8 @@ def evaluate(
         systems = []
         for entry in own:
             progress(f"{study.traces.name}: {entry.name}")
-            systems.append(_measured(entry, study, store, backend))
+            with named_errors(study.traces):
+                systems.append(_measured(entry, study, store, backend))
         layers.append(_results(study, systems))
     settings = asdict(studies[0].settings) | {
         "map": str(studies[0].settings.map),

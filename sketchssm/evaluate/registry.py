@@ -24,6 +24,7 @@ from sketchssm.formats import FORMATS, SketchFormat
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
 from sketchssm.systems import System, exact_systems, sketch_system
+from sketchssm.traces import named_errors
 
 __all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select"]
 
@@ -200,7 +201,10 @@ def select(studies: Sequence[Study], names: Sequence[str]) -> list[list[Entry]]:
     ValueError
         If a name fits no system of any layer. The message lists all systems.
     """
-    chosen = [entries(study, names) for study in studies]
+    chosen = []
+    for study in studies:
+        with named_errors(study.traces):
+            chosen.append(entries(study, names))
     for name in names:
         if not any(_fits(entry, name) for own in chosen for entry in own):
             known: dict[str, dict[str, None]] = {}

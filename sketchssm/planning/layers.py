@@ -19,7 +19,7 @@ from sketchssm.planning.candidate import Candidate
 from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.sketch_head import SketchHead
-from sketchssm.traces import Traces
+from sketchssm.traces import Traces, named_errors
 
 __all__ = ["Energies", "PlannedLayer", "ScoredLayer", "TracedLayer"]
 
@@ -102,7 +102,8 @@ class TracedLayer:
         if rank_max is None:
             rank_max = common_rank(self.layer, window, candidate.flush_every)
         if (window, rank_max) not in self._calibrated:
-            self._calibrated[window, rank_max] = calibrate(self.traces, window, rank_max, self._weighting)
+            with named_errors(self.traces):
+                self._calibrated[window, rank_max] = calibrate(self.traces, window, rank_max, self._weighting)
         found = self._calibrated[window, rank_max]
         return found.basis, found.scores
 
