@@ -182,6 +182,14 @@ def test_bad_settings(qwen, settings, message):
         st.calibrate(qwen, **({"text": text(), "window": WINDOW} | settings))
 
 
+def test_other_classes(qwen):
+    with pytest.raises(TypeError, match=r"^text: expected a sequence of strings or of rows of token ids, got None"):
+        st.calibrate(qwen, None)
+    for call in (lambda: st.calibrate("models/qwen", text()), lambda: st.patch("models/qwen", "replay")):
+        with pytest.raises(TypeError, match=r"^model: expected a model, as from_pretrained returns it, got str"):
+            call()
+
+
 def test_file(plans, tmp_path):
     path, again = tmp_path / "plans.safetensors", tmp_path / "again.safetensors"
     plans.save(path)

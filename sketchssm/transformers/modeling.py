@@ -190,10 +190,14 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
 
     Raises
     ------
+    TypeError
+        If `model` is no module, such as the name of a folder.
     ValueError
         If the version of transformers is not supported, or no layer has a known recurrence.
     """
     check_version()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a model, as from_pretrained returns it, got {type(model).__name__}")
     found = {}
     for name, module in model.named_modules():
         names = inspect.unwrap(type(module).forward).__code__.co_names

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sketchssm import interop
+from sketchssm.checks import check_items
 
 __all__ = ["Ids", "check_ids", "run_row", "token_rows"]
 
@@ -44,6 +45,8 @@ def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, l
 
     Raises
     ------
+    TypeError
+        If `text` is nothing of these.
     ValueError
         If there is too little text, strings have no tokenizer, or `length` or `tokenizer` would have no effect.
     """
@@ -59,7 +62,7 @@ def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, l
     elif length is not None:
         raise ValueError(f"length: expected None with rows of token ids, got {length}")
     else:
-        found = [_ids(row) for row in text]
+        found = [_ids(row) for row in check_items("text", text, "strings or of rows of token ids")]
     short = [row.size for row in found if row.size < least]
     if short:
         raise ValueError(f"text: expected rows of at least {least} tokens, got a row of {short[0]}")
