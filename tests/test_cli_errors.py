@@ -99,6 +99,15 @@ def errors(tmp_path):
         "map of no sketch": (["evaluate", traces, "--systems", "exact", "--map", "prior"], "--map: has no effect"),
         "format of nothing": (["evaluate", traces, "--format", "svg"], "--format: has no effect without --plots"),
         "shape of a plan": (["bench", "--plan", plan, "--shape", "qwen3-next"], "--shape: has no effect with --plan"),
+        "plan to standard output": (["calibrate", traces, "--out", "-"], "--out: expected a file, got -; only --json"),
+        "raw gates of no kda": (
+            ["bench", "--shape", "qwen3-next", "--batch", 1, "--raw-gate"],
+            "--raw-gate: has no effect without a layer of kda",
+        ),
+        "mean rank beyond the values": (
+            ["bench", "--shape", "nemotron-3-super", "--batch", 1, "--rank", 65],
+            "mean_ranks: expected at most 64 for nemotron-3-super, got 65",
+        ),
         "rows that are not timed": (["demo", "--backend", "reference", "--rows", 4], "--rows: has no effect"),
         "pivots of no map": (["evaluate", traces, "--pivots", 2], "map 'ridge' has no pivots"),
         "too high a rank for all systems": (["evaluate", traces, "--mean-rank", 500], "mean_rank: expected 1 to"),

@@ -79,8 +79,16 @@ class Case:
         -------
         Case
             The case.
+
+        Raises
+        ------
+        ValueError
+            If a mean rank is beyond K or V.
         """
-        spread = [spread_ranks(layer.heads, mean, layer.key_dim) for mean in mean_ranks]
+        limit = min(layer.key_dim, layer.value_dim)
+        if max(mean_ranks) > limit:
+            raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {max(mean_ranks)}")
+        spread = [spread_ranks(layer.heads, mean, limit) for mean in mean_ranks]
         plans = [
             random_plan(layer, ranks, window, map, seed, sketch_dtype)
             for ranks, map, sketch_dtype in product(spread, maps, sketch_dtypes)

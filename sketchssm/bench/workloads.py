@@ -61,7 +61,7 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
     mean : int
         Mean rank; exact if `heads` is a multiple of 8 and no rank exceeds `limit`.
     limit : int
-        Largest possible rank, the layer's K.
+        Largest possible rank.
 
     Returns
     -------

@@ -258,6 +258,8 @@ def check_files(reads: Mapping[str, Paths], **writes: Paths) -> None:
             continue
         for path in _paths(given):
             real = path.resolve()
+            if str(path) == "-":
+                raise click.UsageError(f"{option}: expected a file, got -; only --json writes to standard output")
             if path.is_dir():
                 raise click.UsageError(f"{option}: expected a file, got the folder {path}")
             if path.exists() and not path.is_file():
