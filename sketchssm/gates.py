@@ -14,7 +14,7 @@ from scipy.special import expit
 
 from sketchssm.checks import check_number
 from sketchssm.interop import is_real, to_host
-from sketchssm.recurrence import Layer, shard_range
+from sketchssm.recurrence import Layer, check_instance, shard_range
 
 __all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
 
@@ -107,6 +107,7 @@ class GateInput:
         ValueError
             If its kind is not kda, or heads or channels differ.
         """
+        check_instance("layer", layer, Layer)
         if layer.kind != "kda":
             raise ValueError(f"gate: expected None for {layer.kind}; only kda has raw gate inputs")
         want, have = (layer.heads, layer.key_dim), self.dt_bias.shape

@@ -178,7 +178,7 @@ class SketchPlan:
         float
             Bytes of standard decode / bytes of the head, by the byte model.
         """
-        layer, form = self.layer, sketch_dtype or self.sketch_dtype
+        layer, form = self.layer, self.sketch_dtype if sketch_dtype is None else sketch_dtype
         shape = layer.kind, layer.key_dim, layer.value_dim
         wide = self.wide if form == self.sketch_dtype else None
         more: Any = {"sketch_dtype": form, "wide": wide, "flush_every": self.flush_every}

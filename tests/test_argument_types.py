@@ -16,6 +16,8 @@ MOMENTS = ss.Moments(LAYER, window=4)
 MOMENTS.update(*TOKENS)
 SCORES = ss.RankScores(ss.fit_basis(MOMENTS))
 SCORES.update(*TOKENS)
+MOMENTS_OF_KEYS = ss.KeyMoments(LAYER)
+MOMENTS_OF_KEYS.update(*TOKENS)
 X, DT, A = np.ones((1, 2, 2, 8)), np.ones((1, 2, 2)), np.ones(2)
 
 
@@ -51,6 +53,8 @@ def search(**settings):
         (lambda: ss.Traces("gdn", TOKENS, TOKENS), "layer: expected a Layer, got str"),
         (lambda: ss.Traces(LAYER, TOKENS, TOKENS, name=3), "name: expected a str, got int"),
         (lambda: ss.Traces(LAYER, TOKENS, TOKENS, provenance=None), "provenance: expected a str, got NoneType"),
+        (lambda: SketchBasis.random("gdn", 4), "layer: expected a Layer, got str"),
+        (lambda: ss.GateInput([0.0], [1.0]).check(None), "layer: expected a Layer, got NoneType"),
         (lambda: ss.low_rank_plan(PLAN, 2), "moments: expected a Moments, got SketchPlan"),
         (lambda: ss.allocate_ranks(PLAN, 2), "scores: expected a sequence of RankScores, got SketchPlan"),
         (lambda: ss.candidates(maps="ridge"), "maps: expected a sequence of maps, got 'ridge'"),
@@ -89,6 +93,15 @@ def test_other_classes(call, message):
         (lambda: ss.allocate_ranks(SCORES, 2, method=""), r"method: expected one of gradient, .*, got ''"),
         (lambda: ss.low_rank_plan(MOMENTS, [1, 2, 3]), r"ranks: expected 2 integers, got shape \(3,\)"),
         (lambda: ss.GateInput([0.0], [1.0], "-5"), r"lower_bound: expected a negative number, got '-5'"),
+        (lambda: BASIS.columns(5), r"rank: expected 1 to rank_max=4, got 5"),
+        (lambda: BASIS.columns("2"), r"rank: expected a positive integer, got '2'"),
+        (lambda: PLAN.reduction_with(sketch_dtype=""), r"sketch_dtype: expected one of float32, .*, got ''"),
+        (lambda: ss.Candidate("sparse"), r"map: expected one of exact, .*, got 'sparse'"),
+        (lambda: ss.Candidate("lowrank", "int8+int4"), r"sketch_dtype: 'int8\+int4' serves the maps exact and ridge"),
+        (lambda: ss.Candidate("ridge", "int4"), r"sketch_dtype: expected one of float32, .*, got 'int4'"),
+        (lambda: ss.Candidate("ridge", window=0), r"window: expected an integer from 2 to 64, got 0"),
+        (lambda: ss.Candidate("ridge", flush_every=24), r"flush_every: expected a multiple of the window \(16\)"),
+        (lambda: MOMENTS_OF_KEYS.reduce("0.5"), r"sparsity: expected a number from 0 to below 1, got '0\.5'"),
         (lambda: gdn(scale=np.nan), r"scale: expected a finite number, got nan"),
         (lambda: gdn(scale=np.ones(3)), r"scale: expected a finite number, got array"),
         (lambda: gdn(eps=-1.0), r"eps: expected a finite number of at least 0, got -1\.0"),
@@ -118,6 +131,12 @@ def test_other_classes(call, message):
 def test_other_values(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+def test_candidates_flush_at_every_window():
+    """Unless `flush_every` is given; a map may be a name."""
+    made = ss.Candidate("ridge", window=8)
+    assert (made.map, made.flush_every) == (ss.CoefficientMap("ridge"), 8)
 
 
 def test_times_without_a_device(monkeypatch):

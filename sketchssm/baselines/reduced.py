@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.backends import load_engine
+from sketchssm.checks import check_number
 from sketchssm.engine import Engine
 from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import Layer, Tokens
@@ -157,8 +158,7 @@ class ReducedHead(DecodeHead):
 
 def check_sparsity(sparsity: float) -> float:
     """Check a share of channels to drop."""
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity!r}")
+    check_number("sparsity", sparsity, "a number from 0 to below 1", lambda number: 0 <= number < 1)
     return float(sparsity)
 
 

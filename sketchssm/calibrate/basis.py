@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.moments import Moments
+from sketchssm.checks import check_size
 from sketchssm.files import FileFormat, check_array, load_file, save_file
 from sketchssm.recurrence import Layer, check_instance, check_window
 from sketchssm.reference.recurrence import Array
@@ -92,7 +93,7 @@ class SketchBasis:
         ValueError
             If the rank is out of range.
         """
-        if not 1 <= rank <= self.rank_max:
+        if check_size("rank", rank) > self.rank_max:
             raise ValueError(f"rank: expected 1 to rank_max={self.rank_max}, got {rank}")
         if not weighted:
             return self.omega[..., :rank], self.omega[..., :rank]
@@ -128,6 +129,7 @@ class SketchBasis:
         ValueError
             If an argument is out of range.
         """
+        check_instance("layer", layer, Layer)
         rank_max = _check_rank_max(layer, rank_max)
         heads, size = layer.heads, layer.key_dim
         draw = np.random.default_rng(seed).standard_normal((heads, size, rank_max))

@@ -9,7 +9,7 @@ from itertools import product
 from sketchssm.checks import check_items, check_size
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import check_window
+from sketchssm.recurrence import check_flush_every, check_window
 
 __all__ = ["Candidate", "candidates"]
 
@@ -32,20 +32,31 @@ class Candidate:
 
     Parameters
     ----------
-    map : CoefficientMap
-        Coefficient map.
-    sketch_dtype : str
+    map : CoefficientMap or str
+        Coefficient map; a name stands for the map with its default parameters.
+    sketch_dtype : str, default "bfloat16"
         Format of sketches and maps, see `SketchFormat`.
-    window : int
+    window : int, default 16
         Tokens from one sketch to the next (W).
-    flush_every : int
-        Tokens from one flush of the state to the next, a multiple of `window`.
+    flush_every : int, optional
+        Tokens from one flush of the state to the next, a multiple of `window`. Default: the window.
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or out of range, or the format does not serve the map.
     """
 
     map: CoefficientMap
     sketch_dtype: str = "bfloat16"
     window: int = 16
-    flush_every: int = 16
+    flush_every: int = None  # type: ignore[assignment]  # stands for the window until __post_init__
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "map", CoefficientMap.of(self.map))
+        SketchFormat.of(self.sketch_dtype).check_map(self.map)
+        object.__setattr__(self, "window", check_window(self.window))
+        object.__setattr__(self, "flush_every", check_flush_every(self.flush_every, self.window))
 
     def __str__(self) -> str:
         """All settings: ``ridge(ridge=0.001), int8, window 16, flush 64``."""
