@@ -313,6 +313,22 @@ def test_streams_of_threads(rng, slow, monkeypatch):
     assert len(slow) == 3
 
 
+def test_an_old_build_warns(monkeypatch, slow, rng):
+    """After an update of the sources alone, steps go through Python instead of ending in a TypeError."""
+
+    def step(exchange, tensor_type):
+        """The parameters of another version."""
+
+    monkeypatch.setattr(extension, "Step", step)
+    head = make()
+    with pytest.warns(
+        RuntimeWarning, match=r"^sketchssm\.cuda\._direct was built from other sources .*pip install -e"
+    ):
+        head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))
+    head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))  # warns once
+    assert len(slow) == 2
+
+
 def test_memory_is_freed(rng):
     head = make()
     for _ in range(2):

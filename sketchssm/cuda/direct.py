@@ -7,6 +7,7 @@ call for each number of rows and each stream.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class DirectStep:
             self._arrays.direct = self._step.step
 
     def _make(self, torch: TorchArrays) -> Any:
-        """Make the extension's object; None if it is not built, or PyTorch has no C interface for tensors."""
+        """Make the extension's object; None if it is not built or old, or PyTorch has no C interface for tensors."""
         try:
             from sketchssm.cuda._direct import Step
         except ImportError:
@@ -85,17 +86,26 @@ class DirectStep:
         if torch.exchange is None:
             return None
         slots = self._arrays.all_slots(self._capacity, self._capacity).address, self._capacity
-        return Step(
-            exchange=torch.exchange,
-            tensor_type=torch.kind,
-            device=torch.dlpack_device,
-            driver=driver_addresses(),
-            arrays=[self._described(name) for name in ("q", "k", "v", "g", "beta", "out")],
-            kernels=[launcher.places(names) for launcher, names in self._launches],
-            slots=slots,
-            grad_enabled=torch.grad_enabled,
-            failed=_thrower([launcher for launcher, _ in self._launches], self._clean),
-        )
+        try:
+            return Step(
+                exchange=torch.exchange,
+                tensor_type=torch.kind,
+                device=torch.dlpack_device,
+                driver=driver_addresses(),
+                arrays=[self._described(name) for name in ("q", "k", "v", "g", "beta", "out")],
+                kernels=[launcher.places(names) for launcher, names in self._launches],
+                slots=slots,
+                grad_enabled=torch.grad_enabled,
+                failed=_thrower([launcher for launcher, _ in self._launches], self._clean),
+            )
+        except TypeError as error:  # other parameters
+            warnings.warn(
+                f"sketchssm.cuda._direct was built from other sources ({error}), so steps go through Python; "
+                "build it again with pip install -e .",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
 
     def _described(self, name: str) -> tuple[int, int, tuple[int, ...]] | None:
         """Type code, bits and shape of an argument's rows; None if the layer has no such argument."""
