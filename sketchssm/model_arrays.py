@@ -96,15 +96,19 @@ def queries_keys(
     heads: int,
     scale: float | None,
     l2norm: bool,
-    eps: float,
+    eps: float | None,
 ) -> tuple[Array, Array]:
     """Queries and keys as the recurrence uses them: normalised per head if `l2norm`, queries scaled."""
     k, key_heads, key_dim = keys("k", k, lead, heads)
     q = real_array("q", q, (*lead, key_heads, key_dim))
     scale = key_dim**-0.5 if scale is None else scale
     check_number("scale", scale, "a finite number", lambda number: -np.inf < number < np.inf)
-    check_number("eps", eps, "a finite number of at least 0", lambda number: 0 <= number < np.inf)
+    if eps is not None:
+        check_number("eps", eps, "a finite number of at least 0", lambda number: 0 <= number < np.inf)
+        if not l2norm:
+            raise ValueError(f"eps: expected None with l2norm=False, got {eps!r}")
     if l2norm:
+        eps = 1e-6 if eps is None else eps
         return _normalised(q, eps, scale), _normalised(k, eps)
     return rounded(q.astype(np.float64) * scale, q), rounded(k, k)
 

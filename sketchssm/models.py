@@ -170,7 +170,7 @@ def gdn_inputs(
     dt_bias: npt.ArrayLike | None = None,
     scale: float | None = None,
     l2norm: bool = True,
-    eps: float = 1e-6,
+    eps: float | None = None,
     allow_neg_eigval: bool = False,
     *,
     g: npt.ArrayLike | None = None,
@@ -199,8 +199,8 @@ def gdn_inputs(
         Factor of q; default ``K ** -0.5``.
     l2norm : bool
         False if q and k are already normalised.
-    eps : float
-        Added to the squared norm, as fla and transformers do.
+    eps : float, optional
+        Added to the squared norm, as fla and transformers do. Default: 1e-6; only with `l2norm`.
     allow_neg_eigval : bool
         Double ``sigmoid(b)``, so that a transition may have negative eigenvalues; fla has an option of this name.
     g : array_like, optional
@@ -241,7 +241,7 @@ def kda_inputs(
     dt_bias: npt.ArrayLike | None = None,
     scale: float | None = None,
     l2norm: bool = True,
-    eps: float = 1e-6,
+    eps: float | None = None,
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     clamp_min: float | None = None,
@@ -273,8 +273,8 @@ def kda_inputs(
         Factor of q; default ``K ** -0.5``.
     l2norm : bool
         False if q and k are already normalised.
-    eps : float
-        Added to the squared norm, as fla does.
+    eps : float, optional
+        Added to the squared norm, as fla does. Default: 1e-6; only with `l2norm`.
     allow_neg_eigval : bool
         Double ``sigmoid(b)``; fla has an option of this name.
     lower_bound : float, optional

@@ -104,6 +104,7 @@ def test_other_classes(call, message):
         (lambda: MOMENTS_OF_KEYS.reduce("0.5"), r"sparsity: expected a number from 0 to below 1, got '0\.5'"),
         (lambda: gdn(scale=np.nan), r"scale: expected a finite number, got nan"),
         (lambda: gdn(scale=np.ones(3)), r"scale: expected a finite number, got array"),
+        (lambda: gdn(eps=1e-5, l2norm=False), r"eps: expected None with l2norm=False, got 1e-05"),
         (lambda: gdn(eps=-1.0), r"eps: expected a finite number of at least 0, got -1\.0"),
         (lambda: gdn(ss.models.kda_inputs, lower_bound="-5"), r"lower_bound: expected a negative number, got '-5'"),
         (lambda: gdn(ss.models.kda_inputs, clamp_min=-np.inf), r"clamp_min: expected a negative number, got -inf"),
