@@ -1,6 +1,7 @@
 """The command line: every command on small traces."""
 
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -30,6 +31,17 @@ def invoke(*arguments, code=0):
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
     return result
+
+
+def test_characters_that_the_terminal_lacks(monkeypatch):
+    """They must not end a command whose results are not written yet."""
+    for encoding, want in (("ascii", b"\\xb1 \\xf6"), ("latin-1", b"\xb1 \xf6"), ("utf-8", "± ö".encode())):
+        whole = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(whole, encoding=encoding))
+        output = Output(None)
+        output.table("title", ["± ö"], [["\udcff"]])  # a file's name that is no UTF-8 has such characters
+        sys.stdout.flush()
+        assert want in whole.getvalue()
 
 
 @pytest.mark.parametrize("name", ["q[red].st", "[/b]", "a:smile:b", "end\\"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +93,13 @@ class Output:
 
 
 def _console(stderr: bool) -> Console:
-    """A console that prints text as it is: names and paths of the user may look like markup or an emoji code."""
+    """A console that prints text as it is: names and paths of the user may look like markup or an emoji code.
+
+    Characters that the encoding of the stream lacks are escaped, so that no table ends a command.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
