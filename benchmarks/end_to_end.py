@@ -7,9 +7,8 @@
 plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has these parts:
 
 * decode: `--batch` requests decode together; tokens/s and times of the steps in which all of them decode.
-* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching. `step_ms` has
-  all steps, `decode_step_ms` steps in which `--batch` requests decode, `mixed_step_ms` steps with a request's first
-  token.
+* mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching. `step_ms`: all
+  steps; `decode_step_ms`: steps in which `--batch` requests decode; `mixed_step_ms`: with a request's first token.
 * profile: kernels of some decode steps by kind. `host` is the time in which no kernel runs. Kernels may overlap.
 * agree: log-probabilities of the same tokens, compared with vLLM's own (`vllm_forced.py`), in an engine of its own.
   For `vllm`, the part is a control: vLLM against vLLM with half of the requests at a time.
@@ -325,7 +324,8 @@ def draw(results, path):
         mine = [r for r in results if r["model"] == model]
         systems = [s for s in SYSTEMS if any(r["system"] == s for r in mine)]
         top, bottom = panels[:, column]
-        for i, part in enumerate(("decode", "mix")):
+        parts = [part for part in ("decode", "mix") if any(r["part"] == part for r in mine)]
+        for i, part in enumerate(parts):
             rates = [
                 next((r["tokens_per_s"] for r in mine if (r["system"], r["part"]) == (s, part)), 0) for s in systems
             ]
@@ -333,8 +333,8 @@ def draw(results, path):
             first = rates[0] or 1
             top.bar_label(bars, [f"{rate / first:.2f}x" for rate in rates], fontsize=7)
         top.set(title=model, ylabel="tokens/s")
-        top.set_xticks([x + 0.2 for x in range(len(systems))], systems)
-        top.legend(fontsize=8)
+        top.set_xticks([x + 0.2 * (len(parts) - 1) for x in range(len(systems))], systems)
+        top.legend(fontsize=8, loc="upper left")
         floor = [0.0] * len(systems)
         profiles = {r["system"]: r["profile"]["kinds_ms"] for r in mine if "profile" in r}
         for kind in (*KINDS, "other", "host"):
@@ -343,7 +343,7 @@ def draw(results, path):
             floor = [x + y for x, y in zip(floor, heights, strict=True)]
         bottom.set(ylabel="decode step, ms")
         bottom.set_xticks(range(len(systems)), systems)
-        bottom.legend(fontsize=7)
+    panels[1, 0].legend(fontsize=7)
     save(figure, path)
 
 
