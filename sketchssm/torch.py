@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from sketchssm.head import DecodeHead
+from sketchssm.interop import check_gradients
 
 __all__ = ["DecodeLayer"]
 
@@ -213,9 +214,16 @@ def _head(name: str) -> Any:
 
 def _operator(name: str, arguments: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define an operator of a head; return the function that calls the operator."""
+    names = [argument.split()[1].partition("=")[0] for argument in arguments.split(", ")]
+
+    def traced(order: Any, head: str, *given: Any) -> Any:
+        if torch.is_grad_enabled():  # eager calls: the head checks the tensors
+            check_gradients(**dict(zip(names, given, strict=False)))
+        return fake(order, head, *given)
+
     _library.define(f"{name}({MEMORY}, {arguments}) -> {returns}")
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sketchssm::{name}", fake, lib=_library)
+    torch.library.register_fake(f"sketchssm::{name}", traced, lib=_library)
     return getattr(torch.ops.sketchssm, name).default  # without the search for the right overload
 
 

@@ -74,6 +74,28 @@ def test_eager(make, layer, backend, rng):
     np.testing.assert_array_equal(several, twin.step(*tokens))
 
 
+def test_gradients(make, rng):
+    """Under enabled gradients, calls refuse tensors that require them: eager ones, and compiled ones when traced."""
+    layer = LAYERS["gdn"]
+    layered, twin = DecodeLayer(make(layer)), make(layer)
+    tokens = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    state, out = torch.zeros(1, *layer.state_shape, requires_grad=True), torch.zeros_like(tokens[2])
+    tokens[0].requires_grad_()
+    calls = [(lambda: layered(*tokens), "q"), (lambda: layered(*tokens, out=out), "q")]
+    calls.append((lambda: layered.load_state(state), "state"))
+    for call, name in calls:
+        message = f"{name}: expected a tensor without gradients"
+        with torch.enable_grad():
+            with pytest.raises(ValueError, match=f"^{message}"):
+                call()
+            with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=message):
+                compiled(call)[0]()
+    given = [x.detach() for x in tokens]
+    np.testing.assert_array_equal(compiled(layered)[0](*tokens), twin.step(*given))
+    with torch.enable_grad():
+        np.testing.assert_array_equal(compiled(layered)[0](*given), twin.step(*given))
+
+
 def test_compiled_calls_stay_in_order(make, layer, backend, rng):
     """Calls in one graph see each other's states, also those without outputs, and those whose outputs nobody uses."""
     layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
