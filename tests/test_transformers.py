@@ -5,6 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_models import LAYERS, SETTINGS, assert_same, generate, make, prompt, unpatched
 
@@ -158,6 +159,33 @@ def test_recorded_sequences_are_named(qwen):
     for call in (recording.tokens, lambda name: recording.traces(name, [0])):
         with pytest.raises(ValueError, match=r"^name: expected one of model\.layers\.0\.linear_attn, .* got 'x'"):
             call("x")
+
+
+def test_recorded_gradients(qwen):
+    """Those of the last sequences without a gap. None at all is an error, and no plan by errors alone."""
+    with st.record(qwen, gradients=True) as recording:
+        calls = [qwen(ids, labels=ids, use_cache=False).loss for ids in prompt(5, 9).split(1)]
+    name = "model.layers.0.linear_attn"
+    with pytest.raises(ValueError, match=r"^gradients: expected loss\.backward\(\) for the last calibration sequence"):
+        recording.traces(name, [0])
+    for number, test, count in ((3, [4], 1), (4, [0], 2), (1, [0], 2), (2, [0], 4)):
+        calls[number].backward()
+        found = recording.traces(name, test)
+        assert found.grad.shape[0] == count
+        last = [i for i in range(5) if i not in test][-count]
+        np.testing.assert_array_equal(found.grad[0], recording._handlers[name].gradients[last])
+
+
+def test_nothing_recorded(qwen):
+    with st.record(qwen) as recording:
+        pass
+    name = "model.layers.0.linear_attn"
+    with pytest.raises(ValueError, match=r"^recording: expected a call of the model while it is recorded, got none"):
+        recording.traces(name, [0])
+    with st.record(qwen) as recording, torch.no_grad():
+        qwen(prompt(3, 9), use_cache=False)
+    with pytest.raises(TypeError, match=r"^test: expected a sequence of numbers of sequences, got 2"):
+        recording.traces(name, 2)
 
 
 def test_slots_run_out(qwen):

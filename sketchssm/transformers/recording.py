@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sketchssm.checks import check_items
 from sketchssm.recurrence import Tokens
 from sketchssm.traces import Traces
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
@@ -71,16 +73,20 @@ class Recording:
         Returns
         -------
         Traces
-            With gradients, if they were recorded for all calibration sequences.
+            With the gradients of the last calibration sequences, as far as they were recorded without a gap.
 
         Raises
         ------
         ValueError
-            If the layer is unknown, a number is out of range or repeated, sequences have different lengths, or there
-            are fewer than two for calibration or none for the test.
+            If the layer is unknown, nothing was recorded, a number is out of range or repeated, sequences have
+            different lengths, there are fewer than two for calibration or none for the test, or gradients were wanted
+            and the last calibration sequence has none.
         """
         handler = self._handler(name)
         count = len(handler.tokens)
+        if not count:
+            raise ValueError("recording: expected a call of the model while it is recorded, got none")
+        test = check_items("test", test, "numbers of sequences")
         if len(set(test)) != len(test) or any(not isinstance(i, int | np.integer) or not 0 <= i < count for i in test):
             raise ValueError(f"test: expected different numbers from 0 to {count - 1}, got {list(test)}")
         lengths = {tokens.v.shape[0] for tokens in handler.tokens}
@@ -91,8 +97,13 @@ class Recording:
                 f"lengths {sorted(lengths)}, {len(calib)} for calibration and {len(test)} for the test"
             )
         calibration, text = (_stacked([handler.tokens[i] for i in rows]) for rows in (calib, test))
-        gradients = [handler.gradients.get(i) for i in calib]
-        grad = None if any(x is None for x in gradients) else np.stack(gradients)  # type: ignore[arg-type]
+        gradients = [handler.gradients[i] for i in takewhile(handler.gradients.__contains__, reversed(calib))]
+        if handler.wants_gradients and not gradients:
+            raise ValueError(
+                "gradients: expected loss.backward() for the last calibration sequence at least, got none; parameters "
+                "or inputs must require gradients"
+            )
+        grad = np.stack(gradients[::-1]) if gradients else None
         return Traces(self.layers[name].layer, calibration, text, grad, name)
 
     def _handler(self, name: str) -> _Recorder:
@@ -157,7 +168,7 @@ class _Recorder:
     def __init__(self, gradients: bool) -> None:
         self.tokens: list[Tokens] = []
         self.gradients: dict[int, Array] = {}
-        self._wants_gradients = gradients
+        self.wants_gradients = gradients
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
@@ -167,7 +178,7 @@ class _Recorder:
             self.tokens.append(Tokens(*(None if x is None else x[row].copy() for x in inputs)))
         result = run(**given)
         out = result[0] if isinstance(result, tuple) else result
-        if self._wants_gradients and out.requires_grad:
+        if self.wants_gradients and out.requires_grad:
             out.register_hook(lambda grad: self._keep(first, grad))
         return result
 
