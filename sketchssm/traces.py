@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,6 +81,14 @@ class Traces:
         if self.grad is not None:
             shape = tuple(getattr(self.grad, "shape", ()))
             _check_grad("grad", self.layer, shape, *self.calib.v.shape[:2])
+            needed = _held_out(self.calib.v.shape[0])
+            if shape[0] < needed:
+                warnings.warn(
+                    f"{self.name}: gradients of {shape[0]} sequences are not used: ranks are scored on the last "
+                    f"{needed} calibration sequences, and need gradients of all of them",
+                    RuntimeWarning,
+                    stacklevel=3,  # the caller of the constructor
+                )
 
     def __repr__(self) -> str:
         """Name, layer and sizes in one line."""
@@ -228,7 +237,7 @@ class Traces:
                 f"{self.name}: expected at least 2 calibration sequences, some to fit bases and others to score "
                 f"ranks, got {rows}"
             )
-        return rows - max(rows // 3, 1)
+        return rows - _held_out(rows)
 
 
 @contextmanager
@@ -298,6 +307,11 @@ class _Archive:
     def _read(self, key: str) -> Array:
         with self._archive.open(self._entries[key]) as file:
             return np.lib.format.read_array(file)
+
+
+def _held_out(rows: int) -> int:
+    """Number of calibration sequences that score the ranks."""
+    return max(rows // 3, 1)
 
 
 def _rows(tokens: Tokens, rows: slice) -> Tokens:
