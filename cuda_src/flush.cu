@@ -13,6 +13,8 @@
 //
 // `ticks` (STEP): the head's clock moves on.
 //
+// DEFERRED: in mode STEP all W - 1 tokens of a row are in the ring, there is no output, and the read kernel has ended.
+//
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor up to rank 16; beyond: BLOCKS).
 #include "flush_roles.cuh"
 
@@ -38,11 +40,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (clock.word && ticks && threadIdx.x == 0) clock.tick(RING);
         if (clock.word) __syncthreads();
         const int stroke = clock.stroke();
-        set_cursors([&](int word) { return after_token(word, RING) | stroke; });
+        set_cursors([&](int word) { return after_token(word, RING - DEFERRED) | stroke; });
     };
     // Without full-state heads, the list of due rows is complete before the read kernel has ended: flushes then run
     // beside the reads of other rows.
-    const int listed = FULL_STATE_HEADS == 0 && mode == STEP ? schedule->listed_rows() : -1;
+    const int listed = FULL_STATE_HEADS == 0 && !DEFERRED && mode == STEP ? schedule->listed_rows() : -1;
     // In most steps no row is due. Block 0 stays to move the cursors; the other blocks make room for the next read.
     if (listed == 0 && blockIdx.x > 0) return;
     const bool early = listed >= 0;
@@ -80,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     if (threadIdx.x < TileScheduler::AHEAD)
         m.queue.tiles[threadIdx.x] = own < count * HEADS ? tile_at(own, entry) : NO_TILE;
 #endif
-    if (RAW_KEYS && W < WP && warp == SOLVER)
-        for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(W);
+    if (RAW_KEYS && FULL < WP && warp == SOLVER)
+        for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(FULL);
     __syncthreads();
 
     const Flush flush{m,      memory,            gate_input, projection, basis, heads,

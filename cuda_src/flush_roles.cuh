@@ -72,7 +72,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
     rows.full.wait(state / STATE_STAGES);
-    if (RAW_KEYS && folded < W) wait_solve();  // the solver has written zeros in place of missing keys
+    if (RAW_KEYS && folded < FULL) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
     if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solve);
     else wait_solve(), m.values.full.wait(n);
@@ -167,7 +167,7 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
 __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
     if (!tile.exists()) return;
     KeyStage& stage = f.m.keys[n % KEY_STAGES];
-    if (RAW_KEYS && f.folded(tile) < W) stage.clear(f.folded(tile));
+    if (RAW_KEYS && f.folded(tile) < FULL) stage.clear(f.folded(tile));
     stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
 }
 

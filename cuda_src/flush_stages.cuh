@@ -27,6 +27,7 @@ constexpr int GROUP_BLOCKS = RAW_KEYS ? GROUP_WARPS : ROW_BLOCKS;
 constexpr int TRANSFORM_BARRIER = 1, FIRST_GROUP_BARRIER = 2;
 
 constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
+constexpr int FULL = W - DEFERRED;  // tokens that a step's flush folds
 // Rows of RAW_KEYS are operands: padded so that the four rows that a warp reads at once are in different banks.
 constexpr int KEY_ROW = RAW_KEYS ? K + 16 : K;
 constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // the transform warps store WP rows of decays

@@ -206,7 +206,9 @@ struct Flush {
     int count;  // rows to flush
 
     // Whether the window's last token is the step's own.
-    __device__ __forceinline__ bool takes_own(const FlushTile& tile) const { return mode == STEP && tile.is_last(); }
+    __device__ __forceinline__ bool takes_own(const FlushTile& tile) const {
+        return !DEFERRED && mode == STEP && tile.is_last();
+    }
     __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + takes_own(tile); }
     __device__ __forceinline__ Token token(const FlushTile& tile) const {
         return Token(inputs, tile.row(), tile.head());

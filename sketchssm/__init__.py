@@ -35,6 +35,7 @@ _HOME = {
     "DecodeHead": "head",
     "ExactHead": "exact",
     "SketchHead": "sketch_head",
+    "overlap_flushes": "overlap",
     "Snapshot": "snapshot",
     "SnapshotFileError": "snapshot",
     "SlotPart": "slots",
@@ -90,6 +91,7 @@ __all__ = [
     "fit_basis",
     "low_rank_plan",
     "models",
+    "overlap_flushes",
     "traffic",
 ]
 
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
     from sketchssm.exact import ExactHead
     from sketchssm.gates import GateInput
     from sketchssm.head import DecodeHead
+    from sketchssm.overlap import overlap_flushes
     from sketchssm.plan import PlanFileError, SketchPlan
     from sketchssm.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
     from sketchssm.recurrence import FULL_STATE, Layer, Tokens

@@ -49,6 +49,8 @@ class ExactHead(DecodeHead):
         See `SketchHead`.
     drafts : int, default 0
         See `StandardHead`.
+    deferred : bool, default False
+        See `SketchHead`.
     **settings
         Further settings of the engine.
 
@@ -75,6 +77,7 @@ class ExactHead(DecodeHead):
         state_dtype: str,
         phase: int | None = None,
         drafts: int = 0,
+        deferred: bool = False,
         **settings: Any,
     ) -> None:
         capacity = check_capacity(num_slots)
@@ -96,13 +99,21 @@ class ExactHead(DecodeHead):
             activation_dtype=activation_dtype,
             output_dtype=output_dtype,
             pad_slot=int(pad_slot),
-            options={"state_dtype": state_dtype, "memory": memory, "phase": phase, "drafts": drafts},
+            options={
+                "state_dtype": state_dtype,
+                "memory": memory,
+                "phase": phase,
+                "drafts": drafts,
+                "deferred": deferred,
+            },
             **settings,
         )
         super().__init__(layer, capacity, name, engine)
         self.pad_slot, self.state_dtype = int(pad_slot), state_dtype
         self._source, self._gate = source, gate
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
+        if deferred:
+            self.drafts = 0
 
     @property
     def flush_every(self) -> int:

@@ -55,6 +55,10 @@ class SketchHead(ExactHead):
         Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, independent
         of the steps at which they began. Refreshes follow each row's own position. Layers with different phases flush
         at different steps. Default: no clock, each row has its own windows.
+    deferred : bool, default False
+        Whether flushes are deferred: all tokens are read through sketches, and a slot with W - 1 tokens is flushed
+        after its read instead of with its next token. States stay exact. Within `overlap_flushes`, a captured graph
+        runs the flushes beside later kernels. Not together with a clock or refreshes, and such a head takes no drafts.
 
     Raises
     ------
@@ -83,8 +87,10 @@ class SketchHead(ExactHead):
         memory: Mapping[str, Any] | None = None,
         state_dtype: str = "float32",
         phase: int | None = None,
+        deferred: bool = False,
     ) -> None:
         check_instance("plan", plan, SketchPlan)
+        _check_deferred(deferred, plan, phase)
         form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
         super().__init__(
             "sketch",
@@ -99,11 +105,12 @@ class SketchHead(ExactHead):
             memory=memory,
             state_dtype=state_dtype,
             phase=check_phase(phase, plan.flush_every),
+            deferred=deferred,
         )
-        self.plan, self.sketch_dtype = plan, form.name
+        self.plan, self.sketch_dtype, self.deferred = plan, form.name, deferred
 
     def _owner(self) -> dict[str, Any]:
-        return super()._owner() | {"sketch_dtype": self.sketch_dtype}
+        return super()._owner() | {"sketch_dtype": self.sketch_dtype, "deferred": self.deferred}
 
     @staticmethod
     def parts_of(
@@ -138,3 +145,14 @@ class SketchHead(ExactHead):
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
         form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
         return load_parts("sketch", backend, plan, sketch_dtype=form.name, **types)
+
+
+def _check_deferred(deferred: Any, plan: SketchPlan, phase: Any) -> None:
+    """Check whether flushes can be deferred."""
+    if not isinstance(deferred, bool):
+        raise ValueError(f"deferred: expected a bool, got {deferred!r}")
+    if deferred and phase is not None:
+        raise ValueError(f"deferred: expected False with a clock, as rows then flush together, got phase {phase}")
+    if deferred and plan.flush_every > plan.window:
+        came = f"flush_every {plan.flush_every} with window {plan.window}"
+        raise ValueError(f"deferred: expected a plan without refreshes, got {came}")

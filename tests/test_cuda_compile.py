@@ -124,6 +124,7 @@ def variants():
         engines |= {
             f"{name}-bf16-states": StandardEngine(layer, 1, **stored),
             f"{name}-bf16-states-lowrank": SketchEngine(plan, 1, **stored),
+            f"{name}-deferred": SketchEngine(plan, 1, deferred=True),
         }
     for name, kind, coded in (
         ("nemotron-3-super", "ridge", "int8"),
@@ -150,7 +151,7 @@ def variants():
     drafts = {
         f"{name}_draft": draft_variant(v)
         for name, v in chosen.items()
-        if v.operation == "read" and "refreshed" not in name
+        if v.operation == "read" and "refreshed" not in name and "deferred" not in name
     }
     for name, v in chosen.items():
         if v.operation == "standard":

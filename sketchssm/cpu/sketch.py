@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from sketchssm.cpu.decode import window_kernel
 from sketchssm.cpu.layout import REBUILD, Memory
 from sketchssm.cpu.packed import Packing, pack
-from sketchssm.cpu.parts import Parts, slot_parts, window_parts
+from sketchssm.cpu.parts import Array, Parts, slot_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.standard import Slots
 from sketchssm.cpu.workers import run
 from sketchssm.plan import SketchPlan
+from sketchssm.recurrence import Tokens
 from sketchssm.slots import SlotPart
 
 __all__ = ["SketchEngine"]
@@ -31,6 +34,8 @@ class SketchEngine(ReplayEngine):
         Format in which sketches and coefficient maps are stored, of `sketchssm.formats`. A mixed format is the plan's.
     state_dtype, memory, phase
         See `ReplayEngine`.
+    deferred : bool, default False
+        Whether a slot with W - 1 tokens is flushed after its read.
     """
 
     def __init__(
@@ -42,10 +47,11 @@ class SketchEngine(ReplayEngine):
         state_dtype: str = "float32",
         memory: Mapping[str, Any] | None = None,
         phase: int | None = None,
+        deferred: bool = False,
     ) -> None:
         packing, parts = _plan_parts(plan, sketch_dtype, state_dtype)
         self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase, plan.flush_every), packing)
-        self.plan = plan
+        self.plan, self._deferred = plan, deferred
 
     @staticmethod
     def parts_of(  # type: ignore[override]
@@ -53,6 +59,21 @@ class SketchEngine(ReplayEngine):
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.engine.Engine`."""
         return slot_parts(_plan_parts(plan, sketch_dtype, state_dtype)[1])
+
+    def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
+        """See `sketchssm.engine.Engine`."""
+        if not self._deferred:
+            super().step(tokens, slots, out)
+            return
+        live = slots[slots >= 0]
+        for t in range(out.shape[1]):
+            token = Tokens(*(None if x is None else np.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
+            output = np.empty_like(out, shape=(len(out), 1, *out.shape[2:]))
+            super().step(token, slots, output)
+            out[:, t] = output[:, 0]
+            full = live[self.position[live] == self.window - 1]
+            if full.size:
+                self.flush(full)
 
     def adopt(self, slots: Slots) -> None:
         """See `sketchssm.engine.Engine`."""

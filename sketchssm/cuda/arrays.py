@@ -17,6 +17,7 @@ from sketchssm.cuda.call_arguments import CallArguments
 from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import Framework, export
 from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
+from sketchssm.cuda.side import SideStream
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.slots import MAX_DRAFTS
 
@@ -63,6 +64,7 @@ class DeviceArrays(CallArguments):
         self._layout: CallLayout | None = None  # of the last call
         self._stream: Any = None
         self.direct: Any = None  # see `sketchssm.engine.Arrays`
+        self.side: SideStream | None = None  # of an engine with deferred flushes
         self._made: Any = None  # the array that the kernels write
         self._uploaded: tuple[Any, Any] = (None, None)
         self._all: Any = None
@@ -120,6 +122,8 @@ class DeviceArrays(CallArguments):
         if self._stream is not None:
             self._stream.__enter__()
         self._live = None
+        if self.side is not None:
+            self.side.begin_call()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -133,6 +137,8 @@ class DeviceArrays(CallArguments):
 
     def view(self, state: Any) -> Any:
         """See `sketchssm.engine.Arrays`."""
+        if self.side is not None:
+            self.side.join()
         return state
 
     def slots(self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False) -> Slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from sketchssm.cuda.layout import MAPS, PackedPlan, pack_full_state
 from sketchssm.cuda.limits import check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import allocate, cursor_part, sketch_part, slot_parts
 from sketchssm.cuda.modules import Variant, size_of
+from sketchssm.cuda.occupancy import FLUSH_SHARE, blocks_per_multiprocessor
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.refreshes import Refresher
+from sketchssm.cuda.side import SideStream
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
 from sketchssm.cuda.workspaces import MAX_ROWS, SLOTS
@@ -38,21 +41,6 @@ NO_TOKENS = (0,) * len(TOKEN_INPUTS)
 STEP, FOLD, LOAD, DRAFT = 0, 1, 2, 3
 """Modes of the flush kernel: a step's due rows; fold only; sketch only; rows that must fold before a draft."""
 
-FLUSH_BLOCKS = {
-    ("mamba2", 64): 4,
-    ("mamba2", 80): 3,
-    ("mamba2", 96): 2,
-    ("gdn", 64): 3,
-    ("gdn", 80): 2,
-    ("gdn", 96): 2,
-    ("gdn", 128): 2,
-}
-"""Blocks of the flush on a multiprocessor that registers leave room for, by kind and value_dim; otherwise one.
-Measured on H200: spilt registers cost more than fewer blocks."""
-
-MOST_DENSE_BLOCKS = 3
-"""The same for dense maps, whose flushes have one more warp."""
-
 
 class ReplayEngine(StandardEngine):
     """Replay: the window kernels in which every head reads its full state.
@@ -71,6 +59,9 @@ class ReplayEngine(StandardEngine):
         Sketches and their map. Default: no head has a sketch.
     phase : int, optional
         Where the clock begins; None for no clock.
+    deferred : bool, default False
+        Whether reads answer all tokens, and a slot with W - 1 tokens is flushed after its read. Without a clock and
+        refreshes.
     **memory
         See `StandardEngine`.
     """
@@ -84,6 +75,7 @@ class ReplayEngine(StandardEngine):
         flush_every: int | None = None,
         packed: PackedPlan | None = None,
         phase: int | None = None,
+        deferred: bool = False,
         **memory: Any,
     ) -> None:
         import cupy
@@ -91,6 +83,9 @@ class ReplayEngine(StandardEngine):
 
         super().__init__(layer, num_slots, **memory)
         check_window(window)
+        self._deferred = deferred
+        if deferred:
+            self.arrays.side = SideStream()
         self.window, self.flush_every = window, flush_every or window
         stroke = 0
         if phase is not None:  # cursor word of a row that takes part in every call
@@ -149,6 +144,7 @@ class ReplayEngine(StandardEngine):
         constants = self._constants() | {
             "W": self.window,
             "WINDOWS": self.flush_every // self.window,
+            "DEFERRED": int(self._deferred),
             "FULL_STATE_HEADS": packed.full_state,
             "SKETCHED_HEADS": layer.heads - packed.full_state,
             "RANK_MAX": int(max(packed.heads[:, 0].max(), 1)),
@@ -156,9 +152,7 @@ class ReplayEngine(StandardEngine):
         }
         prior = constants.pop("PRIOR")
         raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush_stages.cuh
-        blocks = FLUSH_BLOCKS.get((layer.kind, layer.value_dim), 1) if raw_keys else 1
-        if constants["MAP"] == MAPS["dense"]:
-            blocks = min(blocks, MOST_DENSE_BLOCKS)
+        blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
         variants = [Variant("read", constants), Variant("flush", flush)]
         return variants + [Variant("refresh", flush)] * (self.flush_every > self.window)
@@ -187,7 +181,8 @@ class ReplayEngine(StandardEngine):
         if self._packed.full_state < self.layer.heads:  # a block divides all shared memory among its warps
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
-            self._read_limits = (processors, *(size_of(read, name) for name in names))
+            readers = processors - int(processors * FLUSH_SHARE) * self._deferred
+            self._read_limits = (readers, *(size_of(read, name) for name in names))
         self._read_memory = (*memory, self._heads, self._order)
         last = (*self._slot_limits, np.int32(shared))
         self._read = Launcher(kernel, self._read_memory, inputs + "Q", last, shared=shared)  # the workspace
@@ -207,6 +202,7 @@ class ReplayEngine(StandardEngine):
                 inputs + "iiQiQ",  # whether the clock moves on; tokens of a draft, and lengths of its rows; workspace
                 (*self._slot_limits, clock, np.int32(mode), np.float32(self._packed.ridge)),
                 shared=shared,
+                overlaps=not (self._deferred and mode == STEP),  # the kernel relies on the end of the read
             )
             for mode in (STEP, FOLD, LOAD, DRAFT)
         ]
@@ -241,6 +237,7 @@ class ReplayEngine(StandardEngine):
                 slots = slots.again()
             ticks = 1  # the clock moves on once for all parts of a batch
             for first, end in spans:
+                last = t == length - 1 and end == batch
                 part = slots if end - first == batch else slots.rows(first, end)
                 self._window_step(
                     (
@@ -255,18 +252,27 @@ class ReplayEngine(StandardEngine):
                     ticks,
                     workspace,
                     captured,
+                    last,
                 )
                 ticks = 0
 
-    def _window_step(self, inputs: tuple[int, ...], batch: int, ticks: int, workspace: Any, captured: bool) -> None:
-        """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due."""
+    def _window_step(
+        self, inputs: tuple[int, ...], batch: int, ticks: int, workspace: Any, captured: bool, last: bool
+    ) -> None:
+        """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due.
+
+        `last`: no later launch of the call uses the workspace.
+        """
         if batch not in self._grids:
-            self._grids[batch] = *self._read_grid(batch), min(self.flush_blocks, batch * self.layer.heads)
+            self._grids[batch] = *self._read_grid(batch), self._flush_grid(batch)
         blocks, threads, flush_blocks = self._grids[batch]
         try:
             address = workspace.data.ptr
             self._read(blocks, threads, *inputs, address)
-            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0, address)
+            flush: Any = self._flush[STEP]
+            if last and self.arrays.side is not None:
+                flush = partial(self.arrays.side, flush)
+            flush(flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0, address)
             for refresh in self._refresh:
                 refresh(batch, inputs, address)
         except BaseException:  # the next flush must not take the rows that this read has listed
@@ -331,6 +337,13 @@ class ReplayEngine(StandardEngine):
         tiles = batch * row_tiles
         blocks = max(min(tiles, processors), -(-tiles // max_tiles))
         return blocks, 32 * min(max(-(-tiles // blocks), LEAST_READ_WARPS), max_warps)
+
+    def _flush_grid(self, batch: int) -> int:
+        """Blocks of a step's flush."""
+        if not self._deferred:
+            return min(self.flush_blocks, batch * self.layer.heads)
+        # more blocks would find no room beside the reads; few rows are due at one step
+        return min(int(self.flush_blocks * FLUSH_SHARE), -(-batch // (self.window - 1)) * self.layer.heads)
 
     def _rebuild(self, slots: Slots, mode: int) -> None:
         """Launch flushes without tokens, to fold rings or to sketch states."""

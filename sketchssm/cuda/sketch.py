@@ -28,7 +28,7 @@ class SketchEngine(ReplayEngine):
         Number of state slots.
     sketch_dtype : {"bfloat16", "float32", "int8", "fp8", "int8+int4"}, default "bfloat16"
         Format of sketches and maps.
-    phase : int, optional
+    phase, deferred
         See `ReplayEngine`.
     **memory
         See `StandardEngine`.
@@ -41,12 +41,14 @@ class SketchEngine(ReplayEngine):
         sketch_dtype: str = "bfloat16",
         *,
         phase: int | None = None,
+        deferred: bool = False,
         **memory: Any,
     ) -> None:
         check_plan(plan)
         check_refreshes(plan, memory.get("state_dtype", "float32"))
         packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
-        super().__init__(plan.layer, num_slots, plan.window, flush_every=every, packed=packed, phase=phase, **memory)
+        own: Any = {"flush_every": every, "packed": packed, "phase": phase, "deferred": deferred}
+        super().__init__(plan.layer, num_slots, plan.window, **own, **memory)
         self.plan = plan
 
     @staticmethod

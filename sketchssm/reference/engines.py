@@ -333,12 +333,22 @@ class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
     Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. A slot's memory has no
-    sketches: every read computes them from the state and the buffered tokens.
+    sketches: every read computes them from the state and the buffered tokens. With `deferred` a slot with W - 1 tokens
+    is flushed after its read.
     """
 
-    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", **settings: Any) -> None:
+    def __init__(
+        self,
+        plan: SketchPlan,
+        num_slots: int,
+        sketch_dtype: str = "float32",
+        *,
+        deferred: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__(plan.layer, num_slots, plan.window, flush_every=plan.flush_every, **settings)
         self.plan = plan
+        self._deferred = deferred
         self._form = SketchFormat.of(sketch_dtype)
 
     @staticmethod
@@ -347,6 +357,12 @@ class SketchEngine(ReplayEngine):
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
         return _parts(plan.layer, plan.flush_every)
+
+    def _token(self, slot: int, token: Tokens) -> Array:
+        output = super()._token(slot, token)
+        if self._deferred and self.position[slot] == self.window - 1:
+            self.flush(np.array([slot]))
+        return output
 
     def _read(self, slot: int, start: int, queries: Array) -> Array:
         return read_state(self.plan, self._form, self.state[slot], self._ring(slot, start), queries)

@@ -65,6 +65,9 @@ def cases():
     for name, kind, stored in REFRESHES:
         plan = refreshed_plan(LAYERS[name], [9, 3], rng, kind, WINDOW, 2, stored)
         yield SketchEngine(plan, SLOTS, stored, **options), True, LAYERS[name], "bfloat16", None, rng
+    for name in ("mamba2", "gdn", "kda"):
+        plan = make_plan(LAYERS[name], np.resize([9, FULL_STATE, 3], LAYERS[name].heads), rng, window=WINDOW)
+        yield SketchEngine(plan, SLOTS, deferred=True, **options), False, LAYERS[name], "bfloat16", None, rng
 
 
 def main():

@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -88,6 +89,10 @@ def arange(*args, dtype=None):
     return np.arange(*args, dtype=dtype).view(ndarray)
 
 
+FIRST_SIDE = 1000
+"""Handle of the first side stream."""
+
+
 class RawKernel:
     """One kernel, called as CuPy's, or by the driver's handle."""
 
@@ -99,9 +104,11 @@ class RawKernel:
         _kernels.append(self)
         self.kernel = SimpleNamespace(ptr=len(_kernels))
 
-    def __call__(self, grid, block, args, *, shared_mem=0):
+    def __call__(self, grid, block, args, *, shared_mem=0, stream=0):
         if Stream.recorded is not None:
-            Stream.recorded.append((self, grid, block, args, shared_mem))
+            beside = FIRST_SIDE <= stream < FIRST_SIDE + Stream.side_streams
+            queue = Stream.beside.setdefault(stream, []) if beside else Stream.recorded
+            queue.append((self, grid, block, args, shared_mem))
             return
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise ValueError(f"{shared_mem} bytes of shared memory, but {self.max_dynamic_shared_size_bytes} allowed")
@@ -151,16 +158,17 @@ def launch_kernel(config, function, pointers, extra):
     kernel = _kernels[function - 1]
     if isinstance(pointers, int):  # from C++
         pointers = (ctypes.c_void_p * len(kernel.parameters)).from_address(pointers)
-    kernel(fields[:3], fields[3:6], kernel.arguments(pointers), shared_mem=fields[6])
+    kernel(fields[:3], fields[3:6], kernel.arguments(pointers), shared_mem=fields[6], stream=fields[7])
     return 0
 
 
 def install(monkeypatch):
     """Put this module in CuPy's place, and its launches in the driver's."""
-    from sketchssm.cuda import launch, workspaces
+    from sketchssm.cuda import launch, side, workspaces
 
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
-    monkeypatch.setattr(workspaces, "capture_of", lambda stream: 0 if Stream.recorded is None else Stream.captures)
+    for module in (side, workspaces):
+        monkeypatch.setattr(module, "capture_of", lambda stream: current_capture())
     monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
     monkeypatch.setitem(sys.modules, "sketchssm.cuda._direct", None)  # not built; see driver.py
 
@@ -194,7 +202,7 @@ class RawModule:
 
 class _Device:
     id = 0
-    attributes = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": 227 << 10}  # noqa: RUF012
+    attributes: ClassVar = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": 227 << 10}
     compute_capability = "90"
 
     def __enter__(self):
@@ -213,28 +221,53 @@ class MemoryPointer:
 
 
 class Stream(contextlib.nullcontext):
-    """Kernels run at once and in order; captured kernels run when the graph is launched."""
+    """Kernels run at once and in order; captured kernels run when the graph is launched.
+
+    A stream with a priority is a side stream. Its captured kernels run as late as possible: when another stream waits
+    for its event.
+    """
 
     ptr = 0
     recorded = None
     captures = 0
+    beside: ClassVar = {}  # captured kernels of side streams that no stream has waited for
+    side_streams = 0
+    current: ClassVar = []
     from_external = classmethod(lambda cls, handle: cls())
 
-    def __init__(self, non_blocking=False):
+    def __init__(self, non_blocking=False, priority=None):
         super().__init__()
+        if priority is not None:
+            self.ptr = FIRST_SIDE + Stream.side_streams
+            Stream.side_streams += 1
+
+    def __enter__(self):
+        Stream.current.append(self)
+
+    def __exit__(self, *error):
+        Stream.current.pop()
 
     def record(self, event=None):
+        event = event or Event()
+        event.record(self)
         return event
 
     def wait_event(self, event):
-        """Nothing is in flight."""
+        if event.capture not in (0, current_capture()):
+            raise RuntimeError("the event belongs to a capture that has ended")
+        if Stream.recorded is not None:
+            Stream.recorded += Stream.beside.pop(event.stream, [])
+            if self.ptr >= FIRST_SIDE:
+                Stream.beside.setdefault(self.ptr, [])
 
     def begin_capture(self):
-        Stream.recorded = []
+        Stream.recorded, Stream.beside = [], {}
         Stream.captures += 1
 
     def end_capture(self):
         calls, Stream.recorded = Stream.recorded, None
+        if Stream.beside:
+            raise RuntimeError("a side stream was not joined to the captured stream")
 
         def launch(stream):
             for kernel, grid, block, args, shared in calls:
@@ -246,14 +279,21 @@ class Stream(contextlib.nullcontext):
         pass
 
 
+def current_capture():
+    """Number of the capture; 0 outside of captures."""
+    return 0 if Stream.recorded is None else Stream.captures
+
+
 class Event:
     done = True
+    stream = capture = 0
 
     def __init__(self, disable_timing=False):
         pass
 
     def record(self, stream=None):
         self.time = time.perf_counter()
+        self.stream, self.capture = 0 if stream is None else stream.ptr, current_capture()
 
     def synchronize(self):
         pass
@@ -265,7 +305,7 @@ cuda = SimpleNamespace(
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, size=size),
-    get_current_stream=Stream,
+    get_current_stream=lambda: Stream.current[-1] if Stream.current else Stream(),
     get_elapsed_time=lambda start, stop: 1e3 * (stop.time - start.time),
     is_available=lambda: True,
     driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1),

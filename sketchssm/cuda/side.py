@@ -1,0 +1,56 @@
+"""The stream on which a captured graph runs an engine's deferred flushes, beside the caller's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sketchssm.cuda.launch import capture_of
+from sketchssm.overlap import current_scope
+
+__all__ = ["SideStream"]
+
+PRIORITY = -5
+"""The highest priority of a stream: blocks of flushes go before blocks of later reads. Steps are 1% faster on H200."""
+
+
+class SideStream:
+    """Runs launches of one engine beside the caller's stream, in captures within a scope of `overlap_flushes`."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._current = cupy.cuda.get_current_stream
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
+        self._ready, self._done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        self._caller: Any = None  # the stream that has not waited for the last launch
+        self._capture = 0
+
+    def __call__(self, launch: Callable[..., None], *args: int) -> None:
+        """Launch after the current stream's work; in a capture within a scope, beside the stream's later work."""
+        caller, scope = self._current(), current_scope()
+        capture = 0 if scope is None else capture_of(int(caller.ptr))
+        if scope is None or not capture:
+            launch(*args)
+            return
+        self._ready.record(caller)
+        self._stream.wait_event(self._ready)
+        self._caller, self._capture = caller, capture
+        scope.append(self.join)
+        with self._stream:
+            try:
+                launch(*args)
+            finally:  # a capture can only end if the stream is joined, also after an error
+                self._done.record(self._stream)
+
+    def join(self) -> None:
+        """Let the caller's stream wait for the last launch, if its capture goes on."""
+        if self._caller is not None:
+            caller, self._caller = self._caller, None
+            if capture_of(int(caller.ptr)) == self._capture:
+                caller.wait_event(self._done)
+
+    def begin_call(self) -> None:
+        """Let the current stream wait for the last launch, if both are in the same capture."""
+        if self._caller is not None and capture_of(int(self._current().ptr)) == self._capture:
+            self._current().wait_event(self._done)
