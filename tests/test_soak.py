@@ -19,7 +19,7 @@ def test_every_request_sees_its_own_tokens(case, backend):
     """No request is lost, no slot leaks into another, and positions follow the rules."""
     served = server(backend, case, 150, seed=1)
     counts = served.run()
-    assert set(counts) >= EVENTS
+    assert set(counts) >= (EVENTS - {"drafts", "accepted"} if case.deferred else EVENTS)
     if case.flush_every > WINDOW:
         assert min(counts["refreshed"], counts["skipped"]) > 30
     assert len(served.free) == 64 - (served.pad == 0)

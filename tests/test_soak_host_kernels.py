@@ -15,6 +15,7 @@ def test_every_request_sees_its_own_tokens(number):
     size = {"requests": 60, "mean_length": 12.0} if refreshes else {"requests": 24, "mean_length": 8.0}
     served = server("cuda", case, **size, seed=3, slots=16, graphs=graphs)
     counts = served.run()
-    assert {"finished", "steps", "refreshed" if refreshes else "drafts"} <= set(counts)
+    assert {"finished", "steps"} <= set(counts)
+    assert ("drafts" in counts) != (refreshes or case.deferred)
     assert (counts["refreshed"] > 0) == refreshes
     assert len(served.free) == 16 - (served.pad == 0)

@@ -1,4 +1,4 @@
-"""Heads that a soak drives: every system and kind, ranks of both sorts, clocks, codes and refreshes."""
+"""Heads that a soak drives: every system and kind, ranks of both sorts, clocks, codes, refreshes, deferred flushes."""
 
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ DEVICE_LAYERS = {
 
 
 class Case(NamedTuple):
-    """One head: a system, a kind of layer, where its clock begins, the slot that means padding, and its formats."""
+    """One head: a system, a kind of layer, where its clock begins, the slot that means padding, formats, flushes."""
 
     system: str
     kind: str
@@ -47,6 +47,7 @@ class Case(NamedTuple):
     state_dtype: str = "float32"
     sketch_dtype: str = "float32"
     flush_every: int = WINDOW
+    deferred: bool = False
 
     def __str__(self):
         clock = "" if self.phase is None else f"-clock{self.phase}"
@@ -54,7 +55,8 @@ class Case(NamedTuple):
         state = "" if self.state_dtype == "float32" else "-bf16"
         form = "" if self.sketch_dtype == "float32" else f"-{self.sketch_dtype}"
         refreshes = "" if self.flush_every == WINDOW else f"-every{self.flush_every}"
-        return f"{self.system}-{self.kind}{clock}{padding}{state}{form}{refreshes}"
+        deferred = "-deferred" if self.deferred else ""
+        return f"{self.system}-{self.kind}{clock}{padding}{state}{form}{refreshes}{deferred}"
 
 
 CASES = [
@@ -70,6 +72,8 @@ CASES = [
     Case("sketch", "kda", sketch_dtype="int8", flush_every=3 * WINDOW),
     Case("sketch", "mamba2", sketch_dtype="int8+int4"),
     Case("sketch", "gdn", 18, flush_every=3 * WINDOW),
+    Case("sketch", "gdn", deferred=True),
+    Case("sketch", "kda", None, 0, "bfloat16", deferred=True),
 ]
 
 
@@ -91,6 +95,7 @@ def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=Fal
         settings |= {"activation_dtype": "bfloat16", "output_dtype": "float32"}
     settings |= {} if case.state_dtype == "float32" else {"state_dtype": case.state_dtype}
     settings |= {"drafts": 4} if case.system == "standard" else {"phase": case.phase}
+    settings |= {"deferred": True} if case.deferred else {}
 
     def make(slots, memory):
         own = settings if memory is None else settings | {"memory": memory}

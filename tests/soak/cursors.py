@@ -16,10 +16,12 @@ class Cursors:
         Where the clock begins; None for no clock.
     slots : int
         Number of slots.
+    deferred : bool, default False
+        Whether a slot flushes behind its token number W - 1.
     """
 
-    def __init__(self, window, every, phase, slots):
-        self.window, self.every, self.clocked = window, every, phase is not None
+    def __init__(self, window, every, phase, slots, deferred=False):
+        self.window, self.every, self.clocked = window, every - deferred, phase is not None
         # the clock is one more row, behind the slots
         self.position, self.drafted = np.zeros(slots + 1, int), np.zeros(slots + 1, int)
         self.due = np.zeros(slots + 1, bool)

@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 from samples import at
 
+import sketchssm as ss
 from sketchssm.recurrence import Tokens
 from soak.places import Host
 
@@ -137,7 +138,8 @@ class Device(Host):
     def _record(self, call):
         with self.main:
             self.main.begin_capture()
-            call()
+            with ss.overlap_flushes():
+                call()
             return self.main.end_capture()
 
     def _capture(self, rows):

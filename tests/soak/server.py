@@ -55,7 +55,8 @@ class Server(Events):
         self.place, self.head, self.layer = place, place.head, layer
         self.seed, self.rng = seed, np.random.default_rng(seed)
         self.oracle = Oracle(layer, plan, state_dtype)
-        self.cursors = Cursors(self.head.window, self.head.flush_every, phase, self.head.num_slots)
+        self.deferred = getattr(self.head, "deferred", False)
+        self.cursors = Cursors(self.head.window, self.head.flush_every, phase, self.head.num_slots, self.deferred)
         self.waiting, self.mean_length = requests, mean_length
         self.pad = getattr(self.head, "pad_slot", -1)
         self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
@@ -234,13 +235,16 @@ class Server(Events):
         exact = np.zeros((len(rows), count), bool)
         for t in range(count):
             flushes, refreshes = self.cursors.plain(slots[live])
-            exact[live, t] = flushes
+            with_token = flushes & (not self.deferred)
+            exact[live, t] = with_token
             self.counts["refreshed"] += int(refreshes.sum())
             token = _rows(seen, live, t)
             pasts = [rows[i].past for i in live]
-            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, flushes, refreshes)
+            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, with_token, refreshes)
             for i, past in zip(live, after, strict=True):
                 rows[i].past = past
+            if self.deferred:
+                self.end_windows([rows[i] for i, folds in zip(live, flushes, strict=True) if folds], "flushed")
         for i in live:
             rows[i].left -= count
             rows[i].note("step", count, "position", self.cursors.position[rows[i].slot])
