@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ from sketchssm.sketch_head import SketchHead
 
 __all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
 
-MODES = ("lockstep", "clock", "no clock")
-"""Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock."""
+MODES = ("lockstep", "clock", "no clock", "deferred")
+"""Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock; random, without a
+clock and with deferred flushes."""
 
 JUDGED_HEADS = 8
 """At least so many heads are compared with float64, if the layer has as many."""
@@ -119,21 +120,21 @@ class Model:
         Shape, window and gate.
     plan : SketchPlan or None
         The plan of every layer; None for standard decode.
-    clock : bool
-        Whether the layers have clocks; layer i has the phase ``i % window``.
+    mode : str
+        One of `MODES`. With "clock", layer i has the phase ``i % window``.
     """
 
     case: Case
     plan: Any
-    clock: bool
+    mode: str
 
     def head(self, index: int, num_slots: int, backend: str) -> DecodeHead:
         """Make the head of a layer."""
         gate = self.case.gate
         if self.plan is None:
             return StandardHead(self.case.layer, num_slots, backend, gate=gate)
-        phase = index % self.case.window if self.clock else None
-        return SketchHead(self.plan, num_slots, backend, gate=gate, phase=phase)
+        phase = index % self.case.window if self.mode == "clock" else None
+        return SketchHead(self.plan, num_slots, backend, gate=gate, phase=phase, deferred=self.mode == "deferred")
 
     def judge(self, index: int, inputs: Inputs, requests: Requests, run: Run) -> tuple[float, float]:
         """Compute the errors of some heads of a layer against the same layer in float64, for the first row.
@@ -159,7 +160,7 @@ class Model:
         row = Tokens(*(None if x is None else x[:, own] for x, own in zip(inputs.first_row, axes, strict=True)))
         gate = None if self.case.gate is None else self.case.gate.shard(0, world)
         plan = None if self.plan is None else self.plan.shard(0, world)
-        twin = Model(Case("", layer.shard(0, world), 1, self.case.window, [], gate), plan, self.clock).head(
+        twin = Model(Case("", layer.shard(0, world), 1, self.case.window, [], gate), plan, self.mode).head(
             index, 1, "reference"
         )
         outputs = np.empty((len(run.outputs), *twin.layer.state_shape[:2]))
@@ -198,7 +199,7 @@ def measure_arrivals(
         lockstep = math.nan
         for mode in ("arrivals",) if plan is None else MODES:
             requests = together if mode == "lockstep" else arriving
-            model = Model(case, plan, mode == "clock")
+            model = Model(case, plan, mode)
             gc.collect()  # frees the memory of the heads before
             try:
                 heads = [model.head(i, requests.num_slots, backend) for i in range(layers)]
@@ -282,7 +283,10 @@ def time_arrivals(
         report.device = device_name()
         listed = {(case.shape, case.window): case.systems() for case in cases}  # batches share kernels
         progress("compiling")
-        compile_all([system for own in listed.values() for system in own if system.name != "replay"])
+        needed = [system for own in listed.values() for system in own if system.name != "replay"]
+        sketches: list[Any] = [system for system in needed if system.plan is not None]
+        deferred = [replace(one, build=partial(one.build, deferred=True)) for one in sketches]
+        compile_all(needed + deferred)
     for case in cases:
         progress(str(case))
 

@@ -19,6 +19,7 @@ from sketchssm.bench.requests import Requests
 from sketchssm.bench.runs import Inputs, Run
 from sketchssm.head import DecodeHead
 from sketchssm.interop import to_host
+from sketchssm.overlap import overlap_flushes
 from sketchssm.recurrence import Tokens
 
 __all__ = ["inputs_on_device", "run_on_device"]
@@ -89,8 +90,9 @@ def run_on_device(heads: Sequence[DecodeHead], inputs: Inputs, requests: Request
             head.load_state(states, slots=joined)
 
     def step() -> None:
-        for head in heads:
-            head.step(*token, slots=slots, out=output)
+        with overlap_flushes():
+            for head in heads:
+                head.step(*token, slots=slots, out=output)
 
     load_graph, step_graph = captured(load, stream), captured(step, stream)
     pace = _Pace(period, duty, stream)
