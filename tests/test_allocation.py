@@ -77,13 +77,15 @@ def certify(allocation, optimum, curves):
     mean_rank=st.one_of(st.integers(1, 7), st.floats(1, 7)),
     map=st.sampled_from([map_of(name, pivots=2) for name in MAPS]),
     monotone=st.booleans(),
+    rank_max=st.sampled_from([None, 6, 4, 1]),
 )
-def test_against_exhaustive_search(seed, mean_rank, map, monotone):
+def test_against_exhaustive_search(seed, mean_rank, map, monotone, rank_max):
     rng = np.random.default_rng(seed)
     curves = falling(rng, 4, 6) if monotone else rng.exponential(size=(4, 7))
-    allocation = ss.allocate_ranks(scores_of(SMALL, curves), mean_rank, map=map)
+    allocation = ss.allocate_ranks(scores_of(SMALL, curves), mean_rank, map=map, rank_max=rank_max)
     check(allocation, SMALL, curves, map)
-    optimum = exhaustive(SMALL, curves, allocation.budget, map=map)
+    assert max(allocation.ranks) <= (rank_max or 6)
+    optimum = exhaustive(SMALL, curves[:, : (rank_max or 6) + 1], allocation.budget, map=map)
     certify(allocation, optimum, curves)
     assert optimum <= allocation.objective + 1e-12 * curves.max()
 
@@ -275,6 +277,12 @@ def test_a_large_model(rng):
 def test_refusals(mean_rank, method, match, rng):
     with pytest.raises(ValueError, match=match):
         ss.allocate_ranks(scores_of(SMALL, falling(rng, 4, 8)), mean_rank, method)
+
+
+@pytest.mark.parametrize("rank_max", [0, 7, 2.0, True])
+def test_largest_rank_is_checked(rank_max, rng):
+    with pytest.raises(ValueError, match=rf"rank_max: expected .*, got {rank_max}"):
+        ss.allocate_ranks(scores_of(SMALL, falling(rng, 4, 6)), 2, rank_max=rank_max)
 
 
 def test_no_samples(rng):

@@ -115,12 +115,38 @@ def test_ranks_are_limited_to_the_room_of_cuda(tmp_path):
     layer = Layer("gdn", 1, 128, 128)
     traces = Traces.load(write_traces(tmp_path / "layer.npz", "gdn", layer=layer))
     tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1, 2))
-    settings = {"error": 10.0, "candidates": tried, "mean_ranks": (90,), "backend": "reference"}
+    settings = {"error": 10.0, "mean_ranks": (90,), "backend": "reference"}
     for rank_max, want in ((None, [70, 56]), (80, [80, 80])):
-        [own] = autoplan([traces], rank_max=rank_max, **settings).layers
-        assert [scores.rank_max for _, scores in map(own.calibrated, tried)] == want
-    with pytest.raises(ValueError, match=r"^layer: rank_max: expected an integer from 1 to min\(K, V\)=128, got 0"):
-        autoplan([traces], rank_max=0, **settings)
+        limited = [replace(candidate, rank_max=rank_max) for candidate in tried]
+        [own] = autoplan([traces], candidates=limited, **settings).layers
+        assert [scores.rank_max for _, scores in map(own.calibrated, limited)] == want
+    with pytest.raises(ValueError, match=r"^rank_max: expected at most the largest scored rank, 128, got 129"):
+        autoplan([traces], candidates=[replace(tried[0], rank_max=129)], **settings)
+
+
+def test_largest_ranks(layers):
+    """A limit gives the best ranks up to it. Where it excludes nothing there is no second point."""
+    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1,), (None, 3, 2))
+    found = autoplan(layers, error=10.0, **(SETTINGS | {"candidates": tried})).points
+    by_limit = {c.rank_max: {p.mean_rank: p for p in found if p.candidate == c} for c in tried}
+    free = by_limit[None]
+    assert list(free) == list(RANKS)
+    assert max(plan.ranks.max() for plan in free[4].plans) > 3
+    calibrated = [calibrate(traces, WINDOW) for traces in layers]
+    before = free
+    for limit in (3, 2):
+        own = by_limit[limit]
+        for rank in RANKS:
+            ranks = allocate_ranks([c.scores for c in calibrated], rank, rank_max=limit).ranks
+            assert all(x.max() <= limit for x in ranks)
+            same = all(np.array_equal(x, p.ranks) for x, p in zip(ranks, before[rank].plans, strict=True))
+            assert (rank in own) != same
+            if not same:
+                assert all(np.array_equal(x, p.ranks) for x, p in zip(ranks, own[rank].plans, strict=True))
+        before = before | own
+    with pytest.raises(ValueError, match="rank_max: expected a positive integer, got 0"):
+        Candidate("ridge", rank_max=0)
+    assert str(tried[1]).endswith("flush 8, ranks to 3")
 
 
 def test_target_error(layers, search):
@@ -196,8 +222,10 @@ def test_scores_alone(layers):
         autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[-1].map)])
     with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
         autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4, flush_every=4)])
-    with pytest.raises(ValueError, match="rank_max: expected None with scores, whose rank_max is the limit, got 3"):
-        autoplan([(own.basis, own.scores)], error=1.0, rank_max=3)
+    most = own.scores.rank_max
+    with pytest.raises(ValueError, match=f"candidates: without traces, expected ranks up to .* rank_max={most}, got"):
+        autoplan([(own.basis, own.scores)], error=1.0, candidates=[
+            Candidate("ridge", window=WINDOW, rank_max=most + 1)])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -243,7 +271,8 @@ def test_table(search):
     table = frontier_table(search)
     assert [row[0] for row in table.rows] == ["->" if p is search.chosen else "" for p in search.frontier]
     assert [row[5:] for row in table.rows] == [
-        [f"{p.mean_rank:g}", f"{p.traffic:.3f}", f"{p.error:.4f}"] for p in search.frontier
+        [f"{p.mean_rank:g}", str(max(plan.ranks.max() for plan in p.plans)), f"{p.traffic:.3f}", f"{p.error:.4f}"]
+        for p in search.frontier
     ]
     timed = replace(search, points=[replace(p, seconds=2e-6) for p in search.points])
     table = frontier_table(timed, standard=6e-6)
@@ -281,6 +310,10 @@ def test_command(tmp_path):
     )
     assert "expected one of --error" in invoke("plan", *paths, *settings, code=2).output
     assert "map: expected one of" in invoke("plan", *paths, "--maps", "rigde", code=2).output
+    invoke("plan", *paths, *settings, "--error", "10", "--rank-max", "2,1", "--json", tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {p["rank_max"] for p in report["points"]} == {2, 1}
+    assert all(SketchPlan.load(path).ranks.max() <= 2 for path in report["plans"])
     refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2)
     assert "'--maps': ridge: map 'offline' has no ridge" in refused.output
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
-from sketchssm.checks import check_items, check_number
+from sketchssm.checks import check_items, check_number, check_size
 from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.recurrence import FULL_STATE, check_instance
@@ -111,6 +111,7 @@ def allocate_ranks(
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
     full_reads: bool = True,
+    rank_max: int | None = None,
 ) -> Allocation:
     """Allocate ranks to heads within the read traffic of a mean rank.
 
@@ -131,6 +132,8 @@ def allocate_ranks(
         mean rank with half of the columns in 8 bits, and "uniform" gives 8 bits to half of the columns, rounded down.
     full_reads : bool, default True
         Whether a head may read its full state; False for plans with refreshes, where no head may.
+    rank_max : int, optional
+        Largest rank of a head. Default: each layer's largest scored rank.
 
     Returns
     -------
@@ -142,7 +145,7 @@ def allocate_ranks(
     ValueError
         If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
         that can be given, or the method is unknown, or needs gradients that were not given or are all zero. Also if
-        the format is unknown or does not serve the map.
+        the format is unknown or does not serve the map, or `rank_max` is beyond the scored ranks of all layers.
     """
     single = isinstance(scores, RankScores)
     layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")
@@ -164,7 +167,10 @@ def allocate_ranks(
         for index, layer in enumerate(layers):
             if layer.graded and not layer.sensitivity.any():
                 raise ValueError(f"scores: {method!r} needs gradients, got only zeros for layer {index}")
-    table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads)
+    width = max(layer.rank_max for layer in layers)
+    if rank_max is not None and check_size("rank_max", rank_max) > width:
+        raise ValueError(f"rank_max: expected at most the largest scored rank, {width}, got {rank_max}")
+    table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads, rank_max or width)
     check_mean_rank(mean_rank)
     if method == "uniform" and mean_rank > table.uniform_limit:
         raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
@@ -236,10 +242,9 @@ class _Table:
     uniform_limit: int
 
     @classmethod
-    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost, full_reads: bool) -> _Table:
-        width = max(layer.rank_max for layer in layers)
-        decay = _shared_decay(layers, width) if method == "sensitivity" else None
-        pairs = [(g, w) for g in range(1, width + 1) for w in (range(g + 1) if cost.form.mixed else (g,))]
+    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost, full_reads: bool, rank_max: int) -> _Table:
+        decay = _shared_decay(layers) if method == "sensitivity" else None
+        pairs = [(g, w) for g in range(1, rank_max + 1) for w in (range(g + 1) if cost.form.mixed else (g,))]
         ranks, wides = np.array(pairs, dtype=np.int64).T
         tables, limits = [], []
         for layer in layers:
@@ -345,8 +350,9 @@ def _spend(table: _Table, choice: Choice, budget: float) -> Choice:
         choice[head] = action
 
 
-def _shared_decay(layers: Sequence[RankScores], width: int) -> Array:
+def _shared_decay(layers: Sequence[RankScores]) -> Array:
     """Share of energy lost at each rank, mean over all heads that are scored at the rank."""
+    width = max(layer.rank_max for layer in layers)
     lost = [
         np.pad(1.0 - layer.retained, ((0, 0), (0, width - layer.rank_max)), constant_values=np.nan) for layer in layers
     ]

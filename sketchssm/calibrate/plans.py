@@ -152,6 +152,7 @@ def plan_layers(
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
     flush_every: int | None = None,
+    rank_max: int | None = None,
 ) -> tuple[list[SketchPlan], Allocation]:
     """Make plans of several layers under one budget.
 
@@ -169,6 +170,8 @@ def plan_layers(
         Format of sketches.
     flush_every : int, optional
         Tokens from one flush to the next; default the window. With refreshes no head reads its full state.
+    rank_max : int, optional
+        Largest rank of a head. Default: each layer's largest scored rank.
 
     Returns
     -------
@@ -178,7 +181,9 @@ def plan_layers(
         The ranks, and their quality.
     """
     full_reads = flush_every in (None, scores[0].window)
-    allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=full_reads)
+    allocation = allocate_ranks(
+        scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=full_reads, rank_max=rank_max
+    )
     tables = zip(bases, allocation.tables, strict=True)
     return [SketchPlan(basis, table, map=map, flush_every=flush_every) for basis, table in tables], allocation
 

@@ -13,6 +13,10 @@ from sketchssm.formats import SketchFormat
 
 __all__ = ["command"]
 
+FAST_RANKS = (24, 16)
+"""Largest ranks below which CUDA flushes are faster: smaller teams of epilogue warps, and more blocks on a
+multiprocessor (`EPILOGUE_TEAM` and `BLOCKS` in ``flush_tiles.cuh``)."""
+
 
 def _map(text: str) -> CoefficientMap:
     """A map from its name, or from ``name:ridge``."""
@@ -50,7 +54,12 @@ def _map(text: str) -> CoefficientMap:
 @click.option("--windows", type=NUMBERS, default="16,32", help="Tokens of a window, from one sketch to the next.")
 @click.option("--flushes", type=NUMBERS, default="1,4", help="Windows from one flush to the next.")
 @click.option("--mean-ranks", type=NUMBERS, default="2,3,4,6,8,10,12,16")
-@options.rank_max
+@click.option(
+    "--rank-max",
+    type=NUMBERS,
+    help="Largest ranks of a head to try.  [default: what the CUDA kernels have room for; with --time-on cuda also "
+    "24 and 16]",
+)
 @click.option(
     "--time-on",
     type=click.Choice(["cpu", "cuda"]),
@@ -72,7 +81,7 @@ def command(
     windows: tuple[int, ...],
     flushes: tuple[int, ...],
     mean_ranks: tuple[int, ...],
-    rank_max: int | None,
+    rank_max: tuple[int, ...] | None,
     time_on: str | None,
     batch: int,
     backend: str,
@@ -103,19 +112,27 @@ def command(
     if plots is not None:
         figures.check(plots, "--plots")
     output = Output(json_file)
+    layers = [Traces.load(path) for path in traces]
+    limit = max(min(own.layer.key_dim, own.layer.value_dim) for own in layers)
+    fast = [most for most in FAST_RANKS if most < limit and time_on == "cuda"]
     chosen = {} if maps is None else {"maps": maps}
-    tried = candidates(**chosen, sketch_dtypes=sketch_dtypes, windows=windows, flushes=flushes)
+    tried = candidates(
+        **chosen,
+        sketch_dtypes=sketch_dtypes,
+        windows=windows,
+        flushes=flushes,
+        rank_maxes=(None, *fast) if rank_max is None else rank_max,
+    )
     times = None if time_on is None else StepTimes(time_on, batch)
     with output.progress("planning", len(tried) * len(mean_ranks)) as step:
         found = autoplan(
-            [Traces.load(path) for path in traces],
+            layers,
             error=error,
             traffic=traffic,
             seconds=None if microseconds is None else 1e-6 * microseconds,
             candidates=tried,
             mean_ranks=mean_ranks,
             time_of=times,
-            rank_max=rank_max,
             backend=backend,
             progress=step,
         )

@@ -40,6 +40,10 @@ class Candidate:
         Tokens from one sketch to the next (W).
     flush_every : int, optional
         Tokens from one flush of the state to the next, a multiple of `window`. Default: the window.
+    rank_max : int, optional
+        Largest rank of a head. A head that needs more reads its full state, except with refreshes. Default: the
+        largest rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits* on the page of the CUDA
+        backend.
 
     Raises
     ------
@@ -51,16 +55,20 @@ class Candidate:
     sketch_dtype: str = "bfloat16"
     window: int = 16
     flush_every: int = None  # type: ignore[assignment]  # stands for the window until __post_init__
+    rank_max: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map", CoefficientMap.of(self.map))
         SketchFormat.of(self.sketch_dtype).check_map(self.map)
         object.__setattr__(self, "window", check_window(self.window))
         object.__setattr__(self, "flush_every", check_flush_every(self.flush_every, self.window))
+        if self.rank_max is not None:
+            check_size("rank_max", self.rank_max)
 
     def __str__(self) -> str:
-        """All settings: ``ridge(ridge=0.001), int8, window 16, flush 64``."""
-        return f"{self.map}, {self.sketch_dtype}, window {self.window}, flush {self.flush_every}"
+        """All settings: ``ridge(ridge=0.001), int8, window 16, flush 64, ranks to 24``."""
+        ranks = "" if self.rank_max is None else f", ranks to {self.rank_max}"
+        return f"{self.map}, {self.sketch_dtype}, window {self.window}, flush {self.flush_every}{ranks}"
 
 
 def candidates(
@@ -68,6 +76,7 @@ def candidates(
     sketch_dtypes: Sequence[str] = SKETCH_DTYPES,
     windows: Sequence[int] = WINDOWS,
     flushes: Sequence[int] = FLUSHES,
+    rank_maxes: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
     """List all combinations of settings that exist.
 
@@ -82,6 +91,8 @@ def candidates(
         Tokens from one sketch to the next.
     flushes : sequence of int, default (1, 4)
         Windows from one flush of the state to the next. Combinations of more than 128 tokens are left out.
+    rank_maxes : sequence of int or None, default (None,)
+        Largest ranks of a head; None for the default of `Candidate`. The CUDA kernels are fastest up to rank 16.
 
     Returns
     -------
@@ -97,11 +108,14 @@ def candidates(
     formats = [SketchFormat.of(name) for name in check_items("sketch_dtypes", sketch_dtypes, "formats")]
     windows = [check_window(window) for window in check_items("windows", windows, "integers")]
     flushes = [check_size("flushes", flush) for flush in check_items("flushes", flushes, "integers")]
+    rank_maxes = check_items("rank_maxes", rank_maxes, "integers or None")
     found = [
-        Candidate(map, form.name, window, window * flush)
-        for map, form, window, flush in product(known, formats, windows, flushes)
+        Candidate(map, form.name, window, window * flush, most)
+        for map, form, window, flush, most in product(known, formats, windows, flushes, rank_maxes)
         if form.serves(map) and window * flush <= MOST_TOKENS
     ]
     if not found:
-        raise ValueError("candidates: expected at least one map, format, window and flush that go together, got none")
+        raise ValueError(
+            "candidates: expected at least one map, format, window, flush and largest rank that go together, got none"
+        )
     return found

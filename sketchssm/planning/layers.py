@@ -66,14 +66,12 @@ class TracedLayer:
         Weight of a sample in the basis, see `Moments`.
     backend : str
         Where to decode.
-    rank_max : int or None
-        Largest rank of a head; None for `common_rank`.
     """
 
-    def __init__(self, traces: Traces, weighting: str, backend: str, rank_max: int | None) -> None:
+    def __init__(self, traces: Traces, weighting: str, backend: str) -> None:
         self.layer = traces.layer
         self.traces = traces
-        self._weighting, self._backend, self._rank_max = weighting, backend, rank_max
+        self._weighting, self._backend = weighting, backend
         self._scored, self._grad = traces.score_part()
         self._calibrated: dict[tuple[int, int], Calibrated] = {}
         self.graded = self._grad is not None
@@ -97,14 +95,13 @@ class TracedLayer:
         scores : RankScores
             Measured on `Traces.score_part`.
         """
-        window = candidate.window
-        rank_max = self._rank_max
-        if rank_max is None:
-            rank_max = common_rank(self.layer, window, candidate.flush_every)
-        if (window, rank_max) not in self._calibrated:
+        window, layer = candidate.window, self.layer
+        columns = max(common_rank(layer, window, candidate.flush_every), candidate.rank_max or 0)
+        columns = min(columns, layer.key_dim, layer.value_dim)
+        if (window, columns) not in self._calibrated:
             with named_errors(self.traces):
-                self._calibrated[window, rank_max] = calibrate(self.traces, window, rank_max, self._weighting)
-        found = self._calibrated[window, rank_max]
+                self._calibrated[window, columns] = calibrate(self.traces, window, columns, self._weighting)
+        found = self._calibrated[window, columns]
         return found.basis, found.scores
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
@@ -184,6 +181,10 @@ class ScoredLayer:
             return f"without traces, only the errors of exact and ridge are known, got {candidate.map}"
         if (candidate.window, candidate.flush_every) != (window, window):
             return f"without traces, expected the window and flush of the scores, {window} tokens, got {candidate}"
+        if (candidate.rank_max or 0) > self._scores.rank_max:
+            return (
+                f"without traces, expected ranks up to the scores' rank_max={self._scores.rank_max}, got {candidate}"
+            )
         return ""
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:

@@ -72,7 +72,8 @@ class PlanSearch:
     Parameters
     ----------
     points : list of PlanPoint
-        All points, in the order of the search.
+        All points, in the order of the search. Candidates that differ only in their largest rank may give the same
+        plans; only the first of them has a point.
     chosen : PlanPoint
         The point that meets the target.
     graded : bool
@@ -125,7 +126,6 @@ def autoplan(
     time_of: Measure | None = None,
     loss_of: Measure | None = None,
     weighting: str = "uniform",
-    rank_max: int | None = None,
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> PlanSearch:
@@ -163,10 +163,6 @@ def autoplan(
         frontier, by bisection.
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the basis, see `Moments`.
-    rank_max : int, optional
-        For traces: largest rank of a head, 1 to min(K, V). A head that needs more reads its full state, except with
-        refreshes. Default: the largest rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits*
-        on the page of the CUDA backend. With scores, their `rank_max` is the limit.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to decode.
     progress : callable, optional
@@ -180,7 +176,7 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers, `rank_max` is out of range or given with scores, the errors of a candidate can't be
+        If there are no layers, a candidate's `rank_max` is out of range, the errors of a candidate can't be
         measured, not exactly one target is given, a target lacks its measurement, or no point meets the target; the
         message then names the nearest point.
     """
@@ -190,11 +186,8 @@ def autoplan(
     mean_ranks = check_items("mean_ranks", mean_ranks, "numbers")
     if not layers:
         raise ValueError("layers: expected at least one, got none")
-    if rank_max is not None and not all(isinstance(own, Traces) for own in layers):
-        raise ValueError(f"rank_max: expected None with scores, whose rank_max is the limit, got {rank_max!r}")
     known: list[PlannedLayer] = [
-        TracedLayer(own, weighting, backend, rank_max) if isinstance(own, Traces) else ScoredLayer(*own)
-        for own in layers
+        TracedLayer(own, weighting, backend) if isinstance(own, Traces) else ScoredLayer(*own) for own in layers
     ]
     graded = all(layer.graded for layer in known)
     tried = _tried(known, candidates)
@@ -202,12 +195,16 @@ def autoplan(
     ranks = [rank for rank in mean_ranks if rank <= limit]
     if not ranks:
         raise ValueError(f"mean_ranks: expected at least one from 1 to {limit} (K and V bound it), got {mean_ranks!r}")
-    points = []
+    points, found = [], set()
     for candidate in tried:
         own = []
         for rank in ranks:
             progress(f"{candidate}, mean rank {rank:g}")
-            own.append(_point(known, candidate, rank, graded))
+            plans = _plans(known, candidate, rank)
+            same = rank, *(plan.fingerprint for plan in plans)
+            if same not in found:  # with another largest rank
+                found.add(same)
+                own.append(_point(known, candidate, rank, plans, graded))
         points += own if time_of is None else [replace(p, seconds=time_of(p.plans)) for p in frontier(own)]
     points, chosen = _choose(points, target, loss_of, progress)
     return PlanSearch(points, chosen, graded, known)
@@ -255,13 +252,31 @@ def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) ->
     return tried
 
 
-def _point(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float, graded: bool) -> PlanPoint:
-    """Plan all layers under one budget and measure their error."""
+def _plans(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float) -> tuple[SketchPlan, ...]:
+    """Plan all layers under one budget."""
     bases, scores = zip(*(layer.calibrated(candidate) for layer in layers), strict=True)
-    map, form, every = candidate.map, candidate.sketch_dtype, candidate.flush_every
-    plans, _ = plan_layers(bases, scores, mean_rank, map=map, sketch_dtype=form, flush_every=every)
+    plans, _ = plan_layers(
+        bases,
+        scores,
+        mean_rank,
+        map=candidate.map,
+        sketch_dtype=candidate.sketch_dtype,
+        flush_every=candidate.flush_every,
+        rank_max=candidate.rank_max,
+    )
+    return tuple(plans)
+
+
+def _point(
+    layers: Sequence[PlannedLayer],
+    candidate: Candidate,
+    mean_rank: float,
+    plans: tuple[SketchPlan, ...],
+    graded: bool,
+) -> PlanPoint:
+    """Measure the error of plans."""
     lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
-    return PlanPoint(candidate, mean_rank, tuple(plans), _root_mean(lost), _traffic(plans))
+    return PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:
