@@ -45,6 +45,20 @@ __device__ __forceinline__ void products_of_columns(const Columns& u, int rank, 
     for (int e = 0; e < 4; e++) dots[e] = (sum[0][e] + rest[0][e]) + (sum[1][e] + rest[1][e]);
 }
 
+// Products of column 8 i + r of U with columns 8 j + 2c and 8 j + 2c + 1 (SLICED).
+__device__ __forceinline__ float2 products_of_slices(const Columns& u, int i, int j) {
+    float sum[2][4] = {};
+#pragma unroll 4
+    for (int step = 0; step < ROW_BLOCKS; step++) {
+        u32 left[4], right[4];
+        u.operand(left, i, step), u.operand(right, j, step);
+        mma_bf16(sum[0], left, right[0], right[2]);
+        mma_bf16(sum[1], left, right[1], right[3]);
+    }
+    return make_float2((sum[0][0] + sum[0][2]) + (sum[1][0] + sum[1][2]),
+                       (sum[0][1] + sum[0][3]) + (sum[1][1] + sum[1][3]));
+}
+
 // U^T U / mu + ridge I: blocks on and above the diagonal, and some below, which are not used.
 template <int SIZE>
 __device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMemory& m, int rank, float mu,
@@ -52,6 +66,21 @@ __device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMe
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const float scale = 1.f / mu;
     int piece = 0;
+    if constexpr (SLICED) {
+        const int blocks = blocks_of(rank);
+#pragma unroll 1
+        for (int i = 0; i < blocks; i++)
+#pragma unroll 1
+            for (int j = i; j < blocks; j++) {
+                if (piece++ % SIZE != team.member) continue;
+                float2 dots = products_of_slices(m.columns[0], i, j);
+                const int row = BLOCK * i + r, column = BLOCK * j + 2 * c;
+                dots.x = dots.x * scale + (row == column ? ridge : 0.f);
+                dots.y = dots.y * scale + (row == column + 1 ? ridge : 0.f);
+                *reinterpret_cast<float2*>(&m.gram[row][column]) = dots;
+            }
+        return;
+    }
 #pragma unroll 1
     for (int i = 0; i < rank; i += 2 * BLOCK)
 #pragma unroll 1

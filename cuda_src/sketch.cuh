@@ -66,10 +66,27 @@ struct Sums {
 // Two if there is room: the next sums are computed during the epilogue.
 constexpr int SUM_STAGES = MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16 ? 2 : 1;
 
-// U, one column a row, and the norms of the state's row blocks.
+// With high ranks and bf16 sketches, shared memory has U as two bf16 slices, in the order of left operands. Gram matrix
+// and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
+constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
+
+// U, one column a row (not SLICED) or in slices, and the norms of the state's row blocks.
 struct Columns {
-    alignas(16) float of[RANK_MAX][COLUMN];
+    alignas(16) float of[SLICED ? 1 : RANK_MAX][COLUMN];
+    // Operand of 8 columns and 16 value rows: rows 0 to 7 are the first slices, rows 8 to 15 the second slices.
+    uint4 operands[SLICED ? BASIS_TILES : 1][SLICED ? ROW_BLOCKS : 1][SLICED ? 32 : 1];
     float norms[ROW_BLOCKS];
+
+    __device__ __forceinline__ void operand(u32 (&to)[4], int tile, int block) const {
+        const uint4 x = operands[tile][block][threadIdx.x % 32];
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+    // The first slice, which is U rounded to bf16, of a column in row n of a row block: see value_at.
+    __device__ __forceinline__ u16 leading(int column, int block, int n) const {
+        const int c = PARTS == 2 ? n % 4 : n / 8 + n % 2 * 2, half = PARTS == 2 ? n / 4 % 2 : n / 2 % 2,
+                  e = PARTS == 2 ? n / 8 : n / 4 % 2;
+        return reinterpret_cast<const u16*>(&operands[column / 8][block][column % 8 * 4 + c])[4 * half + e];
+    }
 
     // This lane's norm of COUNT row blocks.
     template <int COUNT> __device__ __forceinline__ float norm(int first) const {
@@ -86,6 +103,15 @@ struct Columns {
     }
     // Multiplies row blocks [first, first + COUNT) of U; by one warp.
     template <int COUNT> __device__ __forceinline__ void scale(int first, int rank, float factor) {
+        if constexpr (SLICED) {
+            for (int i = 0; i < (rank + 7) / 8 * COUNT; i++) {
+                u32* const words = &operands[i / COUNT][first + i % COUNT][threadIdx.x % 32].x;
+                for (int n = 0; n < 4; n++)
+                    words[n] = upper_halves(factor * __uint_as_float(words[n] << 16),
+                                            factor * __uint_as_float(words[n] & 0xffff0000u));
+            }
+            return;
+        }
         for (int i = threadIdx.x % 32; i < rank * 16 * COUNT; i += 32)
             of[i / (16 * COUNT)][16 * first + i % (16 * COUNT)] *= factor;
     }
@@ -129,6 +155,12 @@ template <class Then> __device__ __forceinline__ void release_rows(int member, T
     if (FOLD_WARPS_SKETCH) return then(0);
     for (int block = member; block < GROUP_BLOCKS; block += GROUP_WARPS)
         for (int i = 0; i < GROUP_WARPS; i++) then(block);
+}
+
+// Two bf16 slices of a pair. The first slice is the rounded number.
+__device__ __forceinline__ void rounded_slices(float x, float y, u32& first, u32& second) {
+    first = floats_to_bf16(x, y);
+    second = floats_to_bf16(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
 }
 
 // U of a warp's own row blocks, 8 TILES columns from `first` on. The group reads U after its barrier.
@@ -180,6 +212,20 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
                         j, sum[i][half], rest[i][half], fragment.s[half][2 * j], fragment.s[half][2 * j + 1]);
         }
     }
+    if constexpr (SLICED) {
+#pragma unroll
+        for (int i = 0; i < OWN_BLOCKS; i++)
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (first + 8 * tile + lane / 4 < rank) {
+                    rounded_slices(sum[i][0][2 * tile], sum[i][0][2 * tile + 1], x.x, x.y);
+                    rounded_slices(sum[i][1][2 * tile], sum[i][1][2 * tile + 1], x.z, x.w);
+                }
+                if (exists(i)) u.operands[first / 8 + tile][block(i)][lane] = x;
+            }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < OWN_BLOCKS; i++)
 #pragma unroll
@@ -203,7 +249,9 @@ __device__ __forceinline__ void store_columns(const Columns& u, int block, sketc
     const int lane = threadIdx.x % 32, row = 16 * block + lane % 8 * 2;
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
-        pair.set({u.of[g][row], u.of[g][row + 1]});
+        if constexpr (SLICED)
+            pair.word[0] = u.leading(g, block, row % 16) | u.leading(g, block, row % 16 + 1) << 16;
+        else pair.set({u.of[g][row], u.of[g][row + 1]});
         pair.store(packed + g * V + (row ^ swizzle(g)));
     }
 }
@@ -247,6 +295,10 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32(&x)[4] = a[tile];
+            if constexpr (SLICED) {
+                columns.operand(x, first / 8 + tile, i);
+                continue;
+            }
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
                 const float* const u = &columns.of[first + 8 * tile + r][16 * i + value_at(0, 0)];
