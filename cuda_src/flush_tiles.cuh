@@ -102,7 +102,7 @@ template <int STATE_STAGES> struct BlockMemoryOf {
         for (auto& stage : rows)
             for (StateStage& block : stage) block.full.init();
 #if SKETCHED_HEADS
-        sketch_barriers.init(team), sketch.basis.full.init();
+        sketch_barriers.init(team), sketch.basis.full.init(), sketch.init();
 #endif
     }
 };

@@ -162,8 +162,10 @@ __device__ __forceinline__ void eliminate(const Team<SIZE>& team, SketchMemory& 
         for (int i = b + 1; i < blocks; i += 2)
 #pragma unroll 1
             for (int n = i; n <= blocks + b; n++) {
-                // The first piece has the next diagonal block, which the first warp then inverts.
-                if (piece++ % SIZE != team.member) continue;
+                // The first warp has the first piece, with the next diagonal block, and then inverts this block.
+                const int owner = SIZE == 1 || piece == 0 ? 0 : 1 + (piece - 1) % (SIZE - 1 + (SIZE == 1));
+                piece++;
+                if (owner != team.member) continue;
                 const int j = n < blocks ? n : n - blocks;
                 const LeftOperand left = transposed_blocks(m, b, i, -1.f);
                 float sum[4] = {}, rest[4] = {};
@@ -202,8 +204,9 @@ __device__ __forceinline__ Rows rows_of(Columns& u) { return {&u.of[0][0], V, CO
 __device__ __forceinline__ Rows rows_of(Sums& sums) { return {&sums.parts[0][0][0], K, K, 8}; }
 
 // Eight rows of a product with blocks [begin, end) of rows: `weight(i, e)` is an element of the other factor's block i,
-// in the order of a right operand. A lane has four neighbouring channels of rows 2c and 2c + 1.
-template <class Weight>
+// in the order of a right operand. A lane has four neighbouring channels of rows 2c and 2c + 1. SHORT: the rows are
+// rounded to tf32.
+template <bool SHORT, class Weight>
 __device__ __forceinline__ void multiply_blocks(float (&to)[2][4], const Rows& rows, int rank, int channel, int begin,
                                                 int end, float scale, const Weight& weight) {
     const int c = threadIdx.x % 4;
@@ -212,16 +215,17 @@ __device__ __forceinline__ void multiply_blocks(float (&to)[2][4], const Rows& r
     for (int i = begin; i < end; i++) {
         float x[2][4] = {};
 #pragma unroll
-        for (int e = 0; e < 2; e++)
-            if (const int row = BLOCK * i + c + 4 * e; row < rank && channel < rows.channels)
-                load_floats(x[e], rows.at(row, channel));
+        for (int e = 0; e < 2; e++) {
+            const int row = BLOCK * i + c + 4 * e;
+            if (SLICED || (row < rank && channel < rows.channels)) load_floats(x[e], rows.at(row, channel));
+        }
         const float upper = weight(i, 0), lower = weight(i, 1);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             LeftOperand left;
 #pragma unroll
             for (int e = 0; e < 4; e++) left.a[0][e] = x[e / 2][2 * half + e % 2];
-            left.multiply<false, false>(0, sum[half], rest[half], upper, lower);
+            left.multiply<SHORT, false>(0, sum[half], rest[half], upper, lower);
         }
     }
 #pragma unroll
@@ -238,7 +242,7 @@ __device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const R
 #pragma unroll 1
     for (int n = blocks_of(rank) - 1; n >= 0; n--) {
         float products[2][4];
-        multiply_blocks(products, rows, rank, channel, 0, n + 1, scale,
+        multiply_blocks<false>(products, rows, rank, channel, 0, n + 1, scale,
                         [&](int i, int e) { return m.gram[BLOCK * n + r][BLOCK * i + c + 4 * e]; });
         __syncwarp();
 #pragma unroll
@@ -246,7 +250,7 @@ __device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const R
             Packed<FP32, 4> row;
             row.set(products[e]);
             const int at = BLOCK * n + 2 * c + e;
-            if (at < rank && channel < rows.channels) row.store(rows.at(at, channel));
+            if (at < (SLICED ? RANK_MAX : rank) && channel < rows.channels) row.store(rows.at(at, channel));
         }
         __syncwarp();
     }
@@ -265,7 +269,8 @@ __device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const Ske
 #pragma unroll 1
         for (int n = 0; n < blocks; n++) {
             float products[2][4];
-            multiply_blocks(products, rows, rank, channel, n, blocks, 1.f,
+            // A sketch of bf16 needs W (S U)^T in tf32 only: U W^T is at most 1.
+            multiply_blocks<SLICED>(products, rows, rank, channel, n, blocks, 1.f,
                             [&](int i, int e) { return m.gram[BLOCK * i + c + 4 * e][BLOCK * n + r]; });
 #pragma unroll
             for (int e = 0; e < 2; e++) {

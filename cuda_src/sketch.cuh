@@ -51,6 +51,10 @@ template <int SIZE> struct Team {
     }
 };
 
+// With high ranks and bf16 sketches, shared memory has U as two bf16 slices, in the order of left operands. Gram matrix
+// and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
+constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
+
 // Each group's share of S U.
 struct Sums {
     alignas(16) float parts[SKETCH_GROUPS][PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1][PRODUCT_COLUMNS > 0 ? K : 4];
@@ -65,10 +69,6 @@ struct Sums {
 };
 // Two if there is room: the next sums are computed during the epilogue.
 constexpr int SUM_STAGES = MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16 ? 2 : 1;
-
-// With high ranks and bf16 sketches, shared memory has U as two bf16 slices, in the order of left operands. Gram matrix
-// and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
-constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
 
 // U, one column a row (not SLICED) or in slices, and the norms of the state's row blocks.
 struct Columns {
@@ -128,8 +128,17 @@ struct SketchMemory {
 #if MAP == 0
     float dots[EPILOGUE_TEAMS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
 #elif MAP == 1
-    alignas(16) float gram[RANKS][RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0)];  // padded where there is room
+    // Padded where there is room. With SLICED, rows of the sums past RANK_MAX, which are multiplied by zeros, are the
+    // first rows of this matrix: finite numbers.
+    alignas(16) float gram[RANKS][RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0)];
 #endif
+
+    __device__ __forceinline__ void init() {
+#if MAP == 1
+        if (SLICED)
+            for (int i = 0; i < RANKS * 4; i++) gram[i / 4][RANKS + i % 4] = 0;
+#endif
+    }
 };
 
 struct SketchBarriers {
@@ -351,7 +360,8 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
             const float(&x)[2][4] = sum[own][tile];
             const float4 product =
                 make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
-            if (8 * tile + r < count && step < STEPS)
+            // SLICED: also zeros past the rank.
+            if ((SLICED ? first + 8 * tile + r < RANK_MAX : 8 * tile + r < count) && step < STEPS)
                 *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
         }
 }
