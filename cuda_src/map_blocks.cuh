@@ -250,7 +250,7 @@ __device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const R
             Packed<FP32, 4> row;
             row.set(products[e]);
             const int at = BLOCK * n + 2 * c + e;
-            if (at < (SLICED ? RANK_MAX : rank) && channel < rows.channels) row.store(rows.at(at, channel));
+            if (at < (SLICED ? Sums::ROWS : rank) && channel < rows.channels) row.store(rows.at(at, channel));
         }
         __syncwarp();
     }

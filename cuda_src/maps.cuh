@@ -35,7 +35,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
     if (sketch_n >= COLUMN_STAGES) barriers.columns_empty[sketch_n % COLUMN_STAGES].wait(sketch_n / COLUMN_STAGES - 1);
     // An epilogue warp may read U while other warps still multiply by it.
     if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !FOLD_WARPS_SKETCH && sketch_n > 0)
-        barriers.sums_full[(sketch_n - 1) % EPILOGUE_TEAMS].wait((sketch_n - 1) / EPILOGUE_TEAMS);
+        barriers.sums_full[(sketch_n - 1) % SUM_PHASES].wait((sketch_n - 1) / SUM_PHASES);
     m.basis.full.wait(sketch_n);
     sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
                           if (!FOLD_WARPS_SKETCH) then(block);
                       });
     }
-    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % EPILOGUE_TEAMS].arrive();
+    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % SUM_PHASES].arrive();
     if (FOLD_WARPS_SKETCH && PRODUCT_COLUMNS > 0)
         group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
     if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemo
     columns_empty.arrive();
 #else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
-    auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS); };
+    auto wait_sums = [&] { barriers.sums_full[sketch_n % SUM_PHASES].wait(sketch_n / SUM_PHASES); };
     float power = 1;
     if (u.extreme<ROW_BLOCKS>(0)) {
         wait_sums();

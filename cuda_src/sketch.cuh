@@ -55,9 +55,14 @@ template <int SIZE> struct Team {
 // and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
 constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
 
+// High ranks with room for two sums but not for two state stages (V = 64), or with both (V = 128, one block).
+constexpr bool TWO_SUMS = SLICED && RAW_KEYS && WP == 16 && STATE == FP32 &&
+                          (V == 64 ? RANKS == 40 : V == 128 && RANK_MAX > 21 && RANKS <= 40);
+
 // Each group's share of S U.
 struct Sums {
-    alignas(16) float parts[SKETCH_GROUPS][PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1][PRODUCT_COLUMNS > 0 ? K : 4];
+    static constexpr int ROWS = TWO_SUMS ? RANKS : PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1;
+    alignas(16) float parts[SKETCH_GROUPS][ROWS][PRODUCT_COLUMNS > 0 ? K : 4];
 
     // Neighbouring channels of a row, swizzled: four rows that are read at once are in different banks.
     __device__ __forceinline__ const float* at(int group, int row, int channel) const {
@@ -68,7 +73,9 @@ struct Sums {
     }
 };
 // Two if there is room: the next sums are computed during the epilogue.
-constexpr int SUM_STAGES = MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16 ? 2 : 1;
+constexpr int SUM_STAGES = TWO_SUMS || (MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16) ? 2 : 1;
+// Phases of sums_full: the next sums may be complete before the epilogue waits for these.
+constexpr int SUM_PHASES = SUM_STAGES > EPILOGUE_TEAMS ? SUM_STAGES : EPILOGUE_TEAMS;
 
 // U, one column a row (not SLICED) or in slices, and the norms of the state's row blocks.
 struct Columns {
@@ -142,7 +149,7 @@ struct SketchMemory {
 };
 
 struct SketchBarriers {
-    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[EPILOGUE_TEAMS];  // sums_full: all groups' S U as well
+    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[SUM_PHASES];  // sums_full: all groups' S U as well
     WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUM_STAGES];
     WarpMbarrier columns_stored;  // by the warps that sketch
     WarpMbarrier gram_empty;
@@ -361,7 +368,7 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
             const float4 product =
                 make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
             // SLICED: also zeros past the rank.
-            if ((SLICED ? first + 8 * tile + r < RANK_MAX : 8 * tile + r < count) && step < STEPS)
+            if ((SLICED ? first + 8 * tile + r < Sums::ROWS : 8 * tile + r < count) && step < STEPS)
                 *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
         }
 }
