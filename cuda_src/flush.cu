@@ -90,10 +90,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                       INPUTS, {out, out_stride}, schedule,   mode,       ridge, count};
     if (warp < ROW_BLOCKS) run_fold_warp(flush);
     else if (warp < EPILOGUE + EPILOGUE_WARPS) run_solver_or_epilogue_warp(flush, warp == SOLVER, warp - EPILOGUE);
-    else if constexpr (!RAW_KEYS) {
+    else if constexpr (!FOLD_WARPS_SKETCH) {
         if (warp == PRODUCER) run_producer_warp(flush);
         else if (warp < FIRST_TRANSFORM_WARP) run_sketch_warp(flush);
-        else run_transform_warp(flush);
+        else if constexpr (!RAW_KEYS) run_transform_warp(flush);
     }
 
     // The last block resets the schedule and, outside of STEP, the cursors, which other blocks have read until now.

@@ -68,14 +68,15 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     KeyStage& stage = m.keys[n % KEY_STAGES];
     PreparedKeys& prepared = m.prepared[n % PREPARED_STAGES];
     const Solve& solve = m.solve[n % SOLVE_STAGES];
+    ValueStage& values = m.values[n % VALUE_STAGES];
     auto wait_solve = [&] { m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES); };
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
     rows.full.wait(state / STATE_STAGES);
     if (RAW_KEYS && folded < FULL) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
-    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solve);
-    else wait_solve(), m.values.full.wait(n);
+    if (folded > 0) writes.prepare(rows.state, values, n / VALUE_STAGES, folded, stage, prepared, solve, wait_solve);
+    else wait_solve(), values.full.wait(n / VALUE_STAGES);
     float squares = 0, read[2] = {0, 0};
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
@@ -107,10 +108,10 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     }
     fence_async_proxy();
     __syncwarp();
-    if (RAW_KEYS && tile.is_last()) rows.store(f.home(tile, block));
+    if (FOLD_WARPS_SKETCH && tile.is_last()) rows.store(f.home(tile, block));
     if (SKETCHED_HEADS && MAP != SHARED && tile.is_last()) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
-    if (!RAW_KEYS && tile.is_last()) m.state_folded[state % STATE_STAGES][block].arrive();
+    if (!FOLD_WARPS_SKETCH && tile.is_last()) m.state_folded[state % STATE_STAGES][block].arrive();
     if (!f.takes_own(tile)) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -143,18 +144,18 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
     const int block = threadIdx.x / 32;
     int sketch_n = 0;
     auto fetch = [&](const FlushTile& tile, int n) {
-        if (RAW_KEYS && tile.exists()) m.rows[n % STATE_STAGES][block].fetch(f.home(tile, block));
+        if (FOLD_WARPS_SKETCH && tile.exists()) m.rows[n % STATE_STAGES][block].fetch(f.home(tile, block));
     };
     TileIterator tiles(f);
     // All blocks start together. The first keys, which need more work, must not queue behind every block's states.
-    if (RAW_KEYS && tiles.now.exists()) m.keys[0].full.wait(0);
+    if (FOLD_WARPS_SKETCH && tiles.now.exists()) m.keys[0].full.wait(0);
     fetch(tiles.now, 0);
     for (; tiles.now.exists(); tiles.advance()) {
         const int n = tiles.n, state = tiles.state();
         const bool is_last = tiles.now.is_last();
-        if (RAW_KEYS && STATE_STAGES > 1 && is_last) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
+        if (FOLD_WARPS_SKETCH && STATE_STAGES > 1 && is_last) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
         fold_tile(f, tiles.now, n, state, m.rows[state % STATE_STAGES][block]);
-        if (RAW_KEYS && is_last)
+        if (FOLD_WARPS_SKETCH && is_last)
             sketch_tile(f, tiles.now, f.head(tiles.now), state, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
                         [&](int) {
                             if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
@@ -177,6 +178,7 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile
 // copies. With two PREPARED_STAGES the next keys are usually requested before the previous tile's state is folded.
 __device__ __forceinline__ void run_producer_warp(const Flush& f) {
     auto follow = [&](int n) {
+        if (RAW_KEYS) return;  // the solver loads keys
         f.m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
         f.m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES);
         fetch_keys(f, f.m.queue.get(n + KEY_STAGES), n + KEY_STAGES);
@@ -192,7 +194,7 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
         }
     };
     TileIterator tiles(f);
-    if (tiles.now.exists()) f.m.first_keys_full.wait(0);  // as in run_fold_warp
+    if (tiles.now.exists()) RAW_KEYS ? f.m.keys[0].full.wait(0) : f.m.first_keys_full.wait(0);  // as in run_fold_warp
     fetch(tiles.now, 0);
     if (STATE_STAGES > 1 && !REFRESHES) fetch(tiles.ahead(1), 1);
     if (tiles.now.exists()) follow(0);
@@ -267,8 +269,9 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
     TileClaim claim{f};
     if (solves) claim.push_first();
 #endif
-    auto fetch_values = [&](const FlushTile& tile) {
-        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
+    auto fetch_values = [&](const FlushTile& tile, int n) {
+        if (tile.exists())
+            m.values[n % VALUE_STAGES].fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
     };
     auto solve = [&](const FlushTile& tile, int n) {
         if (!tile.exists()) return;
@@ -301,7 +304,8 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
     if (solves) {
         if (!RAW_KEYS) claim.begin();
         fetch_keys(f, tiles.now, 0);
-        fetch_values(tiles.now);
+        fetch_values(tiles.now, 0);
+        if (VALUE_STAGES > 1) fetch_values(tiles.ahead(1), 1);
         if (KEY_STAGES > 1) fetch_keys(f, tiles.ahead(1), 1);
         solve(tiles.now, 0);
         if (!RAW_KEYS) claim.find();
@@ -319,7 +323,7 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
             if (RAW_KEYS) claim.push(n);
             if (next.exists()) {
                 wait_operands_empty(m, n);
-                fetch_values(next);
+                fetch_values(VALUE_STAGES > 1 ? tiles.ahead(VALUE_STAGES) : next, n + VALUE_STAGES);
                 if (RAW_KEYS) fetch_keys(f, tiles.ahead(KEY_STAGES), n + KEY_STAGES);
             }
         }

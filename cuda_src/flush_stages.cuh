@@ -12,16 +12,19 @@
 
 constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as stored: no transform warps
 
-// Warps that sketch form groups. RAW_KEYS: the fold warps, each with its own row block, in groups of GROUP_WARPS.
-// Otherwise a block has the multiprocessor to itself, and one group of GROUP_WARPS extra warps (the sketch warps)
-// sketches a state while the fold warps work on the next state.
+// Warps that sketch form groups. FOLD_WARPS_SKETCH: the fold warps, each with its own row block, in groups of
+// GROUP_WARPS. Otherwise a block has the multiprocessor to itself, and one group of GROUP_WARPS extra warps (the sketch
+// warps) sketches a state while the fold warps work on the next state. With raw keys this is so if the sketch's
+// workspace leaves no room for two blocks of V = 128.
+constexpr bool FOLD_WARPS_SKETCH =
+    RAW_KEYS && !(HIGH_RANKS && ROW_BLOCKS == 8 && RANK_MAX > 21 && SKETCH == BF16 && STATE == FP32);
 // With high ranks all fold warps are one group, because a group's sums take as much memory as the map.
 constexpr int GROUP_WARPS = !RAW_KEYS               ? 4
                             : HIGH_RANKS            ? ROW_BLOCKS
                             : ROW_BLOCKS % 4 == 0   ? 4
                             : ROW_BLOCKS % 3 == 0   ? 3
                                                     : ROW_BLOCKS;
-constexpr int GROUP_BLOCKS = RAW_KEYS ? GROUP_WARPS : ROW_BLOCKS;
+constexpr int GROUP_BLOCKS = FOLD_WARPS_SKETCH ? GROUP_WARPS : ROW_BLOCKS;
 
 // Numbers of named barriers: of the transform warps, and of the first group of warps that sketch.
 constexpr int TRANSFORM_BARRIER = 1, FIRST_GROUP_BARRIER = 2;

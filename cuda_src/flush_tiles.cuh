@@ -66,13 +66,16 @@ struct TileScheduler {
     }
 };
 
+// Two if the fold warps go on to the next tile at once and there is room.
+constexpr int VALUE_STAGES = RAW_KEYS && !FOLD_WARPS_SKETCH && W <= 16 && RANK_MAX <= 40 ? 2 : 1;
+
 // A block's shared memory, with STATE_STAGES pipeline stages for states. flush_roles.cuh says who completes each
 // barrier.
 template <int STATE_STAGES> struct BlockMemoryOf {
     static constexpr int state_stages = STATE_STAGES;
     StateStage rows[STATE_STAGES][ROW_BLOCKS];
     KeyStage keys[KEY_STAGES];
-    ValueStage values;
+    ValueStage values[VALUE_STAGES];
     PreparedKeys prepared[PREPARED_STAGES];
     Solve solve[SOLVE_STAGES];
     TransformShared transform[2];
@@ -98,7 +101,7 @@ template <int STATE_STAGES> struct BlockMemoryOf {
         for (auto& stage : state_empty)
             for (WarpMbarrier& barrier : stage) barrier.init(GROUP_WARPS);
         for (KeyStage& stage : keys) stage.full.init();
-        values.full.init();
+        for (ValueStage& stage : values) stage.full.init();
         for (auto& stage : rows)
             for (StateStage& block : stage) block.full.init();
 #if SKETCHED_HEADS
@@ -119,7 +122,10 @@ constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 
 //   raw          128          two if they fit, up to rank 24  1 (fold warps need the registers of 20 warps)
 //   raw          128          otherwise one                   4
 //   transformed  any          one                             2, 4
-constexpr int WANTED_BLOCKS = !HIGH_RANKS || MIN_BLOCKS < 2 ? MIN_BLOCKS : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1 : 2;
+constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
+                              : !HIGH_RANKS || MIN_BLOCKS < 2     ? MIN_BLOCKS
+                              : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1
+                                                                  : 2;
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
@@ -134,10 +140,12 @@ constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
 // leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
 constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && !HIGH_RANKS && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
 constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
-static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
+static_assert(FOLD_WARPS_SKETCH || GROUP_WARPS <= ROW_BLOCKS,
+              "each sketch warp waits for the row blocks that it makes U of");
 constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
               FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0);
-constexpr int WARPS = RAW_KEYS ? EPILOGUE + EPILOGUE_WARPS : FIRST_TRANSFORM_WARP + TRANSFORM_THREADS / 32;
+constexpr int WARPS = FOLD_WARPS_SKETCH ? EPILOGUE + EPILOGUE_WARPS
+                                        : FIRST_TRANSFORM_WARP + (RAW_KEYS ? 0 : TRANSFORM_THREADS / 32);
 
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
 // the same list. `room`: shared memory for SCAN_ROOM numbers.

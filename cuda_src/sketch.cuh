@@ -19,7 +19,6 @@ constexpr int PRODUCT_COLUMNS = MAP == DENSE       ? RANK_MAX
                                                  : 0;  // columns of U that S is multiplied by
 constexpr int DOTS = PIVOTS + 1;  // products of a column of U: with the pivots, and with itself
 constexpr int SKETCH_GROUPS = ROW_BLOCKS / GROUP_BLOCKS;
-constexpr bool FOLD_WARPS_SKETCH = RAW_KEYS;  // each fold warp loads its own row block, and its group reads the block
 constexpr int OWN_STEPS = (STEPS + GROUP_WARPS - 1) / GROUP_WARPS;          // a warp's steps along K
 constexpr int OWN_BLOCKS = (GROUP_BLOCKS + GROUP_WARPS - 1) / GROUP_WARPS;  // a warp's row blocks
 
@@ -79,9 +78,11 @@ constexpr int SUM_PHASES = SUM_STAGES > EPILOGUE_TEAMS ? SUM_STAGES : EPILOGUE_T
 
 // U, one column a row (not SLICED) or in slices, and the norms of the state's row blocks.
 struct Columns {
-    alignas(16) float of[SLICED ? 1 : RANK_MAX][COLUMN];
-    // Operand of 8 columns and 16 value rows: rows 0 to 7 are the first slices, rows 8 to 15 the second slices.
-    uint4 operands[SLICED ? BASIS_TILES : 1][SLICED ? ROW_BLOCKS : 1][SLICED ? 32 : 1];
+    union {
+        alignas(16) float of[SLICED ? 1 : RANK_MAX][COLUMN];
+        // Operand of 8 columns and 16 value rows: rows 0 to 7 are the first slices, rows 8 to 15 the second slices.
+        uint4 operands[SLICED ? BASIS_TILES : 1][SLICED ? ROW_BLOCKS : 1][SLICED ? 32 : 1];
+    };
     float norms[ROW_BLOCKS];
 
     __device__ __forceinline__ void operand(u32 (&to)[4], int tile, int block) const {
