@@ -212,10 +212,21 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
     check_sketch(plan, "bfloat16", activation, rng, cupy)
 
 
-@pytest.mark.parametrize("rank", [20, 27])
-def test_dense_maps_beyond_rank_16(rank, rng, cupy):
-    """gdn: two blocks on a multiprocessor with an epilogue warp each, and one block with a team of four."""
-    plan = make_plan(Layer("gdn", 2, 128, 128, 1), [rank, 18], rng, map="ridge", ridge=RIDGE["ridge"], window=16)
+@pytest.mark.parametrize(
+    ("layer", "ranks"),
+    [
+        (Layer("gdn", 2, 128, 128, 1), [20, 18]),  # two blocks on a multiprocessor with an epilogue warp each
+        (Layer("gdn", 2, 128, 128, 1), [27, 18]),  # one block with a team of four and sketch warps
+        (Layer("gdn", 2, 128, 128, 1), [3, 35]),
+        (Layer("mamba2", 2, 128, 64, 1), [35, 10]),  # two sums and one state stage
+        (Layer("mamba2", 2, 128, 64, 1), [27, 5]),  # two state stages
+        (Layer("kda", 2, 128, 128, 2), [13, 35]),
+    ],
+    ids=lambda x: x.kind if isinstance(x, Layer) else "-".join(map(str, x)),
+)
+def test_dense_maps_beyond_rank_16(layer, ranks, rng, cupy):
+    """Blocks, teams and buffers of high ranks. Rows past a rank hold other numbers than rows past the largest rank."""
+    plan = make_plan(layer, ranks, rng, map="ridge", ridge=RIDGE["ridge"], window=16)
     check_sketch(plan, "bfloat16", "bfloat16", rng, cupy)
 
 
