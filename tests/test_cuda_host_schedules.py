@@ -122,14 +122,9 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
         assert np.array_equal(outs[0], other)
 
 
-@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
-    """Bitwise equal results in any order of the threads, which a missing barrier would break."""
-    layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+def check_orders(plan, rng, cupy, monkeypatch, gate=None):
+    layer = plan.layer
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
-    gate = named_gate(name, layer, rng)
     tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng, gate=gate), "bfloat16", gate)
     results = []
     for order in (0, 1, 2, 3):
@@ -142,6 +137,23 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
     for other in results[1:]:
         for array, same in zip(results[0], other, strict=True):
             assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
+    """Bitwise equal results in any order of the threads, which a missing barrier would break."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    check_orders(plan, rng, cupy, monkeypatch, named_gate(name, layer, rng))
+
+
+@pytest.mark.parametrize(
+    "layer", [Layer("mamba2", 3, 128, 64, 1), Layer("gdn", 3, 128, 128, 1)], ids=lambda layer: layer.kind
+)
+def test_order_of_threads_does_not_matter_at_high_ranks(layer, rng, cupy, monkeypatch):
+    """The same with two sums, and with gdn's sketch warps."""
+    check_orders(make_plan(layer, [35, 6, 19], rng, map="ridge", ridge=RIDGE["ridge"]), rng, cupy, monkeypatch)
 
 
 def test_decays_that_transform_warps_leave_the_solver(rng, cupy, monkeypatch):
