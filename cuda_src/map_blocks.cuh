@@ -12,8 +12,8 @@
 //   step             piece of a warp
 //   gram_of_columns  two blocks
 //   eliminate        two blocks; the first warp also inverts the diagonal blocks
-//   multiply_dense   32 channels of the map
-//   split_dense      32 channels of Q or B
+//   multiply_dense   16 channels of the map (beyond rank 40: 32)
+//   split_dense      16 channels of Q or B (beyond rank 40: 32)
 //   store_split      a column
 #pragma once
 #include "map_sums.cuh"
@@ -256,13 +256,85 @@ __device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const R
     }
 }
 
-// The map W^T W (S U)^T / mu. W (S U)^T replaces the sums.
+// Up to rank 40 a warp holds 16 channels of all rows in registers: row n of blocks is the accumulator x[n], and a lane
+// has channels 2r and 2r + 1 (rows r and r + 8 of an operand) of rows 2c and 2c + 1 of the block.
+constexpr bool HELD = BASIS_TILES <= 5;
+struct HeldRows {
+    float x[BASIS_TILES][4] = {};
+
+    __device__ __forceinline__ float2 row(int n, int e, float scale) const {
+        return make_float2(scale * x[n][e], scale * x[n][2 + e]);
+    }
+};
+
+// W times rows. `channel`: the lane's first channel.
+__device__ __forceinline__ HeldRows multiply_held(const SketchMemory& m, const Rows& rows, int rank, int channel) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
+    HeldRows product;
+#pragma unroll
+    for (int n = 0; n < BASIS_TILES; n++) {
+        if (n >= blocks) break;
+        LeftOperand left;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int row = BLOCK * n + c + 4 * e;
+            float2 x = make_float2(0, 0);
+            if (SLICED || row < rank) x = *reinterpret_cast<const float2*>(rows.at(row, channel));
+            left.a[0][2 * e] = x.x, left.a[0][2 * e + 1] = x.y;
+        }
+#pragma unroll
+        for (int i = n; i < BASIS_TILES; i++) {
+            if (i >= blocks) break;
+            const float* const w = &m.gram[BLOCK * i + r][BLOCK * n + c];
+            left.multiply<false, false>(0, product.x[i], product.x[i], w[0], w[4]);
+        }
+    }
+    return product;
+}
+
+// W^T times rows times `scale`.
+__device__ __forceinline__ HeldRows multiply_transposed(const SketchMemory& m, const HeldRows& rows, int rank,
+                                                        float scale) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
+    HeldRows product;
+#pragma unroll
+    for (int i = 0; i < BASIS_TILES; i++) {
+        if (i >= blocks) break;
+        LeftOperand left;  // columns c and c + 4 are rows 2c and 2c + 1 of the block
+#pragma unroll
+        for (int e = 0; e < 4; e++) left.a[0][e] = scale * rows.x[i][e / 2 + e % 2 * 2];
+        // A sketch of bf16 needs W (S U)^T in tf32 only: U W^T is at most 1.
+#pragma unroll
+        for (int n = 0; n <= i; n++)
+            left.multiply<SLICED, false>(0, product.x[n], product.x[n], m.gram[BLOCK * i + 2 * c][BLOCK * n + r],
+                                         m.gram[BLOCK * i + 2 * c + 1][BLOCK * n + r]);
+    }
+    return product;
+}
+
+// The map W^T W (S U)^T / mu. Beyond rank 40, W (S U)^T replaces the sums.
 template <int SIZE>
 __device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const SketchMemory& m, Sums& sums,
                                                sketch_t* map, int rank, float mu) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
     const Rows rows = rows_of(sums);
     const float scale = 1.f / mu;
+    if constexpr (HELD) {
+#pragma unroll 1
+        for (int channel = 16 * team.member + 2 * r; channel < K; channel += 16 * SIZE) {
+            const HeldRows product =
+                multiply_transposed(m, multiply_held(m, rows, rank, channel), rank, scale);
+#pragma unroll
+            for (int n = 0; n < 2 * BASIS_TILES; n++) {
+                const int row = BLOCK * (n / 2) + 2 * c + n % 2;
+                const float2 x = product.row(n / 2, n % 2, 1.f);
+                Packed<SKETCH, 2> rounded;
+                rounded.set({x.x, x.y});
+                if (row < rank) rounded.store(map + row * K + channel);
+            }
+        }
+        return;
+    }
 #pragma unroll 1
     for (int channel = 32 * team.member + 4 * r; channel < K; channel += 32 * SIZE) {
         multiply_in_place(m, rows, rank, channel, scale);
@@ -289,6 +361,25 @@ __device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory
     constexpr int PADDED = (V + 31) / 32 * 32;
     const int r = threadIdx.x % 32 / 4;
     const float scale = 1.f / mu;
+    if constexpr (HELD) {
+        const int c = threadIdx.x % 4;
+#pragma unroll 1
+        for (int channel = 16 * team.member + 2 * r; channel < V + K; channel += 16 * SIZE) {
+            const bool is_u = channel < V;
+            const Rows rows = is_u ? rows_of(m.columns[0]) : rows_of(sums);
+            const int own = is_u ? channel : channel - V;
+            const HeldRows product = multiply_held(m, rows, rank, own);
+            __syncwarp();
+#pragma unroll
+            for (int n = 0; n < 2 * BASIS_TILES; n++) {
+                const int row = BLOCK * (n / 2) + 2 * c + n % 2;
+                if (row < rank)
+                    *reinterpret_cast<float2*>(rows.at(row, own)) =
+                        product.row(n / 2, n % 2, is_u ? 1.f : scale);
+            }
+        }
+        return;
+    }
 #pragma unroll 1
     for (int channel = 32 * team.member + 4 * r; channel < PADDED + K; channel += 32 * SIZE) {
         const bool first = channel < PADDED;
