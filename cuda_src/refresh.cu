@@ -20,6 +20,7 @@
 //
 // -D constants: flush.cu's.
 #include "schedule.cuh"
+constexpr bool SLICES_OF_U = false;  // see sketch.cuh
 #include "refresh.cuh"
 #if MAP == 0
 #include "refresh_factors.cuh"

@@ -52,7 +52,8 @@ template <int SIZE> struct Team {
 
 // With high ranks and bf16 sketches, shared memory has U as two bf16 slices, in the order of left operands. Gram matrix
 // and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
-constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
+// Refreshes have U in float32 (SLICES_OF_U).
+constexpr bool SLICED = SLICES_OF_U && HIGH_RANKS && !CODED && BASIS_SLICES == 1;
 
 // High ranks with room for two sums but not for two state stages (V = 64), or with both (V = 128, one block).
 constexpr bool TWO_SUMS = SLICED && RAW_KEYS && WP == 16 && STATE == FP32 &&
