@@ -149,7 +149,9 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "layer", [Layer("mamba2", 3, 128, 64, 1), Layer("gdn", 3, 128, 128, 1)], ids=lambda layer: layer.kind
+    "layer",
+    [Layer("mamba2", 3, 128, 64, 1), Layer("gdn", 3, 128, 128, 1), Layer("kda", 3, 128, 128, 3)],
+    ids=lambda layer: layer.kind,
 )
 def test_order_of_threads_does_not_matter_at_high_ranks(layer, rng, cupy, monkeypatch):
     """The same with two sums, and with gdn's sketch warps."""
