@@ -217,7 +217,7 @@ __device__ __forceinline__ void multiply_blocks(float (&to)[2][4], const Rows& r
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int row = BLOCK * i + c + 4 * e;
-            if (SLICED || (row < rank && channel < rows.channels)) load_floats(x[e], rows.at(row, channel));
+            if (FINITE_PAST_RANK || (row < rank && channel < rows.channels)) load_floats(x[e], rows.at(row, channel));
         }
         const float upper = weight(i, 0), lower = weight(i, 1);
 #pragma unroll
@@ -279,7 +279,7 @@ __device__ __forceinline__ HeldRows multiply_held(const SketchMemory& m, const R
         for (int e = 0; e < 2; e++) {
             const int row = BLOCK * n + c + 4 * e;
             float2 x = make_float2(0, 0);
-            if (SLICED || row < rank) x = *reinterpret_cast<const float2*>(rows.at(row, channel));
+            if (FINITE_PAST_RANK || row < rank) x = *reinterpret_cast<const float2*>(rows.at(row, channel));
             left.a[0][2 * e] = x.x, left.a[0][2 * e + 1] = x.y;
         }
 #pragma unroll

@@ -137,8 +137,7 @@ struct SketchMemory {
 #if MAP == 0
     float dots[EPILOGUE_TEAMS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
 #elif MAP == 1
-    // Padded where there is room. With SLICED, rows of the sums past RANK_MAX, which are multiplied by zeros, are the
-    // first rows of this matrix: finite numbers.
+    // Padded where there is room.
     alignas(16) float gram[RANKS][RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0)];
 #endif
 
@@ -149,6 +148,12 @@ struct SketchMemory {
 #endif
     }
 };
+
+#if MAP == 1
+// With SLICED, rows of the sums past the rank hold zeros, or, past Sums::ROWS, the first rows of the matrix: finite
+// numbers, which maps multiply by zeros. Not if they reach past the matrix.
+constexpr bool FINITE_PAST_RANK = SLICED && sizeof(float) * (RANKS - Sums::ROWS) * K <= sizeof(SketchMemory::gram);
+#endif
 
 struct SketchBarriers {
     WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[SUM_PHASES];  // sums_full: all groups' S U as well
