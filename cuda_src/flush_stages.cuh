@@ -26,6 +26,15 @@ constexpr int GROUP_WARPS = !RAW_KEYS               ? 4
                                                     : ROW_BLOCKS;
 constexpr int GROUP_BLOCKS = FOLD_WARPS_SKETCH ? GROUP_WARPS : ROW_BLOCKS;
 
+// Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
+// memory (STATIC_SHARED on the host), and 1024 for the system.
+constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
+// Blocks on a multiprocessor if they fit: see BLOCKS.
+constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
+                              : !HIGH_RANKS || MIN_BLOCKS < 2     ? MIN_BLOCKS
+                              : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1
+                                                                  : 2;
+
 // Numbers of named barriers: of the transform warps, and of the first group of warps that sketch.
 constexpr int TRANSFORM_BARRIER = 1, FIRST_GROUP_BARRIER = 2;
 
@@ -71,6 +80,8 @@ struct KeyStage {
     }
 };
 
+// Two if the fold warps go on to the next tile at once and there is room.
+constexpr int VALUE_STAGES = RAW_KEYS && !FOLD_WARPS_SKETCH && W <= 16 && RANK_MAX <= 40 ? 2 : 1;
 // Values of the window's tokens.
 struct ValueStage {
     // Swizzled or padded, so that threads that read different tokens access different banks.

@@ -66,9 +66,6 @@ struct TileScheduler {
     }
 };
 
-// Two if the fold warps go on to the next tile at once and there is room.
-constexpr int VALUE_STAGES = RAW_KEYS && !FOLD_WARPS_SKETCH && W <= 16 && RANK_MAX <= 40 ? 2 : 1;
-
 // A block's shared memory, with STATE_STAGES pipeline stages for states. flush_roles.cuh says who completes each
 // barrier.
 template <int STATE_STAGES> struct BlockMemoryOf {
@@ -111,9 +108,6 @@ template <int STATE_STAGES> struct BlockMemoryOf {
 };
 template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
 template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
-// Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
-// memory (STATIC_SHARED on the host), and 1024 for the system.
-constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
 // Blocks on a multiprocessor, and warps of a team that finishes a sketch (EPILOGUE_TEAM). With high ranks a block has
 // more warps and needs more shared memory:
 //
@@ -122,16 +116,16 @@ constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 
 //   raw          128          two if they fit, up to rank 24  1 (fold warps need the registers of 20 warps)
 //   raw          128          otherwise one                   4
 //   transformed  any          one                             2, 4
-constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
-                              : !HIGH_RANKS || MIN_BLOCKS < 2     ? MIN_BLOCKS
-                              : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1
-                                                                  : 2;
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
 typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
                sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
+static_assert(!SLICED || !RAW_KEYS ||
+                  (sizeof(BlockMemory) <= bytes_with(STATE_STAGES, SUM_STAGES) &&
+                   sizeof(BlockMemory) + 64 > bytes_with(STATE_STAGES, SUM_STAGES)),
+              "bytes_with is the size of the block's memory");
 
 constexpr bool TWO_LARGE_BLOCKS = BLOCKS > 1 && ROW_BLOCKS == 8;
 constexpr int EPILOGUE_TEAM = !HIGH_RANKS || TWO_LARGE_BLOCKS ? 1 : RANK_MAX > 21 ? 4 : RAW_KEYS ? 3 : 2;

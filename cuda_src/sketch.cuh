@@ -10,7 +10,7 @@
 // groups' sums and compute the map (maps.cuh).
 #pragma once
 #include "warp_mbarrier.cuh"
-#include "flush_stages.cuh"
+#include "solve.cuh"
 #include "codes.cuh"
 
 constexpr int COLUMN = V + 4;  // padded, so that fragment stores of U hit all banks
@@ -54,28 +54,6 @@ template <int SIZE> struct Team {
 // and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
 // Refreshes have U in float32 (SLICES_OF_U).
 constexpr bool SLICED = SLICES_OF_U && HIGH_RANKS && !CODED && BASIS_SLICES == 1;
-
-// High ranks with room for two sums but not for two state stages (V = 64), or with both (V = 128, one block).
-constexpr bool TWO_SUMS = SLICED && RAW_KEYS && WP == 16 && STATE == FP32 &&
-                          (V == 64 ? RANKS == 40 : V == 128 && RANK_MAX > 21 && RANKS <= 40);
-
-// Each group's share of S U.
-struct Sums {
-    static constexpr int ROWS = TWO_SUMS ? RANKS : PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1;
-    alignas(16) float parts[SKETCH_GROUPS][ROWS][PRODUCT_COLUMNS > 0 ? K : 4];
-
-    // Neighbouring channels of a row, swizzled: four rows that are read at once are in different banks.
-    __device__ __forceinline__ const float* at(int group, int row, int channel) const {
-        return &parts[group][row][channel ^ row % 4 * 8];
-    }
-    __device__ __forceinline__ float* at(int group, int row, int channel) {
-        return &parts[group][row][channel ^ row % 4 * 8];
-    }
-};
-// Two if there is room: the next sums are computed during the epilogue.
-constexpr int SUM_STAGES = TWO_SUMS || (MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16) ? 2 : 1;
-// Phases of sums_full: the next sums may be complete before the epilogue waits for these.
-constexpr int SUM_PHASES = SUM_STAGES > EPILOGUE_TEAMS ? SUM_STAGES : EPILOGUE_TEAMS;
 
 // U, one column a row (not SLICED) or in slices, and the norms of the state's row blocks.
 struct Columns {
@@ -125,6 +103,40 @@ struct Columns {
             of[i / (16 * COUNT)][16 * first + i % (16 * COUNT)] *= factor;
     }
 };
+constexpr int GRAM_ROW = RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0);  // padded where there is room
+// Shared memory of a block of the flush with high ranks and raw keys (flush_tiles.cuh checks).
+constexpr int bytes_with(int states, int sums) {
+    const int rest = 16 * ROW_BLOCKS * states + (REFRESHES ? 384 : 320);  // barriers, tile scheduler
+    return static_cast<int>(states * ROW_BLOCKS * sizeof(StateStage) + KEY_STAGES * sizeof(KeyStage) +
+                            VALUE_STAGES * sizeof(ValueStage) + SOLVE_STAGES * sizeof(Solve) + sizeof(PreparedKeys) +
+                            2 * sizeof(TransformShared) + sizeof(Basis) + sizeof(Columns) +
+                            sizeof(float) * (sums * (sums > 1 ? RANKS : RANK_MAX) * K + RANKS * GRAM_ROW)) +
+           rest;
+}
+// High ranks: two sums if they cost neither a block of a multiprocessor nor a state stage.
+constexpr int BLOCKS_OF_ONE_SUM = bytes_with(1, 1) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
+constexpr bool TWO_SUMS =
+    SLICED && RAW_KEYS &&
+    bytes_with(bytes_with(2, 1) <= block_shared(BLOCKS_OF_ONE_SUM) ? 2 : 1, 2) <= block_shared(BLOCKS_OF_ONE_SUM);
+
+// Each group's share of S U.
+struct Sums {
+    static constexpr int ROWS = TWO_SUMS ? RANKS : PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1;
+    alignas(16) float parts[SKETCH_GROUPS][ROWS][PRODUCT_COLUMNS > 0 ? K : 4];
+
+    // Neighbouring channels of a row, swizzled: four rows that are read at once are in different banks.
+    __device__ __forceinline__ const float* at(int group, int row, int channel) const {
+        return &parts[group][row][channel ^ row % 4 * 8];
+    }
+    __device__ __forceinline__ float* at(int group, int row, int channel) {
+        return &parts[group][row][channel ^ row % 4 * 8];
+    }
+};
+// Two if there is room: the next sums are computed during the epilogue.
+constexpr int SUM_STAGES = TWO_SUMS || (MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16) ? 2 : 1;
+// Phases of sums_full: the next sums may be complete before the epilogue waits for these.
+constexpr int SUM_PHASES = SUM_STAGES > EPILOGUE_TEAMS ? SUM_STAGES : EPILOGUE_TEAMS;
+
 // Two if this does not cost a state stage.
 constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;
 // The epilogue warp stores U: U has two stages, so nobody overwrites U meanwhile; or U is stored as codes with scales.
@@ -137,8 +149,7 @@ struct SketchMemory {
 #if MAP == 0
     float dots[EPILOGUE_TEAMS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
 #elif MAP == 1
-    // Padded where there is room.
-    alignas(16) float gram[RANKS][RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0)];
+    alignas(16) float gram[RANKS][GRAM_ROW];
 #endif
 
     __device__ __forceinline__ void init() {
