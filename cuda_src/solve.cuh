@@ -4,7 +4,7 @@
 
 constexpr int TRANSFORM_THREADS = 256;  // threads of all transform warps: at most two per channel
 // High ranks leave room for a second state stage only if keys have one stage.
-constexpr bool ONE_KEY_STAGE = !RAW_KEYS && (W > 16 || (HIGH_RANKS && RANK_MAX > 20));
+constexpr bool ONE_KEY_STAGE = !RAW_KEYS && (W > 16 || (HIGH_RANKS && RANK_MAX > (SKETCH == BF16 ? 17 : 20)));
 constexpr int KEY_STAGES = ONE_KEY_STAGE ? 1 : 2;
 
 // Output of the transform warps (not RAW_KEYS), for a window of n tokens:
