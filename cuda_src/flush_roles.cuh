@@ -14,6 +14,16 @@
 //                                                                 (mamba2: may be the solver;
 //                                                                 high ranks: a team of up to 4)
 //
+// RAW_KEYS without FOLD_WARPS_SKETCH (V = 128, dense maps beyond rank 21, bf16 sketches), one block per multiprocessor:
+//
+//   k, q  ----- solver ----> keys[2], values[2] ------------+
+//   gates, beta - solver --> solve[2]  ---------------------+-> fold warps (8) -----------> output
+//   state ----- producer --> rows[2][block] ----------------+     predict, update, read
+//                                 |  +----------------------> producer -------------------> S
+//   basis ----- epilogue --> basis +-> sketch warps (8): U, S U --------------------------> U
+//                                                   columns, sums[2]
+//                                                       +-> epilogue warps (4) -----------> map
+//
 // Otherwise (kda; fp16 and float32 activations), one block per multiprocessor:
 //
 //   k, q, gates  producer -> keys[2] --> transform warps (8) --> prepared[2], Gram matrix
@@ -30,8 +40,9 @@
 //
 // Barrier [stages]           completed by                     waited for by
 // queue.full, .empty         solver; all warps                all warps; solver
-// keys.full [KEY]            copies of solver or producer     fold warps, solver (RAW_KEYS); transform warps
-// values.full                copies of solver                 fold warps
+// keys.full [KEY]            copies of solver or producer     fold warps, solver (RAW_KEYS); transform warps;
+//                                                             producer (RAW_KEYS, once: as first_keys_full)
+// values.full [VALUE]        copies of solver                 fold warps
 // rows.full [STATE][block]   copies of fold warp or producer  fold warp of the block
 // operands_full [KEY]        transform warps                  fold warps, producer (keys are free), solver (not kda)
 // gram_full [SOLVE]          transform warps (kda)            solver
@@ -49,8 +60,8 @@
 // (named barrier)            team of epilogue warps           the team
 // group_sync                 warps of a group                 warps of the group
 //
-// "Warps that sketch" are the fold warps (RAW_KEYS) or the sketch warps. The arrow from them to U in global memory
-// starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
+// "Warps that sketch" are the fold warps (FOLD_WARPS_SKETCH) or the sketch warps. The arrow from them to U in global
+// memory starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
 //
 // Numbers of stages in the diagrams are those of W = 16 on sm_90. With refreshes a state has several windows, that is,
 // several tiles: the barriers of states and of sketches (rows, state_*, basis, columns_*, sums_*, gram_empty,
@@ -138,7 +149,8 @@ __device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& til
 }
 
 // Fold warp. Waits for: keys.full (RAW_KEYS) or operands_full, rows.full, solve_full, values.full. Signals:
-// operands_empty, state_folded. With RAW_KEYS the fold warp also loads, sketches and stores its own row block.
+// operands_empty, state_folded. With FOLD_WARPS_SKETCH the fold warp also loads, sketches and stores its own row
+// block.
 __device__ __forceinline__ void run_fold_warp(const Flush& f) {
     BlockMemory& m = f.m;
     const int block = threadIdx.x / 32;
@@ -172,10 +184,11 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile
     stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
 }
 
-// Producer warp (not RAW_KEYS): loads states, stores them when they are folded, and loads keys (except a block's first
-// KEY_STAGES tiles, which the solver loads). Waits for: operands_full and solve_full (transform warps and solver have
-// released the keys' stage), state_folded (to store), state_empty (to load). Signals: keys.full, rows.full, by its
-// copies. With two PREPARED_STAGES the next keys are usually requested before the previous tile's state is folded.
+// Producer warp (not FOLD_WARPS_SKETCH): loads states, stores them when they are folded, and, without RAW_KEYS, loads
+// keys (except a block's first KEY_STAGES tiles, which the solver loads). Waits for: operands_full and solve_full
+// (transform warps and solver have released the keys' stage), state_folded (to store), state_empty (to load). Signals:
+// keys.full, rows.full, by its copies. With two PREPARED_STAGES the next keys are usually requested before the
+// previous tile's state is folded.
 __device__ __forceinline__ void run_producer_warp(const Flush& f) {
     auto follow = [&](int n) {
         if (RAW_KEYS) return;  // the solver loads keys
@@ -194,7 +207,10 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
         }
     };
     TileIterator tiles(f);
-    if (tiles.now.exists()) RAW_KEYS ? f.m.keys[0].full.wait(0) : f.m.first_keys_full.wait(0);  // as in run_fold_warp
+    if (tiles.now.exists()) {  // as in run_fold_warp
+        if (RAW_KEYS) f.m.keys[0].full.wait(0);
+        else f.m.first_keys_full.wait(0);
+    }
     fetch(tiles.now, 0);
     if (STATE_STAGES > 1 && !REFRESHES) fetch(tiles.ahead(1), 1);
     if (tiles.now.exists()) follow(0);
@@ -216,7 +232,8 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
     }
 }
 
-// Sketch warp (not RAW_KEYS). Waits for: state_folded of its row blocks; see sketch_head. Signals: state_empty.
+// Sketch warp (not FOLD_WARPS_SKETCH). Waits for: state_folded of its row blocks; see sketch_head. Signals:
+// state_empty.
 __device__ __forceinline__ void run_sketch_warp(const Flush& f) {
     const int member = threadIdx.x / 32 - FIRST_SKETCH_WARP;
     int sketch_n = 0;
