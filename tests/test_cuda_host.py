@@ -215,11 +215,15 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
 @pytest.mark.parametrize(
     ("layer", "ranks"),
     [
+        (Layer("gdn", 2, 128, 128, 1), [3, 17]),  # rows past the sums would be past the matrix
+        (Layer("mamba2", 2, 128, 64, 1), [18, 5]),
         (Layer("gdn", 2, 128, 128, 1), [20, 18]),  # two blocks on a multiprocessor with an epilogue warp each
         (Layer("gdn", 2, 128, 128, 1), [27, 18]),  # one block with a team of four and sketch warps
         (Layer("gdn", 2, 128, 128, 1), [3, 35]),
         (Layer("mamba2", 2, 128, 64, 1), [35, 10]),  # two sums and one state stage
         (Layer("mamba2", 2, 128, 64, 1), [27, 5]),  # two state stages
+        (Layer("mamba2", 2, 128, 64, 1), [45, 12]),  # products with W in place
+        (Layer("gdn", 2, 128, 96, 1), [22, 3]),  # two sums and one state stage, in two blocks
         (Layer("kda", 2, 128, 128, 2), [13, 35]),
     ],
     ids=lambda x: x.kind if isinstance(x, Layer) else "-".join(map(str, x)),
