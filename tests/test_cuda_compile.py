@@ -58,6 +58,13 @@ SPILL_BYTES = {
 # With twice the pivots of the other shapes: 444 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
 SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 444, "kimi-linear-replay-read": 160}
+# Dense maps beyond rank 16
+SPILL_OF_VARIANTS |= {
+    "nemotron-3-super-high-flush": 0,
+    "qwen3-next-high-flush": 0,
+    "kimi-linear-high-flush": 72,
+    "kimi-linear-high-int8-flush": 76,
+}
 
 LAYERS = {
     "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
@@ -148,6 +155,15 @@ def variants():
         "qwen3-next-fp16-states-ridge": SketchEngine(plan, 1, **stored),
     }
     chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
+    for name, stored, label in (
+        ("nemotron-3-super", "bfloat16", "high"),
+        ("qwen3-next", "bfloat16", "high"),
+        ("kimi-linear", "bfloat16", "high"),
+        ("kimi-linear", "int8", "high-int8"),
+    ):
+        plan = make_plan(LAYERS[name], np.resize([7, 35, 16, 19], LAYERS[name].heads), rng, map="ridge")
+        flush = next(v for v in SketchEngine(plan, 1, stored).variants() if v.operation == "flush")
+        chosen[f"{name}-{label}-flush"] = flush
     drafts = {
         f"{name}_draft": draft_variant(v)
         for name, v in chosen.items()
