@@ -58,12 +58,12 @@ SPILL_BYTES = {
 # With twice the pivots of the other shapes: 444 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
 SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 444, "kimi-linear-replay-read": 160}
-# Dense maps beyond rank 16
-SPILL_OF_VARIANTS |= {
-    "nemotron-3-super-high-flush": 0,
-    "qwen3-next-high-flush": 0,
-    "kimi-linear-high-flush": 72,
-    "kimi-linear-high-int8-flush": 76,
+# Flushes of dense maps beyond rank 16: on sm_90, and the most on sm_80 and sm_100
+SPILL_OF_HIGH_RANKS = {
+    "nemotron-3-super-high-flush": (0, 12),
+    "qwen3-next-high-flush": (0, 36),
+    "kimi-linear-high-flush": (72, 124),
+    "kimi-linear-high-int8-flush": (76, 104),
 }
 
 LAYERS = {
@@ -82,6 +82,7 @@ MAPS = {  # `ridge` and `exact` share a kernel
 
 
 EVERYTHING = os.environ.get("SKETCHSSM_ALL_ARCHITECTURES") == "1"
+SPILL_OF_VARIANTS |= {name: most[EVERYTHING] for name, most in SPILL_OF_HIGH_RANKS.items()}
 EVERYWHERE = "small-4", "small-standard", "any"
 """How names begin whose variants are compiled for every architecture in any case."""
 LEFT_OUT = "kimi-linear-raw", "kimi-linear-bf16", "nemotron-3-super-bf16"
