@@ -55,7 +55,21 @@ class TestWorkloads:
         assert ranks.min() >= 1
         assert ranks.mean() == pytest.approx(mean, abs=0.13)  # rank 1 can't be spread downwards
         assert len(set(ranks)) > 1
-        assert bench.spread_ranks(5, mean, 6).max() <= 6
+        for limit in (1, 6, 16):
+            ranks = bench.spread_ranks(16, mean, limit)
+            assert ranks.max() <= limit
+            assert ranks.mean() == pytest.approx(min(mean, limit), abs=0.13)
+
+    def test_largest_rank_of_a_case(self):
+        def case(mean, rank_max):
+            layer = Layer("gdn", 8, 32, 24)
+            return cases.Case.random("a", layer, 16, (mean,), (CoefficientMap("ridge"),), ("bfloat16",), 0, rank_max)
+
+        assert case(6, 7).plans[0].ranks.tolist() == [3, 4, 6, 7, 7, 7, 7, 7]
+        with pytest.raises(ValueError, match="rank_max: expected at most 24 for a, got 25"):
+            case(6, 25)
+        with pytest.raises(ValueError, match="mean_ranks: expected at most 7 for a, got 8"):
+            case(8, 7)
 
     def test_every_shape_has_a_rank(self):
         assert set(bench.MEAN_RANKS) == set(bench.SHAPES)

@@ -59,6 +59,7 @@ class Case:
         maps: Sequence[CoefficientMap],
         sketch_dtypes: Sequence[str],
         seed: int = 0,
+        rank_max: int | None = None,
     ) -> Case:
         """Make a case of one row, with a random plan for every mean rank, map and format.
 
@@ -74,6 +75,8 @@ class Case:
             Settings of the plans, see `spread_ranks` and `random_plan`.
         seed : int, default 0
             Seed of the bases.
+        rank_max : int, optional
+            Largest rank of a head; default K or V.
 
         Returns
         -------
@@ -83,9 +86,13 @@ class Case:
         Raises
         ------
         ValueError
-            If a mean rank is beyond K or V.
+            If `rank_max` is beyond K or V, or a mean rank is beyond `rank_max`.
         """
         limit = min(layer.key_dim, layer.value_dim)
+        if rank_max is not None:
+            if rank_max > limit:
+                raise ValueError(f"rank_max: expected at most {limit} for {shape}, got {rank_max}")
+            limit = rank_max
         if max(mean_ranks) > limit:
             raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {max(mean_ranks)}")
         spread = [spread_ranks(layer.heads, mean, limit) for mean in mean_ranks]

@@ -59,9 +59,9 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
     heads : int
         Number of heads.
     mean : int
-        Mean rank; exact if `heads` is a multiple of 8 and no rank exceeds `limit`.
+        Mean rank; exact if `heads` is a multiple of 8 and `limit` allows it.
     limit : int
-        Largest possible rank.
+        Largest rank. Columns that it takes from some heads go to the others.
 
     Returns
     -------
@@ -70,7 +70,10 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
     """
     eight = np.maximum(np.round(mean * np.array(SPREAD)), 1).astype(np.int64)
     eight[-1] = max(8 * mean - eight[:-1].sum(), 1)
-    return np.minimum(np.resize(eight, heads), limit)
+    eight = np.minimum(eight, limit)
+    while (left := 8 * mean - eight.sum()) > 0 and (below := np.flatnonzero(eight < limit)).size:
+        eight[below[-left:]] += 1  # the largest first
+    return np.resize(eight, heads)
 
 
 def random_gate(layer: Layer, seed: int = 0) -> GateInput:

@@ -32,6 +32,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 @click.option("--batch", "batches", type=NUMBERS, help="Rows of a step.  [default: 1,8,32; on a GPU also 128,256,512]")
 @click.option("--window", "windows", type=NUMBERS, default="16", help="Tokens from one flush to the next.")
 @click.option("--rank", "ranks", type=NUMBERS, help="Mean rank.  [default: 5 to 7, as the model allows]")
+@click.option("--rank-max", type=COUNT, help="Largest rank of a head.  [default: K or V]")
 @click.option(
     "--map",
     "maps",
@@ -80,6 +81,7 @@ def command(
     batches: tuple[int, ...] | None,
     windows: tuple[int, ...],
     ranks: tuple[int, ...] | None,
+    rank_max: int | None,
     maps: tuple[str, ...],
     pivots: int | None,
     sketch_dtypes: tuple[str, ...],
@@ -117,7 +119,7 @@ def command(
     else:
         options.refuse("without --arrivals", ("layers", "steps", "tokens"))
     if plan_files:
-        options.refuse("with --plan", ("shapes", "windows", "ranks", "maps", "pivots", "sketch_dtypes"))
+        options.refuse("with --plan", ("shapes", "windows", "ranks", "rank_max", "maps", "pivots", "sketch_dtypes"))
     _check(shapes, duty, peers, raw_gate, device)
     options.check_files({"--plan": plan_files}, plot=plot, json=json_file)
     if plot is not None:
@@ -129,7 +131,14 @@ def command(
         chosen = [CoefficientMap(name, pivots) for name in maps]
         cases = [
             bench.Case.random(
-                name, bench.SHAPES[name], window, ranks or (bench.MEAN_RANKS[name],), chosen, sketch_dtypes, seed
+                name,
+                bench.SHAPES[name],
+                window,
+                ranks or (bench.MEAN_RANKS[name],),
+                chosen,
+                sketch_dtypes,
+                seed,
+                rank_max,
             )
             for name, window in product(shapes or bench.SHAPES, windows)
         ]
