@@ -83,10 +83,10 @@ def check(results, layers, steps=2 * WINDOW, batch=3):
         assert r.over_lockstep == pytest.approx(r.microseconds / lockstep.microseconds) or r is standard
 
 
-def case_of(kind, raw=False):
+def case_of(kind, raw=False, flush_every=None, **types):
     layer = SHAPES[kind]
-    plan = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2))
-    return bench.Case("tiny", layer, 3, WINDOW, [plan], bench.random_gate(layer) if raw else None)
+    plan = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2), flush_every=flush_every)
+    return bench.Case("tiny", layer, 3, WINDOW, [plan], bench.random_gate(layer) if raw else None, **types)
 
 
 class TestHost:
@@ -103,6 +103,30 @@ class TestHost:
         for r in report.results:
             assert r.error < ROUNDED
             assert r.state_error < EXACT
+
+    @pytest.mark.parametrize("backend", ["reference", "cpu"])
+    def test_plans_with_refreshes_have_no_deferred_flushes(self, backend):
+        case = case_of("gdn", flush_every=2 * WINDOW)
+        report = bench.time_arrivals([case], backend, layers=1, steps=8, mean_tokens=3)
+        assert [r.mode for r in report.results] == MODES[:-1]
+        assert all(r.error < ROUNDED and r.state_error < EXACT for r in report.results)
+
+    @pytest.mark.parametrize("backend", ["reference", "cpu"])
+    def test_states_of_16_bits(self, backend, monkeypatch):
+        """All heads have the type of the case; its rounding is part of the system, so a twin in float64 rounds too."""
+        seen, run = [], bench.arrivals.run_on_host
+
+        def spied(heads, inputs, requests):
+            seen.extend(head.state_dtype for head in heads)
+            return run(heads, inputs, requests)
+
+        monkeypatch.setattr(bench.arrivals, "run_on_host", spied)
+        case = case_of("gdn", state_dtype="bfloat16")
+        report = bench.time_arrivals([case], backend, layers=2, steps=8, mean_tokens=3)
+        check(report.results, 2)
+        assert seen == ["bfloat16"] * 10
+        # a number between two bf16 numbers may be rounded to the other one, which is 2^-8 away
+        assert all(r.error < ROUNDED and r.state_error < 2**-8 for r in report.results)
 
     def test_too_little_memory(self, monkeypatch):
         """A mode that does not fit is named; the others are timed."""
@@ -168,3 +192,16 @@ class TestDevice:
             assert found["backend"] == "cuda"
             assert found["error"] < ROUNDED
             assert found["state_error"] < EXACT
+
+    def test_types_and_refreshes(self, cupy):
+        """States of 16 bits; a plan with refreshes, whose flushes can't be deferred."""
+        plans = [bench.random_plan(LAYER, 5, WINDOW, "lowrank", flush_every=n * WINDOW) for n in (1, 2)]
+        cases = [
+            bench.Case("narrow", LAYER, 3, WINDOW, plans[:1], state_dtype="bfloat16"),
+            bench.Case("refreshed", LAYER, 3, WINDOW, plans[1:]),
+        ]
+        report = bench.time_arrivals(cases, "cuda", layers=1, steps=WINDOW, mean_tokens=3)
+        assert [r.mode for r in report.results] == [*MODES, *MODES[:-1]]
+        for found in report.results:
+            assert found.error < ROUNDED
+            assert found.state_error < (2**-8 if found.shape == "narrow" else EXACT)

@@ -24,6 +24,7 @@ from sketchssm.bench.requests import Requests
 from sketchssm.bench.runs import Inputs, Run, run_on_host
 from sketchssm.evaluate.measure import relative_error
 from sketchssm.head import DecodeHead
+from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Tokens
 from sketchssm.sketch_head import SketchHead
 
@@ -117,7 +118,7 @@ class Model:
     Attributes
     ----------
     case : Case
-        Shape, window and gate.
+        Shape, window, gate and type of the states.
     plan : SketchPlan or None
         The plan of every layer; None for standard decode.
     mode : str
@@ -130,11 +131,11 @@ class Model:
 
     def head(self, index: int, num_slots: int, backend: str) -> DecodeHead:
         """Make the head of a layer."""
-        gate = self.case.gate
+        types: Any = {"gate": self.case.gate, "state_dtype": self.case.state_dtype}
         if self.plan is None:
-            return StandardHead(self.case.layer, num_slots, backend, gate=gate)
+            return StandardHead(self.case.layer, num_slots, backend, **types)
         phase = index % self.case.window if self.mode == "clock" else None
-        return SketchHead(self.plan, num_slots, backend, gate=gate, phase=phase, deferred=self.mode == "deferred")
+        return SketchHead(self.plan, num_slots, backend, phase=phase, deferred=self.mode == "deferred", **types)
 
     def judge(self, index: int, inputs: Inputs, requests: Requests, run: Run) -> tuple[float, float]:
         """Compute the errors of some heads of a layer against the same layer in float64, for the first row.
@@ -160,9 +161,8 @@ class Model:
         row = Tokens(*(None if x is None else x[:, own] for x, own in zip(inputs.first_row, axes, strict=True)))
         gate = None if self.case.gate is None else self.case.gate.shard(0, world)
         plan = None if self.plan is None else self.plan.shard(0, world)
-        twin = Model(Case("", layer.shard(0, world), 1, self.case.window, [], gate), plan, self.mode).head(
-            index, 1, "reference"
-        )
+        case = replace(self.case, layer=layer.shard(0, world), gate=gate)
+        twin = Model(case, plan, self.mode).head(index, 1, "reference")
         outputs = np.empty((len(run.outputs), *twin.layer.state_shape[:2]))
         for t, joins in enumerate(requests.joins[:, 0]):
             slots = np.minimum(requests.slots[t, :1], 0)  # the row's slot is the only one here
@@ -171,6 +171,11 @@ class Model:
             token = (None if x is None else x[None, t % len(inputs.steps)] for x in row)
             outputs[t] = twin.step(*token, slots=slots)[0]
         return relative_error(run.outputs[:, heads], outputs), relative_error(run.state[heads], twin.state[0])
+
+
+def _modes(plan: SketchPlan) -> tuple[str, ...]:
+    """Modes of a plan: flushes of plans with refreshes can't be deferred."""
+    return MODES if plan.flush_every == plan.window else tuple(mode for mode in MODES if mode != "deferred")
 
 
 def measure_arrivals(
@@ -197,7 +202,7 @@ def measure_arrivals(
     for plan in (None, *case.plans):
         system = "standard" if plan is None else f"sketch G={plan.mean_rank:g} {plan.map.name}"
         lockstep = math.nan
-        for mode in ("arrivals",) if plan is None else MODES:
+        for mode in ("arrivals",) if plan is None else _modes(plan):
             requests = together if mode == "lockstep" else arriving
             model = Model(case, plan, mode)
             gc.collect()  # frees the memory of the heads before
@@ -266,7 +271,8 @@ def time_arrivals(
     Returns
     -------
     ArrivalsReport
-        For each case standard decode, then the modes of each plan in the order of `MODES`.
+        For each case standard decode, then the modes of each plan in the order of `MODES`; no mode "deferred" for
+        plans with refreshes.
 
     Raises
     ------
@@ -285,7 +291,8 @@ def time_arrivals(
         progress("compiling")
         needed = [system for own in listed.values() for system in own if system.name != "replay"]
         sketches: list[Any] = [system for system in needed if system.plan is not None]
-        deferred = [replace(one, build=partial(one.build, deferred=True)) for one in sketches]
+        deferrable = [one for one in sketches if "deferred" in _modes(one.plan)]
+        deferred = [replace(one, build=partial(one.build, deferred=True)) for one in deferrable]
         compile_all(needed + deferred)
     for case in cases:
         progress(str(case))

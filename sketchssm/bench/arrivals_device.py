@@ -79,7 +79,8 @@ def run_on_device(heads: Sequence[DecodeHead], inputs: Inputs, requests: Request
     token = Tokens(*(None if x is None else cupy.empty(x.shape, x.dtype) for x in inputs.steps[0]))
     output = cupy.empty(token.v.shape, token.v.dtype)
     log = cupy.empty((steps, *output.shape[1:]), output.dtype)
-    states = cupy.asarray(inputs.start[None]).repeat(begun.shape[1], axis=0)
+    start = inputs.start[None].astype(heads[0].state.dtype)  # a graph can't convert
+    states = cupy.asarray(start).repeat(begun.shape[1], axis=0)
     for head in heads:
         head.warmup(ACTIVATION)
     stream = cupy.cuda.Stream(non_blocking=True)
