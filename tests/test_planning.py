@@ -17,7 +17,7 @@ from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
 from sketchssm.planning.report import frontier_table
 from sketchssm.planning.search import PlanPoint, frontier
-from sketchssm.recurrence import Layer
+from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference.recurrence import run
 from sketchssm.sketch_head import SketchHead
 from sketchssm.traces import Traces
@@ -120,8 +120,10 @@ def test_ranks_are_limited_to_the_room_of_cuda(tmp_path):
         limited = [replace(candidate, rank_max=rank_max) for candidate in tried]
         [own] = autoplan([traces], candidates=limited, **settings).layers
         assert [scores.rank_max for _, scores in map(own.calibrated, limited)] == want
-    with pytest.raises(ValueError, match=r"^rank_max: expected at most the largest scored rank, 128, got 129"):
-        autoplan([traces], candidates=[replace(tried[0], rank_max=129)], **settings)
+    labels = []  # the search must not begin
+    with pytest.raises(ValueError, match=r"^candidates: rank_max: expected at most 128 for these layers, got 129$"):
+        autoplan([traces], candidates=[tried[0], replace(tried[0], rank_max=129)], progress=labels.append, **settings)
+    assert not labels
 
 
 def test_largest_ranks(layers):
@@ -223,9 +225,9 @@ def test_scores_alone(layers):
     with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
         autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4, flush_every=4)])
     most = own.scores.rank_max
-    with pytest.raises(ValueError, match=f"candidates: without traces, expected ranks up to .* rank_max={most}, got"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[
-            Candidate("ridge", window=WINDOW, rank_max=most + 1)])  # fmt: skip
+    beyond = Candidate("ridge", window=WINDOW, rank_max=most + 1)
+    with pytest.raises(ValueError, match=f"^candidates: rank_max: expected at most {most} .*, got {most + 1}$"):
+        autoplan([(own.basis, own.scores)], error=1.0, candidates=[beyond])
 
 
 @pytest.mark.parametrize(
@@ -266,6 +268,16 @@ def test_candidates():
         candidates(sketch_dtypes=("int7",))
 
 
+def test_layers_of_two_sizes(tmp_path):
+    """A largest rank beyond a small layer's K and V limits only the large layer."""
+    sizes = (16, 32)
+    traces = [Traces.load(write_traces(tmp_path / f"{n}.npz", "gdn", layer=Layer("gdn", 2, n, n))) for n in sizes]
+    tried = [Candidate("ridge", window=WINDOW, rank_max=24)]
+    found = autoplan(traces, error=10.0, candidates=tried, mean_ranks=(16,), backend="reference")
+    assert [layer.calibrated(tried[0])[1].rank_max for layer in found.layers] == list(sizes)
+    assert all(plan.ranks.max() <= min(n, 24) for n, plan in zip(sizes, found.plans, strict=True))
+
+
 def test_table(search):
     """A row for each point of the frontier, cheapest first, and an arrow at the chosen one."""
     table = frontier_table(search)
@@ -274,6 +286,10 @@ def test_table(search):
         [f"{p.mean_rank:g}", str(max(plan.ranks.max() for plan in p.plans)), f"{p.traffic:.3f}", f"{p.error:.4f}"]
         for p in search.frontier
     ]
+    bases = [layer.calibrated(search.chosen.candidate)[0] for layer in search.layers]
+    full = tuple(SketchPlan(basis, [FULL_STATE] * basis.layer.heads) for basis in bases)
+    [row] = frontier_table(replace(search, points=[replace(search.chosen, plans=full)])).rows
+    assert row[6] == "-"  # no head has a sketch
     timed = replace(search, points=[replace(p, seconds=2e-6) for p in search.points])
     table = frontier_table(timed, standard=6e-6)
     assert [row[-2:] for row in table.rows] == [["2.0", "3.00x"]] * len(timed.frontier)

@@ -41,9 +41,9 @@ class Candidate:
     flush_every : int, optional
         Tokens from one flush of the state to the next, a multiple of `window`. Default: the window.
     rank_max : int, optional
-        Largest rank of a head. A head that needs more reads its full state, except with refreshes. Default: the
-        largest rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits* on the page of the CUDA
-        backend.
+        Largest rank of a head, in layers with larger K and V. A head that needs more reads its full state, except with
+        refreshes. Default: the largest rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits*
+        on the page of the CUDA backend.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def candidates(
     flushes : sequence of int, default (1, 4)
         Windows from one flush of the state to the next. Combinations of more than 128 tokens are left out.
     rank_maxes : sequence of int or None, default (None,)
-        Largest ranks of a head; None for the default of `Candidate`. The CUDA kernels are fastest up to rank 16.
+        Limits of a head's rank; None for the default of `Candidate`. The CUDA kernels are fastest up to rank 16.
 
     Returns
     -------

@@ -35,10 +35,13 @@ class PlannedLayer(Protocol):
         Kind and shape.
     graded : bool
         Whether errors can be weighted by the gradient of the loss.
+    rank_limit : int
+        Largest rank that a head can have.
     """
 
     layer: Layer
     graded: bool
+    rank_limit: int
 
     def refusal(self, candidate: Candidate) -> str:
         """Reason why the errors of a candidate can't be measured; empty if they can."""
@@ -75,6 +78,7 @@ class TracedLayer:
         self._scored, self._grad = traces.score_part()
         self._calibrated: dict[tuple[int, int], Calibrated] = {}
         self.graded = self._grad is not None
+        self.rank_limit = min(self.layer.key_dim, self.layer.value_dim)
 
     def refusal(self, candidate: Candidate) -> str:
         """See `PlannedLayer`."""
@@ -97,7 +101,7 @@ class TracedLayer:
         """
         window, layer = candidate.window, self.layer
         columns = max(common_rank(layer, window, candidate.flush_every), candidate.rank_max or 0)
-        columns = min(columns, layer.key_dim, layer.value_dim)
+        columns = min(columns, self.rank_limit)
         if (window, columns) not in self._calibrated:
             with named_errors(self.traces):
                 self._calibrated[window, columns] = calibrate(self.traces, window, columns, self._weighting)
@@ -172,6 +176,7 @@ class ScoredLayer:
     def __init__(self, basis: SketchBasis, scores: RankScores) -> None:
         self.layer = basis.layer
         self.graded = bool(scores.graded)
+        self.rank_limit = scores.rank_max
         self._basis, self._scores = basis, scores
 
     def refusal(self, candidate: Candidate) -> str:
@@ -181,10 +186,6 @@ class ScoredLayer:
             return f"without traces, only the errors of exact and ridge are known, got {candidate.map}"
         if (candidate.window, candidate.flush_every) != (window, window):
             return f"without traces, expected the window and flush of the scores, {window} tokens, got {candidate}"
-        if (candidate.rank_max or 0) > self._scores.rank_max:
-            return (
-                f"without traces, expected ranks up to the scores' rank_max={self._scores.rank_max}, got {candidate}"
-            )
         return ""
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:

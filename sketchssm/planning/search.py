@@ -240,9 +240,13 @@ def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of:
 
 def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
     """The candidates whose errors all layers can measure; if the caller gives candidates, all of them must be."""
+    limit = max(layer.rank_limit for layer in layers)
     tried = list(all_candidates() if given is None else check_items("candidates", given, "Candidates"))
     for candidate in tried:
         check_instance("candidates", candidate, Candidate)
+        if (candidate.rank_max or 0) > limit:
+            own = candidate.rank_max
+            raise ValueError(f"candidates: rank_max: expected at most {limit} for these layers, got {own}")
     refused = {candidate: reason for layer in layers for candidate in tried if (reason := layer.refusal(candidate))}
     if not tried or (given is not None and refused):
         raise ValueError(f"candidates: {next(iter(refused.values()), 'expected at least one, got none')}")
