@@ -8,6 +8,7 @@ from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm import cuda
+from sketchssm.cuda import side
 from sketchssm.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
@@ -248,6 +249,52 @@ def test_a_capture_must_end_after_the_scope(rng, cupy):
             read()
             stream.end_capture()
             head.step(*given, slots=slots, out=out)  # outside of the capture, for whose flush nothing can wait
+
+
+def test_two_captures_at_a_time(rng, cupy, monkeypatch):
+    """The side stream can be in one capture only. In another capture, flushes run in order."""
+    (head,) = heads_of(LAYERS["gdn"], 2, rng)
+    (given, out), slots = token_of(LAYERS["gdn"], 2, rng), cupy.arange(2)
+    streams = cupy.cuda.Stream
+    other = {head._arrays.side._stream.ptr: 1000}  # the number of the other capture
+    monkeypatch.setattr(side, "capture_of", lambda stream: other.get(stream, streams.captures))
+    stream = streams()
+    stream.begin_capture()
+    with ss.overlap_flushes():
+        head.step(*given, slots=slots, out=out)
+        assert len(streams.recorded) == 2  # a read and a flush
+        assert not streams.beside
+    stream.end_capture()
+
+
+def test_calls_on_another_stream_wait_for_the_flush(cupy, monkeypatch):
+    """Also after the scope, whose end joins the flush only to the stream of its step."""
+    monkeypatch.setattr(side, "capture_of", lambda stream: capture)
+
+    class Logged(cupy.cuda.Stream):
+        def __init__(self, ptr):
+            super().__init__()
+            self.ptr, self.waits = ptr, 0
+
+        def wait_event(self, event):
+            self.waits += 1
+
+    capture, beside, own, other = 7, side.SideStream(), Logged(1), Logged(2)
+    with own, ss.overlap_flushes():
+        beside(lambda: None)
+    with other:
+        beside.begin_call()
+    with own:
+        beside.begin_call()
+        assert (own.waits, other.waits) == (1, 1)
+        with ss.overlap_flushes():
+            beside(lambda: None)
+            beside.begin_call()
+    assert own.waits == 2  # one for each flush
+    capture = 8
+    with other:
+        beside.begin_call()
+    assert other.waits == 1
 
 
 def test_a_flush_that_fails_is_joined(rng, cupy, monkeypatch):

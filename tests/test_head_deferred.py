@@ -149,6 +149,14 @@ def machine(kind, backend):
                     self.current[slot], self.pending[slot] = state[row], 0
 
         @rule(slots=some_slots)
+        def adopt(self, slots):
+            """Windows begin on the states as of the last flush."""
+            for head in self.heads:
+                head.adopt(slots)
+            live = [slot for slot in slots if slot >= 0]
+            self.current[live], self.pending[live] = self.oracle.state[live], 0
+
+        @rule(slots=some_slots)
         def reset(self, slots):
             for head in self.heads:
                 head.reset(slots)

@@ -23,19 +23,21 @@ class SideStream:
         self._current = cupy.cuda.get_current_stream
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
         self._ready, self._done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
-        self._caller: Any = None  # the stream that has not waited for the last launch
+        self._caller: Any = None  # stream of the last call that launched here, and its capture
         self._capture = 0
+        self._joined = True  # whether the caller's stream waits for the launch
 
     def __call__(self, launch: Callable[..., None], *args: int) -> None:
         """Launch after the current stream's work; in a capture within a scope, beside the stream's later work."""
         caller, scope = self._current(), current_scope()
         capture = 0 if scope is None else capture_of(int(caller.ptr))
-        if scope is None or not capture:
+        # a stream that another thread's capture holds would merge both captures, which is an error
+        if scope is None or not capture or capture_of(int(self._stream.ptr)) not in (0, capture):
             launch(*args)
             return
         self._ready.record(caller)
         self._stream.wait_event(self._ready)
-        self._caller, self._capture = caller, capture
+        self._caller, self._capture, self._joined = caller, capture, False
         scope.append(self.join)
         with self._stream:
             try:
@@ -45,12 +47,17 @@ class SideStream:
 
     def join(self) -> None:
         """Let the caller's stream wait for the last launch, if its capture goes on."""
-        if self._caller is not None:
-            caller, self._caller = self._caller, None
-            if capture_of(int(caller.ptr)) == self._capture:
-                caller.wait_event(self._done)
+        if not self._joined:
+            self._joined = True
+            if capture_of(int(self._caller.ptr)) == self._capture:
+                self._caller.wait_event(self._done)
 
     def begin_call(self) -> None:
         """Let the current stream wait for the last launch, if both are in the same capture."""
-        if self._caller is not None and capture_of(int(self._current().ptr)) == self._capture:
-            self._current().wait_event(self._done)
+        if self._caller is None:
+            return
+        current = self._current()
+        if current.ptr == self._caller.ptr:
+            self.join()
+        elif capture_of(int(current.ptr)) == self._capture:  # also if only the caller's stream has waited
+            current.wait_event(self._done)

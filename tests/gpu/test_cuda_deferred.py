@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from gpu.cuda_support import LAYERS, error, make_plan, make_tokens
+from gpu.cuda_support import LAYERS, error, make_plan, make_tokens, tokens_to_device
 
 import sketchssm as ss
 from sketchssm.recurrence import Tokens
@@ -71,6 +71,28 @@ def test_order(torch, kind, rng):
         for name in ("state", "sketch", "cursor"):
             one, other = (x._engine.memory[name].view(np.uint8).get() for x in (head, twin))
             assert np.array_equal(one, other)
+
+
+def test_two_captures_at_a_time(cupy, rng):
+    """The first capture takes the head's side stream, so the flush of the second capture runs in order."""
+    head, twin, *_ = make_heads("gdn")
+    tokens = tokens_to_device(make_tokens(LAYERS["gdn"], 8, 1, "bfloat16", rng), "bfloat16")
+    token = Tokens(*(None if x is None else x[:, 0] for x in tokens))
+    slots, outs = cupy.arange(8), [cupy.empty_like(token.v) for _ in range(2)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    for stream in streams:
+        stream.begin_capture()
+    for stream in streams:
+        with stream, ss.overlap_flushes():
+            head.step(*token, slots=slots, out=outs[0])
+    graphs = [stream.end_capture() for stream in streams]
+    for t in range(40):
+        graphs[t % 2].launch(streams[0])
+        twin.step(*token, slots=slots, out=outs[1])
+        cupy.cuda.Device().synchronize()
+        assert cupy.array_equal(*(out.view(np.uint16) for out in outs))
+    assert cupy.array_equal(head.state, twin.state)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
