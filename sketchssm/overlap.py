@@ -16,12 +16,14 @@ _thread = threading.local()
 
 @contextmanager
 def overlap_flushes() -> Iterator[None]:
-    """Let deferred flushes of this thread's steps run beside later kernels; the end of the scope joins them.
+    """Scope in which a captured CUDA graph runs deferred flushes beside later kernels.
 
-    For heads with ``deferred=True``, while a CUDA graph is captured: a step's flush runs on a stream of the head, and
-    the head's next call waits for it. At the end of the scope the streams of the steps wait for all flushes, so a
-    capture must end after the scope. Outside of captures, outside of scopes and on the other backends, flushes run in
-    order. The results are the same.
+    For heads with ``deferred=True``. In a capture within the scope, the flush of a step runs on a stream of the head,
+    and the head's next call waits for the flush. The end of the scope, also by an exception, lets the streams of the
+    steps wait for their flushes. So the scope must end before the capture ends.
+
+    The scope has no effect on other heads, outside of captures, on the host backends, and on steps of other threads:
+    flushes then run in order. The results are the same. Scopes may be nested.
 
     Yields
     ------
@@ -31,7 +33,7 @@ def overlap_flushes() -> Iterator[None]:
     Examples
     --------
     >>> import sketchssm as ss
-    >>> with ss.overlap_flushes():  # doctest: +SKIP
+    >>> with torch.cuda.graph(graph), ss.overlap_flushes():  # doctest: +SKIP
     ...     for head, token in zip(heads, tokens):
     ...         head.step(*token, slots=slots, out=out)
     """

@@ -58,7 +58,8 @@ class SketchHead(ExactHead):
     deferred : bool, default False
         Whether flushes are deferred: all tokens are read through sketches, and a slot with W - 1 tokens is flushed
         after its read instead of with its next token. States stay exact. Within `overlap_flushes`, a captured graph
-        runs the flushes beside later kernels. Not together with a clock or refreshes, and such a head takes no drafts.
+        runs the flushes beside later kernels. A deferred head takes no clock (`phase`), no plan with refreshes and no
+        drafts.
 
     Raises
     ------
@@ -152,7 +153,7 @@ def _check_deferred(deferred: Any, plan: SketchPlan, phase: Any) -> None:
     if not isinstance(deferred, bool):
         raise ValueError(f"deferred: expected a bool, got {deferred!r}")
     if deferred and phase is not None:
-        raise ValueError(f"deferred: expected False with a clock, as rows then flush together, got phase {phase}")
+        raise ValueError(f"deferred: expected False with phase={phase!r}, as a clock's rows flush together, got True")
     if deferred and plan.flush_every > plan.window:
         came = f"flush_every {plan.flush_every} with window {plan.window}"
         raise ValueError(f"deferred: expected a plan without refreshes, got {came}")

@@ -40,7 +40,7 @@ class TestRefusals:
             ({"deferred": 1}, "deferred: expected a bool, got 1"),
             (
                 {"deferred": True, "phase": 0},
-                "deferred: expected False with a clock, as rows then flush together, got phase 0",
+                "deferred: expected False with phase=0, as a clock's rows flush together, got True",
             ),
         ):
             with pytest.raises(ValueError, match=re.escape(message)):
