@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.plans import calibrate
+from sketchssm.cli.plan import _rank_maxes
 from sketchssm.formats import INT4, INT8
 from sketchssm.plan import SketchPlan
 from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
@@ -332,6 +334,13 @@ def test_command(tmp_path):
     assert all(SketchPlan.load(path).ranks.max() <= 2 for path in report["plans"])
     refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2)
     assert "'--maps': ridge: map 'offline' has no ridge" in refused.output
+
+
+@pytest.mark.parametrize(("time_on", "dim", "want"), [
+    (None, 128, [None]), ("cpu", 128, [None]), ("cuda", 128, [None, 24, 16]), ("cuda", 24, [None, 16])])  # fmt: skip
+def test_limits_are_tried_for_times_on_cuda(time_on, dim, want):
+    layers = [SimpleNamespace(layer=Layer("gdn", 1, dim, 128)), SimpleNamespace(layer=Layer("gdn", 1, 8, 8))]
+    assert list(_rank_maxes(layers, time_on)) == want
 
 
 def test_command_draws(tmp_path):

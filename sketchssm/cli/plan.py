@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +11,9 @@ from sketchssm.cli import options
 from sketchssm.cli.options import COUNT, NEW_FILE, NUMBERS, PATH, POSITIVE, Commas
 from sketchssm.coefficients import CoefficientMap
 from sketchssm.formats import SketchFormat
+
+if TYPE_CHECKING:
+    from sketchssm.traces import Traces
 
 __all__ = ["command"]
 
@@ -26,6 +30,12 @@ def _map(text: str) -> CoefficientMap:
     except ValueError as error:
         raise ValueError(f"expected a number after {name}:, got {ridge!r}") from error
     return CoefficientMap(name, ridge=value)
+
+
+def _rank_maxes(layers: list[Traces], time_on: str | None) -> tuple[int | None, ...]:
+    """The largest ranks to try by default: limits pay only in times on CUDA."""
+    most = max(min(own.layer.key_dim, own.layer.value_dim) for own in layers)
+    return None, *(rank for rank in FAST_RANKS if rank < most and time_on == "cuda")
 
 
 @click.command("plan")
@@ -113,15 +123,13 @@ def command(
         figures.check(plots, "--plots")
     output = Output(json_file)
     layers = [Traces.load(path) for path in traces]
-    limit = max(min(own.layer.key_dim, own.layer.value_dim) for own in layers)
-    fast = [most for most in FAST_RANKS if most < limit and time_on == "cuda"]
     chosen = {} if maps is None else {"maps": maps}
     tried = candidates(
         **chosen,
         sketch_dtypes=sketch_dtypes,
         windows=windows,
         flushes=flushes,
-        rank_maxes=(None, *fast) if rank_max is None else rank_max,
+        rank_maxes=rank_max or _rank_maxes(layers, time_on),
     )
     times = None if time_on is None else StepTimes(time_on, batch)
     with output.progress("planning", len(tried) * len(mean_ranks)) as step:
