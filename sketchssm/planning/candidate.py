@@ -63,7 +63,7 @@ class Candidate:
         object.__setattr__(self, "window", check_window(self.window))
         object.__setattr__(self, "flush_every", check_flush_every(self.flush_every, self.window))
         if self.rank_max is not None:
-            check_size("rank_max", self.rank_max)
+            object.__setattr__(self, "rank_max", check_size("rank_max", self.rank_max))
 
     def __str__(self) -> str:
         """All settings: ``ridge(ridge=0.001), int8, window 16, flush 64, ranks to 24``."""
