@@ -20,28 +20,6 @@
 
 static_assert(SKETCH_GROUPS == 1, "the product with W replaces the sums");
 
-// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order.
-__device__ __forceinline__ void products_of_columns(const Columns& u, int rank, int i, int j, float (&dots)[4]) {
-    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    float sum[2][4] = {}, rest[2][4] = {};  // four independent chains
-    auto load = [&](float (&x)[4], int g, int step) {
-        x[0] = x[1] = x[2] = x[3] = 0;
-        if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
-    };
-#pragma unroll 2
-    for (int step = 0; step < V / 16; step++) {
-        float upper[4], lower[4], other[4];
-        load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
-        LeftOperand columns;
-        columns.set(0, upper), columns.set(1, lower);
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-            columns.multiply<false, false>(n, sum[n], rest[n], other[2 * n], other[2 * n + 1]);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) dots[e] = (sum[0][e] + rest[0][e]) + (sum[1][e] + rest[1][e]);
-}
-
 // Products of column 8 i + r of U with columns 8 j + 2c and 8 j + 2c + 1 (SLICED).
 __device__ __forceinline__ float2 products_of_slices(const Columns& u, int i, int j) {
     float sum[2][4] = {};
@@ -84,7 +62,7 @@ __device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMe
         for (int j = i; j < rank; j += BLOCK) {
             if (piece++ % SIZE != team.member) continue;
             float dots[4];
-            products_of_columns(m.columns[0], rank, i, j, dots);
+            multiply_columns<2>(m.columns[0], rank, i, j, dots, [](auto&, auto&) {});
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;

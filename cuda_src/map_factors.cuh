@@ -24,8 +24,12 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
     }
 #pragma unroll 1
     for (int i = 16; RANK_MAX > 16 && i < rank; i += 16) {
-        float dots[4], squares[2];
-        multiply_columns(u, rank, i, 0, dots, squares);
+        float dots[4], squares[2] = {};
+        multiply_columns<1>(u, rank, i, 0, dots, [&](const float(&upper)[4], const float(&lower)[4]) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) squares[0] += upper[n] * upper[n], squares[1] += lower[n] * lower[n];
+        });
+        squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
         put(i + r, dots[0], dots[1], squares[0]), put(i + 8 + r, dots[2], dots[3], squares[1]);
     }
     __syncwarp();

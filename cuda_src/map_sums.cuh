@@ -103,13 +103,13 @@ __device__ __forceinline__ void store_split(const Team<SIZE>& team, const Column
     }
 }
 
-// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order; and squares of columns i + r and
-// i + 8 + r, in all four lanes of r. Results past the rank are zeros.
-__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j,
-                                                 float (&dots)[4], float (&squares)[2]) {
+// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order. Products past the rank are zeros.
+// Steps alternate between SUMS accumulators. Calls `visit(upper, lower)` with channels of columns i + r and i + 8 + r.
+template <int SUMS, class Visit>
+__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4],
+                                                 const Visit& visit) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    float rest[4] = {};
-    dots[0] = dots[1] = dots[2] = dots[3] = squares[0] = squares[1] = 0;
+    float sum[SUMS][4] = {}, rest[SUMS][4] = {};
     auto load = [&](float (&x)[4], int g, int step) {
         x[0] = x[1] = x[2] = x[3] = 0;
         if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
@@ -121,16 +121,19 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int
         LeftOperand columns;
         columns.set(0, upper), columns.set(1, lower);
 #pragma unroll
-        for (int n = 0; n < 2; n++) columns.multiply<false, false>(n, dots, rest, other[2 * n], other[2 * n + 1]);
-#pragma unroll
-        for (int n = 0; n < 4; n++) squares[0] += upper[n] * upper[n], squares[1] += lower[n] * lower[n];
+        for (int n = 0; n < 2; n++)
+            columns.multiply<false, false>(n, sum[n % SUMS], rest[n % SUMS], other[2 * n], other[2 * n + 1]);
+        visit(upper, lower);
     }
 #pragma unroll
-    for (int e = 0; e < 4; e++) dots[e] += rest[e];
-    squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
+    for (int e = 0; e < 4; e++) {
+        dots[e] = sum[0][e] + rest[0][e];
+        if constexpr (SUMS > 1) dots[e] += sum[1][e] + rest[1][e];
+    }
 }
 
-// The same for the first 8 TILES columns with the first 8 RIGHT of them; squares of columns 8 tile + r.
+// Products of the first 8 TILES columns with the first 8 RIGHT of them; squares of columns 8 tile + r, in all four lanes
+// of r.
 template <int TILES, int RIGHT>
 __device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4],
                                                        float (&squares)[TILES]) {
