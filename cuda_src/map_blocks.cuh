@@ -54,21 +54,21 @@ __device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMe
                 dots.y = dots.y * scale + (row == column + 1 ? ridge : 0.f);
                 *reinterpret_cast<float2*>(&m.gram[row][column]) = dots;
             }
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < rank; i += 2 * BLOCK)
+        for (int i = 0; i < rank; i += 2 * BLOCK)
 #pragma unroll 1
-        for (int j = i; j < rank; j += BLOCK) {
-            if (piece++ % SIZE != team.member) continue;
-            float dots[4];
-            multiply_columns<2>(m.columns[0], rank, i, j, dots, [](auto&, auto&) {});
+            for (int j = i; j < rank; j += BLOCK) {
+                if (piece++ % SIZE != team.member) continue;
+                float dots[4];
+                multiply_columns<2>(m.columns[0], rank, i, j, dots, [](auto&, auto&) {});
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
-                if (row < RANKS) m.gram[row][column] = dots[e] * scale + (row == column ? ridge : 0.f);
+                for (int e = 0; e < 4; e++) {
+                    const int row = i + r + 8 * (e / 2), column = j + 2 * c + e % 2;
+                    if (row < RANKS) m.gram[row][column] = dots[e] * scale + (row == column ? ridge : 0.f);
+                }
             }
-        }
+    }
 }
 
 // Rows of U or of S U in shared memory: `channels` numbers, `length` apart. `turn` is their swizzle, see Sums.
@@ -213,23 +213,23 @@ __device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const Ske
                 if (row < rank) rounded.store(map + row * K + channel);
             }
         }
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (int channel = 32 * team.member + 4 * r; channel < K; channel += 32 * SIZE) {
-        multiply_in_place(m, rows, rank, channel, scale);
+        for (int channel = 32 * team.member + 4 * r; channel < K; channel += 32 * SIZE) {
+            multiply_in_place(m, rows, rank, channel, scale);
 #pragma unroll 1
-        for (int n = 0; n < blocks; n++) {
-            float products[2][4];
-            // A sketch of bf16 needs W (S U)^T in tf32 only: U W^T is at most 1.
-            multiply_blocks<SLICED>(products, rows, rank, channel, n, blocks, 1.f,
-                            [&](int i, int e) { return m.gram[BLOCK * i + c + 4 * e][BLOCK * n + r]; });
+            for (int n = 0; n < blocks; n++) {
+                float products[2][4];
+                // A sketch of bf16 needs W (S U)^T in tf32 only: U W^T is at most 1.
+                multiply_blocks<SLICED>(products, rows, rank, channel, n, blocks, 1.f,
+                                [&](int i, int e) { return m.gram[BLOCK * i + c + 4 * e][BLOCK * n + r]; });
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                Packed<SKETCH, 4> rounded;
-                rounded.set(products[e]);
-                const int row = BLOCK * n + 2 * c + e;
-                if (row < rank) rounded.store(map + row * K + channel);
+                for (int e = 0; e < 2; e++) {
+                    Packed<SKETCH, 4> rounded;
+                    rounded.set(products[e]);
+                    const int row = BLOCK * n + 2 * c + e;
+                    if (row < rank) rounded.store(map + row * K + channel);
+                }
             }
         }
     }
@@ -258,13 +258,13 @@ __device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory
                         product.row(n / 2, n % 2, is_u ? 1.f : scale);
             }
         }
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (int channel = 32 * team.member + 4 * r; channel < PADDED + K; channel += 32 * SIZE) {
-        const bool first = channel < PADDED;
-        multiply_in_place(m, first ? rows_of(m.columns[0]) : rows_of(sums), rank,
-                          first ? channel : channel - PADDED, first ? 1.f : scale);
+        for (int channel = 32 * team.member + 4 * r; channel < PADDED + K; channel += 32 * SIZE) {
+            const bool first = channel < PADDED;
+            multiply_in_place(m, first ? rows_of(m.columns[0]) : rows_of(sums), rank,
+                              first ? channel : channel - PADDED, first ? 1.f : scale);
+        }
     }
 }
 

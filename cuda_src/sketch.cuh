@@ -15,9 +15,12 @@
 // Releases a warp's row blocks if the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for each
 // row block. The owner makes all of them, because an arrival of another warp that is a tile ahead must not count.
 template <class Then> __device__ __forceinline__ void release_rows(int member, Then then) {
-    if (FOLD_WARPS_SKETCH) return then(0);
-    for (int block = member; block < GROUP_BLOCKS; block += GROUP_WARPS)
-        for (int i = 0; i < GROUP_WARPS; i++) then(block);
+    if constexpr (FOLD_WARPS_SKETCH) {
+        then(0);
+    } else {
+        for (int block = member; block < GROUP_BLOCKS; block += GROUP_WARPS)
+            for (int i = 0; i < GROUP_WARPS; i++) then(block);
+    }
 }
 
 // Two bf16 slices of a pair. The first slice is the rounded number.
@@ -87,18 +90,18 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
                 }
                 if (exists(i)) u.operands[first / 8 + tile][block(i)][lane] = x;
             }
-        return;
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWN_BLOCKS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int column = first + lane / 4 + e / 2 * 8;
+                    if (e / 2 < TILES && column < rank && exists(i))
+                        u.of[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
+                }
     }
-#pragma unroll
-    for (int i = 0; i < OWN_BLOCKS; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = first + lane / 4 + e / 2 * 8;
-                if (e / 2 < TILES && column < rank && exists(i))
-                    u.of[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
-            }
 }
 __device__ __forceinline__ void sketch_columns(Columns& u, const Basis& basis, StateStage* rows, int group, int member,
                                                int rank) {

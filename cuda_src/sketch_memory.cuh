@@ -87,10 +87,10 @@ struct Columns {
                     words[n] = upper_halves(factor * __uint_as_float(words[n] << 16),
                                             factor * __uint_as_float(words[n] & 0xffff0000u));
             }
-            return;
+        } else {
+            for (int i = threadIdx.x % 32; i < rank * 16 * COUNT; i += 32)
+                of[i / (16 * COUNT)][16 * first + i % (16 * COUNT)] *= factor;
         }
-        for (int i = threadIdx.x % 32; i < rank * 16 * COUNT; i += 32)
-            of[i / (16 * COUNT)][16 * first + i % (16 * COUNT)] *= factor;
     }
 };
 constexpr int GRAM_ROW = RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0);  // padded where there is room
