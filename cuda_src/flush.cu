@@ -13,10 +13,11 @@
 //
 // `ticks` (STEP): the head's clock moves on.
 //
-// DEFERRED: in mode STEP all W - 1 tokens of a row are in the ring, there is no output, and the read kernel has ended.
+// DEFERRED (read.cu): mode STEP folds W - 1 tokens, all from the ring, and writes no output. The flush starts after the
+// read kernel has ended.
 //
-// -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor up to rank 16; beyond: BLOCKS).
-constexpr bool SLICES_OF_U = true;  // see sketch.cuh
+// -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor; for high ranks see BLOCKS).
+constexpr bool SLICES_OF_U = true;  // see sketch_memory.cuh
 #include "flush_roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end

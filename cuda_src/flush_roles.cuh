@@ -1,7 +1,8 @@
 // Warp roles of the flush. Every warp iterates over the block's tiles. Warps synchronise by mbarriers. Named barriers
-// are used only among the transform warps, and within a group of warps that scales an extreme state.
+// are used only among the transform warps, in a team of epilogue warps, and in a group of warps that scales an extreme
+// state.
 //
-// RAW_KEYS (bf16 mamba2 and gdn), two to four blocks per multiprocessor:
+// RAW_KEYS (bf16 mamba2 and gdn), one to four blocks per multiprocessor:
 //
 //   global memory            shared memory                     warps                        global memory
 //
@@ -12,9 +13,10 @@
 //                            columns, sums <------------------------+
 //                                 +-----------------------------> epilogue warp ----------> map
 //                                                                 (mamba2: may be the solver;
-//                                                                 high ranks: a team of up to 4)
+//                                                                 high ranks: a team of 1, 3 or 4)
 //
-// RAW_KEYS without FOLD_WARPS_SKETCH (V = 128, dense maps beyond rank 21, bf16 sketches), one block per multiprocessor:
+// RAW_KEYS without FOLD_WARPS_SKETCH (V = 128, dense maps beyond rank 21, bf16 sketches of float32 states), one block
+// per multiprocessor:
 //
 //   k, q  ----- solver ----> keys[2], values[2] ------------+
 //   gates, beta - solver --> solve[2]  ---------------------+-> fold warps (8) -----------> output
@@ -37,38 +39,39 @@
 //                                 +----+------> sketch warps (4): U, S U -----------------> U
 //                                                   columns, sums
 //                                                       +-> epilogue warps (2) -----------> map
+//                                                                 (high ranks: a team of 2 or 4)
 //
 // Barrier [stages]           completed by                     waited for by
 // queue.full, .empty         solver; all warps                all warps; solver
 // keys.full [KEY]            copies of solver or producer     fold warps, solver (RAW_KEYS); transform warps;
-//                                                             producer (RAW_KEYS, once: as first_keys_full)
+//                                                             producer (RAW_KEYS, once, like first_keys_full)
 // values.full [VALUE]        copies of solver                 fold warps
 // rows.full [STATE][block]   copies of fold warp or producer  fold warp of the block
-// operands_full [KEY]        transform warps                  fold warps, producer (keys are free), solver (not kda)
+// operands_full [KEY]        transform warps                  fold warps, producer (to load keys), solver (not kda)
 // gram_full [SOLVE]          transform warps (kda)            solver
-// solve_full [SOLVE]         solver                           fold warps, producer (keys are free)
+// solve_full [SOLVE]         solver                           fold warps, producer (not RAW_KEYS: to load keys)
 // operands_empty [OPERAND]   fold warps                       solver (values; if RAW_KEYS keys, solve), transform warps
 // state_folded [STATE][b]    fold warp of the block           producer (to store), sketch warps
 // state_empty [STATE][b]     sketch warps                     producer (to load the next state)
 // first_keys_full            transform warp 0, once           producer (first keys go ahead of first states)
 // basis.full                 copies of epilogue warp          warps that sketch
-// columns_full, sums_full    warps that sketch: U, then S U   epilogue warp; columns_full: warps of a single group;
-//                                                             sums_full: sketch warps if U has one stage
+// columns_full               warps that sketch (U)            epilogue warp; a single group's warps (before S U)
+// sums_full                  warps that sketch (S U)          epilogue warp; sketch warps if U has one stage
 // columns_empty, sums_empty  epilogue warp                    warps that sketch
 // columns_stored             warps that sketch                epilogue warp (extreme states of several groups)
-// gram_empty                 epilogue warp (dense maps)       the other epilogue warp
-// (named barrier)            team of epilogue warps           the team
-// group_sync                 warps of a group                 warps of the group
+// gram_empty                 epilogue warp (dense maps)       the other epilogue warp, if it is another team
+// group_sync                 warps of a group                 the same warps
 //
 // "Warps that sketch" are the fold warps (FOLD_WARPS_SKETCH) or the sketch warps. The arrow from them to U in global
 // memory starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
 //
-// Numbers of stages in the diagrams are those of W = 16 on sm_90. With refreshes a state has several windows, that is,
-// several tiles: the barriers of states and of sketches (rows, state_*, basis, columns_*, sums_*, gram_empty,
-// group_sync) have a phase per state, the others a phase per tile.
+// Numbers of stages in the diagrams are those of W = 16 on sm_90, in the second diagram up to rank 40, in the others up
+// to rank 16. With refreshes a state has several windows, that is, several tiles: the barriers of states and of
+// sketches (rows, state_*, basis, columns_*, sums_*, gram_empty, group_sync) have a phase per state, the others a phase
+// per tile.
 //
 // With high ranks (HIGH_RANKS: dense maps beyond rank 16) all epilogue warps are one team, which computes each map
-// together. Each warp of the team waits and arrives.
+// together. Every warp of the team waits and arrives where the table says "epilogue warp".
 #pragma once
 #include "flush_tiles.cuh"
 
@@ -207,7 +210,7 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
         }
     };
     TileIterator tiles(f);
-    if (tiles.now.exists()) {  // as in run_fold_warp
+    if (tiles.now.exists()) {  // the first keys go ahead of the first states: see run_fold_warp
         if (RAW_KEYS) f.m.keys[0].full.wait(0);
         else f.m.first_keys_full.wait(0);
     }

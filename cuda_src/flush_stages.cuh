@@ -12,10 +12,10 @@
 
 constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as stored: no transform warps
 
-// Warps that sketch form groups. FOLD_WARPS_SKETCH: the fold warps, each with its own row block, in groups of
-// GROUP_WARPS. Otherwise a block has the multiprocessor to itself, and one group of GROUP_WARPS extra warps (the sketch
-// warps) sketches a state while the fold warps work on the next state. With raw keys this is so if the sketch's
-// workspace leaves no room for two blocks of V = 128.
+// Warps that sketch form groups of GROUP_WARPS. With FOLD_WARPS_SKETCH the fold warps sketch, each its own row block.
+// Otherwise a block has the multiprocessor to itself, and one group of extra warps (the sketch warps) sketches a state
+// while the fold warps work on the next state. With raw keys there are sketch warps if V = 128 and the sketch's
+// workspace leaves no room for a second block.
 constexpr bool FOLD_WARPS_SKETCH =
     RAW_KEYS && !(HIGH_RANKS && ROW_BLOCKS == 8 && RANK_MAX > 21 && SKETCH == BF16 && STATE == FP32);
 // With high ranks all fold warps are one group, because a group's sums take as much memory as the map.
@@ -29,7 +29,7 @@ constexpr int GROUP_BLOCKS = FOLD_WARPS_SKETCH ? GROUP_WARPS : ROW_BLOCKS;
 // Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
 // memory (STATIC_SHARED on the host), and 1024 for the system.
 constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
-// Blocks on a multiprocessor if they fit: see BLOCKS.
+// Blocks on a multiprocessor, if shared memory has room: see BLOCKS (flush_tiles.cuh).
 constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
                               : !HIGH_RANKS || MIN_BLOCKS < 2     ? MIN_BLOCKS
                               : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1
@@ -80,7 +80,7 @@ struct KeyStage {
     }
 };
 
-// Two if the fold warps go on to the next tile at once and there is room.
+// Two if sketch warps let the fold warps go on to the next tile at once, and shared memory has room.
 constexpr int VALUE_STAGES = RAW_KEYS && !FOLD_WARPS_SKETCH && W <= 16 && RANK_MAX <= 40 ? 2 : 1;
 // Values of the window's tokens.
 struct ValueStage {

@@ -31,11 +31,10 @@ struct alignas(REFRESHES ? 16 : 8) FlushTile {
     __device__ __forceinline__ int head() const { return index % HEADS; }
 };
 
-// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart;
-// with refreshes all tiles are claimed.
-// The solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly, because
-// memory serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up to 10%
-// after the others.
+// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart,
+// and the solver warp then claims one tile at a time for the whole block (with refreshes all tiles). Tiles are claimed,
+// not divided evenly, because memory serves multiprocessors at different speeds and ranks differ: with even shares the
+// last blocks ended up to 10% after the others.
 struct TileScheduler {
     static constexpr int LENGTH = 8, AHEAD = RAW_KEYS ? 2 : 3, RELEASE_GROUP = 2;
     static_assert(AHEAD >= KEY_STAGES + !RAW_KEYS && AHEAD >= 2,
@@ -86,7 +85,7 @@ template <int STATE_STAGES> struct BlockMemoryOf {
     SketchBarriers sketch_barriers;
 #endif
 
-    // By one thread, before a barrier of the block. `warps`: of the block; `team`: of a team of epilogue warps.
+    // By one thread, before a barrier of the block. `warps`: number of the block's warps; `team`: EPILOGUE_TEAM.
     __device__ __forceinline__ void init(int warps, [[maybe_unused]] int team) {
         first_keys_full.init(1), queue.init(warps);
         for (WarpMbarrier& barrier : gram_full) barrier.init(TRANSFORM_THREADS / 32);
@@ -108,14 +107,18 @@ template <int STATE_STAGES> struct BlockMemoryOf {
 };
 template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
 template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
-// Blocks on a multiprocessor, and warps of a team that finishes a sketch (EPILOGUE_TEAM). With high ranks a block has
-// more warps and needs more shared memory:
+// Blocks on a multiprocessor, and warps of a team that finishes a sketch (EPILOGUE_TEAM). Without high ranks there are
+// MIN_BLOCKS blocks, and teams of one warp. With high ranks a block has more warps and needs more shared memory:
 //
-//   keys         V            blocks                          team up to rank 21, beyond
-//   raw          64, 80, 96   two if they fit, otherwise one  3, 4
-//   raw          128          two if they fit, up to rank 24  1 (fold warps need the registers of 20 warps)
-//   raw          128          otherwise one                   4
-//   transformed  any          one                             2, 4
+//   keys         V            blocks                             warps of a team
+//                                                                up to rank 21  beyond
+//   raw          64, 80, 96   two if they fit, otherwise one     3              4
+//   raw          128          two if they fit, up to rank 24 *   1 **           1 **
+//   raw          128          otherwise one                      3              4
+//   transformed  any          one                                2              4
+//
+//   *  rank 21 for bf16 sketches of float32 states (FOLD_WARPS_SKETCH)
+//   ** with more than 20 warps on the multiprocessor, fold warps would have too few registers
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)

@@ -3,24 +3,25 @@
 //
 // In codes the split form is stored: Q = U W^T and B = W (S U)^T / mu, whose product is U times the map.
 //
-// A block elimination gives the lower triangular W with U^T U / mu + ridge I = W^-1 W^-T. The map is
-// W^T W (S U)^T / mu. Blocks have 8 rows and 8 columns, and all products are on the tensor cores. Rows and columns past
-// the rank hold zeros, with the ridge on the diagonal.
+// A block elimination (map_elimination.cuh) gives the lower triangular W with U^T U / mu + ridge I = W^-1 W^-T. The
+// map is W^T W (S U)^T / mu. All products are on the tensor cores. Rows and columns past the rank hold zeros, with the
+// ridge on the diagonal.
 //
-// Each step is shared among the warps of the team, which meet between steps (named barrier):
+// The warps of the team share each step piece by piece, and meet between steps (named barrier):
 //
-//   step             piece of a warp
-//   gram_of_columns  two blocks
-//   eliminate        two blocks; the first warp also inverts the diagonal blocks
-//   multiply_dense   16 channels of the map (beyond rank 40: 32)
-//   split_dense      16 channels of Q or B (beyond rank 40: 32)
-//   store_split      a column
+//   step             piece                                       result
+//   gram_of_columns  two blocks (SLICED: one)                    U^T U / mu + ridge I
+//   eliminate        two blocks; the first warp also inverts     W
+//                    the diagonal blocks
+//   multiply_dense   16 channels (beyond rank 40: 32)            the map
+//   split_dense      16 channels (beyond rank 40: 32)            Q and B (codes)
+//   store_split      a column                                    codes and scales of Q and B
 #pragma once
 #include "map_elimination.cuh"
 
 static_assert(SKETCH_GROUPS == 1, "the product with W replaces the sums");
 
-// Products of column 8 i + r of U with columns 8 j + 2c and 8 j + 2c + 1 (SLICED).
+// Products of column 8 i + r of U with columns 8 j + 2c and 8 j + 2c + 1, from the slices of U (SLICED).
 __device__ __forceinline__ float2 products_of_slices(const Columns& u, int i, int j) {
     float sum[2][4] = {};
 #pragma unroll 4
@@ -136,8 +137,8 @@ __device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const R
     }
 }
 
-// Up to rank 40 a warp holds 16 channels of all rows in registers: row n of blocks is the accumulator x[n], and a lane
-// has channels 2r and 2r + 1 (rows r and r + 8 of an operand) of rows 2c and 2c + 1 of the block.
+// Up to rank 40 (HELD) a warp holds 16 channels of all rows of a product in registers. x[n] is the accumulator of block
+// n of rows: a lane has channels 2r and 2r + 1 (rows r and r + 8 of an operand) of rows 2c and 2c + 1 of the block.
 constexpr bool HELD = BASIS_TILES <= 5;
 struct HeldRows {
     float x[BASIS_TILES][4] = {};
@@ -180,10 +181,11 @@ __device__ __forceinline__ HeldRows multiply_transposed(const SketchMemory& m, c
 #pragma unroll
     for (int i = 0; i < BASIS_TILES; i++) {
         if (i >= blocks) break;
-        LeftOperand left;  // columns c and c + 4 are rows 2c and 2c + 1 of the block
+        LeftOperand left;  // its columns c and c + 4 are rows 2c and 2c + 1 of the block, as in the accumulator
 #pragma unroll
         for (int e = 0; e < 4; e++) left.a[0][e] = scale * rows.x[i][e / 2 + e % 2 * 2];
-        // A sketch of bf16 needs W (S U)^T in tf32 only: U W^T is at most 1.
+        // Bf16 sketches (SLICED): tf32 is enough for W (S U)^T. Reads multiply its error by U W^T / sqrt(mu), whose
+        // norm is at most 1.
 #pragma unroll
         for (int n = 0; n <= i; n++)
             left.multiply<SLICED, false>(0, product.x[n], product.x[n], m.gram[BLOCK * i + 2 * c][BLOCK * n + r],
@@ -220,7 +222,7 @@ __device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const Ske
 #pragma unroll 1
             for (int n = 0; n < blocks; n++) {
                 float products[2][4];
-                // A sketch of bf16 needs W (S U)^T in tf32 only: U W^T is at most 1.
+                // SLICED: as in multiply_transposed.
                 multiply_blocks<SLICED>(products, rows, rank, channel, n, blocks, 1.f,
                                 [&](int i, int e) { return m.gram[BLOCK * i + c + 4 * e][BLOCK * n + r]; });
 #pragma unroll
@@ -268,7 +270,8 @@ __device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory
     }
 }
 
-// By the whole team, whose warps may still be working on the sketch before.
+// Computes and stores the map, by the whole team. Begins with team.sync(), because other warps of the team may still be
+// working on the previous sketch.
 template <int SIZE, class Wait>
 __device__ __forceinline__ void store_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums,
                                             SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,

@@ -1,10 +1,7 @@
-// Block elimination of a symmetric positive definite matrix A, by a team of warps: replaces A by the lower triangular W
-// with A = W^-1 W^-T.
+// Block elimination of dense maps beyond rank 16, by a team of warps: replaces the symmetric matrix A = U^T U / mu +
+// ridge I in shared memory by the lower triangular W with A = W^-1 W^-T.
 //
-// Blocks have 8 rows and 8 columns. For each row of blocks b, the first warp replaces diagonal block b by the inverse of
-// its Cholesky factor. The team multiplies the other blocks of row b by this inverse, and then subtracts products of
-// row b from the rows of blocks below. The products are on the tensor cores. Only blocks on and above the diagonal of A
-// are eliminated; W grows in the blocks below.
+// Blocks have 8 rows and 8 columns. All products of blocks are on the tensor cores.
 #pragma once
 #include "map_sums.cuh"
 
@@ -45,10 +42,15 @@ __device__ __forceinline__ LeftOperand transposed_blocks(const SketchMemory& m, 
     return left;
 }
 
-// Replaces the blocks on and below the diagonal by W. Step b has a row of blocks: those before the diagonal belong to
-// W, those behind it to the matrix. The row is multiplied by the inverse of the diagonal block's factor, and then
-// subtracted from the rows of blocks below. Those begin with the block on their own diagonal, because the matrix is
-// symmetric. By the whole team, which has met after the matrix was written, and meets at the end.
+// Replaces the blocks on and below the diagonal by W. Step b is about row b of blocks: blocks before the diagonal
+// belong to W, blocks behind the diagonal to the matrix.
+//
+// 1. The first warp inverts the Cholesky factor of diagonal block b.
+// 2. The other blocks of the row are multiplied by this inverse.
+// 3. Products of the row with itself are subtracted from the rows of blocks below. In these rows, blocks of the matrix
+//    begin on the diagonal, because the matrix is symmetric.
+//
+// By the whole team. The caller calls team.sync() before; the last step ends with a team.sync().
 template <int SIZE>
 __device__ __forceinline__ void eliminate(const Team<SIZE>& team, SketchMemory& m, int rank, float ridge) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
@@ -78,7 +80,8 @@ __device__ __forceinline__ void eliminate(const Team<SIZE>& team, SketchMemory& 
         for (int i = b + 1; i < blocks; i += 2)
 #pragma unroll 1
             for (int n = i; n <= blocks + b; n++) {
-                // The first warp has the first piece, with the next diagonal block, and then inverts this block.
+                // The first warp has only the first piece, which contains the next diagonal block, and then inverts
+                // this block.
                 const int owner = SIZE == 1 || piece == 0 ? 0 : 1 + (piece - 1) % (SIZE - 1 + (SIZE == 1));
                 piece++;
                 if (owner != team.member) continue;

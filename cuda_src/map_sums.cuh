@@ -104,7 +104,8 @@ __device__ __forceinline__ void store_split(const Team<SIZE>& team, const Column
 }
 
 // Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order. Products past the rank are zeros.
-// Steps alternate between SUMS accumulators. Calls `visit(upper, lower)` with channels of columns i + r and i + 8 + r.
+// SUMS (1 or 2): independent sums, which are added at the end. Calls `visit(upper, lower)` with the lane's channels of
+// columns i + r and i + 8 + r, step by step.
 template <int SUMS, class Visit>
 __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4],
                                                  const Visit& visit) {
@@ -132,8 +133,8 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int
     }
 }
 
-// Products of the first 8 TILES columns with the first 8 RIGHT of them; squares of columns 8 tile + r, in all four lanes
-// of r.
+// Products of the first 8 TILES columns with the first 8 RIGHT columns; squares of columns 8 tile + r, in all four
+// lanes of r.
 template <int TILES, int RIGHT>
 __device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4],
                                                        float (&squares)[TILES]) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
 }
 
 // One epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
-// sums_full; columns_stored if the state is extreme; gram_empty (dense maps with two epilogue warps). Signals:
+// sums_full; columns_stored if the state is extreme; gram_empty (dense maps of two epilogue teams). Signals:
 // columns_empty, sums_empty, gram_empty.
 template <int SIZE, class Then>
 __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemory& m,

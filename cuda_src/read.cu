@@ -8,8 +8,8 @@
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read_warp.cuh).
 //
-// DEFERRED (0 or 1): the read computes the outputs of all rows, at positions 0 to W - 2. Rows that now have W - 1
-// tokens are listed, and flush.cu folds them.
+// DEFERRED (0 or 1): the read computes the outputs of all rows, at positions 0 to W - 2. Rows that then have W - 1
+// tokens in the ring are listed, and flush.cu folds these tokens later.
 //
 // -D constants besides common.cuh's: W, WINDOWS (of the ring; more than one: refresh.cu), DEFERRED, FULL_STATE_HEADS
 // and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form of the map: FACTORS, DENSE or SHARED, in

@@ -20,7 +20,7 @@
 //
 // -D constants: flush.cu's.
 #include "schedule.cuh"
-constexpr bool SLICES_OF_U = false;  // see sketch.cuh
+constexpr bool SLICES_OF_U = false;  // see sketch_memory.cuh
 #include "refresh.cuh"
 #if MAP == 0
 #include "refresh_factors.cuh"

@@ -217,7 +217,7 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
             const float(&x)[2][4] = sum[own][tile];
             const float4 product =
                 make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
-            // SLICED: also zeros past the rank.
+            // SLICED: rows past the rank are stored, too, as zeros (FINITE_PAST_RANK).
             if ((SLICED ? first + 8 * tile + r < Sums::ROWS : 8 * tile + r < count) && step < STEPS)
                 *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
         }

@@ -40,16 +40,17 @@ template <int SIZE> struct Team {
     }
 };
 
-// With high ranks and bf16 sketches, shared memory has U as two bf16 slices, in the order of left operands. Gram matrix
-// and S U use the same slices, so the map is exact for U with an error of 2^-17, which is less than a bf16 sketch has.
-// Refreshes have U in float32 (SLICES_OF_U).
+// SLICED: shared memory has U as two bf16 slices, in the order of left operands (flushes with high ranks and bf16
+// sketches). Gram matrix and S U use the same slices, so the map is exact for a U with an error of 2^-17, which is less
+// than the error of U in a bf16 sketch. Refreshes keep U in float32: SLICES_OF_U is true in flush.cu, false in
+// refresh.cu.
 constexpr bool SLICED = SLICES_OF_U && HIGH_RANKS && !CODED && BASIS_SLICES == 1;
 
-// U, one column a row (not SLICED) or in slices, and the norms of the state's row blocks.
+// U and the norms of the state's row blocks. Row g of `of` is column g of U; SLICED: `operands` has U instead.
 struct Columns {
     union {
         alignas(16) float of[SLICED ? 1 : RANK_MAX][COLUMN];
-        // Operand of 8 columns and 16 value rows: rows 0 to 7 are the first slices, rows 8 to 15 the second slices.
+        // Operands of 8 columns and 16 value rows: rows 0 to 7 are the first slices, rows 8 to 15 the second slices.
         uint4 operands[SLICED ? BASIS_TILES : 1][SLICED ? ROW_BLOCKS : 1][SLICED ? 32 : 1];
     };
     float norms[ROW_BLOCKS];
@@ -94,7 +95,8 @@ struct Columns {
     }
 };
 constexpr int GRAM_ROW = RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0);  // padded where there is room
-// Shared memory of a block of the flush with high ranks and raw keys (flush_tiles.cuh checks).
+// Shared memory of a block of the flush with high ranks and raw keys, if the block has `states` stages of states and
+// `sums` of S U. flush_tiles.cuh compares this number with the size of BlockMemory.
 constexpr int bytes_with(int states, int sums) {
     const int rest = 16 * ROW_BLOCKS * states + (REFRESHES ? 384 : 320);  // barriers, tile scheduler
     return static_cast<int>(states * ROW_BLOCKS * sizeof(StateStage) + KEY_STAGES * sizeof(KeyStage) +
@@ -103,7 +105,7 @@ constexpr int bytes_with(int states, int sums) {
                             sizeof(float) * (sums * (sums > 1 ? RANKS : RANK_MAX) * K + RANKS * GRAM_ROW)) +
            rest;
 }
-// High ranks: two sums if they cost neither a block of a multiprocessor nor a state stage.
+// With high ranks S U has two stages if the second stage costs neither a block of the multiprocessor nor a state stage.
 constexpr int BLOCKS_OF_ONE_SUM = bytes_with(1, 1) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 constexpr bool TWO_SUMS =
     SLICED && RAW_KEYS &&
@@ -122,9 +124,10 @@ struct Sums {
         return &parts[group][row][channel ^ row % 4 * 8];
     }
 };
-// Two if there is room: the next sums are computed during the epilogue.
+// Two if there is room: the next S U is then computed during the epilogue.
 constexpr int SUM_STAGES = TWO_SUMS || (MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16) ? 2 : 1;
-// Phases of sums_full: the next sums may be complete before the epilogue waits for these.
+// Number of sums_full barriers, used in turn. With two stages one barrier is not enough: the next sums may be complete
+// before the epilogue waits for the current sums.
 constexpr int SUM_PHASES = SUM_STAGES > EPILOGUE_TEAMS ? SUM_STAGES : EPILOGUE_TEAMS;
 
 // Two if this does not cost a state stage.
@@ -144,20 +147,20 @@ struct SketchMemory {
 
     __device__ __forceinline__ void init() {
 #if MAP == 1
-        if (SLICED)
+        if (SLICED)  // FINITE_PAST_RANK: the padding, too, must be finite
             for (int i = 0; i < RANKS * 4; i++) gram[i / 4][RANKS + i % 4] = 0;
 #endif
     }
 };
 
 #if MAP == 1
-// With SLICED, rows of the sums past the rank hold zeros, or, past Sums::ROWS, the first rows of the matrix: finite
-// numbers, which maps multiply by zeros. Not if they reach past the matrix.
+// Whether map_blocks.cuh may read rows of S U past the rank, where W has zeros: the numbers must be finite. With
+// SLICED, rows past the rank are zeros; rows past Sums::ROWS lie in the Gram matrix, unless they reach beyond its end.
 constexpr bool FINITE_PAST_RANK = SLICED && sizeof(float) * (RANKS - Sums::ROWS) * K <= sizeof(SketchMemory::gram);
 #endif
 
 struct SketchBarriers {
-    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[SUM_PHASES];  // sums_full: all groups' S U as well
+    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[SUM_PHASES];  // completed by all groups
     WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUM_STAGES];
     WarpMbarrier columns_stored;  // by the warps that sketch
     WarpMbarrier gram_empty;
