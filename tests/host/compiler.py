@@ -89,7 +89,7 @@ def compile_library(code, constants=()):
 def runtime(options):
     """Paths of what every library contains, compiled once and with optimisation."""
     quick = ["g++", *("-O2" if option == "-Og" else option for option in options), "-I", str(HERE), "-c"]
-    sources = "scheduler.cpp", "fragments.cpp"
+    sources = "scheduler.cpp", "copies.cpp", "fragments.cpp"
     with _precompiling:
         return [str(built(quick, (HERE / name).read_text(), ".cpp", ".o")) for name in sources]
 

@@ -4,7 +4,8 @@
 // threads (a barrier or a warp operation), and then another fiber runs. The blocks of a grid run one after the other.
 // README.md describes what this shows and what it cannot show.
 //
-// Every library of kernels includes this file, so it takes few headers of C++; scheduler.cpp has the threads.
+// Every library of kernels includes this file, so it takes few headers of C++; scheduler.cpp has the threads, copies.cpp
+// the asynchronous copies.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -46,7 +47,7 @@ extern dim3 blockDim, gridDim;
 
 namespace host {
 
-constexpr int WARP = 32;
+constexpr int WARP = 32, MAX_THREADS = 1024;  // MAX_THREADS: of a block
 constexpr unsigned char POISON = 0xff;  // NaN in every floating-point type, -1 as an integer
 
 using Place = std::source_location;
@@ -83,6 +84,9 @@ void land(const void* to_whom);
 // Copies to global memory read their source at the wait: kernels must not change it before.
 void send_later(void* to, const void* from, std::size_t bytes);
 void finish_sends();
+// For scheduler.cpp: forgets the copies of the previous block; whether the running thread has sends to wait for.
+void forget_copies();
+bool awaits_sends();
 
 struct Launch {
     unsigned grid[3], block[3];

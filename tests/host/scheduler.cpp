@@ -1,12 +1,10 @@
-// The threads of device.h: fibers, barriers, asynchronous copies and launches. Compiled once, and linked into every
-// library of kernels.
+// The threads of device.h: fibers, barriers and launches. Compiled once, and linked into every library of kernels.
 #include "device.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -29,7 +27,6 @@ extern char __stop_shared_memory[] __attribute__((weak, visibility("hidden")));
 
 namespace host {
 
-constexpr int MAX_THREADS = 1024;
 #if defined(__SANITIZE_ADDRESS__)
 constexpr std::size_t STACK = 1 << 20;  // redzones between variables need space
 #else
@@ -46,10 +43,6 @@ struct Fiber {
     unsigned mask;
     Post* post;
     const void* mbarrier;  // at which it waits
-    struct Copy { void* to; const void* from; std::size_t bytes, batch; };
-    std::vector<Copy> copies;  // asynchronous ones that have not landed, oldest first
-    std::size_t batch;         // of the next copy
-    std::vector<Copy> sent;    // from shared to global memory, not waited for
 #if defined(__x86_64__)
     void* resume;
 #else
@@ -81,7 +74,6 @@ static std::uint64_t chance;  // state of the random order; 0: warp after warp
 static bool fair;             // all runnable threads are equally likely; otherwise one warp runs as far as it can
 static std::string failure;
 char* dynamic_shared;
-static std::map<const void*, std::vector<Fiber::Copy>> copies_of;
 static void (*call)(void** arguments);
 static void** arguments;
 
@@ -270,11 +262,6 @@ void named_barrier_sync(int number, unsigned count, const Place& where) {
     }
 }
 
-void finish_sends() {
-    for (const Fiber::Copy& copy : current->sent) std::memcpy(copy.to, copy.from, copy.bytes);
-    current->sent.clear();
-}
-
 // First function of every fiber.
 static void enter() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -284,7 +271,7 @@ static void enter() {
     if (!outside.bottom) outside.bottom = bottom, outside.size = size;
 #endif
     call(arguments);
-    if (!current->sent.empty()) fail("a thread ends before what it sent has been read");
+    if (awaits_sends()) fail("a thread ends before what it sent has been read");
     current->state = RETURNED;
     returned++;
     run_another();
@@ -294,8 +281,6 @@ static void enter() {
 static void prepare(Fiber& f, unsigned number) {
     f.number = number;
     f.index = {number % blockDim.x, number / blockDim.x % blockDim.y, number / blockDim.x / blockDim.y};
-    f.copies.clear(), f.sent.clear();
-    f.batch = 0;
     char*& stack = stacks[number];
     if (!stack) {  // the page below faults, which reports overflows
         stack = static_cast<char*>(mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -328,7 +313,7 @@ static void run_block(std::size_t shared_bytes) {
     returned = at_block = votes = 0;
     for (NamedBarrier& barrier : named) barrier.arrived = 0;
     std::memset(waiting, 0, sizeof waiting);
-    ready.clear(), copies_of.clear();
+    ready.clear(), forget_copies();
     for (unsigned i = 0; i < threads; i++) prepare(fibers[i], i);
     wake_block();
     run_another();
@@ -370,34 +355,6 @@ const char* launch(const char* name, void (*kernel)(void**), const Launch& l) {
     failure = std::string(name) + ", " + failure;
     return failure.c_str();
 }
-
-void copy_later(void* to, const void* from, std::size_t bytes) {
-    if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) % bytes)
-        fail("an asynchronous copy of " + std::to_string(bytes) + " bytes is not aligned to its size");
-    current->copies.push_back({to, from, bytes, current->batch});
-    std::memset(to, POISON, bytes);
-}
-void commit_copies() { current->batch++; }
-void land_copies(std::size_t pending) {
-    std::vector<Fiber::Copy>& copies = current->copies;
-    auto copy = copies.begin();
-    for (; copy != copies.end() && copy->batch + pending < current->batch; copy++)
-        std::memcpy(copy->to, copy->from, copy->bytes);
-    copies.erase(copies.begin(), copy);
-}
-
-void copy_for(const void* to_whom, void* to, const void* from, std::size_t bytes) {
-    if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) % 16)
-        fail("a bulk copy is not aligned to 16 bytes");
-    copies_of[to_whom].push_back({to, from, bytes, 0});
-    std::memset(to, POISON, bytes);
-}
-void land(const void* to_whom) {
-    for (const Fiber::Copy& copy : copies_of[to_whom]) std::memcpy(copy.to, copy.from, copy.bytes);
-    copies_of[to_whom].clear();
-}
-
-void send_later(void* to, const void* from, std::size_t bytes) { current->sent.push_back({to, from, bytes, 0}); }
 
 const char* signature(std::initializer_list<Parameter> parameters) {
     std::string text;
