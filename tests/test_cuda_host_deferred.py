@@ -151,8 +151,11 @@ def test_more_rows_than_a_launch_takes(rng, cupy, monkeypatch):
     compare(plan, device, oracle, [out.get()], [want])
 
 
-def test_reads_leave_multiprocessors_to_flushes(rng, cupy):
-    """Of the stand-in's three multiprocessors, one."""
+@pytest.mark.parametrize(("processors", "resident", "want"), [(3, 1, [(3, 3), (2, 1)]), (5, 2, [(5, 10), (4, 2)])])
+def test_reads_leave_multiprocessors_to_flushes(processors, resident, want, rng, cupy, monkeypatch):
+    """Of three or five multiprocessors, one, and as many blocks of the flush as it holds."""
+    monkeypatch.setitem(cupy.cuda.Device().attributes, "MultiProcessorCount", processors)
+    monkeypatch.setattr(cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *given: resident)
     layer, slots = LAYERS["gdn"], np.arange(SLOTS)
     plan = make_plan(layer, np.resize(RANKS["gdn"], layer.heads), rng, window=4)
     tokens = make_tokens(layer, SLOTS, 1, "bfloat16", rng)
@@ -162,7 +165,7 @@ def test_reads_leave_multiprocessors_to_flushes(rng, cupy):
         engine.step(tokens_to_device(tokens, "bfloat16"), cupy.asarray(slots), cupy.empty(tokens.v.shape, np.float32))
         reads, _, flushes = engine._grids[SLOTS]
         blocks.append((reads, flushes))
-    assert blocks == [(3, 3), (2, 1)]
+    assert blocks == want
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])

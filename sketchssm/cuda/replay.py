@@ -176,12 +176,12 @@ class ReplayEngine(StandardEngine):
         inputs = TOKEN_INPUTS + SLOT_INPUTS
 
         kernel = read.get_function("read_step")
-        shared = 0
+        shared, left = 0, int(processors * FLUSH_SHARE)
         self._read_limits: tuple[int, ...] = ()
         if self._packed.full_state < self.layer.heads:  # a block divides all shared memory among its warps
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
-            readers = processors - int(processors * FLUSH_SHARE) * self._deferred
+            readers = processors - left * self._deferred
             self._read_limits = (readers, *(size_of(read, name) for name in names))
         self._read_memory = (*memory, self._heads, self._order)
         last = (*self._slot_limits, np.int32(shared))
@@ -194,6 +194,7 @@ class ReplayEngine(StandardEngine):
             kernel.kernel.ptr, self._flush_threads, shared
         )
         self.flush_blocks = processors * resident  # of one launch, at most
+        self._side_blocks = left * resident  # one more would begin only when another has ended
         clock = np.uint64(0) if self._clock is None else self._clock
         self._flush = [
             Launcher(
@@ -343,7 +344,7 @@ class ReplayEngine(StandardEngine):
         if not self._deferred:
             return min(self.flush_blocks, batch * self.layer.heads)
         # more blocks would find no room beside the reads; few rows are due at one step
-        return min(int(self.flush_blocks * FLUSH_SHARE), -(-batch // (self.window - 1)) * self.layer.heads)
+        return min(self._side_blocks, -(-batch // (self.window - 1)) * self.layer.heads)
 
     def _rebuild(self, slots: Slots, mode: int) -> None:
         """Launch flushes without tokens, to fold rings or to sketch states."""
