@@ -108,6 +108,10 @@ def errors(tmp_path):
             ["bench", "--shape", "nemotron-3-super", "--batch", 1, "--rank", 65],
             "mean_ranks: expected at most 64 for nemotron-3-super, got 65",
         ),
+        "largest rank below the shape's mean rank": (
+            ["bench", "--shape", "nemotron-3-super", "--batch", 1, "--rank-max", 4],
+            "rank_max: expected 5 (the mean rank) to 64 for nemotron-3-super, got 4",
+        ),
         "rows that are not timed": (["demo", "--backend", "reference", "--rows", 4], "--rows: has no effect"),
         "pivots of no map": (["evaluate", traces, "--pivots", 2], "map 'ridge' has no pivots"),
         "too high a rank for all systems": (["evaluate", traces, "--mean-rank", 500], "mean_rank: expected 1 to"),

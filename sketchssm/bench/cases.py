@@ -86,15 +86,16 @@ class Case:
         Raises
         ------
         ValueError
-            If `rank_max` is beyond K or V, or a mean rank is beyond `rank_max`.
+            If a mean rank or `rank_max` is beyond K or V, or a mean rank is beyond `rank_max`.
         """
-        limit = min(layer.key_dim, layer.value_dim)
+        limit, largest_mean = min(layer.key_dim, layer.value_dim), max(mean_ranks)
+        if largest_mean > limit:
+            raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {largest_mean}")
         if rank_max is not None:
-            if rank_max > limit:
-                raise ValueError(f"rank_max: expected at most {limit} for {shape}, got {rank_max}")
+            if not largest_mean <= rank_max <= limit:
+                expected = f"{largest_mean} (the mean rank) to {limit}"
+                raise ValueError(f"rank_max: expected {expected} for {shape}, got {rank_max}")
             limit = rank_max
-        if max(mean_ranks) > limit:
-            raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {max(mean_ranks)}")
         spread = [spread_ranks(layer.heads, mean, limit) for mean in mean_ranks]
         plans = [
             random_plan(layer, ranks, window, map, seed, sketch_dtype)
