@@ -60,6 +60,8 @@ class ExactHead(DecodeHead):
         Slot number that means padding.
     state_dtype : str
         Type of the states.
+    phase : int or None
+        Position at which the clock started; None without a clock.
     """
 
     def __init__(
@@ -109,11 +111,15 @@ class ExactHead(DecodeHead):
             **settings,
         )
         super().__init__(layer, capacity, name, engine)
-        self.pad_slot, self.state_dtype = int(pad_slot), state_dtype
+        self.pad_slot, self.state_dtype, self.phase = int(pad_slot), state_dtype, phase
         self._source, self._gate = source, gate
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
         if deferred:
             self.drafts = 0
+
+    def _shown(self) -> dict[str, Any]:
+        refreshed = {"flush_every": self.flush_every} if self.flush_every > self.window else {}
+        return super()._shown() | refreshed | ({} if self.phase is None else {"phase": self.phase})
 
     @property
     def flush_every(self) -> int:

@@ -83,12 +83,15 @@ class DecodeHead:
         return self._engine.window
 
     def __repr__(self) -> str:
-        """System, layer, slots, window and backend in one line."""
+        """System, layer, slots, window, backend and settings in one line."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._shown().items())
+        return f"{type(self).__name__}({self.layer.kind}, {shown})"
+
+    def _shown(self) -> dict[str, Any]:
+        """Names and values of `__repr__`."""
         layer = self.layer
-        return (
-            f"{type(self).__name__}({layer.kind}, heads={layer.heads}, K={layer.key_dim}, V={layer.value_dim}, "
-            f"num_slots={self.num_slots}, window={self.window}, backend={self.backend!r})"
-        )
+        sizes = {"heads": layer.heads, "K": layer.key_dim, "V": layer.value_dim, "num_slots": self.num_slots}
+        return sizes | {"window": self.window, "backend": self.backend}
 
     @property
     def position(self) -> Any:

@@ -110,6 +110,9 @@ class SketchHead(ExactHead):
         )
         self.plan, self.sketch_dtype, self.deferred = plan, form.name, deferred
 
+    def _shown(self) -> dict[str, Any]:
+        return super()._shown() | ({"deferred": True} if self.deferred else {})
+
     def _owner(self) -> dict[str, Any]:
         return super()._owner() | {"sketch_dtype": self.sketch_dtype, "deferred": self.deferred}
 

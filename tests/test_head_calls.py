@@ -355,3 +355,21 @@ def test_a_head_names_itself_and_its_window(system, backend, rng):
     assert head.window == window
     shown = f"(gdn, heads=4, K=6, V=5, num_slots=3, window={window}, backend={backend!r})"
     assert repr(head) == type(head).__name__ + shown
+
+
+def test_a_head_shows_its_clock_and_its_flushes(backend, rng):
+    layer = LAYERS["gdn"]
+    plain, refreshed = plan_of(rng, layer, window=4), plan_of(rng, layer, window=4, flush_every=8)
+    made = {
+        ", phase=3": (plain, {"phase": 3}),
+        ", phase=0": (plain, {"phase": 0}),
+        ", deferred=True": (plain, {"deferred": True}),
+        ", flush_every=8": (refreshed, {}),
+        ", flush_every=8, phase=7": (refreshed, {"phase": 7}),
+    }
+    for shown, (plan, settings) in made.items():
+        head = ss.SketchHead(plan, 3, backend, **settings)
+        assert head.phase == settings.get("phase")
+        assert repr(head) == repr(ss.SketchHead(plain, 3, backend))[:-1] + shown + ")"
+    head = ss.ReplayHead(layer, 3, backend, window=4, phase=2)
+    assert repr(head).endswith(f"window=4, backend={backend!r}, phase=2)")
