@@ -99,7 +99,7 @@ class Allocation:
 
     @property
     def gap(self) -> float:
-        """Duality gap ``(P - D) / P``: no table within the budget reduces the objective by a larger share."""
+        """Duality gap ``(P - D) / P``: no allocation within the budget reduces the objective by a larger share."""
         return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
 
 

@@ -161,7 +161,7 @@ def _show(
     output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, note, words=3)
     totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}
     output.say(
-        f"All layers: {totals['reduction']:.2f}x less state traffic than standard decode; no table within the budget "
-        f"scores better by more than {percent(made.gap)}. {made.tokens} tokens of text."
+        f"All layers: {totals['reduction']:.2f}x less state traffic than standard decode; no allocation within the "
+        f"budget scores better by more than {percent(made.gap)}. {made.tokens} tokens of text."
     )
     return facts, totals | {"method": made.method, "tokens": made.tokens}

@@ -42,8 +42,8 @@ class Candidate:
         Tokens from one flush of the state to the next, a multiple of `window`. Default: the window.
     rank_max : int, optional
         Largest rank of a head, in layers with larger K and V. A head that needs more reads its full state, except with
-        refreshes. Default: the largest rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits*
-        on the page of the CUDA backend.
+        refreshes. Default: a rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits* on the
+        page of the CUDA backend.
 
     Raises
     ------

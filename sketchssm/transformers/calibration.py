@@ -85,9 +85,9 @@ def calibrate(
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. With a
         `flush_every` longer than the window it can't; a warning then counts the heads that have all columns. Default:
-        the largest rank for which backend "cuda" has room on the H100, H200 and B200 (`ridge` with windows of up to
-        16: 61 for kda, 70 for the other kinds, or 56 with refreshes). Smaller devices need smaller ranks: see *Limits*
-        on the page of the CUDA backend.
+        a rank for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70
+        for the other kinds, or 56 with refreshes). Smaller devices need smaller ranks: see *Limits* on the page of the
+        CUDA backend.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
