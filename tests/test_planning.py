@@ -327,7 +327,9 @@ def test_command(tmp_path):
         "has no effect without --time-on"
         in invoke("plan", *paths, *settings, "--error", 1, "--batch", 2, code=2).output
     )
-    assert "expected one of --error" in invoke("plan", *paths, *settings, code=2).output
+    for named, targets in (("none", ()), ("--error and --traffic", ("--error", 1, "--traffic", 1))):
+        expected = f"target: expected one of --error, --traffic and --microseconds, got {named}"
+        assert expected in " ".join(invoke("plan", *paths, *settings, *targets, code=2).output.split())
     assert "map: expected one of" in invoke("plan", *paths, "--maps", "rigde", code=2).output
     invoke("plan", *paths, *settings, "--error", "10", "--rank-max", "2,1", "--json", tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())

@@ -102,8 +102,11 @@ def command(
 
     Exactly one of --error, --traffic and --microseconds is the target.
     """
-    if sum(target is not None for target in (error, traffic, microseconds)) != 1:
-        raise click.UsageError("target: expected one of --error, --traffic and --microseconds")
+    targets = {"--error": error, "--traffic": traffic, "--microseconds": microseconds}
+    given = [name for name, value in targets.items() if value is not None]
+    if len(given) != 1:
+        named = " and ".join(given) or "none"
+        raise click.UsageError(f"target: expected one of --error, --traffic and --microseconds, got {named}")
     if not traces:
         raise click.UsageError("TRACES: expected trace files")
     if time_on is None:
