@@ -55,6 +55,6 @@ def overlap_flushes() -> Iterator[None]:
 
 
 def current_scope() -> list[Join] | None:
-    """Return what the end of this thread's innermost scope calls, or None outside of scopes."""
+    """Return the functions that the end of this thread's innermost scope calls; None outside of scopes."""
     joins: list[Join] | None = getattr(_thread, "joins", None)
     return joins

@@ -264,7 +264,7 @@ def arguments(given=None):
         type=int,
         help="tokens from one flush of the states to the next (default: the window)",
     )
-    add("--rank-max", type=int, help="largest rank of a head (default: what the CUDA kernels have room for)")
+    add("--rank-max", type=int, help="largest rank of a head (default: a rank that fits the CUDA kernels)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")

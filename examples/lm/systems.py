@@ -80,8 +80,8 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=None):
     weighting : {"uniform", "output"}
         See `sketchssm.Moments`.
     rank_max : int, optional
-        Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: what the CUDA
-        kernels have room for.
+        Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: a rank that
+        fits the CUDA kernels.
 
     Returns
     -------

@@ -152,7 +152,7 @@ def _show(
         columns += [f"error, flush every {plan.window}", f"error, flush every {plan.flush_every}"]
         note = (
             "error: norm of the error of all outputs over the norm of the outputs, on the sequences that ranks were "
-            "scored on, in float64; the difference is what the refreshes add."
+            "scored on, in float64; the difference is the error of the refreshes."
         )
         for row, own, found in zip(rows, facts.values(), errors, strict=True):
             row += [scientific(found.flushed), scientific(found.refreshed)]

@@ -67,7 +67,7 @@ def _rank_maxes(layers: list[Traces], time_on: str | None) -> tuple[int | None, 
 @click.option(
     "--rank-max",
     type=NUMBERS,
-    help="Largest ranks of a head to try.  [default: what the CUDA kernels have room for; with --time-on cuda also "
+    help="Largest ranks of a head to try.  [default: a rank that fits the CUDA kernels; with --time-on cuda also "
     "24 and 16]",
 )
 @click.option(

@@ -32,7 +32,7 @@ class BlockLayout:
     offsets : tuple of int
         First byte of each part, counted from the end of the engine's own states.
     bytes : int
-        Bytes of all parts with what aligns them; 0 without parts.
+        Bytes of all parts with their padding; 0 without parts.
     state_bytes : int
         Bytes of a slot's state.
     """
