@@ -120,7 +120,9 @@ def test_calibrate_says_what_refreshes_add(traces, tmp_path):
     facts = json.loads(result.stdout)["plans"][0]
     assert SketchPlan.load(plan).flush_every == 8
     assert 0 < facts["output_error_flushed"] < facts["output_error"] < 1
-    assert "what the refreshes add" in " ".join(invoke("calibrate", traces, "--out", plan, *settings).output.split())
+    assert "the error of the refreshes" in " ".join(
+        invoke("calibrate", traces, "--out", plan, *settings).output.split()
+    )
 
 
 def test_calibrate_limits_ranks(traces, tmp_path):
