@@ -10,11 +10,10 @@ from gpu.cuda_support import (
     error,
     make_plan,
     make_tokens,
-    slot_table,
     tokens_to_device,
 )
 from host import fixtures
-from host.kernels import LAYERS, RANKS, poisoned
+from host.kernels import LAYERS, RANKS, poisoned, run_served
 
 from sketchssm.cuda import replay
 from sketchssm.recurrence import FULL_STATE
@@ -22,38 +21,6 @@ from sketchssm.reference import engines as reference
 from sketchssm.slots import DUE
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
-
-
-def run_served(device, oracle, layer, steps, activation, rng, cupy):
-    """Feed both engines as a server would: rows come and go, states are loaded, slots flushed and reset in between.
-
-    Returns outputs of both, and how many tokens each flush of the oracle folded. Cursor words must always agree.
-    """
-    slots, gots, wants, folded = oracle.position.size, [], [], []
-    fold = oracle._fold
-    oracle._fold = lambda slot, count: (folded.append(count), fold(slot, count))[1]
-    for _ in range(steps):
-        some = rng.permutation(slots)[:1]
-        match rng.integers(12):
-            case 0:
-                start = rng.standard_normal((1, *layer.state_shape)).astype(np.float32)
-                device.load_state(cupy.asarray(start), cupy.asarray(some))
-                oracle.load_state(start.astype(np.float64), some)
-            case 1:
-                device.flush(cupy.asarray(some)), oracle.flush(some)
-            case 2:
-                device.reset(cupy.asarray(some)), oracle.reset(some)
-        rows, length = rng.integers(1, slots + 1), rng.choice([1, 1, 1, 3])
-        table = slot_table(rows, slots, 1, rng)[0]
-        tokens = make_tokens(layer, rows, length, activation, rng)
-        out = cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
-        want = np.empty(tokens.v.shape)
-        device.step(tokens_to_device(tokens, activation), cupy.asarray(table), out)
-        oracle.step(tokens, table, want)
-        assert np.array_equal(device.cursor.get(), oracle.memory["cursor"])
-        gots.append(out.get().reshape(-1, layer.heads, layer.value_dim))
-        wants.append(want.reshape(gots[-1].shape))
-    return np.concatenate(gots), np.concatenate(wants), folded
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import EXACT, STORED, SketchEngine, error, make_plan, make_tokens, slot_table, tokens_to_device
+from gpu.cuda_support import EXACT, STORED, SketchEngine, error, make_plan, make_tokens, tokens_to_device
 from host import fixtures, kernels
-from host.kernels import LAYERS, RANKS, poisoned
+from host.kernels import LAYERS, RANKS, poisoned, run_served
 
 import sketchssm as ss
 from sketchssm import cuda
@@ -72,32 +72,10 @@ def test_rows_out_of_step(name, kind, window, activation, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, window=window)
     device, oracle = engines(plan, activation_dtype=activation)
-    gots, wants, folded = [], [], []
-    fold = oracle._fold
-    oracle._fold = lambda slot, count: (folded.append(count), fold(slot, count))[1]
-    for _ in range(3 * window):
-        some = rng.permutation(SLOTS)[:1]
-        match rng.integers(12):
-            case 0:
-                start = rng.standard_normal((1, *layer.state_shape)).astype(np.float32)
-                device.load_state(cupy.asarray(start), cupy.asarray(some))
-                oracle.load_state(start.astype(np.float64), some)
-            case 1:
-                device.flush(cupy.asarray(some)), oracle.flush(some)
-            case 2:
-                device.reset(cupy.asarray(some)), oracle.reset(some)
-        rows, length = rng.integers(1, SLOTS + 1), rng.choice([1, 1, 1, 3])
-        table = slot_table(rows, SLOTS, 1, rng)[0]
-        tokens = make_tokens(layer, rows, length, activation, rng)
-        out = cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
-        want = np.empty(tokens.v.shape)
-        device.step(tokens_to_device(tokens, activation), cupy.asarray(table), out)
-        oracle.step(tokens, table, want)
-        assert np.array_equal(device.cursor.get(), oracle.memory["cursor"])
-        gots.append(out.get()), wants.append(want)
+    got, want, folded = run_served(device, oracle, layer, 3 * window, activation, rng, cupy)
     assert folded.count(window - 1) > 1
     assert max(folded) == window - 1
-    compare(plan, device, oracle, gots, wants)
+    compare(plan, device, oracle, [got], [want])
 
 
 def test_all_heads_read_their_full_states(rng, cupy):
