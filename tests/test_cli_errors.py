@@ -120,6 +120,14 @@ def errors(tmp_path):
             ["evaluate", traces, "--systems", "exact,ghosts"],
             "got 'ghosts'; there are exact (standard",
         ),
+        "a system without its family": (
+            ["evaluate", traces, "--systems", "replay"],
+            "got 'replay'; did you mean exact/replay?",
+        ),
+        "another system of a family": (
+            ["evaluate", traces, "--systems", "sketch/ridge-3", "--ranks", 2],
+            "got 'sketch/ridge-3'; there are sketch (exact-2, ridge-2, lowrank-2, prior-2, offline-2, random-basis-2)",
+        ),
         "one name, two layers": (["evaluate", traces, traces], "different names"),
         "bad ranks": (["evaluate", traces, "--ranks", "2,x"], "positive integers"),
         "too long a window": (["evaluate", traces, "--window", 32], "two windows"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -199,7 +199,8 @@ def select(studies: Sequence[Study], names: Sequence[str]) -> list[list[Entry]]:
     Raises
     ------
     ValueError
-        If a name fits no system of any layer. The message lists all systems.
+        If a name fits no system of any layer. The message names systems of the same setting or, if there are none, the
+        systems of the same family, or else all systems.
     """
     chosen = []
     for study in studies:
@@ -210,8 +211,10 @@ def select(studies: Sequence[Study], names: Sequence[str]) -> list[list[Entry]]:
             known: dict[str, dict[str, None]] = {}
             for entry in (entry for study in studies for entry in entries(study)):
                 known.setdefault(entry.family, {})[entry.setting] = None
-            listed = "; ".join(f"{family} ({', '.join(settings)})" for family, settings in known.items())
-            raise ValueError(f"systems: expected names of families or systems, got {name!r}; there are {listed}")
+            raise ValueError(
+                "systems: expected families, or systems such as exact/standard and sketch/ridge-*, got "
+                f"{name!r}; {_nearest(name, known)}"
+            )
     return chosen
 
 
@@ -268,6 +271,16 @@ def _planned(
         return sketch_system(plan, name, state_dtype=state_dtype)
 
     return Entry(family, name, window, build)
+
+
+def _nearest(name: str, known: Mapping[str, Collection[str]]) -> str:
+    """Describe the systems that a wrong name may mean, by the settings of each family."""
+    family, _, setting = name.rpartition("/")
+    meant = [f"{own}/{setting}" for own, settings in known.items() if setting in settings]
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    near = {family: known[family]} if family in known else known
+    return "there are " + "; ".join(f"{own} ({', '.join(settings)})" for own, settings in near.items())
 
 
 def _fits(entry: Entry, name: str) -> bool:
