@@ -265,8 +265,14 @@ def test_candidates():
     assert {c.map.name for c in listed if c.sketch_dtype == "int8+int4"} == {"ridge"}
     assert {c.flush_every // c.window for c in listed} == {1, 4}
     assert [c.flush_every for c in candidates(("ridge",), ("int8",), (32, 64), (4,))] == [128]
-    with pytest.raises(ValueError, match="candidates: expected at least one map"):
+    with pytest.raises(ValueError, match=r"candidates: expected a format .* sketch_dtypes int8\+int4, windows 16, 32"):
         candidates(("lowrank",), ("int8+int4",))
+    with pytest.raises(
+        ValueError, match=r"candidates: .* at most 128 tokens, got .* windows 64, flushes 4, rank_maxes"
+    ):
+        candidates(windows=(64,), flushes=(4,))
+    with pytest.raises(ValueError, match=r"candidates: .* got maps none, sketch_dtypes"):
+        candidates(maps=())
     with pytest.raises(ValueError, match="sketch_dtype: expected one of"):
         candidates(sketch_dtypes=("int7",))
 

@@ -115,7 +115,15 @@ def candidates(
         if form.serves(map) and window * flush <= MOST_TOKENS
     ]
     if not found:
+        given: dict[str, Sequence[object]] = {
+            "maps": known,
+            "sketch_dtypes": [form.name for form in formats],
+            "windows": windows,
+        }
+        given |= {"flushes": flushes, "rank_maxes": rank_maxes}
+        came = ", ".join(f"{name} {', '.join(map(str, items)) or 'none'}" for name, items in given.items())
         raise ValueError(
-            "candidates: expected at least one map, format, window, flush and largest rank that go together, got none"
+            "candidates: expected a format that serves one of the maps, and a window times flushes of at most "
+            f"{MOST_TOKENS} tokens, got {came}"
         )
     return found
