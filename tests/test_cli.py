@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from test_traces import SHAPES, write_traces
 
-from sketchssm import bench
+from sketchssm import bench, cuda
 from sketchssm.calibrate.plans import Settings
 from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
@@ -358,7 +358,9 @@ def test_bench_of_a_plan(traces, tmp_path, monkeypatch):
 def test_info(traces, tmp_path):
     report = json.loads(invoke("info", "--json", "-").stdout)
     assert report["packages"]["numpy"] == np.__version__
-    assert "reference" in report["backends"]
+    lack = cuda.missing()  # without a usable GPU the report says why
+    assert report["backends"] == ["reference", "cpu", *([] if lack else ["cuda"])]
+    assert report["cuda"] == (lack or "usable")
     invoke("calibrate", traces, "--out", tmp_path / "plan.safetensors", "--mean-rank", 3, "--window", 8)
     described = json.loads(invoke("info", tmp_path / "plan.safetensors", "--json", "-").stdout)
     assert (described["kind"], described["window"]) == ("gdn", 8)

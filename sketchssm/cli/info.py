@@ -87,14 +87,18 @@ def _model(path: Path) -> dict[str, Any]:
 
 def _installation() -> dict[str, Any]:
     import sketchssm
+    from sketchssm import cuda
     from sketchssm.backends import BACKENDS
     from sketchssm.bench import available_cores
+
+    lack = cuda.missing()
 
     return {
         "version": sketchssm.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "backends": list(BACKENDS),
+        "backends": [name for name in BACKENDS if name != "cuda" or not lack],
+        "cuda": lack or "usable",
         "devices": _devices(),
         "cores": available_cores(),
         "compiled_kernels_cached_in": _cache_folder(),
