@@ -151,7 +151,7 @@ class ExactHead(DecodeHead):
             If a count is below 0 or above the slot's drafts, or a slot is out of range or named twice.
         """
         if not self.drafts:
-            raise ValueError(f"accepted: expected no call, as this {type(self).__name__} takes no drafts")
+            raise ValueError(f"accepted: expected no call, {self._no_drafts}")
         batch = _count("accepted", accepted)
         with self._lock, self._arrays.call(accepted, slots) as call:
             index = call.slots(slots, batch, self.num_slots)

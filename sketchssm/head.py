@@ -48,6 +48,7 @@ class DecodeHead:
     """
 
     drafts = 0
+    _no_drafts = "as this head takes no drafts"
 
     def __init__(self, layer: Layer, num_slots: int, backend: str, engine: Engine) -> None:
         self.layer = layer
@@ -126,7 +127,7 @@ class DecodeHead:
         """
         check_dtype_name(activation_dtype, "activation_dtype")
         if drafts and not self.drafts:
-            raise ValueError("drafts: expected False, as this head takes no drafts")
+            raise ValueError(f"drafts: expected False, {self._no_drafts}")
         with self._lock, self._arrays.call():
             self._engine.warmup(activation_dtype, drafts)
 
@@ -224,7 +225,7 @@ class DecodeHead:
         """Decode a draft, whose shapes `step` has checked."""
         batch, count = given.v.shape[0], given.v.shape[1] if self._several else 1
         if not 1 <= count <= self.drafts:
-            room = f"1 to {self.drafts} tokens a row" if self.drafts else "False, as this head takes no drafts"
+            room = f"1 to {self.drafts} tokens a row" if self.drafts else f"False, {self._no_drafts}"
             raise ValueError(f"draft: expected {room}, got {count} tokens")
         with self._arrays.call(out, given.v, given.q, given.k) as call:
             index = call.slots(slots, batch, self.num_slots)

@@ -57,7 +57,7 @@ class TestRefusals:
         tokens = tokens_of(rng, layer, 2, 1)
         with pytest.raises(ValueError, match="draft: expected False, as this head takes no drafts"):
             head.step(*tokens, draft=True)
-        with pytest.raises(ValueError, match="accepted: expected no call, as this SketchHead takes no drafts"):
+        with pytest.raises(ValueError, match="accepted: expected no call, as this head takes no drafts"):
             head.commit([1, 1])
         with pytest.raises(ValueError, match="drafts: expected False, as this head takes no drafts"):
             head.warmup(drafts=True)

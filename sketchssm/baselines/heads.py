@@ -41,6 +41,8 @@ class StandardHead(ExactHead):
         Most tokens of a row's draft, 0 to 8, for which every slot has a ring.
     """
 
+    _no_drafts = "as this StandardHead was made without drafts="
+
     def __init__(
         self,
         layer: Layer,
