@@ -217,6 +217,10 @@ def _operator(name: str, arguments: str, returns: str, run: Callable[..., Any], 
     names = [argument.split()[1].partition("=")[0] for argument in arguments.split(", ")]
 
     def traced(order: Any, head: str, *given: Any) -> Any:
+        if order.device.type == "meta" and any(isinstance(x, torch.Tensor) and not x.is_meta for x in given):
+            raise RuntimeError(
+                f"order: expected a tensor with memory, got one on 'meta'; DecodeLayer {head!r} was moved"
+            )
         if torch.is_grad_enabled():  # eager calls: the head checks the tensors
             check_gradients(**dict(zip(names, given, strict=False)))
         return fake(order, head, *given)

@@ -291,3 +291,14 @@ def test_errors_reach_the_caller(make, rng):
         with pytest.raises(ValueError, match=r"slots: expected .* got 6"):
             call(*given, torch.tensor([0, 1, SLOTS]))
     same(layered.head, twin)
+
+
+def test_a_moved_layer_computes_nothing(make, rng):
+    """A layer that was moved to "meta" with its model refuses tensors that have values."""
+    layer = LAYERS["gdn"]
+    given = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    rows = torch.from_numpy(ROWS)
+    layered = DecodeLayer(make(layer), "moved").to("meta")
+    with pytest.raises(RuntimeError, match=r"order: expected a tensor with memory, got one on 'meta'; .* 'moved'"):
+        layered(*given, rows)
+    assert layered(*(x.to("meta") for x in given), rows.to("meta")).is_meta
