@@ -57,23 +57,40 @@ template <int N> struct Codes {
     }
 };
 
-// Code of a number in the low byte; other bytes are arbitrary. |x| is at most LARGEST_CODE. Ties go to even.
-__device__ __forceinline__ u32 code_of(float x) {
+// Code of a number in the low byte (FP8); other bytes are arbitrary. |x| is at most LARGEST_CODE. Ties go to even.
+__device__ __forceinline__ u32 e4m3_of(float x) {
     const float most = fabsf(x);
-    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
+    const u32 bits = __float_as_uint(most);
+    // 2^14 has a unit of 2^-9, the least e4m3 number; the exponent of e4m3 is 120 less than that of float32
+    const u32 small = __float_as_uint(most + 0x1p14f) & 0xf, other = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
+    return (__float_as_uint(x) >> 24 & 0x80) | (most < 0x1p-6f ? small : min(other - 120 * 8, 0x7eu));
+}
+__device__ __forceinline__ u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+// Codes of four numbers times `unit`. The products are at most LARGEST_CODE. Ties go to even.
+__device__ __forceinline__ u32 codes_of(const float (&x)[4], float unit) {
     if constexpr (SKETCH == FP8) {
-        const u32 bits = __float_as_uint(most);
-        // 2^14 has a unit of 2^-9, the least e4m3 number; the exponent of e4m3 is 120 less than that of float32
-        const u32 small = __float_as_uint(most + 0x1p14f) & 0xf, other = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
-        return sign | (most < 0x1p-6f ? small : min(other - 120 * 8, 0x7eu));
+#if __CUDA_ARCH__ >= 890
+        return floats_to_e4m3(x[0] * unit, x[1] * unit) | floats_to_e4m3(x[2] * unit, x[3] * unit) << 16;
+#else
+        return low_bytes(e4m3_of(x[0] * unit), e4m3_of(x[1] * unit), e4m3_of(x[2] * unit), e4m3_of(x[3] * unit));
+#endif
     } else {
-        return sign | (__float_as_uint(most + 0x1p23f) & 0x7f);
+        // 1.5 * 2^23 has a unit of 1: the low byte of a sum with it is the nearest integer, in two's complement.
+        auto integer = [&](float y) { return __float_as_uint(fmaf(y, unit, 0x1.8p23f)); };
+        const u32 integers = low_bytes(integer(x[0]), integer(x[1]), integer(x[2]), integer(x[3]));
+        const u32 minus = integers >> 7 & 0x01010101;
+        return (integers ^ minus * 0x7f) + minus;  // sign and magnitude
     }
 }
-__device__ __forceinline__ u32 codes_of(const float (&x)[4]) {
-    return __byte_perm(__byte_perm(code_of(x[0]), code_of(x[1]), 0x0040),
-                       __byte_perm(code_of(x[2]), code_of(x[3]), 0x0040),
-                       0x5410);
+// A row's scale and the inverse, by which its numbers are multiplied, from its largest magnitude. If a number is not
+// finite, the scale is NaN.
+__device__ __forceinline__ float scale_of(float largest) {
+    return fmaf(largest, 0.f, largest * (1.f / (LARGEST_CODE * CODE_UNIT)));
+}
+__device__ __forceinline__ float inverse_scale(float largest) {
+    return largest > 0.f ? __fdividef(LARGEST_CODE, largest) : 0.f;
 }
 
 // Column g of U in a head's codes. Byte n is stored at `at` + (n ^ turn).
@@ -119,7 +136,7 @@ __device__ __forceinline__ float store_narrow_codes(sketch_t* to, int turn, floa
     const float inverse = __fdividef(16.f, steps);
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = fmaxf(fminf(x[e] * inverse, MOST), -MOST);
-    const u32 codes = codes_of(x), half = (codes & 0x07070707) | (codes >> 4 & 0x08080808);
+    const u32 codes = codes_of(x, 1.f), half = (codes & 0x07070707) | (codes >> 4 & 0x08080808);
     const u32 other = __shfl_down_sync(ALL, half, 4);
     if (lane < LENGTH / 4 && lane / 4 % 2 == 0)
         *reinterpret_cast<u32*>(to + (lane / 8 * 16 ^ turn) + lane % 4 * 4) = half | other << 4;
@@ -140,22 +157,27 @@ __device__ __forceinline__ float store_codes(sketch_t* to, int turn, bool narrow
     for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(fabsf(x[e])));
     const float largest = __uint_as_float(__reduce_max_sync(ALL, most));
     if (MIXED && narrow) return store_narrow_codes<LENGTH>(to, turn, x, largest);
-    const float inverse = largest > 0.f ? __fdividef(LARGEST_CODE, largest) : 0.f;
-#pragma unroll
-    for (int e = 0; e < 4; e++) x[e] *= inverse;
-    if (own) *reinterpret_cast<u32*>(to + (4 * lane ^ turn)) = codes_of(x);
-    return fmaf(largest, 0.f, largest * (1.f / (LARGEST_CODE * CODE_UNIT)));  // NaN if a number is not finite
+    if (own) *reinterpret_cast<u32*>(to + (4 * lane ^ turn)) = codes_of(x, inverse_scale(largest));
+    return scale_of(largest);
 }
-// Stores a column of U as column `g` of the codes, in the order that `load_transposed` needs (see multiply_codes), or
-// unchanged.
+
+// The numbers of word n of a column of U, in the order that `load_transposed` needs (see multiply_codes), or unchanged.
+__device__ __forceinline__ void load_column_word(float (&x)[4], const float* column, int n) {
+    const float* const from = column + (SWIZZLED ? n / 4 * 16 + n % 4 * 2 : 4 * n);
+    const float2 low = *reinterpret_cast<const float2*>(from),
+                 high = *reinterpret_cast<const float2*>(from + (SWIZZLED ? 8 : 2));
+    x[0] = low.x, x[1] = SWIZZLED ? high.x : low.y, x[2] = SWIZZLED ? low.y : high.x, x[3] = high.y;
+}
+__device__ __forceinline__ void store_column_word(float* column, int n, const float (&x)[4]) {
+    float* const to = column + (SWIZZLED ? n / 4 * 16 + n % 4 * 2 : 4 * n);
+    *reinterpret_cast<float2*>(to) = make_float2(x[0], x[SWIZZLED ? 2 : 1]);
+    *reinterpret_cast<float2*>(to + (SWIZZLED ? 8 : 2)) = make_float2(x[SWIZZLED ? 1 : 2], x[3]);
+}
+// Stores a column of U as column `g` of the codes.
 __device__ __forceinline__ float store_column_codes(const float* column, int g, int wide, sketch_t* packed) {
     const CodedColumn as(g, wide);
-    return store_codes<V>(packed + as.at, as.turn, as.narrow, [&](int n, float(&x)[4]) {
-        const float* const from = column + (SWIZZLED ? n / 4 * 16 + n % 4 * 2 : 4 * n);
-        const float2 low = *reinterpret_cast<const float2*>(from),
-                     high = *reinterpret_cast<const float2*>(from + (SWIZZLED ? 8 : 2));
-        x[0] = low.x, x[1] = SWIZZLED ? high.x : low.y, x[2] = SWIZZLED ? low.y : high.x, x[3] = high.y;
-    });
+    return store_codes<V>(packed + as.at, as.turn, as.narrow,
+                          [&](int n, float(&x)[4]) { load_column_word(x, column, n); });
 }
 // Stores a map's row as codes. `load(channel, x)` gets four neighbouring channels; they are stored in the order
 // 0, 2, 1, 3.

@@ -109,51 +109,83 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
     }
 }
 
-// W times rows of LENGTH numbers, in place, 32 channels at a time. `load(row, channel, x)` and `at(row, channel)` are
-// four neighbouring channels.
-template <int TILES, int LENGTH, class Load, class At>
-__device__ __forceinline__ void multiply_in_place(const float (&w)[TILES][TILES][2], int rank, const Load& load,
-                                                  const At& at) {
+// Word n of a row is the four numbers that become word n of its codes. A lane has words r, r + 8, ... of rows 2c and
+// 2c + 1 of each operand tile: rows_of_lane(i) for i = 0 to 2 TILES - 1.
+__device__ __forceinline__ int rows_of_lane(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+// W times rows of LENGTH numbers, in place, 32 numbers at a time. `load(row, n, x)` and `store(row, n, x)` move word n
+// of a row. `largest`: the largest magnitudes of the lane's products, or NaN.
+template <int TILES, int LENGTH, class Load, class Store>
+__device__ __forceinline__ void multiply_in_place(const float (&w)[TILES][TILES][2], int rank,
+                                                  float (&largest)[2 * TILES], const Load& load,
+                                                  const Store& store) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll
+    for (float& x : largest) x = 0;
 #pragma unroll 1
-    for (int first = 0; first < LENGTH; first += 32) {
-        const int channel = first + 4 * r;
+    for (int n = r; n < (LENGTH + 31) / 32 * 8; n += 8) {
+        const bool exists = LENGTH % 32 == 0 || n < LENGTH / 4;
         float x[2 * TILES][4], rows[2][TILES][4] = {};
 #pragma unroll
         for (int q = 0; q < 2 * TILES; q++) {
             x[q][0] = x[q][1] = x[q][2] = x[q][3] = 0;
-            if (4 * q + c < rank && channel < LENGTH) load(4 * q + c, channel, x[q]);
+            if (4 * q + c < rank && exists) load(4 * q + c, n, x[q]);
         }
         __syncwarp();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             LeftOperand left;
 #pragma unroll
-            for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < TILES; i++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) left.a[n][e] = x[2 * n + e / 2][2 * half + e % 2];
+                for (int e = 0; e < 4; e++) left.a[i][e] = x[2 * i + e / 2][2 * half + e % 2];
 #pragma unroll
             for (int i = 0; i < TILES; i++)
 #pragma unroll
-                for (int n = 0; n <= i; n++)
-                    left.multiply<false, false>(n, rows[half][i], rows[half][i], w[i][n][0], w[i][n][1]);
+                for (int j = 0; j <= i; j++)
+                    left.multiply<false, false>(j, rows[half][i], rows[half][i], w[i][j][0], w[i][j][1]);
         }
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
+        for (int i = 0; i < 2 * TILES; i++) {
+            const float product[4] = {rows[0][i / 2][i % 2], rows[0][i / 2][2 + i % 2], rows[1][i / 2][i % 2],
+                                      rows[1][i / 2][2 + i % 2]};
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int row = 8 * n + 2 * c + e;
-                if (row < rank && channel < LENGTH)
-                    *reinterpret_cast<float4*>(at(row, channel)) =
-                        make_float4(rows[0][n][e], rows[0][n][2 + e], rows[1][n][e], rows[1][n][2 + e]);
-            }
+            for (float y : product) largest[i] = larger(largest[i], fabsf(y));
+            if (rows_of_lane(i) < rank && exists) store(rows_of_lane(i), n, product);
+        }
     }
-    __syncwarp();
 }
 
-// Q and B, in place of U and of the sums. Calls `then` when W has been read.
-template <int TILES, class Then>
-__device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, int rank, Then then) {
+// Stores rows of products as codes: each lane the words that it has computed. Makes `largest` the rows' largest
+// magnitudes. `load` as above; `place(row, byte)` is the address of a byte of a row's codes.
+template <int TILES, int LENGTH, class Load, class Place>
+__device__ __forceinline__ void store_products(int rank, float (&largest)[2 * TILES], const Load& load,
+                                               const Place& place) {
+    const int r = threadIdx.x % 32 / 4;
+    float inverses[2 * TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+#pragma unroll
+        for (int bit = 4; bit < 32; bit *= 2) largest[i] = larger(largest[i], __shfl_xor_sync(ALL, largest[i], bit));
+        inverses[i] = inverse_scale(largest[i]);
+    }
+#pragma unroll 1
+    for (int n = r; n < LENGTH / 4; n += 8)
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            const int row = rows_of_lane(i);
+            if (row >= rank) continue;
+            float x[4];
+            load(row, n, x);
+            *reinterpret_cast<u32*>(place(row, 4 * n)) = codes_of(x, inverses[i]);
+        }
+}
+
+// Q and B, in place of U and of the sums, and their codes (MIXED: not yet). Calls `w_is_read` when W has been read, and
+// `q_is_stored` when the codes of Q are stored.
+template <int TILES, class Read, class Stored>
+__device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, sketch_t* packed, int rank, float missing,
+                                            Read w_is_read, Stored q_is_stored) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float w[TILES][TILES][2];
 #pragma unroll
@@ -162,13 +194,42 @@ __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, int ran
         for (int n = 0; n <= i; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) w[i][n][e] = m.gram[8 * i + r][8 * n + c + 4 * e];
-    then();
-    multiply_in_place<TILES, V>(
-        w, rank, [&](int row, int channel, float(&x)[4]) { load_floats(x, &m.columns[0].of[row][channel]); },
-        [&](int row, int channel) { return &m.columns[0].of[row][channel]; });
+    w_is_read();
+    float largest_q[2 * TILES], largest_b[2 * TILES];
+    auto load_q = [&](int row, int n, float(&x)[4]) { load_column_word(x, m.columns[0].of[row], n); };
+    multiply_in_place<TILES, V>(w, rank, largest_q, load_q, [&](int row, int n, const float(&x)[4]) {
+        store_column_word(m.columns[0].of[row], n, x);
+    });
+    if constexpr (!MIXED) {
+        store_products<TILES, V>(rank, largest_q, load_q, [&](int row, int byte) {
+            const CodedColumn as(row, rank);
+            return packed + as.at + (byte ^ as.turn);
+        });
+        q_is_stored();
+    }
     multiply_in_place<TILES, K>(
-        w, rank, [&](int row, int channel, float(&x)[4]) { sum_parts(sums, row, channel, x); },
-        [&](int row, int channel) { return sums.at(0, row, channel); });
+        w, rank, largest_b, [&](int row, int n, float(&x)[4]) { sum_parts(sums, row, 4 * n, x); },
+        [&](int row, int n, const float(&x)[4]) {
+            *reinterpret_cast<float4*>(sums.at(0, row, 4 * n)) = make_float4(x[0], x[1], x[2], x[3]);
+        });
+    if constexpr (!MIXED) {
+        sketch_t* const b = packed + column_at(rank, rank);
+        store_products<TILES, K>(
+            rank, largest_b,
+            [&](int row, int n, float(&x)[4]) {
+                float four[4];
+                load_floats(four, sums.at(0, row, 4 * n));
+                x[0] = four[0], x[1] = four[2], x[2] = four[1], x[3] = four[3];
+            },
+            [&](int row, int byte) { return b + row_at(row, rank) + byte; });
+        const SmallPart<float> small(packed, rank, rank);
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+            if (r == 0 && rows_of_lane(i) < rank)
+                small.scale[rows_of_lane(i)] = scale_of(largest_q[i]) * scale_of(largest_b[i]) * missing;
+    } else {
+        __syncwarp();
+    }
 }
 
 template <int TILES, class Wait>
@@ -185,9 +246,12 @@ __device__ __forceinline__ void store_tiles(const Team<1>& team, SketchMemory& m
         if (EPILOGUE_TEAMS > 1) barriers.gram_empty.arrive();
     };
     if constexpr (CODED) {
-        split_dense<TILES>(m, sums, rank, w_is_read);
-        store_split(team, m.columns[0], sums, packed, rank, wide, missing);
-        barriers.columns_empty[0].arrive();
+        auto q_is_stored = [&] { barriers.columns_empty[0].arrive(); };
+        split_dense<TILES>(m, sums, packed, rank, missing, w_is_read, q_is_stored);
+        if constexpr (MIXED) {
+            store_split(team, m.columns[0], sums, packed, rank, wide, missing);
+            q_is_stored();
+        }
     } else {
         multiply_dense<TILES>(m, sums, packed + rank * V, rank, w_is_read);
     }

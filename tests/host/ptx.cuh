@@ -233,6 +233,8 @@ inline u32 fma_bf16(u32 x, u32 y, u32 z) {
     return floats_to_bf16(one(0), one(1));
 }
 
+inline float larger(float x, float y) { return x > y || x != x ? x : y; }
+
 inline u32 extend_bytes_0_2(u32 x) {
     auto one = [&](int i) { return static_cast<u16>(static_cast<signed char>(x >> 8 * i)); };
     return one(0) | static_cast<u32>(one(2)) << 16;
