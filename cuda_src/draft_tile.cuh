@@ -24,9 +24,15 @@ struct DraftRows {
     }
 };
 
-// bytes: the tile's size in shared memory, 0 if nothing is read. row: -1 past the last tile.
+// pos: number of the window's tokens before the drafts. bytes: the tile's size in shared memory, 0 if nothing is read.
+// row: -1 past the last tile. first: the ring place of the window's first token.
 struct DraftTile {
     int row, index, slot, pos, length, bytes;
+#if WINDOWS > 1
+    int first;
+#else
+    static constexpr int first = 0;
+#endif
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
     __device__ __forceinline__ int head() const { return index * TILE_HEADS; }
 };
@@ -40,7 +46,7 @@ struct DraftScalars {
         const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.head() + lane / SPAN;
         g = beta = 0;
         if (s >= tile.pos + tile.length) return;
-        const Ring ring(arg.memory, tile.slot, head);
+        const Ring ring(arg.memory, tile.slot, head, tile.first);
         const Token token = arg.token(tile.row, max(s - tile.pos, 0), head);
         if constexpr (KIND != KDA) g = s < tile.pos ? ring.g[s] : *token.g;
         if (ERASES) beta = s < tile.pos ? ring.beta[s] : *token.beta;
@@ -119,7 +125,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& b
     char* const gates = buffer.keys + DraftBuffer::gates_at(count, tile.length);
     bulk_copy(
         [&](auto&& copy) {
-            const Ring ring(arg.memory, tile.slot, head);
+            const Ring ring(arg.memory, tile.slot, head, tile.first);
             if (HALF & KEY_HALF) {
                 if (!SHARED_SCORES) copy(buffer.keys, ring.k, pos * KEY);
                 if (GATE) copy(gates, ring.g, pos * GATE);
@@ -171,7 +177,7 @@ __device__ __forceinline__ bool appends_keys(const DraftTile& tile) {
 template <int HALF>
 __device__ __forceinline__ void append(const Arguments& arg, const DraftBuffer& buffer, const DraftTile& tile) {
     const int pos = tile.pos, length = tile.length;
-    const Ring ring(arg.memory, tile.slot, tile.head(), pos);
+    const Ring ring(arg.memory, tile.slot, tile.head(), tile.first + pos);
     auto copy = [](void* to, const void* from, int bytes) {
 #pragma unroll 1
         for (int i = threadIdx.x % 32; i < bytes / 16; i += 32)
@@ -192,7 +198,7 @@ __device__ __forceinline__ void append_inputs(const Arguments& arg, const DraftT
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     const int pos = tile.pos;
     const Token token = arg.token(tile.row, 0, tile.head());
-    const Ring ring(arg.memory, tile.slot, tile.head(), pos);
+    const Ring ring(arg.memory, tile.slot, tile.head(), tile.first + pos);
     auto move = [](void* to, const char* from) { *static_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from); };
     if (appends_keys(tile))
         for_pieces<KEY>(tile.length, [&](int t, int at) {

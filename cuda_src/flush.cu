@@ -11,6 +11,8 @@
 // LOAD    newly loaded states; nothing to fold, only sketches                     no
 // DRAFT   rows that must fold before they draft (see read_draft.cu)               no
 //
+// DRAFT, with refreshes: rows whose drafts begin at their next window are listed for refresh.cu.
+//
 // `ticks` (STEP): the head's clock moves on.
 //
 // DEFERRED (read.cu): mode STEP folds W - 1 tokens, all from the ring, and writes no output. The flush starts after the
@@ -76,6 +78,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         const Lengths drafts{{lengths, length_flags}, draft_tokens};
         if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, batch)) return;
         count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
+        if constexpr (REFRESHES)
+#pragma unroll 1
+            for (int row = blockIdx.x; mode == DRAFT && row < batch; row += gridDim.x)
+                fill_window(*schedule, memory, row, schedule->slots[row], drafts.of(row));
         if (mode == DRAFT && count == 0) return;
         find();
     }

@@ -87,6 +87,8 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
     rows.full.wait(state / STATE_STAGES);
+    if constexpr (WIDENED)
+        if (tile.begin() == 0) rows.widen();
     if (RAW_KEYS && folded < FULL) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
     if (folded > 0) writes.prepare(rows.state, values, n / VALUE_STAGES, folded, stage, prepared, solve, wait_solve);
@@ -98,7 +100,8 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
         fragment.load(rows.state, step);
         if (folded > 0) {
             writes.fold(fragment, step, stage, prepared);
-            fragment.store(rows.state, step);
+            if (WIDENED && tile.is_last()) fragment.store_rounded(rows.state, f.home(tile, block), step);
+            else fragment.store(rows.state, step);
         }
         float x[4];
         if constexpr (RAW_KEYS) {

@@ -122,7 +122,7 @@ template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
-typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
+typedef Select<(BLOCKS == 1 || STAGED != FP32 || HIGH_RANKS) &&
                sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 static_assert(!SLICED || !RAW_KEYS ||
@@ -176,8 +176,31 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
     return total;
 }
 
-// Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots. By
-// all threads of a block.
+// Before the row's drafts, if they begin at the next window: fills the row's window with no-op tokens, and lists the row
+// for the refresh. By all threads of a block.
+__device__ __forceinline__ void fill_window(Schedule& schedule, const Memory& memory, int row, int slot, int length) {
+    const int word = slot >= 0 ? *memory.cursor.of(slot) : 0, position = position_of(word);
+    if (draft_position(word, length, W, RING) <= position) return;
+    const int missing = W - position % W, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int head = threadIdx.x / 32; head < HEADS; head += WARPS) {
+        const Ring ring(memory, slot, head, position);
+        auto fill = [&](auto* to, int count, auto x) {
+#pragma unroll 1
+            for (int i = lane; i < count; i += 32) to[i] = x;
+        };
+        if (head % HEADS_PER_KEY == 0) fill(ring.k, missing * K, narrow<ACT>(0.f));
+        fill(ring.v, missing * V, narrow<ACT>(0.f));
+        fill(ring.g, missing * GATES, narrow<GATE_TYPE>(RAW_GATE ? __uint_as_float(0xff800000u) : 0.f));  // decays of 1
+        if (ERASES) fill(ring.beta, missing, 0.f);
+    }
+    if (threadIdx.x == 0)
+        schedule.refreshed[atomicAdd(&schedule.refreshes, 1)] =
+            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position)};
+}
+
+// Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots, and
+// fill windows. By all threads of a block.
 __device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& memory, const CallSlots& slots,
                                              const Lengths& lengths, int batch) {
     bool folds = false;
@@ -191,6 +214,7 @@ __device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& m
     for (int row = blockIdx.x; row < batch; row += gridDim.x) {
         const int slot = slots.once_in_block(row, slots.of(row));
         if (threadIdx.x == 0) schedule.slots[row] = slot, slots.note(slot);
+        if constexpr (REFRESHES) fill_window(schedule, memory, row, slot, lengths.of(row));
     }
     return true;
 }

@@ -9,8 +9,9 @@
 // The flush's functions compute the map from U' and S' U'. The output is S'^T q, which agrees with the window's other
 // reads (maps in factors: see refresh_factors.cuh). The window's last token, the step's own, is appended to the ring.
 //
-// This kernel is the third launch of a step, after the flush. The read lists the rows in `Schedule`. A block processes
-// one (row, head) after another, in float32:
+// This kernel is the third launch of a step, after the flush. The read lists the rows in `Schedule`. Without inputs (q
+// null) a draft follows: the flush (mode DRAFT) has listed the rows, and their windows end with no-op tokens in the
+// ring, which have no output. A block processes one (row, head) after another, in float32:
 //
 //   warps         work                                            synchronisation
 //   workers (4)   head n: output, Y, X, products; U' and S' U'    a named barrier among them (sync_workers)
@@ -53,11 +54,11 @@ extern "C" __global__ void __launch_bounds__(REFRESH_THREADS, 3)
         const RowsOf<COLUMN> y{m.y, count};
         const RowsOf<KEY_FACTOR> x{m.x, count};
         if (works) {
-            const WindowTokens tokens{Ring(memory, entry.slot, head, window_start(entry.buffered)),
-                                      Token(inputs, entry.row, head)};
+            const Ring ring(memory, entry.slot, head, window_start(entry.buffered));
+            const WindowTokens tokens{ring, q ? Token(inputs, entry.row, head) : ring.token(W - 1)};
             GateInput<LK> input;
             input.load(gate_input, head, LK * lane);
-            tokens.append(head);
+            if (q) tokens.append(head);
             load_columns(m, packed, rank, wide);
 #if MAP == 0
             compute_rows(m, packed, projection + info.z, basis + info.w, rank);
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(REFRESH_THREADS, 3)
 #if MAP == 0
                 for (int g = 0; g < rank; g++) read += m.missed[g] * m.y[g][i];
 #endif
-                (Strided<out_t>{out, out_stride}.of(entry.row) + head * V)[i] = narrow<OUT>(read);
+                if (q) (Strided<out_t>{out, out_stride}.of(entry.row) + head * V)[i] = narrow<OUT>(read);
                 for (int n = 0; n < count; n++) most = fmaxf(most, fabsf(m.y[n][i]));
             }
             most = warp_most(most);

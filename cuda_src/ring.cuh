@@ -36,4 +36,8 @@ struct Ring {
           v(memory.values.of(slot) + head * RING * V + first * V),
           g(memory.gates.of(slot) + head * RING * GATES + first * GATES),
           beta(memory.betas.of(slot) + head * RING + first) {}
+    // Token number s as it lies in the ring: swizzled, and with its key in place of its query.
+    __device__ __forceinline__ Token token(int s) const {
+        return Token(k + s * K, k + s * K, v + s * V, g + s * GATES, beta + s);
+    }
 };

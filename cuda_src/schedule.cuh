@@ -1,4 +1,4 @@
-// Data in global memory that the read kernel passes to the flush kernel of the same step.
+// Data in global memory that the kernels of a call pass to each other: the lists of rows to flush and to refresh.
 #pragma once
 #include "common.cuh"
 

@@ -148,6 +148,7 @@ def variants():
         ranks = np.resize([7, 1, 16, 3], LAYERS[name].heads)
         plan = make_plan(LAYERS[name], ranks, rng, map="ridge", flush_every=64)
         engines[f"{name}-refreshed"] = SketchEngine(plan, 1, stored)
+        engines[f"{name}-refreshed-bf16-states"] = SketchEngine(plan, 1, stored, state_dtype="bfloat16")
     layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
     plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")
     engines |= {
@@ -168,7 +169,7 @@ def variants():
     drafts = {
         f"{name}_draft": draft_variant(v)
         for name, v in chosen.items()
-        if v.operation == "read" and "refreshed" not in name and "deferred" not in name
+        if v.operation == "read" and "deferred" not in name
     }
     for name, v in chosen.items():
         if v.operation == "standard":

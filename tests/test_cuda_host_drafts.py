@@ -5,6 +5,7 @@ import pytest
 from gpu import cuda_support, draft_graphs
 from gpu.cuda_support import (
     EXACT,
+    REFRESHED,
     RIDGE,
     ReplayEngine,
     SketchEngine,
@@ -13,6 +14,7 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    refreshed_plan,
     stored_as,
     tokens_to_device,
 )
@@ -23,7 +25,7 @@ import sketchssm as ss
 from sketchssm import cuda
 from sketchssm.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
-from sketchssm.slots import drafted
+from sketchssm.slots import POSITION, drafted
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
@@ -187,6 +189,51 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     pair.compare(plan.ranks == FULL_STATE, STORED[stored])
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "stored", "window", "windows", "activation"),
+    [
+        ("mamba2", "ridge", "bfloat16", 8, 3, "bfloat16"),
+        ("gdn", "ridge", "bfloat16", 16, 2, "bfloat16"),
+        ("kda", "ridge", "bfloat16", 8, 4, "bfloat16"),
+        ("kda-raw", "lowrank", "bfloat16", 4, 5, "bfloat16"),
+        ("kda-64-bounded", "offline", "int8", 8, 3, "float16"),
+        ("mamba2-80", "prior", "float32", 8, 3, "float32"),
+        ("gdn-96", "lowrank", "float32", 4, 4, "float16"),
+        ("kda-64", "exact", "float32", 32, 2, "float32"),
+        ("mamba2-128", "offline", "bfloat16", 16, 2, "bfloat16"),
+        ("mamba2", "ridge", "int8", 8, 3, "bfloat16"),
+        ("gdn", "prior", "fp8", 8, 3, "bfloat16"),
+        ("gdn", "ridge", "int8+int4", 8, 3, "bfloat16"),
+    ],
+)
+def test_refreshes(name, kind, stored, window, windows, activation, rng, cupy):
+    """Drafts begin at the next window of their ring, or fold the ring before; windows of any number of tokens."""
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    plan = refreshed_plan(layer, RANKS[layer.kind], rng, kind, window, windows, stored)
+    device = SketchEngine(plan, SLOTS, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
+    oracle = reference.SketchEngine(plan, SLOTS, "float32" if stored == "bfloat16" else stored)
+    skips, room = [], oracle._room
+
+    def counted(word, length):
+        position, begin = word & POSITION, room(word, length)
+        skips.append(begin - position if begin > position else 0 if begin == position else -1)
+        return begin
+
+    oracle._room = counted
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    everything = cupy.arange(SLOTS)
+    device.reset(everything)
+    start = rng.standard_normal((SLOTS, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), everything)
+    oracle.load_state(start.astype(np.float64), np.arange(SLOTS))
+    pair = Pair(cupy, device, oracle, activation, rng, gate)
+    decode(pair, 20 + 4 * window, min(window - 1, 8))
+    assert min(skips) < 0
+    assert sum(skip > 0 for skip in skips) > 2
+    pair.compare(plan.ranks == FULL_STATE, REFRESHED[stored])
+
+
 @pytest.mark.filterwarnings("error:loading kernel")  # `warmup` loads all kernels
 @pytest.mark.parametrize(("kind", "phase"), [("mamba2", 2), ("gdn", None), ("kda", 5)])
 def test_graph(kind, phase, rng, cupy, monkeypatch):
@@ -200,3 +247,16 @@ def test_graph(kind, phase, rng, cupy, monkeypatch):
     head.warmup(drafts=True)
     twin = ss.SketchHead(plan, draft_graphs.SLOTS, "reference", phase=phase)
     draft_graphs.check_graph(cupy, head, twin, rng, 60)
+
+
+@pytest.mark.filterwarnings("error:loading kernel")
+@pytest.mark.parametrize(("kind", "phase", "state"), [("mamba2", 20, "float32"), ("gdn", None, "bfloat16")])
+def test_graph_with_refreshes(kind, phase, state, rng, cupy, monkeypatch):
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
+    plan = refreshed_plan(Layer(kind, 2, 64, 64, 1), [5, 9], rng, window=8, windows=3)
+    cuda.missing.cache_clear()
+    head = ss.SketchHead(plan, draft_graphs.SLOTS, "cuda", output_dtype="float32", phase=phase, state_dtype=state)
+    cuda.missing.cache_clear()
+    head.warmup(drafts=True)
+    twin = ss.SketchHead(plan, draft_graphs.SLOTS, "reference", phase=phase, state_dtype=state)
+    draft_graphs.check_graph(cupy, head, twin, rng, 60, REFRESHED["bfloat16"])

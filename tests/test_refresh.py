@@ -9,12 +9,10 @@ from samples import LAYERS, Basis, at, plan_of, relative, states_of, tokens_of
 from test_reference_window import prefix, ring_of
 
 import sketchssm as ss
-from sketchssm.backends import UnsupportedError
 from sketchssm.calibrate.refreshes import refresh_errors
 from sketchssm.coefficients import MAPS
-from sketchssm.cuda.limits import check_refreshes
 from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.recurrence import FULL_STATE, KINDS
 from sketchssm.reference.maps import coefficient_map
 from sketchssm.reference.recurrence import run
 from sketchssm.reference.refresh import HeadPlan, refresh, sketch_state, surrogate
@@ -300,13 +298,6 @@ class TestPlan:
         with pytest.raises(ValueError, match=r"^phase: expected an integer from 0 to 11 or None, got 12"):
             head_of(rng, "gdn", phase=12)
         assert head_of(rng, "gdn", phase=11)._engine.memory["cursor"][0] == DUE
-
-
-def test_states_of_16_bits_are_refused_on_cuda(rng):
-    plan = plan_of(rng, Layer("gdn", 2, 64, 64), 2, window=16, flush_every=64)
-    check_refreshes(plan, "float32")
-    with pytest.raises(UnsupportedError, match=r"^state_dtype: the CUDA kernels need float32 with refreshes"):
-        check_refreshes(plan, "bfloat16")
 
 
 @pytest.mark.parametrize("kind", KINDS)

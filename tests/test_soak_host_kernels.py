@@ -16,6 +16,6 @@ def test_every_request_sees_its_own_tokens(number):
     served = server("cuda", case, **size, seed=3, slots=16, graphs=graphs)
     counts = served.run()
     assert {"finished", "steps"} <= set(counts)
-    assert ("drafts" in counts) != (refreshes or case.deferred)
-    assert (counts["refreshed"] > 0) == refreshes
+    assert ("drafts" in counts) != case.deferred
+    assert (counts["refreshed"] > 0) == (counts.get("skipped", 0) > 0) == refreshes
     assert len(served.free) == 16 - (served.pad == 0)

@@ -9,7 +9,7 @@ from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.plan import SketchPlan
 from sketchssm.recurrence import Layer
 
-__all__ = ["check_layer", "check_plan", "check_refreshes", "check_shared", "check_window", "shared_limit"]
+__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
@@ -48,17 +48,6 @@ def check_plan(plan: SketchPlan) -> None:
     check_window(plan.window)
     if (plan.map.pivots or 0) > MAX_PIVOTS:
         _refuse("pivots", plan.map.pivots)
-
-
-def check_refreshes(plan: SketchPlan, state_dtype: str) -> None:
-    """Refuse refreshes of states in 16 bits."""
-    if plan.flush_every == plan.window:
-        return
-    every = f"flush_every {plan.flush_every} with window {plan.window}"
-    if state_dtype != "float32":
-        raise UnsupportedError(
-            f"state_dtype: the CUDA kernels need float32 with refreshes ({every}), got {state_dtype!r}"
-        )
 
 
 def shared_limit() -> int:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.commits import Committer
 from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.direct import DirectStep
@@ -285,11 +284,11 @@ class ReplayEngine(StandardEngine):
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.engine.Engine`."""
-        self._check_drafts()
         self._prepare()
         read = self._load_drafts()
         batch, length = out.shape[:2]
-        workspace = self._workspaces.get()[0].data.ptr
+        workspace, _ = self._workspaces.get()
+        address = workspace.data.ptr
         for first in range(0, batch if length else 0, MAX_ROWS):
             rows = first, min(first + MAX_ROWS, batch)
             part, count = slots.rows(*rows), rows[1] - first
@@ -297,25 +296,23 @@ class ReplayEngine(StandardEngine):
             own = (0, 0) if lengths is None else lengths.rows(*rows).number
             draft = int(first == 0), length, *own
             given = *part.arguments, count, *draft
-            checked = workspace + SLOTS, 0, 0, 0, count, *draft  # slots as the flush leaves them
+            checked = address + SLOTS, 0, 0, 0, count, *draft  # slots as the flush leaves them
             blocks, threads = self._read_grid(count)
             flush_blocks = min(self.flush_blocks, count * self.layer.heads)
-            self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, workspace)
+            try:
+                self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, address)
+                for refresh in self._refresh:
+                    refresh(count, NO_TOKENS, address)
+            except BaseException:  # the next refresh must not take the rows that this flush has listed
+                workspace.fill(0)
+                raise
             read(blocks, threads, *inputs, *tokens.steps, *checked)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.engine.Engine`."""
         self._load_commit()(accepted, slots)
 
-    def _check_drafts(self) -> None:
-        if self.flush_every > self.window:
-            raise UnsupportedError(
-                f"draft: the CUDA kernels don't take drafts with refreshes (flush_every {self.flush_every} with "
-                f"window {self.window}); backends 'cpu' and 'reference' do"
-            )
-
     def _draft_variant(self) -> Variant:
-        self._check_drafts()
         return draft_variant(self.variants()[0])
 
     def _load_drafts(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sketchssm.cuda.layout import pack_plan
-from sketchssm.cuda.limits import check_plan, check_refreshes
+from sketchssm.cuda.limits import check_plan
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.replay import ReplayEngine
 from sketchssm.plan import SketchPlan
@@ -45,7 +45,6 @@ class SketchEngine(ReplayEngine):
         **memory: Any,
     ) -> None:
         check_plan(plan)
-        check_refreshes(plan, memory.get("state_dtype", "float32"))
         packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
         own: Any = {"flush_every": every, "packed": packed, "phase": phase, "deferred": deferred}
         super().__init__(plan.layer, num_slots, plan.window, **own, **memory)

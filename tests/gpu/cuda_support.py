@@ -10,6 +10,10 @@ from sketchssm.reference.engines import SketchEngine as ReferenceEngine
 
 # float32 arithmetic over a few hundred tokens; the reference takes the same rounded inputs in float64
 EXACT = 2e-6
+# Both sides round the same states of 16 bits, except for float32's errors (1e-7), which move about 1 element in 10^4
+# to the other neighbour: by 2^-8 (bf16), which is 4e-5 of the norm. A missing or a second rounding is an error of 1e-3
+# (bf16) or 1.4e-4 (fp16), and a rounding toward zero twice as much.
+TIPPED = {"bfloat16": 1.5e-4, "float16": 5e-5}
 # bf16 rounds by 2^-9 at most
 ROUNDED = 2.0**-8
 # bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row; float32 ones: several times the
@@ -19,6 +23,10 @@ STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 # of the reference's: 1 / 127 of the largest number (int8), up to 2^-3 of the number itself (fp8), 1 / 7 of the scale's
 # largest number (4 bits). Measured on the host: up to 8.5e-3, 1.5e-2 and 3.8e-2.
 NEIGHBOURS = {"int8": 1.2e-2, "fp8": 2e-2, "int8+int4": 5e-2}
+# A refresh starts from the rounded sketch and map, and rounds again: errors of bf16 sketches are at most twice those
+# of one window. Codes: a part is the neighbour of the reference's code, and each refresh starts from the codes.
+# Measured on the host: up to 1.13e-2 (int8), 2.96e-2 (fp8) and 5.1e-2 (int8+int4).
+REFRESHED = STORED | {"bfloat16": 2 * STORED["bfloat16"], "int8": 1.5e-2, "fp8": 3.5e-2, "int8+int4": 6e-2}
 RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "exact": 0.0, "offline": 0.0}
 RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 8, 3, 40, 7], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from gpu.cuda_support import (
     LAYERS,
+    REFRESHED,
+    TIPPED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -11,6 +13,7 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    refreshed_plan,
     run_pair,
     slot_table,
     tokens_to_device,
@@ -23,9 +26,6 @@ from sketchssm.reference import engines as reference
 # engines without a warmup() compile at their first step
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
 
-# As in tests/test_cuda_host_states.py: float32's errors now and then tip an element to the other neighbour. A missing
-# or a second rounding is an error of 1e-3 (bf16) or 1.4e-4 (fp16).
-TIPPED = {"bfloat16": 1.5e-4, "float16": 5e-5}
 # bf16 sketches and maps (8 bits): a few roundings of relative size 2^-9 in a row
 SKETCHED = 1.2e-2
 
@@ -91,5 +91,47 @@ def test_sketch(name, kind, stored, rng, cupy):
     few.load_state(cupy.asarray(start), cupy.arange(6))
     out = cupy.full(got.shape, np.nan, dtype=np.float32)
     few.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(6), out)
+    assert np.array_equal(out.get(), got)
+    assert np.array_equal(few.state.get(), device.state.get())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored", "window", "windows", "activation"),
+    [
+        ("mamba2", "ridge", "bfloat16", 16, 4, "bfloat16"),
+        ("gdn", "ridge", "bfloat16", 16, 4, "bfloat16"),
+        ("gdn", "lowrank", "float16", 8, 3, "float16"),
+        ("kda", "ridge", "bfloat16", 16, 4, "bfloat16"),
+        ("kda-raw", "lowrank", "float16", 8, 8, "bfloat16"),
+        ("mamba2-80", "offline", "bfloat16", 4, 8, "float32"),
+    ],
+)
+def test_refreshes(name, kind, stored, window, windows, activation, rng, cupy):
+    """A state is rounded once at a flush of several windows; one block gives the same bits as many."""
+    layer = LAYERS[name]
+    gate = named_gate(name, layer, rng)
+    plan = refreshed_plan(layer, [7, 16, 3, 33], rng, kind, window, windows)
+    settings = {"output_dtype": "float32", "gate": gate, "state_dtype": stored, "activation_dtype": activation}
+    length = 2 * plan.flush_every + 3
+    start = rng.standard_normal((6, *layer.state_shape)).astype(np.float32)
+    tokens = make_tokens(layer, 6, length, activation, rng, gate=gate)
+    device, oracle = SketchEngine(plan, 6, **settings), reference.SketchEngine(plan, 6, state_dtype=stored)
+    device.load_state(cupy.asarray(start), cupy.arange(6))
+    oracle.load_state(start.astype(np.float64), np.arange(6))
+    assert np.array_equal(device.state.get().astype(np.float64), oracle.state)
+    table = np.tile(np.arange(6), (length, 1))
+    got, want, where = run_pair(device, oracle, layer, tokens, table, activation, gate)
+    flushes = where == plan.flush_every - 1
+    assert error(got[flushes], want[flushes]) < TIPPED[stored]
+    # twice the host's bound, as in test_cuda_refresh.py
+    assert error(got[~flushes], want[~flushes]) < 2 * REFRESHED["bfloat16"]
+    device.flush(cupy.arange(6))
+    oracle.flush(np.arange(6))
+    assert error(device.state.get().astype(np.float64), oracle.state) < TIPPED[stored]
+    few = with_blocks(SketchEngine(plan, 6, **settings), 1)
+    few.load_state(cupy.asarray(start), cupy.arange(6))
+    out = cupy.full(got.shape, np.nan, dtype=np.float32)
+    few.step(tokens_to_device(tokens, activation, gate), cupy.arange(6), out)
+    few.flush(cupy.arange(6))
     assert np.array_equal(out.get(), got)
     assert np.array_equal(few.state.get(), device.state.get())

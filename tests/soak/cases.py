@@ -74,6 +74,7 @@ CASES = [
     Case("sketch", "gdn", 18, flush_every=3 * WINDOW),
     Case("sketch", "gdn", deferred=True),
     Case("sketch", "kda", None, 0, "bfloat16", deferred=True),
+    Case("sketch", "mamba2", 10, -1, "bfloat16", flush_every=3 * WINDOW),
 ]
 
 

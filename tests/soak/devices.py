@@ -38,8 +38,6 @@ class Device(Host):
         self.main, self.other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         with self.main:
             super().__init__(make, slots)
-            # the kernels take no drafts with refreshes
-            self.drafts = self.head.drafts if self.head.flush_every == self.head.window else 0
             self.head.warmup(drafts=self.drafts > 0)
             self.main.synchronize()
         self.layer = self.head.layer
