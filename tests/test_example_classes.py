@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from samples import relative
 from test_example_lm import LM, tiny
+from tiny_models import cache_argument
 
 import sketchssm as ss
 from sketchssm.recurrence import KINDS
@@ -87,8 +88,8 @@ def stepwise(model, patch, ids, prompt):
     with torch.no_grad(), patch:
         for part in (ids[:, :prompt], *ids[:, prompt:].split(1, 1)):
             positions = torch.zeros(1, part.shape[1], dtype=torch.long)  # the models know none
-            result = model(part, use_cache=True, past_key_values=cache, position_ids=positions)
-            cache = result.past_key_values
+            result = model(part, use_cache=True, position_ids=positions, **{cache_argument(model): cache})
+            cache = result[cache_argument(model)]
             logits.append(result.logits[:, -1:])
     return torch.cat(logits, 1)
 

@@ -1,13 +1,28 @@
 """Recurrent layers of transformers: found, patched, unpatched, and beside other models."""
 
 import copy
+import inspect
 import sys
 import tomllib
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
-from tiny_models import LAYERS, SETTINGS, assert_same, generate, make, prompt, unpatched
+from tiny_models import (
+    LAYERS,
+    SETTINGS,
+    TOLERANCE,
+    assert_same,
+    cache_argument,
+    forward,
+    generate,
+    make,
+    plain,
+    prompt,
+    unpatched,
+)
 
 import sketchssm as ss
 
@@ -118,7 +133,7 @@ def test_training_beside_the_patch(qwen):
     with st.patch(qwen, "standard", slots=2, backend="reference"):
         qwen(prompt(), labels=prompt(), use_cache=False).loss.backward()
         cache = qwen(prompt()).past_key_values
-        qwen(prompt(2, 1), past_key_values=cache)
+        qwen(prompt(2, 1), **{cache_argument(qwen): cache})
     module = next(iter(st.layers(qwen).values())).module
     assert module.in_proj_qkvz.weight.grad.abs().max() > 0
     qwen.zero_grad(set_to_none=True)
@@ -194,6 +209,29 @@ def test_slots_run_out(qwen):
             generate(qwen, prompt(3))
         assert patch.free == 2
         assert_same(generate(qwen, prompt(2)), unpatched(qwen, prompt(2)))
+
+
+@pytest.mark.parametrize("positional", (False, True))
+@pytest.mark.parametrize("name", ("cache", "cache_params"))
+def test_names_of_the_cache(qwen, name, positional):
+    """Code of others calls mixers by the name of its own version of transformers, or without a name."""
+    mixer = next(iter(st.layers(qwen).values())).module
+    if name not in inspect.signature(inspect.unwrap(type(mixer).forward)).parameters and name == "cache":
+        pytest.skip("transformers before 5.24 knows cache_params only")
+    x = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(1))
+
+    def step(model):
+        cache = forward(model, prompt())[1]
+        mixer = next(iter(st.layers(model).values())).module
+        with torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+            return mixer(x, cache) if positional else mixer(x, **{name: cache})
+
+    with st.patch(qwen, "replay", window=4, backend="reference") as patch:
+        head = next(iter(patch.heads.values()))
+        head.step = mock.Mock(wraps=head.step)
+        got = step(qwen)
+        assert head.step.call_count == 1
+    torch.testing.assert_close(got, step(plain(qwen)), **TOLERANCE)
 
 
 def test_no_known_layers():

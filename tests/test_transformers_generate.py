@@ -134,7 +134,7 @@ def test_copied_caches(model):
         answers = [SimpleNamespace(**generate(model, beginning, past_key_values=x)) for x in copies]
         steps = [forward(model, more[:, :1], x)[0] for x in (first.past_key_values, copies[0])]
         for answer in answers:
-            del answer.past_key_values
+            delattr(answer, "cache" if hasattr(answer, "cache") else "past_key_values")  # the latter before 5.24
         del copies
         gc.collect()  # the copy that failed
         assert patch.free == 2
@@ -233,7 +233,7 @@ def test_reset_caches(model, patched):
 def test_prompts_in_chunks(model, patched):
     settings = {"prefill_chunk_size": 3}
     if type(model).__name__ == "Mamba2ForCausalLM":
-        with pytest.raises(ValueError, match="Cannot use prefill chunking without a cache"):
+        with pytest.raises(ValueError, match=r"prefill chunking without a cache|get_seq_length"):
             generate(model, prompt(2, 7), **settings)
     else:
         assert_same(generate(model, prompt(2, 7), **settings), unpatched(model, prompt(2, 7), **settings))

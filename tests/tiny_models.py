@@ -3,6 +3,8 @@
 Models are in float32, with large random weights: outputs then depend on the states.
 """
 
+import inspect
+
 import pytest
 
 from sketchssm.recurrence import Layer
@@ -112,8 +114,11 @@ def prompt(rows=2, length=5, seed=1):
 
 
 def cache_argument(model):
-    """How forward and generate of a model call the cache."""
-    return "cache_params" if "Mamba2" in type(getattr(model, "_orig_mod", model)).__name__ else "past_key_values"
+    """How forward and generate of a model call the cache; transformers from 5.24 on has one name."""
+    model = getattr(model, "_orig_mod", model)
+    if "cache" in inspect.signature(model.forward).parameters:
+        return "cache"
+    return "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
 
 
 def forward(model, ids, cache=None):

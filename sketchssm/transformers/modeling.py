@@ -26,6 +26,9 @@ LEAST_VERSION, NEXT_VERSION = (5, 20), (6,)
 NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers."""
 
+CACHE_NAMES = ("cache", "cache_params")
+"""Argument of a mixer's forward that takes the cache. Version 5.24 renamed `cache_params`, and still accepts it."""
+
 
 class Call(NamedTuple):
     """One call of a recurrence: inputs ``(batch, tokens, heads, ...)`` of any length, state, skip and output gate.
@@ -302,7 +305,8 @@ class _Forward:
         users = self.users
         self._before = vars(module).get("forward")  # of a module that accelerate has wrapped
         forward = module.forward
-        cache_place = list(inspect.signature(forward).parameters).index("cache_params")
+        names = list(inspect.signature(forward).parameters)
+        cache_place = next(names.index(name) for name in CACHE_NAMES if name in names)
 
         @functools.wraps(type(module).forward)
         def announced(this: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +314,11 @@ class _Forward:
                 return type(this).forward(this, *args, **kwargs)
             if not users:
                 return forward(*args, **kwargs)
-            cache = args[cache_place] if len(args) > cache_place else kwargs.get("cache_params")
+            cache = (
+                args[cache_place]
+                if len(args) > cache_place
+                else next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
+            )
             _active.stack.append((*users[-1], cache))
             try:
                 return forward(*args, **kwargs)
