@@ -7,6 +7,9 @@ from gpu.cuda_support import EXACT, STORED, TIPPED, error, make_tokens, slot_tab
 from sketchssm.recurrence import FULL_STATE, Tokens
 
 SLOTS, ROWS, DRAFTS = 6, 4, 4
+# After several flushes: elements that tipped at one flush move the elements of their row before the next. Measured on
+# the host: 1.9e-4 (bf16) and 9e-5 (fp16). A missing or a second rounding is still larger.
+SEVERAL_TIPPED = {name: 2 * tolerance for name, tolerance in TIPPED.items()}
 
 
 def upload(cupy, tokens):
@@ -63,5 +66,5 @@ def check_graph(cupy, head, twin, rng, replays, stored=STORED["bfloat16"]):
         head.flush()
     stream.synchronize()
     twin.flush()
-    tolerance = ({"float32": EXACT} | TIPPED)[head.state.dtype.name]
+    tolerance = ({"float32": EXACT} | SEVERAL_TIPPED)[head.state.dtype.name]
     assert error(head.state.get().astype(np.float64), twin.state) < tolerance

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import LAYERS, error, make_plan, make_tokens, tokens_to_device
@@ -31,8 +32,9 @@ def test_order(torch, kind, rng):
     """
     layer = LAYERS[kind]
     tokens = make_tokens(layer, BATCH, STEPS, "bfloat16", rng, hard_gates=False)
-    moved = [torch.from_numpy(x).cuda().to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
-    given = [[x[:, t].contiguous() for x in moved] for t in range(STEPS)]
+    kinds = [torch.bfloat16] * 3 + [torch.float32] * 2
+    moved = [None if x is None else torch.from_numpy(x).cuda().to(y) for x, y in zip(tokens, kinds, strict=True)]
+    given = [[None if x is None else x[:, t].contiguous() for x in moved] for t in range(STEPS)]
     slots, loaded = torch.arange(BATCH, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     start = torch.from_numpy(rng.standard_normal((1, *layer.state_shape)).astype(np.float32)).cuda()
 
@@ -77,7 +79,7 @@ def test_two_captures_at_a_time(cupy, rng):
     """The first capture takes the head's side stream, so the flush of the second capture runs in order."""
     head, twin, *_ = make_heads("gdn")
     tokens = tokens_to_device(make_tokens(LAYERS["gdn"], 8, 1, "bfloat16", rng), "bfloat16")
-    token = Tokens(*(None if x is None else x[:, 0] for x in tokens))
+    token = Tokens(*(x[:, 0].view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x[:, 0] for x in tokens))
     slots, outs = cupy.arange(8), [cupy.empty_like(token.v) for _ in range(2)]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
