@@ -24,7 +24,7 @@ __device__ __forceinline__ int after_token(int word, int window) {
 __device__ __forceinline__ bool folds_before(int word, int length, int window) {
     return word & DUE || position_of(word) + length > window - 1;
 }
-// Position at which the row drafts: 0 if it folds before, or the next window's if its window has no room for the drafts.
+// Position at which the row drafts: 0 if it folds before, or the next window's if its window has no room for them.
 // `ring`: tokens of the ring, whose windows have `window` tokens.
 __device__ __forceinline__ int draft_position(int word, int length, int window, int ring) {
     if (folds_before(word, length, ring)) return 0;

@@ -176,7 +176,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
     return total;
 }
 
-// Before the row's drafts, if they begin at the next window: fills the row's window with no-op tokens, and lists the row
+// Before the row's drafts, if they begin at the next window: fills its window with no-op tokens, and lists the row
 // for the refresh. By all threads of a block.
 __device__ __forceinline__ void fill_window(Schedule& schedule, const Memory& memory, int row, int slot, int length) {
     const int word = slot >= 0 ? *memory.cursor.of(slot) : 0, position = position_of(word);
