@@ -100,7 +100,8 @@ def test_graphs(heads, torch, rng):
             outputs.append(torch.empty_like(inputs[i].v))
             slots, graph = torch.arange(4, device=f"cuda:{i}"), torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            # PyTorch's default stream of captures is on the device of the process's first capture
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 head.step(*inputs[i], slots=slots, out=outputs[i])
             graphs.append(graph)
             inputs[i] = (inputs[i], slots)  # the graph reads their memory

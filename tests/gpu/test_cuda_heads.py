@@ -93,8 +93,11 @@ def convert(request, cupy):
     if request.param == "numpy":
         return on_numpy
     module = cupy if request.param == "cupy" else request.getfixturevalue(request.param)
-    if request.param == "jax" and not any(d.platform == "gpu" for d in module.devices()):
-        pytest.skip("JAX sees no GPU")
+    if request.param == "jax":
+        with cupy.cuda.Device():  # JAX leaves the last device current when it starts
+            sees_gpu = any(device.platform == "gpu" for device in module.devices())
+        if not sees_gpu:
+            pytest.skip("JAX sees no GPU")
     return {"torch": on_torch, "jax": on_jax, "cupy": on_cupy}[request.param](module)
 
 
