@@ -217,8 +217,8 @@ class ExactHead(DecodeHead):
     def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
         """Put the slots of a snapshot into slots of this head; the old contents of these slots are dropped.
 
-        Backend, layer, plan, gate, memory types, window and `deferred` of the head must be those of the snapshot's
-        head. Decoding continues at the same window positions.
+        System, backend, layer, window, plan, gate, formats and types of the memory, and `deferred` of the head must be
+        those of the snapshot's head. Decoding continues at the same window positions.
 
         Parameters
         ----------

@@ -21,8 +21,8 @@ __all__ = ["DecodeHead"]
 class DecodeHead:
     """Common interface of every decode system; construct a subclass.
 
-    A head is one object for all slots of one layer. Threads may share it: a call waits until the call of another
-    thread has returned. A head can't be copied or pickled.
+    A head is one object for all slots of one layer; a slot holds the state of one request. Threads may share a head: a
+    call waits until the call of another thread has returned. A head can't be copied or pickled.
 
     On the ``cuda`` backend a head works on the device that is current when the head is constructed. A call runs on the
     current stream of the framework of its arrays; a call without arrays runs on the stream of the previous call. Calls
@@ -169,7 +169,8 @@ class DecodeHead:
         beta : array, (batch, [tokens,] heads), optional
             Write gates; None for mamba2.
         slots : array of int, (batch,), optional
-            State slot of each row, each at most once; `pad_slot` (-1) is padding. Default: row i uses slot i.
+            State slot of each row, each at most once; `pad_slot` (by default -1) is padding. Default: row i uses
+            slot i.
         out : array, optional
             Writable array of the output's shape to fill and return. On ``cuda`` the kernels write it in place if it is
             contiguous, aligned, of their output type, and shares no memory with an input.
@@ -242,7 +243,7 @@ class DecodeHead:
         state : array, (batch, heads, V, K)
             States, K last. On ``cuda``, states on the device are not checked for NaN.
         slots : array of int, (batch,), optional
-            Slot of each row; -1 skips a row. Default: row i goes to slot i.
+            Slot of each row; padding skips a row. Default: row i goes to slot i.
 
         Raises
         ------
@@ -263,7 +264,7 @@ class DecodeHead:
         Parameters
         ----------
         slots : array of int, optional
-            Which slots; -1 is skipped. Default: all.
+            Which slots; padding is skipped. Default: all.
         """
         with self._lock, self._arrays.call(slots) as call:
             self._engine.flush(call.slots(slots, None, self.num_slots))
@@ -274,7 +275,7 @@ class DecodeHead:
         Parameters
         ----------
         slots : array of int, optional
-            Which slots; -1 is skipped. Default: all.
+            Which slots; padding is skipped. Default: all.
         """
         with self._lock, self._arrays.call(slots) as call:
             self._engine.reset(call.slots(slots, None, self.num_slots))

@@ -18,12 +18,12 @@ _thread = threading.local()
 def overlap_flushes() -> Iterator[None]:
     """Scope in which a captured CUDA graph runs deferred flushes beside later kernels.
 
-    For heads with ``deferred=True``. In a capture within the scope, the flush of a step runs on a stream of the head,
-    and the head's next call waits for the flush. The end of the scope, also by an exception, lets the streams of the
-    steps wait for their flushes. So the scope must end before the capture ends.
+    The scope is for heads with ``deferred=True``. In a capture within the scope, the flush of a step runs on a stream
+    of the head, and the head's next call waits for the flush. At the end of the scope, also after an exception, the
+    streams of the steps wait for their flushes. So the scope must end before the capture ends.
 
-    The scope has no effect on other heads, outside of captures, on the host backends, and on steps of other threads:
-    flushes then run in order. The results are the same. Scopes may be nested.
+    The scope has no effect on other heads, outside of captures, on the host backends, and on steps of other threads.
+    Flushes then run in order, with the same results. Scopes may be nested.
 
     Yields
     ------

@@ -19,7 +19,7 @@ __all__ = ["SketchHead"]
 
 
 class SketchHead(ExactHead):
-    """Exact states, written once a window, and read through their sketches in between (algorithm 1).
+    """Exact states, written once a window, and read through their sketches in between (the paper's algorithm 1).
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ class SketchHead(ExactHead):
         float16 a number beyond 65504 becomes infinite.
     phase : int, optional
         Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, independent
-        of the steps at which they began. Refreshes follow each row's own position. Layers with different phases flush
-        at different steps. Default: no clock, each row has its own windows.
+        of the steps at which their requests began. Refreshes follow each row's own position. Layers with different
+        phases flush at different steps. Default: no clock, each row has its own windows.
     deferred : bool, default False
         Whether flushes are deferred: all tokens are read through sketches, and a slot with W - 1 tokens is flushed
         after its read instead of with its next token. States stay exact. Within `overlap_flushes`, a captured graph

@@ -41,8 +41,9 @@ class Snapshot:
         Each part of the slots by name, ``(count, *shape)``; bfloat16 as uint16 bits. The cursors are the window
         positions.
     owner : dict
-        The head of the arrays: system, backend, layer, window, plan (its fingerprint), gate, type of the states, and
-        parts.
+        The head of the arrays: system, backend, layer, window, tokens from one flush to the next, plan (the plan's
+        fingerprint), gate, type of the states, and parts; of a `SketchHead` also the sketch's format, and whether
+        flushes are deferred.
     """
 
     arrays: dict[str, npt.NDArray[Any]]

@@ -112,7 +112,7 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         slots : torch.Tensor of int, (batch,), optional
             State slot of each row. Default: row i uses slot i.
         out : torch.Tensor, optional
-            Where to write the outputs; shares no memory with another argument.
+            Where to write the outputs; must share no memory with another argument.
         draft : bool, default False
             Whether the tokens are drafts; `commit` then keeps the accepted tokens.
         lengths : torch.Tensor of int, (batch,), optional
