@@ -8,7 +8,7 @@ __all__ = ["FLUSH_SHARE", "blocks_per_multiprocessor"]
 
 FLUSH_SHARE = 3 / 8
 """Share of the multiprocessors that reads leave to deferred flushes, which otherwise wait for blocks of later reads to
-end. On H200 a share of 3/8 or 1/2 was the fastest for every shape."""
+end. On H200 either 3/8 or 1/2 was the fastest share, depending on the shape."""
 
 FLUSH_BLOCKS = {
     ("mamba2", 64): 4,
