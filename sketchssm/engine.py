@@ -51,6 +51,9 @@ class Call(Protocol):
     def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
         """Check slots like `slots`, and return them on the host; -1 is padding."""
 
+    def handed_out(self, array: Any) -> Any:
+        """Return an array that the call has made; the caller's stream outside of the call waits for the array."""
+
     def fetch(self, array: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """Copy some slots of the engine's memory to the host; bfloat16 as uint16 bits."""
 

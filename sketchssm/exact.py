@@ -135,8 +135,9 @@ class ExactHead(DecodeHead):
     def commit(self, accepted: Any, slots: Any = None) -> None:
         """Keep the first tokens of each row's draft, and drop the rest.
 
-        States, outputs and later steps are the same as if only the accepted tokens had been decoded. On ``cuda`` the
-        counts may be on the device, where they are not checked but limited to 0 and the row's number of drafts.
+        States, outputs and later steps are the same as if only the accepted tokens had been decoded. ``cuda`` does not
+        compare counts with the row's number of drafts, but limits them to this number. Counts on the device may be any
+        numbers; counts on the host are 0 to 8, with slots on the device in padding rows too.
 
         Parameters
         ----------
@@ -148,7 +149,8 @@ class ExactHead(DecodeHead):
         Raises
         ------
         ValueError
-            If a count is below 0 or above the slot's drafts, or a slot is out of range or named twice.
+            If a count is below 0 or above the slot's drafts (on ``cuda`` above 8), or a slot is out of range or named
+            twice.
         """
         if not self.drafts:
             raise ValueError(f"accepted: expected no call, {self._no_drafts}")

@@ -101,8 +101,8 @@ class DecodeHead:
         With refreshes, a draft begins at the next window if the current window has no room for it. The skipped places
         count as buffered tokens.
         """
-        with self._lock, self._arrays.call():
-            return self._engine.position.copy()
+        with self._lock, self._arrays.call() as call:
+            return call.handed_out(self._engine.position.copy())
 
     def warmup(self, activation_dtype: str | None = None, *, drafts: bool = False) -> None:
         """Compile the kernels of steps, loads and flushes now, instead of at the first call.

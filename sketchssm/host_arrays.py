@@ -143,6 +143,10 @@ class HostArrays:
         """See `sketchssm.engine.Call`."""
         return self.slots(slots, batch, capacity)
 
+    def handed_out(self, array: Any) -> Any:
+        """See `sketchssm.engine.Call`."""
+        return array
+
     def fetch(self, array: npt.NDArray[Any], slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """See `sketchssm.engine.Call`."""
         rows = array[slots]

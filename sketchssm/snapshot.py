@@ -105,7 +105,8 @@ class Snapshot:
         for name, shape, dtype in self.owner["parts"]:
             stored = "uint16" if dtype == "bfloat16" else dtype
             check_array(name, self.arrays[name], (len(self), *shape), stored)
-        cursor, last = self.arrays.get("cursor", np.zeros(1)), self.owner["flush_every"] - 1
+        cursor = self.arrays.get("cursor", np.zeros(1))
+        last = self.owner["flush_every"] - 1 - self.owner.get("deferred", False)
         wrong = cursor[(cursor < 0) | (cursor > last)]
         if wrong.size:
             raise ValueError(f"cursor: expected positions from 0 to {last}, got {wrong[0]}")

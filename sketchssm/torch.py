@@ -81,7 +81,9 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
                 raise ValueError(f"head: expected a head that no other layer has, got that of {other.name!r}")
         self.head, self.name = head, name
         device = torch.device("cuda", head.state.device.id) if head.backend == "cuda" else torch.device("cpu")
-        self.register_buffer("order", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
+        with torch.inference_mode(False):  # compiled code writes the tensor, also outside of inference mode
+            order = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.register_buffer("order", order, persistent=False)
         _layers[name] = self
 
     def forward(

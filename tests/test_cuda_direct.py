@@ -17,7 +17,7 @@ from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.cuda import arrays, frameworks
+from sketchssm.cuda import arrays, direct, frameworks
 from sketchssm.recurrence import Layer
 
 extension = pytest.importorskip("sketchssm.cuda._direct", reason="the extension is not built: pip install -e .")
@@ -268,13 +268,20 @@ def test_the_head_s_context_is_current_during_launches(learned, driver):
     assert driver.contexts == []
 
 
+class Beside(standin.Stream):
+    """A stream of CuPy's that is not PyTorch's current one."""
+
+    ptr = 7
+
+
+@pytest.mark.parametrize("stream", [standin.Stream, Beside])
 @pytest.mark.parametrize("launch", [0, 1])
-def test_refused_launches(learned, driver, launch):
+def test_refused_launches(learned, driver, launch, stream):
     """The error names the kernel; the next flush does not take the rows that this read has listed."""
     learned()
     learned()
     driver.answers["launch"] = [None] * launch + [701]  # at a step that flushes
-    with pytest.raises(DriverError, match="701") as caught:
+    with stream(), pytest.raises(DriverError, match="701") as caught:
         learned()
     assert caught.value.__notes__[0].startswith(["read_step: ", "flush_step: "][launch])
     assert not any(np.delete(x, np.s_[5:]).any() for x in learned.head._engine._workspaces._used.values())
@@ -313,20 +320,36 @@ def test_streams_of_threads(rng, slow, monkeypatch):
     assert len(slow) == 3
 
 
-def test_an_old_build_warns(monkeypatch, slow, rng):
-    """After an update of the sources alone, steps go through Python instead of ending in a TypeError."""
+def other_parameters(exchange, tensor_type):
+    """The parameters of another version."""
 
-    def step(exchange, tensor_type):
-        """The parameters of another version."""
 
+def other_interface(**given):
+    """The answer to a PyTorch with another version of DLPack."""
+    raise ValueError("expected DLPack 1")
+
+
+@pytest.mark.parametrize("step", [other_parameters, other_interface])
+def test_an_old_build_warns(monkeypatch, slow, rng, step):
+    """After an update of the sources or of PyTorch, steps go through Python instead of ending in an error."""
     monkeypatch.setattr(extension, "Step", step)
     head = make()
     with pytest.warns(
-        RuntimeWarning, match=r"^sketchssm\.cuda\._direct was built from other sources .*pip install -e"
+        RuntimeWarning, match=r"^sketchssm\.cuda\._direct was built from other sources, or .*pip install -e"
     ):
         head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))
     head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))  # warns once
     assert len(slow) == 2
+
+
+def test_most_rows(monkeypatch, slow, rng):
+    """Steps of more rows than the extension takes go through Python."""
+    monkeypatch.setattr(direct, "MOST_ROWS", BATCH - 1)
+    head = make("standard")
+    for _ in range(2):
+        head.step(*tensors_of(tokens_of(rng, BATCH, 1), 0))
+        head.step(*tensors_of(tokens_of(rng, BATCH - 1, 1), 0))
+    assert len(slow) == 3
 
 
 def test_memory_is_freed(rng):
@@ -339,20 +362,24 @@ def test_memory_is_freed(rng):
     assert gone() is None
 
 
+DRIVER = drivers.Driver()
+GOOD = {
+    "exchange": torch.Tensor.__dlpack_c_exchange_api__,
+    "tensor_type": torch.Tensor,
+    "device": (1, 0),
+    "driver": DRIVER.addresses(),
+    "arrays": [None] * 6,
+    "kernels": [],
+    "slots": (0, 0),
+    "grad_enabled": torch.is_grad_enabled,
+    "failed": print,
+}
+"""A description of a step without kernels."""
+
+
 def test_wrong_descriptions():
     """The extension checks what it is given when an object is made."""
-    good = {
-        "exchange": torch.Tensor.__dlpack_c_exchange_api__,
-        "tensor_type": torch.Tensor,
-        "device": (1, 0),
-        "driver": drivers.Driver().addresses(),
-        "arrays": [None] * 6,
-        "kernels": [],
-        "slots": (0, 0),
-        "grad_enabled": torch.is_grad_enabled,
-        "failed": print,
-    }
-    extension.Step(**good)
+    extension.Step(**GOOD)
     for wrong, kind in (
         ({"exchange": object()}, ValueError),
         ({"arrays": [None] * 5}, ValueError),
@@ -362,10 +389,11 @@ def test_wrong_descriptions():
         ({"driver": (0, 0)}, TypeError),
     ):
         with pytest.raises(kind):
-            extension.Step(**(good | wrong))
-    step = extension.Step(**good)
-    for rows, grids in ((0, []), (1, [(1, 1)]), (1 << 20, [])):
+            extension.Step(**(GOOD | wrong))
+    step = extension.Step(**GOOD)
+    for rows, grids in ((0, []), (1, [(1, 1)]), (direct.MOST_ROWS + 1, [])):
         with pytest.raises(ValueError, match="expected at least one row"):
             step.set_grids(rows, grids)
+    step.set_grids(direct.MOST_ROWS, [])
     with pytest.raises(TypeError, match="expected q, k, v"):
         step.step(1, 2)

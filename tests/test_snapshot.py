@@ -161,6 +161,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"^snapshot: expected gate"):
             third.restore(first.snapshot())
 
+    def test_positions_of_deferred_heads(self, layer):
+        """A deferred head flushes a slot with W - 1 tokens, so no slot has so many between calls."""
+        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+        head = ss.SketchHead(plan, 2, "reference", deferred=True)
+        snapshot = head.snapshot()
+        snapshot.arrays["cursor"][0] = WINDOW - 1
+        with pytest.raises(ValueError, match=r"^cursor: expected positions from 0 to 2, got 3"):
+            head.restore(snapshot)
+
     def test_arguments(self, layer, snapshot):
         head = ss.SketchHead(plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW), 5, "reference")
         with pytest.raises(TypeError, match=r"^snapshot: expected a Snapshot, got dict"):

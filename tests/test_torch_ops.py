@@ -293,6 +293,19 @@ def test_errors_reach_the_caller(make, rng):
     same(layered.head, twin)
 
 
+@pytest.mark.parametrize("modes", ["inference_mode no_grad", "no_grad inference_mode"])
+def test_inference_mode(make, modes, rng):
+    """A layer that is made in one mode works in the other."""
+    made, used = (getattr(torch, mode) for mode in modes.split())
+    token = tensors_of(at(tokens_of(rng, LAYERS["gdn"], BATCH, 1), np.s_[:, 0]))
+    with made():
+        layer, twin = DecodeLayer(make(LAYERS["gdn"])), make(LAYERS["gdn"])
+    function, _ = compiled(layer)
+    with used():
+        for _ in range(2):
+            torch.testing.assert_close(function(*token), twin.step(*token), rtol=0, atol=0)
+
+
 def test_a_moved_layer_computes_nothing(make, rng):
     """A layer that was moved to "meta" with its model refuses tensors that have values."""
     layer = LAYERS["gdn"]

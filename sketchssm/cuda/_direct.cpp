@@ -227,7 +227,9 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
         kernel.config->grid[0] = step.grids[rows][i].blocks, kernel.config->block[0] = step.grids[rows][i].threads;
         kernel.config->stream = stream;
         if (const int status = step.driver.launch(kernel.config, kernel.function, kernel.arguments, nullptr))
-            return PyObject_CallFunction(step.failed, "ii", static_cast<int>(i), status);
+            return PyObject_CallFunction(step.failed, "iiKL", static_cast<int>(i), status,
+                                         reinterpret_cast<unsigned long long>(stream),
+                                         static_cast<long long>(values[WORKSPACE]));
     }
     return allocates ? made.release() : Py_NewRef(given[OUT]);
 }

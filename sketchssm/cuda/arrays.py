@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm import interop
-from sketchssm.cuda.call_arguments import CallArguments
+from sketchssm.cuda.call_arguments import DEVICE, HOST, CallArguments, in_place
 from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import Framework, export
 from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
 from sketchssm.cuda.side import SideStream
+from sketchssm.cuda.workspaces import stream_key
 from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.slots import MAX_DRAFTS
 
@@ -119,7 +120,9 @@ class DeviceArrays(CallArguments):
     def __enter__(self) -> DeviceArrays:
         self.device.__enter__()
         self._stream = self._framework.stream()
+        self._outer = None
         if self._stream is not None:
+            self._outer = self._cupy.cuda.get_current_stream()
             self._stream.__enter__()
         self._live = None
         if self.side is not None:
@@ -186,6 +189,7 @@ class DeviceArrays(CallArguments):
             live = host if self._live is None else host[self._live]
             if live.size and not 0 <= live.min() <= live.max() <= most:
                 raise ValueError(f"{name}: expected 0 to {most}, got {live.min()} to {live.max()}")
+            self.check_uncaptured(name, DEVICE, HOST)
             self._kept.append(self._cupy.asarray(host.astype(np.int32)))
             address, flags = int(self._kept[-1].data.ptr), 0
         return Slots(address, (batch,), flags)
@@ -244,6 +248,12 @@ class DeviceArrays(CallArguments):
         found = None if slots is None else self._on_device(slots, "slots")
         return self._host.slots(slots if found is None else _to_host(found[1]), batch, capacity)
 
+    def handed_out(self, array: Any) -> Any:
+        """See `sketchssm.engine.Call`."""
+        if self._outer is not None:  # a caller who reads the array through CuPy knows only this stream
+            self._outer.wait_event(self._cupy.cuda.get_current_stream().record())
+        return array
+
     def fetch(self, array: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """See `sketchssm.engine.Call`; waits for the device."""
         array = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
@@ -300,6 +310,9 @@ class DeviceArrays(CallArguments):
                 else:
                     self._made = out
                     return Pointer(start, one.shape, row, step)
+        if framework is self._cupy_arrays:  # PyTorch keeps the memory of its captures
+            came = "None" if out is None else f"{type(out).__name__} of dtype {out.dtype}"
+            self.check_uncaptured("out", f"{in_place(one.dtype)}, apart from the inputs,", came)
         self._made = framework.empty(layout.v_shape, one.dtype)
         row, step, _ = one.contiguous
         return Pointer(_address(framework, self._made, one.dtype), one.shape, row, step)
@@ -320,11 +333,12 @@ class DeviceArrays(CallArguments):
             self._live = slice(None)
             return self.all_slots(capacity if batch is None else batch, capacity)
         index = self._host.slots(slots, batch, capacity, name, repeats)
+        self.check_uncaptured(name, DEVICE, HOST)
         if name == "src":  # one of two arguments
             self._kept.append(self._cupy.asarray(index.astype(np.int32)))
             return Slots(int(self._kept[-1].data.ptr), index.shape, 0)
         self._live = index >= 0
-        key = index.tobytes(), self._cupy.cuda.get_current_stream().ptr
+        key = index.tobytes(), stream_key(int(self._cupy.cuda.get_current_stream().ptr))
         if self._uploaded[0] != key:
             self._uploaded = key, self._cupy.asarray(index.astype(np.int32))
         return Slots(self._uploaded[1].data.ptr, index.shape, 0)

@@ -10,10 +10,13 @@ import numpy as np
 from sketchssm import interop
 from sketchssm.cuda.call_layout import ArrayLayout
 from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, host_type
+from sketchssm.cuda.launch import capture_of
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import Tokens
 
 __all__ = ["CallArguments"]
+
+DEVICE, HOST = "an array on the device", "one on the host"
 
 REAL = ("bfloat16", "float16", "float32", "float64")
 
@@ -46,6 +49,7 @@ class CallArguments:
         self._foreign: dict[int, tuple[Any, Any]] = {}  # other frameworks' arrays by id, and CuPy's views of them
         self._pending: deque[tuple[Any, Any]] = deque()
         self._live: Any = None  # rows without padding, if the slots are on the host
+        self._outer: Any = None  # CuPy's stream around the call, if the call runs on another framework's stream
 
     @property
     def torch(self) -> TorchArrays | None:
@@ -74,7 +78,8 @@ class CallArguments:
             if self._framework_of(array) is None:
                 return None
             if id(array) not in self._foreign:
-                self._foreign[id(array)] = array, self._cupy_arrays.imported(array)
+                self.check_uncaptured(name, "an array of the framework of the call", type(array).__name__)
+                self._foreign[id(array)] = array, self._imported(array)
             array, framework = self._foreign[id(array)][1], self._cupy_arrays
         device, dtype = framework.describe(array)
         if device < 0:
@@ -84,6 +89,18 @@ class CallArguments:
                 f"{name}: expected an array on CUDA device {self._home}, the head's device, got one on {device}"
             )
         return framework, array, dtype
+
+    def _imported(self, array: Any) -> Any:
+        """Another framework's array as CuPy's; the call's stream waits for the stream on which the array was made."""
+        if self._outer is None or not self._cupy_arrays.owns(array):
+            return self._cupy_arrays.imported(array)
+        self._cupy.cuda.get_current_stream().wait_event(self._outer.record())
+        return array
+
+    def check_uncaptured(self, name: str, expected: str, came: Any) -> None:
+        """Refuse new memory for an argument in a capture: a graph's replay would use the memory when it is freed."""
+        if capture_of(int(self._cupy.cuda.get_current_stream().ptr)):
+            raise ValueError(f"{name}: expected {expected} while a graph is captured, got {came}")
 
     def _in_place(self, array: Any, one: ArrayLayout) -> tuple[int, tuple[int, int, int]]:
         """Address and strides of an argument: in place if its strides allow, else of a copy.
@@ -105,6 +122,8 @@ class CallArguments:
 
     def _copy(self, framework: Framework, array: Any, name: str, want: str) -> int:
         """Address of a contiguous copy in another type."""
+        if framework is self._cupy_arrays:  # PyTorch keeps the memory of its captures
+            self.check_uncaptured(name, in_place(want), f"dtype {array.dtype} and strides {array.strides}")
         try:
             self._kept.append(framework.converted(array, want))
         except RuntimeError as error:  # a tensor without plain memory, such as a sparse one
@@ -116,6 +135,7 @@ class CallArguments:
 
     def _upload(self, array: Any, name: str, want: str) -> int:
         """Address of a checked copy of an argument on the host."""
+        self.check_uncaptured(name, DEVICE, HOST)
         host = interop.to_host(array, name)
         self._check_type(host.dtype.name, host, name, want)
         live = slice(0) if self._live is None else self._live  # slots on the device: padding is not known here
@@ -152,3 +172,8 @@ class CallArguments:
         self._foreign = {}
         while self._pending[0][0].done and len(self._pending) > 1:
             self._pending.popleft()
+
+
+def in_place(dtype: str) -> str:
+    """What kernels use in place, for messages."""
+    return f"contiguous, aligned tokens of type {dtype}"

@@ -42,8 +42,11 @@ class ArrayLayout:
         self._tail, self._several = tail, several
         self._known: dict[tuple[int, ...], tuple[int, int, int] | None] = {}
         step = prod(tail) * item
-        self.contiguous = length * step, step, rows * length * step
-        """Bytes from row to row, from token to token, and from end to end, of a contiguous array."""
+        row = length * step if rows > 1 else 0
+        if row > LARGEST:
+            raise ValueError(f"{name}: expected at most {LARGEST} bytes a row, got {row}; pass fewer tokens in a call")
+        self.contiguous = row, step, rows * length * step
+        """Bytes of a contiguous array: from row to row (0 for a single row), from token to token, and in all."""
 
     def strides(self, strides: tuple[int, ...]) -> tuple[int, int, int] | None:
         """Like `contiguous`, of an array with these strides (in elements); None if the kernels can't take it."""

@@ -14,13 +14,16 @@ from typing import Any
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.frameworks import TorchArrays
 from sketchssm.cuda.launch import Launcher, driver_addresses
-from sketchssm.cuda.workspaces import PER_THREAD
+from sketchssm.cuda.workspaces import PER_THREAD, WORDS
 from sketchssm.recurrence import Layer
 
 __all__ = ["DirectStep"]
 
 CODES = {"bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32)}
 """DLPack's codes of types, and their bits."""
+
+MOST_ROWS = 1 << 16
+"""Most rows of a direct step, as in ``_direct.cpp``."""
 
 
 class DirectStep:
@@ -37,8 +40,6 @@ class DirectStep:
         ``_direct.cpp``.
     capacity : int
         Number of state slots.
-    clean : callable
-        Called before an error is raised, because some of the kernels may have been launched.
     """
 
     def __init__(
@@ -47,10 +48,8 @@ class DirectStep:
         layer: Layer,
         launches: Sequence[tuple[Launcher, tuple[str, ...]]],
         capacity: int,
-        clean: Callable[[], None],
     ) -> None:
         self._arrays, self._layer, self._launches, self._capacity = arrays, layer, launches, capacity
-        self._clean = clean
         self._step: Any = None
         self._made = False
 
@@ -68,10 +67,11 @@ class DirectStep:
         """
         torch = self._arrays.torch
         stream = PER_THREAD if torch is None else torch.stream_address()
-        if torch is None or stream == PER_THREAD:  # a handle that is another stream in each thread
+        if torch is None or stream == PER_THREAD or rows > MOST_ROWS:
             return
         if not self._made:
-            self._made, self._step = True, self._make(torch)
+            self._made = True
+            self._step = self._make(torch)
         if self._step is not None:
             self._step.set_grids(rows, grids)
             self._step.set_workspace(stream, workspace)
@@ -96,12 +96,12 @@ class DirectStep:
                 kernels=[launcher.places(names) for launcher, names in self._launches],
                 slots=slots,
                 grad_enabled=torch.grad_enabled,
-                failed=_thrower([launcher for launcher, _ in self._launches], self._clean),
+                failed=_thrower([launcher for launcher, _ in self._launches]),
             )
-        except TypeError as error:  # other parameters
+        except (TypeError, ValueError) as error:  # other parameters, or another version of DLPack
             warnings.warn(
-                f"sketchssm.cuda._direct was built from other sources ({error}), so steps go through Python; "
-                "build it again with pip install -e .",
+                f"sketchssm.cuda._direct was built from other sources, or for another PyTorch ({error}), so steps go "
+                "through Python; build it again with pip install -e .",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -113,11 +113,14 @@ class DirectStep:
         return None if shape is None else (*CODES[self._arrays.type_of(name)], tuple(shape))
 
 
-def _thrower(launchers: list[Launcher], clean: Callable[[], None]) -> Callable[[int, int], None]:
+def _thrower(launchers: list[Launcher]) -> Callable[[int, int, int, int], None]:
     """A function that raises the error of a launch, without a reference cycle through the `DirectStep`."""
 
-    def throw(index: int, status: int) -> None:
-        clean()
+    def throw(index: int, status: int, stream: int, workspace: int) -> None:
+        if workspace:  # the next flush must not take the rows that this read has listed
+            import cupy
+
+            cupy.cuda.runtime.memsetAsync(workspace, 0, 4 * WORDS, stream)
         raise launchers[index].error(status)
 
     return throw

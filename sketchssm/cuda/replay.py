@@ -215,14 +215,12 @@ class ReplayEngine(StandardEngine):
             (self._flush[STEP], (*values, "one", *nothing, "workspace")),
         ]
         launches += [(refresh.launcher, refresh.values) for refresh in self._refresh]
-        workspaces = self._workspaces
-        self._direct = DirectStep(
-            self.arrays, self.layer, launches, self.num_slots, clean=lambda: workspaces.get()[0].fill(0)
-        )
+        self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots)
         if self._unsketched:
             self._unsketched = False
             self.arrays.device.synchronize()  # states may have been loaded on any stream
             self._rebuild(self.arrays.all_slots(self.num_slots, self.num_slots), LOAD)
+            self.arrays.device.synchronize()  # the next call may be on any stream too
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.engine.Engine`."""

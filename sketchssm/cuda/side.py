@@ -57,7 +57,9 @@ class SideStream:
         if self._caller is None:
             return
         current = self._current()
+        if capture_of(int(current.ptr)) != self._capture:
+            return
         if current.ptr == self._caller.ptr:
             self.join()
-        elif capture_of(int(current.ptr)) == self._capture:  # also if only the caller's stream has waited
+        else:  # also if only the caller's stream has waited
             current.wait_event(self._done)

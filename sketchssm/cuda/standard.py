@@ -149,6 +149,7 @@ class StandardEngine:
         self.ring = tuple(ring.get(name, nothing) for name in ("keys", "values", "gates", "betas"))
         self.memory = {part.name: (self.memory | ring)[part.name] for part in self.parts}
         self._take_memory(last=True)
+        self.arrays.device.synchronize()  # the next call may come on another stream
 
     def _take_memory(self, last: bool) -> None:
         """Use the memory of the parts so far; `last` if there are no others."""
@@ -254,7 +255,7 @@ class StandardEngine:
         fixed = *part_of(self.state), self._gate
         self._step = Launcher(kernel, fixed, STEPS_INPUTS + SLOT_INPUTS + "i", self._slot_limits)
         values = *TOKEN_VALUES, *("zero",) * 5, *SLOT_VALUES, "one"  # one token
-        self._direct = DirectStep(self.arrays, self.layer, [(self._step, values)], self.num_slots, clean=lambda: None)
+        self._direct = DirectStep(self.arrays, self.layer, [(self._step, values)], self.num_slots)
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.engine.Engine`."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from sketchssm.cuda.launch import capture_of
 
-__all__ = ["MAX_ROWS", "PAIRS", "SLOTS", "WORDS", "Workspaces"]
+__all__ = ["MAX_ROWS", "PAIRS", "PER_THREAD", "SLOTS", "WORDS", "Workspaces", "stream_key"]
 
 MAX_ROWS = 512
 """Rows of a launch; as in ``cuda_src/schedule.cuh``."""
@@ -36,6 +36,11 @@ LEAST = READY // 2
 
 PER_THREAD = 2
 """Handle of the default stream that each thread has for itself."""
+
+
+def stream_key(stream: int) -> tuple[int, int]:
+    """Key of a stream for dictionaries: the handle, and the thread if the handle is another stream in each thread."""
+    return stream, threading.get_ident() if stream == PER_THREAD else 0
 
 
 class Workspaces:
@@ -71,7 +76,7 @@ class Workspaces:
         """
         stream = int(self._cupy.cuda.get_current_stream().ptr)
         capture = capture_of(stream)
-        key = (stream, capture) if stream != PER_THREAD else (stream, capture, threading.get_ident())
+        key = *stream_key(stream), capture
         workspace = self._used.get(key)
         if not capture and len(self._ready) < LEAST:
             self._allocate()

@@ -164,10 +164,10 @@ def launch_kernel(config, function, pointers, extra):
 
 def install(monkeypatch):
     """Put this module in CuPy's place, and its launches in the driver's."""
-    from sketchssm.cuda import launch, side, workspaces
+    from sketchssm.cuda import call_arguments, launch, side, workspaces
 
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
-    for module in (side, workspaces):
+    for module in (call_arguments, side, workspaces):
         monkeypatch.setattr(module, "capture_of", lambda stream: current_capture())
     monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
     monkeypatch.setitem(sys.modules, "sketchssm.cuda._direct", None)  # not built; see driver.py
@@ -312,6 +312,7 @@ cuda = SimpleNamespace(
     runtime=SimpleNamespace(
         driverGetVersion=lambda: 12030,
         memGetInfo=lambda: (1 << 30, 1 << 30),
+        memsetAsync=lambda target, value, size, stream: ctypes.memset(target, value, size),
         memcpyAsync=lambda target, source, size, kind, stream: ctypes.memmove(target, source, size),
         getDeviceProperties=lambda device: {"name": b"host"},
     ),
