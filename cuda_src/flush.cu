@@ -9,7 +9,8 @@
 // STEP    listed by the read kernel: windows that end with this token             yes
 // FOLD    all with buffered tokens                                                no
 // LOAD    newly loaded states; nothing to fold, only sketches                     no
-// DRAFT   rows that must fold before they draft (see read_draft.cu)               no
+// DRAFT   rows that must fold before they draft (see read_draft.cu): all rows,    no
+//         if the head's clock must
 //
 // DRAFT, with refreshes: rows whose drafts begin at their next window are listed for refresh.cu.
 //
@@ -76,12 +77,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
     } else {
         const Lengths drafts{{lengths, length_flags}, draft_tokens};
-        if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, batch)) return;
-        count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
+        const int stroke = mode == DRAFT ? clock.stroke_before(draft_tokens, RING) : 0;
+        if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, stroke, batch)) return;
+        count = list_rows(*schedule, memory, SLOTS, drafts, stroke, batch, mode, reinterpret_cast<int*>(shared));
         if constexpr (REFRESHES)
 #pragma unroll 1
             for (int row = blockIdx.x; mode == DRAFT && row < batch; row += gridDim.x)
-                fill_window(*schedule, memory, row, schedule->slots[row], drafts.of(row));
+                fill_window(*schedule, memory, row, schedule->slots[row], drafts.of(row), stroke);
         if (mode == DRAFT && count == 0) return;
         find();
     }

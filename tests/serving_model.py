@@ -30,9 +30,13 @@ class Row:
         self.due, self.drafted = False, 0
         return flushes
 
-    def draft(self, count):
-        """Take drafts; return whether the tokens before them are folded first."""
-        folds = self.due or self.position + count > self.window - 1
+    def folds_before(self, count):
+        """Whether there is no room for drafts."""
+        return self.due or self.position + count > self.window - 1
+
+    def draft(self, count, stroke=False):
+        """Take drafts; return whether the tokens before them are folded first, as at a stroke."""
+        folds = stroke or self.folds_before(count)
         if folds:
             self.position, self.due = 0, False
         self.drafted = count
@@ -77,9 +81,10 @@ class Slot:
             return output[0], output[0], True
         return *output, False
 
-    def draft(self, tokens):
-        """Return outputs of drafts, as `step` does."""
-        if self.row.draft(len(tokens)):
+    def draft(self, tokens, most):
+        """Return outputs of drafts, as `step` does; `most` is the length of the call's tokens axis."""
+        clock = self.model.clock
+        if self.row.draft(len(tokens), clock is not None and clock.folds_before(most)):
             self.load(self.current())
         self.trial = tokens
         return [(*self.read(self.pending + tokens[: t + 1]), False) for t in range(len(tokens))]
@@ -121,7 +126,7 @@ class StandardSlot(Slot):
         self.load(state)
         return output[0, -1], output[0, -1], True
 
-    def draft(self, tokens):
+    def draft(self, tokens, most):
         kept, results = self.written, [self.step(token) for token in tokens]
         self.load(kept)
         self.trial, self.row.drafted = tokens, len(tokens)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu.cuda_support import EXACT, STORED, error
+from gpu.cuda_support import EXACT, ROUNDED, STORED, error
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 
@@ -179,6 +179,30 @@ class TestDevice:
         np.testing.assert_array_equal(output, twin.step(*given, slots=slots))
         np.testing.assert_array_equal(head.state, twin.state)
         np.testing.assert_array_equal(head.position, [2, 2, 0, 2])
+
+    @pytest.mark.parametrize("rows", [512, 1])
+    def test_drafts_for_which_the_clock_has_no_room(self, rows, rng, monkeypatch):
+        """All rows fold before the draft, also if a batch takes several launches."""
+        monkeypatch.setattr(replay, "MAX_ROWS", rows)
+        head, twin = sketch(phase=0), sketch("reference", phase=0)
+        head.warmup(drafts=True)
+        tokens = tokens_of(rng, 3, 20)
+        slots, first = np.array([3, 1, 0]), 0
+        for count, drafts in [(1, True), (1, False), (2, True)] * 4:
+            given = at(tokens, np.s_[:, first : first + count])
+            draft = {"draft": True, "lengths": np.array([count, count, 0])} if drafts else {}
+            outputs, first = [], first + count
+            for each, convert in ((head, standin.asarray), (twin, np.asarray)):
+                own = {name: convert(x) if name == "lengths" else x for name, x in draft.items()}
+                outputs.append(each.step(*narrow(given, convert), slots=convert(slots), **own))
+                if drafts:
+                    each.commit(convert(np.array([0, count, 0])), slots=convert(slots))
+            got, want = (np.asarray(x, float)[..., 1, :] for x in outputs)  # of the full-state head
+            assert error(got, want) < ROUNDED
+            np.testing.assert_array_equal(head.position, twin.position)
+        head.flush()
+        twin.flush()
+        assert error(head.state, twin.state) < EXACT
 
     def test_a_framework_that_nobody_knows(self, rng):
         head, twin = sketch(activation="float32"), sketch("reference")

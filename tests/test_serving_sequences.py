@@ -111,7 +111,7 @@ def machine(kind, backend, state_dtype):
                     given = [at(tokens, np.s_[row : row + 1, t : t + 1]) for t in range(real)]
                     np.testing.assert_array_equal(output[row, len(given) :], 0)
                     if slot >= 0:
-                        for t, want in enumerate(model.slots[slot].draft(given)):
+                        for t, want in enumerate(model.slots[slot].draft(given, count)):
                             self.check(name, output[row, t], *want)
                 if model.clock is not None:
                     model.clock.draft(count)

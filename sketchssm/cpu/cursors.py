@@ -38,7 +38,12 @@ def flushes(m: Record, row: int) -> bool:
     slot = integers(m.rows)[row]
     if slot < 0:
         return False
-    return _flushes(m, _word(m, slot), 1 if m.task == STEP else integers(m.counts)[row])
+    if m.task == STEP:
+        return _flushes(m, _word(m, slot), 1)
+    clock = np.int64(short_integers(m.clock)[0])
+    # if the clock has no room for the draft, all rows of the call flush with the clock
+    stroke = DUE if m.clocked and _flushes(m, clock, m.length) else 0
+    return _flushes(m, _word(m, slot) | stroke, integers(m.counts)[row])
 
 
 @njit
@@ -88,7 +93,6 @@ def advance(m: Record) -> None:
     if m.clocked:
         word = _clock(m, word)
     drafted = _drafted(np.int64(clock[0]))
-    clock[0] = word
     # a commit without drafts of the clock's is no stroke
     stroke = 0 if m.task == DRAFT or (m.task == COMMIT and drafted == 0) else word & DUE
     for row in range(m.batch):
@@ -107,6 +111,7 @@ def advance(m: Record) -> None:
         if m.task == DRAFT:
             own |= integers(m.counts)[row] << DRAFTED_SHIFT
         words[slot * m.cursor_stride] = own | stroke
+    clock[0] = word
 
 
 @njit

@@ -292,7 +292,7 @@ class ReplayEngine(StandardEngine):
             part, count = slots.rows(*rows), rows[1] - first
             inputs = *tokens.token(first), out.address + first * out.row, *tokens.row_strides, out.row
             own = (0, 0) if lengths is None else lengths.rows(*rows).number
-            draft = int(first == 0), length, *own
+            draft = int(rows[1] == batch), length, *own  # the clock moves on after the last flush has looked at it
             given = *part.arguments, count, *draft
             checked = address + SLOTS, 0, 0, 0, count, *draft  # slots as the flush leaves them
             blocks, threads = self._read_grid(count)

@@ -276,9 +276,12 @@ class ReplayEngine(StandardEngine):
     def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
         """See `sketchssm.engine.ExactEngine`."""
         out[...] = 0.0
+        stroke = 0  # if the clock has no room for the draft, all slots of the call fold with the clock
+        if self._clock is not None and self._folds_before(self._clock, out.shape[1]):
+            stroke = DUE
         for row in np.flatnonzero(slots >= 0):
             slot, length = slots[row], int(lengths[row])
-            kept, position = self.position[slot], self._room(int(self._cursor[slot]), length)
+            kept, position = self.position[slot], self._room(int(self._cursor[slot]) | stroke, length)
             if position == 0 and kept:
                 self._fold(slot, kept)
                 self._begin(slot, 0)
@@ -294,6 +297,10 @@ class ReplayEngine(StandardEngine):
             length = out.shape[1]
             self._clock = self._room(self._clock, length) | length << DRAFTED_SHIFT
 
+    def _folds_before(self, word: int, length: int) -> bool:
+        """Whether a slot has to flush before a draft."""
+        return bool(word & DUE) or (word & POSITION) + length > self.flush_every - 1
+
     def _room(self, word: int, length: int) -> int:
         """Position of a slot at which a draft may begin: 0 if the slot has to flush first.
 
@@ -301,7 +308,7 @@ class ReplayEngine(StandardEngine):
         gap.
         """
         position = word & POSITION
-        if word & DUE or position + length > self.flush_every - 1:
+        if self._folds_before(word, length):
             return 0
         used = position % self.window
         return position if used + length < self.window else position - used + self.window

@@ -20,7 +20,8 @@ def install(monkeypatch):
     """The stand-in for CuPy; every test looks for a device anew."""
     standin.install(monkeypatch)
     monkeypatch.setattr(modules, "_modules", _modules)
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: name)
+    found = cuda.importlib.util.find_spec
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name, *given: name == "cupy" or found(name, *given))
     cuda.missing.cache_clear()
     yield standin
     cuda.missing.cache_clear()

@@ -51,6 +51,8 @@ class Cursors:
         """
         every, lengths = (np.append(rows, -1), np.append(lengths, most)) if self.clocked else (rows, lengths)
         folds = self.due[every] | (self.position[every] + lengths > self.every - 1)
+        if self.clocked and folds[-1]:  # all slots of the call fold with the clock
+            folds[:] = True
         if self.window == 1:
             folds[:] = False
         used = self.position[every] % self.window
