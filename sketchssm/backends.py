@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sketchssm.engine import Engine
 from sketchssm.host_arrays import HostArrays
+from sketchssm.interop import host_type
 from sketchssm.recurrence import PAD_SLOT, Layer, check_instance
 from sketchssm.slots import SlotPart
 
@@ -203,7 +202,7 @@ def load_engine(
             raise ValueError(f"{name}: expected None on backend {backend!r}, as only 'cuda' has it ({why})")
     engine = _engine(system, backend, options)(*args, **settings, **options)
     own = tuple(getattr(engine, "memory", {"state": engine.state}).values())
-    stored = np.dtype(np.float16) if options.get("state_dtype") == "float16" else None
+    stored = None if options.get("state_dtype") in (None, "float32") else host_type(options["state_dtype"])
     log_decays = None if gate is None else gate.log_decays
     engine.arrays = HostArrays(engine.arrays.dtype, log_decays, why, pad_slot, own, stored)
     if device_lacks_kernels:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sketchssm.recurrence import PAD_SLOT, Layer
 
 __all__ = [
+    "check_bool",
     "check_gates",
     "check_items",
     "check_number",
@@ -214,6 +215,25 @@ def check_size(name: str, value: Any) -> int:
     """
     check_number(name, value, "a positive integer", lambda size: isinstance(size, int | np.integer) and bool(size > 0))
     return int(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Check that an argument is True or False.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+
+    Raises
+    ------
+    ValueError
+        If the argument is anything else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected a bool, got {value!r}")
 
 
 def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:

@@ -163,9 +163,10 @@ class ExactEngine(Engine, Protocol):
         """Decode drafts ``(batch, tokens, ...)``, ``lengths[i]`` tokens of row i; outputs past the lengths are zeros.
 
         First, each slot that is due, or has no room for its row's drafts below position F, folds its committed tokens.
-        If the clock is due or has no room for n drafts (the tokens axis), all slots of the call fold. Each other slot without room for the drafts in its window (a window has room for W - 1 tokens) fills the window
-        with no-op tokens, refreshes its sketch, and begins the next window. The drafts are buffered past the position.
-        The position does not change; the cursor word holds the number of drafts. The virtual row drafts n tokens.
+        If the clock is due, or has no room for n drafts (the tokens axis), all slots of the call fold. Each other slot
+        without room for the drafts in its window (a window has room for W - 1 tokens) fills the window with no-op
+        tokens, refreshes its sketch, and begins the next window. The drafts are buffered past the position. The
+        position does not change; the cursor word holds the number of drafts. The virtual row drafts n tokens.
         """
 
     def commit(self, accepted: Any, slots: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sketchssm import interop
 from sketchssm.backends import ACTIVATIONS, load_engine
 from sketchssm.head import DecodeHead, check_capacity
 from sketchssm.recurrence import Layer, check_instance
@@ -113,6 +114,7 @@ class ExactHead(DecodeHead):
         super().__init__(layer, capacity, name, engine)
         self.pad_slot, self.state_dtype, self.phase = int(pad_slot), state_dtype, phase
         self._source, self._gate = source, gate
+        self._fingerprint = None if isinstance(source, Layer) else source.fingerprint
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
         if deferred:
             self.drafts = 0
@@ -248,9 +250,8 @@ class ExactHead(DecodeHead):
 
     def _owner(self) -> dict[str, Any]:
         """Describe what this head's slots belong to."""
-        plan = None if isinstance(self._source, Layer) else self._source
         name, parts = type(self).__name__, self._engine.parts
-        windows = self.window, self.flush_every
+        windows, plan = (self.window, self.flush_every), self._fingerprint
         return owner_of(name, self.backend, self.layer, windows, plan, self._gate, self.state_dtype, parts)
 
     def left_out(self) -> int:
@@ -270,7 +271,9 @@ class ExactHead(DecodeHead):
 
 def _count(name: str, array: Any) -> int:
     """Rows of a call, by the argument that must be there."""
-    shape = np.shape(array) if isinstance(array, list | tuple | range) else getattr(array, "shape", ())
+    if isinstance(array, list | tuple | range):
+        array = interop.to_host(array, name)
+    shape: tuple[int, ...] = getattr(array, "shape", ())
     if len(shape) != 1:
         raise ValueError(f"{name}: expected one integer for each row, got shape {tuple(shape)}")
     return int(shape[0])

@@ -6,12 +6,12 @@ of any framework, and returns the caller's kind of array. The engine does the ar
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NoReturn
 
 from sketchssm import interop
 from sketchssm.backends import check_dtype_name
-from sketchssm.checks import check_size, check_state, check_tokens
+from sketchssm.call_lock import CallLock
+from sketchssm.checks import check_bool, check_size, check_state, check_tokens
 from sketchssm.engine import Arrays, Engine
 from sketchssm.recurrence import Layer, Tokens
 
@@ -22,7 +22,8 @@ class DecodeHead:
     """Common interface of every decode system; construct a subclass.
 
     A head is one object for all slots of one layer; a slot holds the state of one request. Threads may share a head: a
-    call waits until the call of another thread has returned. A head can't be copied or pickled.
+    call waits until the call of another thread has returned. A call from within a call of the same thread, such as in
+    a finalizer or a signal handler, is a `RuntimeError`. A head can't be copied or pickled.
 
     On the ``cuda`` backend a head works on the device that is current when the head is constructed. A call runs on the
     current stream of the framework of its arrays; a call without arrays runs on the stream of the previous call. Calls
@@ -58,7 +59,7 @@ class DecodeHead:
         self._arrays: Arrays = engine.arrays
         self._seen: Any = None  # shapes of the inputs of the last call, and whether they have a tokens axis
         self._several = False
-        self._lock = threading.Lock()  # engines keep one call's arguments in memory of their own
+        self._lock = CallLock()  # engines keep one call's arguments in memory of their own
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: the engine's memory has addresses in it."""
@@ -126,6 +127,7 @@ class DecodeHead:
             If a kernel does not compile: source, options and the compiler's log.
         """
         check_dtype_name(activation_dtype, "activation_dtype")
+        check_bool("drafts", drafts)
         if drafts and not self.drafts:
             raise ValueError(f"drafts: expected False, {self._no_drafts}")
         with self._lock, self._arrays.call():
@@ -195,6 +197,8 @@ class DecodeHead:
         TypeError
             If an argument is not a real floating-point array, or its type is wider than the head's activation type.
         """
+        if draft is not False and draft is not True:
+            check_bool("draft", draft)
         with self._lock:
             direct = self._arrays.direct
             if direct is not None and not draft and lengths is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 
 from sketchssm.checks import check_gates, check_slots
-from sketchssm.interop import from_host, is_on_device, is_real, to_host, to_type
+from sketchssm.interop import from_host, host_type, is_on_device, is_real, memory_of, to_host, to_type
 from sketchssm.recurrence import PAD_SLOT, Tokens
-from sketchssm.slots import SlotPart, check_memory, drafted
+from sketchssm.slots import SlotPart, check_memory, check_separate, drafted
 
 __all__ = ["HostArrays", "slot_memory"]
 
@@ -267,35 +266,21 @@ def slot_memory(
     shapes, rest, memory = {part.name: part for part in parts}, dict(given or {}), {}
     for name, part in shapes.items():
         if name not in rest:
-            dtype = _bfloat16() if part.dtype == "bfloat16" else np.dtype(part.dtype)
-            memory[name] = np.zeros((num_slots, *part.shape), dtype)
+            memory[name] = np.zeros((num_slots, *part.shape), host_type(part.dtype))
             continue
         array = rest.pop(name)
         if not hasattr(array, "shape") or is_on_device(array):
             raise TypeError(f"memory[{name!r}]: expected an array on the host, got {type(array).__name__}")
-        host = to_host(array, f"memory[{name!r}]")
+        host = memory_of(array, f"memory[{name!r}]")
         check_memory(f"memory[{name!r}]", host, part, num_slots)
-        memory[name] = host.view(_bfloat16()) if part.dtype == "bfloat16" else host
+        memory[name] = host.view(host_type(part.dtype))
     if rest:
         raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(rest))!r}")
-    for one, other in combinations(memory, 2):
-        if _overlap(memory[one], memory[other]):
-            raise ValueError(f"memory: expected separate memory for every part, but {one!r} and {other!r} overlap")
+    blocks = {
+        name: (array.__array_interface__["data"][0], array.strides[0], shapes[name].bytes)
+        for name, array in memory.items()
+    }
+    check_separate(blocks, num_slots)
     if "cursor" in memory:
         memory["cursor"][...] = 0
     return memory
-
-
-def _overlap(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    """Whether two arrays share an element; False for strides that would take too long to compare."""
-    candidates: Any = 10000  # NumPy's stubs know no other numbers than -1 and 0
-    try:
-        return np.shares_memory(one, other, max_work=candidates)
-    except np.exceptions.TooHardError:
-        return False
-
-
-def _bfloat16() -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)

@@ -20,8 +20,10 @@ __all__ = [
     "framework",
     "from_host",
     "gradients_enabled",
+    "host_type",
     "is_on_device",
     "is_real",
+    "memory_of",
     "to_host",
     "to_kind",
     "to_type",
@@ -31,6 +33,25 @@ CUDA_DEVICES = (2, 13)
 """DLPack's numbers for memory of a CUDA device, and for managed memory."""
 
 _FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
+
+
+@cache
+def host_type(name: str) -> np.dtype[Any]:
+    """NumPy's type of a name.
+
+    Parameters
+    ----------
+    name : str
+        Such as "float32" or "bfloat16".
+
+    Returns
+    -------
+    dtype
+        The type; `ml_dtypes.bfloat16`, which NumPy itself does not know.
+    """
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def to_host(array: Any, name: str) -> npt.NDArray[Any]:
@@ -55,12 +76,44 @@ def to_host(array: Any, name: str) -> npt.NDArray[Any]:
     TypeError
         If `array` is not an array, or NumPy can't view it.
     """
+    if type(array) is np.ndarray:
+        return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got a MaskedArray")
     if isinstance(array, np.ndarray):
         return array
     try:
         return _viewed(array)
     except Exception as error:  # frameworks raise many types; the message must name the argument
         raise TypeError(f"{name}: expected an array, got {_describe(array)} ({error})") from error
+
+
+def memory_of(array: Any, name: str) -> npt.NDArray[Any]:
+    """View an array's own memory as a NumPy array.
+
+    Parameters
+    ----------
+    array : array
+        As in `to_host`.
+    name : str
+        Argument's name, for the message.
+
+    Returns
+    -------
+    ndarray
+        Whoever writes it writes the array.
+
+    Raises
+    ------
+    TypeError
+        If NumPy can only copy the array.
+    """
+    host = to_host(array, name)
+    if not isinstance(array, np.ndarray):
+        again = to_host(array, name)
+        if host.__array_interface__["data"] != again.__array_interface__["data"]:  # two copies
+            raise TypeError(f"{name}: expected memory that NumPy can view, got {_describe(array)}, which NumPy copies")
+    return host
 
 
 def _viewed(array: Any) -> npt.NDArray[Any]:
@@ -70,7 +123,7 @@ def _viewed(array: Any) -> npt.NDArray[Any]:
 
         tensor = array.detach()
         if tensor.dtype == torch.bfloat16:  # NumPy knows it only through ml_dtypes
-            return np.asarray(tensor.view(torch.int16).numpy(force=True)).view(_bfloat16())
+            return np.asarray(tensor.view(torch.int16).numpy(force=True)).view(host_type("bfloat16"))
         return np.asarray(tensor.numpy(force=True))
     if kind == "cupy":
         return np.asarray(array.get())
@@ -382,12 +435,6 @@ def _strided() -> Any:
     import torch
 
     return torch.strided
-
-
-def _bfloat16() -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def _describe(value: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sketchssm.backends import load_parts
+from sketchssm.checks import check_bool
 from sketchssm.exact import ExactHead, check_phase, check_state_dtype
 from sketchssm.formats import SketchFormat
 from sketchssm.plan import SketchPlan
@@ -153,8 +154,7 @@ class SketchHead(ExactHead):
 
 def _check_deferred(deferred: Any, plan: SketchPlan, phase: Any) -> None:
     """Check whether flushes can be deferred."""
-    if not isinstance(deferred, bool):
-        raise ValueError(f"deferred: expected a bool, got {deferred!r}")
+    check_bool("deferred", deferred)
     if deferred and phase is not None:
         raise ValueError(f"deferred: expected False with phase={phase!r}, as a clock's rows flush together, got True")
     if deferred and plan.flush_every > plan.window:

@@ -14,6 +14,7 @@ every draft.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DRAFTED_SHIFT", "DUE", "MAX_DRAFTS", "POSITION", "SlotPart", "check_memory", "drafted"]
+__all__ = ["DRAFTED_SHIFT", "DUE", "MAX_DRAFTS", "POSITION", "SlotPart", "check_memory", "check_separate", "drafted"]
 
 POSITION = 127
 """Bits of a cursor word that hold the position."""
@@ -92,8 +93,9 @@ def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: 
     ValueError
         If shape, strides or alignment do not fit, or the memory is read-only.
     """
-    if array.dtype.name != part.dtype and not (part.dtype == "bfloat16" and array.dtype == np.uint16):
-        raise TypeError(f"{name}: expected {part.dtype}, got {array.dtype}")
+    native = array.dtype.isnative
+    if not native or (array.dtype.name != part.dtype and not (part.dtype == "bfloat16" and array.dtype == np.uint16)):
+        raise TypeError(f"{name}: expected {part.dtype}, got {array.dtype if native else array.dtype.str}")
     shape = num_slots, *part.shape
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
@@ -105,3 +107,28 @@ def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: 
         raise ValueError(f"{name}: expected slots aligned to {part.alignment} bytes, got strides {array.strides}")
     if not array.flags.writeable:
         raise ValueError(f"{name}: expected writable memory, got a read-only array")
+
+
+def check_separate(blocks: Mapping[str, tuple[int, int, int]], num_slots: int) -> None:
+    """Check that no two parts share memory, in any slots.
+
+    Parameters
+    ----------
+    blocks : mapping of str to (int, int, int)
+        For each part the address of slot 0, the bytes from slot to slot, and the bytes of a slot.
+    num_slots : int
+        Number of slots.
+
+    Raises
+    ------
+    ValueError
+        Naming two parts that overlap.
+    """
+    first, stride, size = (np.array(x, np.int64)[:, None] for x in zip(*blocks.values(), strict=True))
+    starts = first + stride * np.arange(num_slots)
+    order = np.argsort(starts, axis=None, kind="stable")
+    start, end = starts.ravel()[order], (starts + size).ravel()[order]
+    # if a block overlaps any later one, it overlaps the next
+    for i in np.flatnonzero(start[1:] < end[:-1])[:1]:
+        one, other = (list(blocks)[part] for part in sorted(order[i : i + 2] // num_slots))
+        raise ValueError(f"memory: expected separate memory for every part, but {one!r} and {other!r} overlap")

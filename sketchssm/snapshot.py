@@ -17,7 +17,6 @@ from sketchssm.slots import SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.gates import GateInput
-    from sketchssm.plan import SketchPlan
     from sketchssm.recurrence import Layer
 
 __all__ = ["Snapshot", "SnapshotFileError", "owner_of"]
@@ -136,7 +135,7 @@ def owner_of(
     backend: str,
     layer: Layer,
     windows: tuple[int, int],
-    plan: SketchPlan | None,
+    plan: str | None,
     gate: GateInput | None,
     state_dtype: str,
     parts: Iterable[SlotPart],
@@ -153,8 +152,8 @@ def owner_of(
         Kind and shape.
     windows : tuple of int
         Tokens of a window, and from one flush to the next.
-    plan : SketchPlan or None
-        Plan of a sketch.
+    plan : str or None
+        Fingerprint of a sketch's plan.
     gate : GateInput or None
         The head's gate.
     state_dtype : str
@@ -173,7 +172,7 @@ def owner_of(
         "layer": asdict(layer),
         "window": windows[0],
         "flush_every": windows[1],
-        "plan": None if plan is None else plan.fingerprint,
+        "plan": plan,
         "gate": None if gate is None else _gate_digest(gate),
         "state_dtype": state_dtype,
         "parts": [[part.name, list(part.shape), part.dtype] for part in parts],

@@ -147,13 +147,16 @@ def test_times_without_a_device(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ("cpu", "reference"))
-def test_states_beyond_float16(backend):
+@pytest.mark.parametrize(
+    ("state_dtype", "largest", "beyond"), [("float16", 65504, 7e4), ("bfloat16", 3.38e38, 3.4e38)]
+)
+def test_states_beyond_16_bits(backend, state_dtype, largest, beyond):
     """They would be infinite, and all later outputs NaN."""
-    head = ss.ReplayHead(LAYER, 2, backend, state_dtype="float16")
-    state = np.full((2, 2, 8, 8), 65504, np.float32)
+    head = ss.ReplayHead(LAYER, 2, backend, state_dtype=state_dtype)
+    state = np.full((2, 2, 8, 8), largest, np.float32)
     head.load_state(state)
-    state[1, 0, 0, 0] = 7e4
-    with pytest.raises(ValueError, match=r"^state: expected numbers that float16 can hold, got 70000"):
+    state[1, 0, 0, 0] = beyond
+    with pytest.raises(ValueError, match=rf"^state: expected numbers that {state_dtype} can hold, got "):
         head.load_state(state)
-    assert np.isfinite(head.state).all()
+    assert np.isfinite(head.state.astype(float)).all()
     head.load_state(state, [0, -1])  # padding may hold anything

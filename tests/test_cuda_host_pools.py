@@ -7,7 +7,7 @@ from host import fixtures, standin
 from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.cuda.frameworks import host_type
+from sketchssm.interop import host_type
 from sketchssm.recurrence import FULL_STATE
 
 cupy = fixtures.of_heads
@@ -79,3 +79,7 @@ def test_refusals():
     refused(ValueError, r"^memory\['sketch'\]: expected shape", sketch=good["sketch"][:3])
     refused(ValueError, r"^activation_dtype: expected a type with memory for 'keys'", None, keys=good["keys"])
     refused(ValueError, r"^memory", nothing=good["keys"])
+    shared = good["sketch"].view(np.uint8)[:, : parts["keys"].bytes].view(np.uint16).reshape(good["keys"].shape)
+    refused(ValueError, r"^memory: expected separate .* 'keys' and 'sketch' overlap", **good | {"keys": shared})
+    swapped = standin.zeros(good["state"].shape, good["state"].dtype.newbyteorder())
+    refused(TypeError, r"^memory\['state'\]: expected float32, got >f4", state=swapped)

@@ -44,6 +44,16 @@ def parts_of(system, source, backend):
     return lambda **more: kind.parts_of(source, backend, **(options | more))
 
 
+class Copied:
+    """An array whose view on the host is a copy, as a file's data set is."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array.copy()
+
+
 def decode(head, rng, slots, count=WINDOW + 2):
     """Decode some tokens and drafts of some slots; return all outputs."""
     tokens = tokens_of(rng, head.layer, len(slots), count, np.float64)
@@ -168,6 +178,7 @@ class TestMemory:
         shifted = bytes_[start : start + whole.nbytes].view(state.dtype).reshape(shape)
         frozen = np.zeros(shape, state.dtype)
         frozen.flags.writeable = False
+        swapped = whole.astype(whole.dtype.newbyteorder())
         ring = parts["values"]
         overlapping = np.zeros(SLOTS * max(state.bytes, ring.bytes), np.uint8)
         both = {
@@ -185,6 +196,8 @@ class TestMemory:
             ({"state": shifted}, ValueError, "memory['state']: expected slots aligned to"),
             ({"state": frozen}, ValueError, "memory['state']: expected writable memory, got a read-only array"),
             (both, ValueError, "memory: expected separate memory for every part, but 'state' and 'values' overlap"),
+            ({"state": swapped}, TypeError, f"memory['state']: expected {state.dtype}, got {swapped.dtype.str}"),
+            ({"state": Copied(whole)}, TypeError, "memory['state']: expected memory that NumPy can view, got test_"),
         ):
             with pytest.raises(error, match="^" + re.escape(message)):
                 make(memory=memory)
@@ -330,6 +343,9 @@ class TestDrafts:
             (lambda: head.step(*tokens_of(rng, layer, 2, 4), draft=True), "draft: expected 1 to 3 tokens"),
             (lambda: head.step(*at(tokens, np.s_[:, :0]), draft=True), "draft: expected 1 to 3 tokens"),
             (lambda: head.step(*tokens, lengths=[1, 1]), "lengths: expected None without draft=True"),
+            (lambda: head.step(*tokens, draft="no"), "draft: expected a bool, got 'no'"),
+            (lambda: head.step(*tokens, draft=np.array([1, 0])), "draft: expected a bool, got array([1, 0])"),
+            (lambda: head.warmup(drafts=1), "drafts: expected a bool, got 1"),
             (lambda: head.step(*tokens, draft=True, lengths=[1]), "lengths: expected shape (2,), got"),
             (lambda: head.step(*tokens, draft=True, lengths=[4, 1]), "lengths: expected 0 to 3, got 4"),
             (lambda: head.step(*tokens, draft=True, lengths=[-1, 1]), "lengths: expected 0 to 3, got -1"),

@@ -16,6 +16,11 @@ def address(array):
 
 
 class TestToHost:
+    def test_masks_are_refused(self):
+        """They would be ignored."""
+        with pytest.raises(TypeError, match=r"^slots: expected an array without a mask, got a MaskedArray"):
+            to_host(np.ma.array([0, 3], mask=[0, 1]), "slots")
+
     @pytest.mark.parametrize("dtype", REAL)
     def test_numpy_is_itself(self, dtype):
         array = np.ones((3, 4), dtype)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sketchssm import interop
 from sketchssm.cuda.call_layout import ArrayLayout
-from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays, host_type
+from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays
 from sketchssm.cuda.launch import capture_of
 from sketchssm.host_arrays import HostArrays
 from sketchssm.recurrence import Tokens
@@ -139,7 +139,7 @@ class CallArguments:
         host = interop.to_host(array, name)
         self._check_type(host.dtype.name, host, name, want)
         live = slice(0) if self._live is None else self._live  # slots on the device: padding is not known here
-        wide = interop.to_type(host, host_type(want), name, live)
+        wide = interop.to_type(host, interop.host_type(want), name, live)
         if name not in self._activations:
             self._host.check(name, wide[live])
         self._kept.append(self._cupy.asarray(wide.view(np.uint16) if want == "bfloat16" else wide))

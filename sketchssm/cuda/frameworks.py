@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import ml_dtypes
-import numpy as np
-
 from sketchssm import interop
+from sketchssm.interop import host_type
 
-__all__ = ["CupyArrays", "Framework", "TorchArrays", "export", "host_type"]
+__all__ = ["CupyArrays", "Framework", "TorchArrays", "export"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "int64")
 """Types of arguments and results, by name."""
@@ -194,11 +192,6 @@ def export(array: Any, like: Any) -> Any:
         return jax.dlpack.from_dlpack(array)
     namespace = getattr(like, "__array_namespace__", None)
     return array if namespace is None else namespace().from_dlpack(array)
-
-
-def host_type(name: str) -> np.dtype[Any]:
-    """NumPy's type of a name."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def _stream(cupy: Any, address: int, device: int) -> Any:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from sketchssm.cuda.frameworks import host_type
 from sketchssm.cuda.layout import PackedPlan
+from sketchssm.interop import host_type
 from sketchssm.recurrence import Layer
-from sketchssm.slots import SlotPart, check_memory
+from sketchssm.slots import SlotPart, check_memory, check_separate
 
 __all__ = [
     "ALIGNMENT",
     "allocate",
-    "check_strides",
+    "check_places",
     "cursor_part",
     "ring_parts",
     "sketch_part",
@@ -127,8 +128,15 @@ def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -
     return memory
 
 
-def check_strides(memory: Mapping[str, Any]) -> None:
-    """Refuse slots that are too far apart for the kernels."""
+def check_places(memory: Mapping[str, Any]) -> None:
+    """Refuse parts that share memory, and slots that are too far apart for the kernels."""
+    check_separate(
+        {
+            name: (int(array.data.ptr), array.strides[0], array.itemsize * prod(array.shape[1:]))
+            for name, array in memory.items()
+        },
+        len(next(iter(memory.values()))),
+    )
     for name, array in memory.items():
         if array.strides[0] > MOST_STRIDE:
             raise ValueError(

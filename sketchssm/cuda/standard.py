@@ -14,7 +14,7 @@ from sketchssm.cuda.copies import COPY, Copier
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer
-from sketchssm.cuda.memory import allocate, check_strides, cursor_part, ring_parts, state_part
+from sketchssm.cuda.memory import allocate, check_places, cursor_part, ring_parts, state_part
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SLOTS, SlotWriter, part_of
@@ -156,7 +156,7 @@ class StandardEngine:
         if last and self._given:
             names = ", ".join(self.memory)
             raise ValueError(f"memory: expected only {names}, got {next(iter(self._given))!r}")
-        check_strides(self.memory)
+        check_places(self.memory)
         self._set_state = SlotWriter(self.state, self.cursor, self._slot_limits, self._clock)
         self.arrays.own = [_extent(array) for array in self.memory.values()]
 
