@@ -156,3 +156,46 @@ def test_graphs_in_pieces(pair):
         behind.replay()
         assert torch.equal(result, through_python(twin, fresh, rows) + 1)
     same_states(layered, twin)
+
+
+def test_positions_and_slots_of_cupy_beside_a_stream_of_pytorch(pair, cupy):
+    """A step waits for the slots, which a busy stream of CuPy writes; this stream then waits for the positions."""
+    layer, layered, twin = pair
+    head, stream, busy = layered.head, torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    slots = cupy.full(BATCH, -1, np.int64)
+    table = cupy.asarray(np.stack([np.random.default_rng(i).permutation(SLOTS)[:BATCH] for i in range(STEPS)]))
+    for some in table:
+        token, _ = token_of(layer, BATCH)
+        torch.cuda.synchronize()
+        for each in (stream, torch.cuda.ExternalStream(busy.ptr)):
+            with torch.cuda.stream(each):
+                torch.cuda._sleep(1_000_000)  # about half a millisecond
+        with busy:
+            slots[...] = some
+            with torch.cuda.stream(stream):
+                got = head.step(*token, slots=slots)
+                position = head.position
+            copied = position.get()
+        assert torch.equal(got, through_python(twin, token, torch.from_dlpack(some)))
+        np.testing.assert_array_equal(copied, twin.position.get())
+    same_states(layered, twin)
+
+
+def test_captures_refuse_arrays_that_would_not_last(pair):
+    layer, layered, twin = pair
+    token, slots = token_of(layer, BATCH)
+    head, graph = layered.head, torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for wrong in ({"slots": slots.tolist()}, {"g": token[3].cpu()}):
+            given = dict(zip(("q", "k", "v", "g", "beta"), token, strict=True)) | {"slots": slots} | wrong
+            (name,) = wrong
+            with pytest.raises(
+                ValueError, match=f"^{name}: expected an array on the device while a graph is captured"
+            ):
+                head.step(**given)
+        out = head.step(*token, slots=slots)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, through_python(twin, token, slots))
+    same_states(layered, twin)
