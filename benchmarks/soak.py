@@ -18,7 +18,7 @@ import platform
 import shlex
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,12 @@ def serve(name: str, backend: str, requests: int, seed: int, graphs: bool) -> di
     return {"case": name, "errors_of_heads": worst, "grown_bytes": growth, "seconds": seconds, "events": events}
 
 
+def in_own_process(*arguments: object) -> dict[str, object]:
+    """Run `serve` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(serve, *arguments).result()
+
+
 def device_of(backend: str) -> str:
     """Name of the GPU, or of the host's processor architecture."""
     if backend != "cuda":
@@ -74,9 +80,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     results, failed = [], []
-    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ThreadPoolExecutor(options.workers) as pool:
         arguments = options.backend, options.requests, options.seed, options.graphs
-        running = {pool.submit(serve, name, *arguments): name for name in options.cases}
+        running = {pool.submit(in_own_process, name, *arguments): name for name in options.cases}
         for done in as_completed(running):
             if done.exception():
                 failed.append(running[done])

@@ -4,55 +4,59 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
+from typing import Any
 from weakref import WeakSet
 
 __all__ = ["CallLock"]
-
-FREE, TORN = 0, -1
-"""Owners of a lock: no thread; a thread that this process, a fork, does not have."""
 
 _locks: WeakSet[CallLock] = WeakSet()
 
 
 class CallLock:
-    """Context of a call of a head; waits until the call of another thread has returned.
-
-    Raises
-    ------
-    RuntimeError
-        If this thread is within another call of the head, or another thread of the parent process was when this
-        process was forked.
-    """
+    """Lets one thread at a time call a head."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = FREE
+        # `with` acquires and releases this lock in C, so that no signal handler runs in between. The lock knows its
+        # owner, and no thread acquires the lock twice.
+        self._lock: Any = threading.RLock()
+        self._torn = False  # in a forked process: another thread of the parent process held the lock
         _locks.add(self)
 
-    def __enter__(self) -> None:
-        thread, owner = threading.get_ident(), self._owner
-        if owner == thread:
+    def held(self) -> AbstractContextManager[Any]:
+        """Context of a call; waits until the call of another thread has returned.
+
+        Returns
+        -------
+        context manager
+            Holds the lock.
+
+        Raises
+        ------
+        RuntimeError
+            If this thread is within another call of the head, or another thread of the parent process was when this
+            process was forked.
+        """
+        if self._lock._is_owned():
             raise RuntimeError(
                 "the head is within a call of this thread, and a finalizer, a signal handler or an argument of that "
                 "call has called the head; make this call later"
             )
-        if owner == TORN:
+        if self._torn:
             raise RuntimeError(
                 "the head was within a call of another thread when this process was forked, so its slots may be half "
                 "written; make a new head"
             )
-        self._lock.acquire()
-        self._owner = thread
-
-    def __exit__(self, *error: object) -> None:
-        self._owner = FREE
-        self._lock.release()
+        return self._lock
 
 
 def _after_fork() -> None:
     for lock in list(_locks):
-        if lock._lock.locked() and lock._owner != threading.get_ident():
-            lock._owner = TORN
+        if lock._lock._is_owned():
+            continue
+        lock._torn = not lock._lock.acquire(blocking=False)
+        if not lock._torn:
+            lock._lock.release()
 
 
 if hasattr(os, "register_at_fork"):

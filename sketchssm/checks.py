@@ -232,7 +232,7 @@ def check_bool(name: str, value: Any) -> None:
     ValueError
         If the argument is anything else.
     """
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected a bool, got {value!r}")
 
 

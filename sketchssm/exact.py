@@ -131,15 +131,16 @@ class ExactHead(DecodeHead):
     @property
     def parts(self) -> tuple[SlotPart, ...]:
         """All memory of a slot, part by part. On ``cuda`` the activation type must be known (see `warmup`)."""
-        with self._lock:
+        with self._lock.held():
             return tuple(self._engine.parts)
 
     def commit(self, accepted: Any, slots: Any = None) -> None:
         """Keep the first tokens of each row's draft, and drop the rest.
 
         States, outputs and later steps are the same as if only the accepted tokens had been decoded. ``cuda`` does not
-        compare counts with the row's number of drafts, but limits them to this number. Counts on the device may be any
-        numbers; counts on the host are 0 to 8, with slots on the device in padding rows too.
+        compare counts with the row's number of drafts, but limits them to this number. On ``cuda``, counts on the host
+        must be 0 to 8. If the slots are on the device, this includes padding rows, because the host does not know
+        them.
 
         Parameters
         ----------
@@ -157,7 +158,7 @@ class ExactHead(DecodeHead):
         if not self.drafts:
             raise ValueError(f"accepted: expected no call, {self._no_drafts}")
         batch = _count("accepted", accepted)
-        with self._lock, self._arrays.call(accepted, slots) as call:
+        with self._lock.held(), self._arrays.call(accepted, slots) as call:
             index = call.slots(slots, batch, self.num_slots)
             self._engine.commit(call.accepted(accepted, index, self._engine.memory["cursor"]), index)
 
@@ -171,7 +172,7 @@ class ExactHead(DecodeHead):
         slots : array of int, optional
             Which slots; padding is skipped. Default: all.
         """
-        with self._lock, self._arrays.call(slots) as call:
+        with self._lock.held(), self._arrays.call(slots) as call:
             self._engine.adopt(call.slots(slots, None, self.num_slots))
 
     def copy(self, src: Any, dst: Any) -> None:
@@ -191,7 +192,7 @@ class ExactHead(DecodeHead):
         """
         count = _count("src", src)
         _count("dst", dst)
-        with self._lock, self._arrays.call(src, dst) as call:
+        with self._lock.held(), self._arrays.call(src, dst) as call:
             sources = call.slots(src, count, self.num_slots, "src", True)
             self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))
 
@@ -208,7 +209,7 @@ class ExactHead(DecodeHead):
         Snapshot
             The slots in this order, and their owner.
         """
-        with self._lock, self._arrays.call(slots) as call:
+        with self._lock.held(), self._arrays.call(slots) as call:
             owner, memory = self._owner(), self._engine.memory
             index = call.host_slots(slots, None, self.num_slots)
             if (index < 0).any():
@@ -240,7 +241,7 @@ class ExactHead(DecodeHead):
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"snapshot: expected a Snapshot, got {type(snapshot).__name__}")
-        with self._lock, self._arrays.call(slots) as call:
+        with self._lock.held(), self._arrays.call(slots) as call:
             snapshot.check(self._owner())
             index = call.host_slots(slots, len(snapshot), self.num_slots)
             live = index >= 0
@@ -265,7 +266,7 @@ class ExactHead(DecodeHead):
         int
             Number of rows; 0 on the other backends.
         """
-        with self._lock, self._arrays.call():
+        with self._lock.held(), self._arrays.call():
             return int(self._engine.left_out())
 
 

@@ -73,10 +73,11 @@ class DecodeHead:
     def state(self) -> Any:
         """States as of each slot's last flush, ``(slots, heads, V, K)``: exact, and the memory itself, not a copy.
 
-        A read-only NumPy view, or on ``cuda`` a CuPy array, which must not be written either. Heads that approximate
-        the state return their approximation, which may be a copy.
+        A read-only NumPy view, or on ``cuda`` a CuPy array, which must not be written either. CuPy's current stream
+        waits for the calls on PyTorch's current stream. Heads that approximate the state return their approximation,
+        which may be a copy.
         """
-        with self._lock:
+        with self._lock.held():
             return self._arrays.view(self._engine.state)
 
     @property
@@ -102,7 +103,7 @@ class DecodeHead:
         With refreshes, a draft begins at the next window if the current window has no room for it. The skipped places
         count as buffered tokens.
         """
-        with self._lock, self._arrays.call() as call:
+        with self._lock.held(), self._arrays.call() as call:
             return call.handed_out(self._engine.position.copy())
 
     def warmup(self, activation_dtype: str | None = None, *, drafts: bool = False) -> None:
@@ -130,7 +131,7 @@ class DecodeHead:
         check_bool("drafts", drafts)
         if drafts and not self.drafts:
             raise ValueError(f"drafts: expected False, {self._no_drafts}")
-        with self._lock, self._arrays.call():
+        with self._lock.held(), self._arrays.call():
             self._engine.warmup(activation_dtype, drafts)
 
     def step(
@@ -199,7 +200,8 @@ class DecodeHead:
         """
         if draft is not False and draft is not True:
             check_bool("draft", draft)
-        with self._lock:
+            draft = bool(draft)
+        with self._lock.held():
             direct = self._arrays.direct
             if direct is not None and not draft and lengths is None:
                 done = direct(q, k, v, g, beta, out, slots)
@@ -258,7 +260,7 @@ class DecodeHead:
         check_state(self.layer, state)
         if interop.gradients_enabled():
             interop.check_gradients(state=state)
-        with self._lock, self._arrays.call(state, slots) as call:
+        with self._lock.held(), self._arrays.call(state, slots) as call:
             index = call.slots(slots, state.shape[0], self.num_slots)
             self._engine.load_state(call.states(state, index), index)
 
@@ -270,7 +272,7 @@ class DecodeHead:
         slots : array of int, optional
             Which slots; padding is skipped. Default: all.
         """
-        with self._lock, self._arrays.call(slots) as call:
+        with self._lock.held(), self._arrays.call(slots) as call:
             self._engine.flush(call.slots(slots, None, self.num_slots))
 
     def reset(self, slots: Any = None) -> None:
@@ -281,7 +283,7 @@ class DecodeHead:
         slots : array of int, optional
             Which slots; padding is skipped. Default: all.
         """
-        with self._lock, self._arrays.call(slots) as call:
+        with self._lock.held(), self._arrays.call(slots) as call:
             self._engine.reset(call.slots(slots, None, self.num_slots))
 
 

@@ -115,7 +115,7 @@ def check_separate(blocks: Mapping[str, tuple[int, int, int]], num_slots: int) -
     Parameters
     ----------
     blocks : mapping of str to (int, int, int)
-        For each part the address of slot 0, the bytes from slot to slot, and the bytes of a slot.
+        For each part the address of slot 0, the bytes from slot to slot, and the bytes of a slot, at least 1.
     num_slots : int
         Number of slots.
 
@@ -126,7 +126,7 @@ def check_separate(blocks: Mapping[str, tuple[int, int, int]], num_slots: int) -
     """
     first, stride, size = (np.array(x, np.int64)[:, None] for x in zip(*blocks.values(), strict=True))
     starts = first + stride * np.arange(num_slots)
-    order = np.argsort(starts, axis=None, kind="stable")
+    order = np.argsort(starts, axis=None)
     start, end = starts.ravel()[order], (starts + size).ravel()[order]
     # if a block overlaps any later one, it overlaps the next
     for i in np.flatnonzero(start[1:] < end[:-1])[:1]:

@@ -1,5 +1,6 @@
 """Calls of a head that would wait forever are errors: from within a call, and in a forked process."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -65,10 +66,10 @@ def test_other_threads_wait():
     lock, order = CallLock(), []
 
     def second():
-        with lock:
+        with lock.held():
             order.append("second")
 
-    with lock:
+    with lock.held():
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.05)
@@ -77,45 +78,100 @@ def test_other_threads_wait():
     assert order == ["first", "second"]
 
 
-def test_an_error_frees_the_lock():
+class Interrupt(BaseException):
+    """Raised by a signal handler, like KeyboardInterrupt."""
+
+
+@pytest.fixture
+def signals():
+    """A function that starts signals at random times, a few microseconds apart, with a handler."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        pytest.skip("needs signals")
+    before = signal.getsignal(signal.SIGALRM)
+    rng = np.random.default_rng(0)
+
+    def start(handler):
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-6, 3e-5)))
+
+    yield start
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_frees_the_lock(signals):
+    """Wherever it comes."""
     lock = CallLock()
-    with pytest.raises(KeyError), lock:
-        raise KeyError
-    with lock:
-        pass
+
+    def interrupt(*given):
+        raise Interrupt
+
+    for _ in range(2000):
+        with pytest.raises(Interrupt):
+            signals(interrupt)
+            while True:
+                with lock.held():
+                    pass
+        with lock.held():
+            pass
+
+
+def test_a_signal_handler_that_calls_the_head(signals):
+    """Either the call is refused, or it is made; it never waits for the call that it interrupts."""
+    lock, seen = CallLock(), []
+
+    def handle(*given):
+        try:
+            with lock.held():
+                seen.append("made")
+        except RuntimeError as error:
+            assert "within a call of this thread" in str(error)
+            seen.append("refused")
+
+    for n in range(2000):
+        signals(handle)
+        while len(seen) == n:
+            with lock.held():
+                for _ in range(20):
+                    pass
+    assert set(seen) == {"made", "refused"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("inside", [False, True])
-def test_forks(inside):
-    """A child may use a head unless another thread was within a call."""
+@pytest.mark.parametrize("holder", ["nobody", "another thread", "the forking thread"])
+def test_forks(holder):
+    """A child may use a head unless another thread was within a call; the forking thread's own call goes on."""
     lock, entered, leave = CallLock(), threading.Event(), threading.Event()
 
     def call():
-        if inside:
-            with lock:
-                entered.set()
-                leave.wait()
-        else:
+        with lock.held() if holder == "another thread" else contextlib.nullcontext():
             entered.set()
             leave.wait()
+
+    def tried():
+        try:
+            with lock.held():
+                return "entered"
+        except RuntimeError as error:
+            return "torn" if "forked" in str(error) else "within"
 
     thread = threading.Thread(target=call)
     thread.start()
     entered.wait()
-    child = os.fork()
+    with lock.held() if holder == "the forking thread" else contextlib.nullcontext():
+        child = os.fork()
+        first = tried() if child == 0 else ""
     if child == 0:
+        expected = {
+            "nobody": ("entered", "entered"),
+            "another thread": ("torn", "torn"),
+            "the forking thread": ("within", "entered"),
+        }
         signal.alarm(20)
-        try:
-            with lock:
-                code = 1 if inside else 0
-        except RuntimeError as error:
-            code = 0 if inside and "forked" in str(error) else 2
-        os._exit(code)
+        os._exit(0 if (first, tried()) == expected[holder] else 1)
     _, status = os.waitpid(child, 0)
     leave.set()
     thread.join()
     assert status == 0
-    with lock:
-        pass
+    assert tried() == "entered"

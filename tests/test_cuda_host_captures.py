@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import threading
+from threading import get_ident
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 import sketchssm as ss
 from sketchssm.cuda import frameworks
 from sketchssm.cuda.call_layout import ArrayLayout
+from sketchssm.cuda.workspaces import PER_THREAD, stream_key
 from sketchssm.recurrence import Tokens
 
 cupy = fixtures.of_heads
@@ -48,17 +51,24 @@ def strided(x):
     return standin.asarray(np.repeat(x, 2, axis=1))[:, ::2]
 
 
+HOSTED = "expected an array on the device while a graph is captured, got one on the host"
+TOKENS = "expected contiguous, aligned tokens of type bfloat16"
+OUT = f"out: {TOKENS} that share no memory with an input while a graph is captured, got "
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": SLOTS}, "slots: expected an array on the device while a graph is captured, got one on the host"),
-        ({"g": np.asarray}, "g: expected an array on the device while a graph is captured, got one on the host"),
+        ({"slots": SLOTS}, f"slots: {HOSTED}"),
+        ({"g": np.asarray}, f"g: {HOSTED}"),
+        ({"v": strided}, f"v: {TOKENS} while a graph is captured, got dtype bfloat16 and strides ("),
         (
-            {"v": strided},
-            "v: expected contiguous, aligned tokens of type bfloat16 while a graph is captured, got dtype",
+            {"slots": standin.asarray(np.array(SLOTS, np.int16))},
+            "slots: expected contiguous int64 or int32 numbers while",
         ),
-        ({"out": None}, "out: expected contiguous, aligned tokens of type bfloat16, apart from the inputs, while"),
-        ({"out": strided}, "out: expected contiguous, aligned tokens of type bfloat16, apart from the inputs, while"),
+        ({"out": None}, f"{OUT}None"),
+        ({"out": strided}, f"{OUT}dtype bfloat16 and strides ("),
+        ({"out": np.asarray}, f"{OUT}one on the host"),
     ],
 )
 def test_a_step_needs_lasting_memory(step, change, message):
@@ -94,6 +104,26 @@ def test_other_calls_need_lasting_memory(step, rng):
                 ValueError, match=f"^{name}: expected an array on the device while a graph is captured"
             ):
                 call()
+
+
+def test_states_in_the_head_s_memory(step):
+    """They would be copied before the kernel overwrites them."""
+    expected = "^state: expected states apart from the head's memory while a graph is captured"
+    with capture(), pytest.raises(ValueError, match=expected):
+        step.head.load_state(step.head.state[:3], slots=standin.asarray(np.array(SLOTS)))
+
+
+class OnDevice:
+    """An array of an unknown framework; DLPack says that it is on a device."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return 1, 0
 
 
 class OfTorch(standin.Stream):
@@ -134,11 +164,38 @@ def test_cupy_s_slots_among_tensors(step, waits, torch):
 
 
 def test_positions_after_tensors(step, waits, torch):
-    """The copy is made on PyTorch's stream, and CuPy's current stream waits for the copy."""
+    """The copy is made on PyTorch's stream, and CuPy's current stream waits for the copy; likewise for states."""
     step(**on_torch(torch, step.tokens)._asdict(), slots=torch.tensor(SLOTS), out=None)
     assert not waits
     np.testing.assert_array_equal(step.head.position, [1, 1, 0, 1])
     assert waits == [(0, OfTorch.ptr)]
+    assert not step.head.state.any()
+    assert waits == [(0, OfTorch.ptr)] * 2
+    step()
+    np.testing.assert_array_equal(step.head.position, [2, 2, 0, 2])
+    assert len(waits) == 2  # the last call was CuPy's own
+    step(**on_torch(torch, step.tokens)._asdict(), slots=torch.tensor(SLOTS), out=None)
+    with capture():
+        assert step.head.state.shape[0] == 4
+    assert len(waits) == 2  # a stream outside of the capture must not wait for the capture
+
+
+def test_other_arrays_among_tensors(step, waits, torch):
+    """DLPack itself orders the streams."""
+    step(**on_torch(torch, step.tokens)._asdict(), slots=OnDevice(np.array(SLOTS)), out=None)
+    assert not waits
+    np.testing.assert_array_equal(step.head._engine.cursor, [1, 1, 0, 1])
+
+
+def test_pytorch_keeps_the_memory_of_its_graphs(step, waits, torch):
+    """So a captured step of tensors may make copies and outputs."""
+    given = on_torch(torch, step.tokens)
+    given, slots = given._replace(v=torch.repeat_interleave(given.v, 2, 1)[:, ::2]), torch.tensor(SLOTS)
+    with capture() as made:
+        output = step(**given._asdict(), slots=slots, out=None)
+    made[0]()
+    assert output.shape == given.v.shape
+    np.testing.assert_array_equal(step.head._engine.cursor, [1, 1, 0, 1])
 
 
 def test_another_framework_s_arrays_in_a_capture(step, waits, torch):
@@ -153,3 +210,15 @@ def test_long_rows():
     assert ArrayLayout("v", "bfloat16", 2, tokens - 1, (2, 64), True).contiguous[0] == 2**31 - 256
     with pytest.raises(ValueError, match=r"^v: expected at most 2147483647 bytes a row, got 2147483648; pass fewer"):
         ArrayLayout("v", "bfloat16", 2, tokens, (2, 64), True)
+
+
+def test_keys_of_streams():
+    """Handle 2 is another stream in each thread."""
+    keys = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: keys.append((stream_key(PER_THREAD), stream_key(7), get_ident())))
+        thread.start()
+        thread.join()
+    keys.append((stream_key(PER_THREAD), stream_key(7), get_ident()))
+    assert {plain for _, plain, _ in keys} == {(7, 0)}
+    assert all(own == (PER_THREAD, thread) for own, _, thread in keys)

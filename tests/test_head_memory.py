@@ -354,6 +354,7 @@ class TestDrafts:
             (lambda: head.commit([2, 2]), "accepted: expected 0 to 1, the drafted tokens of slot 1"),
             (lambda: head.commit([-1, 0]), "accepted: expected 0 to 2, the drafted tokens of slot 0, got"),
             (lambda: head.commit([1, 1], [0]), "slots: expected shape (2,), got (1,)"),
+            (lambda: head.commit([[1], [1]]), "accepted: expected one integer for each row, got shape (2, 1)"),
             (lambda: head.commit(1), "accepted: expected one integer for each row, got shape ()"),
             (lambda: head.commit(np.ones(2)), "accepted: expected integers, got dtype float64"),
             (lambda: head.copy([0], [5]), "dst: expected -1 (padding) or 0 to 4, got 5"),

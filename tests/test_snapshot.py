@@ -170,6 +170,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"^cursor: expected positions from 0 to 2, got 3"):
             head.restore(snapshot)
 
+    def test_a_head_knows_the_plan_that_it_was_made_of(self, layer):
+        """Changes of the plan object afterwards change neither the head nor what its snapshots belong to."""
+        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+        head = ss.SketchHead(plan, 2, "reference")
+        snapshot = head.snapshot()
+        plan.omega[...] *= 2
+        head.restore(snapshot)
+        assert snapshot.owner["plan"] != plan.fingerprint
+
     def test_arguments(self, layer, snapshot):
         head = ss.SketchHead(plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW), 5, "reference")
         with pytest.raises(TypeError, match=r"^snapshot: expected a Snapshot, got dict"):

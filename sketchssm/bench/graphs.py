@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.interop import host_type
 from sketchssm.recurrence import Tokens
 
 __all__ = ["Ahead", "captured", "upload"]
@@ -32,10 +33,8 @@ class Ahead:
 def upload(tokens: Tokens, activation: str = "float32", raw_gate: bool = False) -> Tokens:
     """Copy inputs to the current device: q, k, v and raw gate inputs in the activations' type, gates in float32."""
     import cupy
-    import ml_dtypes
 
-    wide = np.dtype(np.float32)
-    narrow = np.dtype(ml_dtypes.bfloat16 if activation == "bfloat16" else activation)
+    wide, narrow = host_type("float32"), host_type(activation)
     activations = "qkvg" if raw_gate else "qkv"
 
     def copied(name: str, x: Any) -> Any:

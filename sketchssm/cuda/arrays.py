@@ -16,6 +16,7 @@ from sketchssm import interop
 from sketchssm.cuda.call_arguments import DEVICE, HOST, CallArguments, in_place
 from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import Framework, export
+from sketchssm.cuda.launch import capture_of
 from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
 from sketchssm.cuda.side import SideStream
 from sketchssm.cuda.workspaces import stream_key
@@ -142,6 +143,10 @@ class DeviceArrays(CallArguments):
         """See `sketchssm.engine.Arrays`."""
         if self.side is not None:
             self.side.join()
+        with self.device:
+            stream = self._framework.stream()
+            if stream is not None and not capture_of(int(stream.ptr)):
+                self._cupy.cuda.get_current_stream().wait_event(stream.record())
         return state
 
     def slots(self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False) -> Slots:
@@ -183,7 +188,7 @@ class DeviceArrays(CallArguments):
                 raise ValueError(f"{name}: expected signed integers, got dtype {dtype}")
             address, flags = self._numbers(framework, array, name)
         else:
-            host = np.asarray(counts)
+            host = interop.to_host(counts, name)
             if host.dtype.kind not in "iu":
                 raise ValueError(f"{name}: expected integers, got dtype {host.dtype}")
             live = host if self._live is None else host[self._live]
@@ -200,6 +205,7 @@ class DeviceArrays(CallArguments):
             address = framework.address(array, dtype)
             if address is not None:
                 return address, flags
+        self.check_lasting(framework, name, "contiguous int64 or int32 numbers", array)
         return self._copy(framework, array, name, "int64"), WIDE
 
     def inputs(
@@ -240,6 +246,7 @@ class DeviceArrays(CallArguments):
         # of the head's own memory, the kernel would overwrite states before it has read them
         if any(address < last and first < end for first, last in self.own):
             framework, array, _ = self._on_device(state, "state") or (self._framework, state, "")
+            self.check_lasting(framework, "state", "states apart from the head's memory", array)
             address, (row, _, _) = self._copy(framework, array, "state", self._state_dtype), one.contiguous
         return Pointer(address, shape, row)
 
@@ -310,9 +317,7 @@ class DeviceArrays(CallArguments):
                 else:
                     self._made = out
                     return Pointer(start, one.shape, row, step)
-        if framework is self._cupy_arrays:  # PyTorch keeps the memory of its captures
-            came = "None" if out is None else f"{type(out).__name__} of dtype {out.dtype}"
-            self.check_uncaptured("out", f"{in_place(one.dtype)}, apart from the inputs,", came)
+        self.check_lasting(framework, "out", f"{in_place(one.dtype)} that share no memory with an input", out)
         self._made = framework.empty(layout.v_shape, one.dtype)
         row, step, _ = one.contiguous
         return Pointer(_address(framework, self._made, one.dtype), one.shape, row, step)

@@ -97,10 +97,18 @@ class CallArguments:
         self._cupy.cuda.get_current_stream().wait_event(self._outer.record())
         return array
 
-    def check_uncaptured(self, name: str, expected: str, came: Any) -> None:
+    def check_uncaptured(self, name: str, expected: str, came: str) -> None:
         """Refuse new memory for an argument in a capture: a graph's replay would use the memory when it is freed."""
         if capture_of(int(self._cupy.cuda.get_current_stream().ptr)):
             raise ValueError(f"{name}: expected {expected} while a graph is captured, got {came}")
+
+    def check_lasting(self, framework: Framework, name: str, expected: str, array: Any) -> None:
+        """The same, if the framework frees memory that a graph uses. PyTorch keeps the memory of its graphs."""
+        if framework is self._cupy_arrays:
+            came = "None" if array is None else HOST
+            if array is not None and self._framework_of(array) is not None:
+                came = f"dtype {array.dtype} and strides {array.strides}"
+            self.check_uncaptured(name, expected, came)
 
     def _in_place(self, array: Any, one: ArrayLayout) -> tuple[int, tuple[int, int, int]]:
         """Address and strides of an argument: in place if its strides allow, else of a copy.
@@ -118,12 +126,11 @@ class CallArguments:
             strides = one.strides(there[1])
             if strides is not None:
                 return there[0], strides
+        self.check_lasting(framework, one.name, in_place(one.dtype), array)
         return self._copy(framework, array, one.name, one.dtype), one.contiguous
 
     def _copy(self, framework: Framework, array: Any, name: str, want: str) -> int:
         """Address of a contiguous copy in another type."""
-        if framework is self._cupy_arrays:  # PyTorch keeps the memory of its captures
-            self.check_uncaptured(name, in_place(want), f"dtype {array.dtype} and strides {array.strides}")
         try:
             self._kept.append(framework.converted(array, want))
         except RuntimeError as error:  # a tensor without plain memory, such as a sparse one
@@ -175,5 +182,5 @@ class CallArguments:
 
 
 def in_place(dtype: str) -> str:
-    """What kernels use in place, for messages."""
+    """Name what kernels use in place, for messages."""
     return f"contiguous, aligned tokens of type {dtype}"

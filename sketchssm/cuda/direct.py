@@ -117,10 +117,12 @@ def _thrower(launchers: list[Launcher]) -> Callable[[int, int, int, int], None]:
     """A function that raises the error of a launch, without a reference cycle through the `DirectStep`."""
 
     def throw(index: int, status: int, stream: int, workspace: int) -> None:
-        if workspace:  # the next flush must not take the rows that this read has listed
-            import cupy
+        try:
+            if workspace:  # the next flush must not take the rows that this read has listed
+                import cupy
 
-            cupy.cuda.runtime.memsetAsync(workspace, 0, 4 * WORDS, stream)
-        raise launchers[index].error(status)
+                cupy.cuda.runtime.memsetAsync(workspace, 0, 4 * WORDS, stream)
+        finally:  # also if the device takes no more work
+            raise launchers[index].error(status)
 
     return throw

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from sketchssm import interop
-from sketchssm.interop import host_type
 
 __all__ = ["CupyArrays", "Framework", "TorchArrays", "export"]
 
@@ -61,7 +60,7 @@ class CupyArrays:
         import cupy
 
         self._cupy, self._kind, self._id = cupy, cupy.ndarray, device
-        self._dtypes = {name: host_type(name) for name in DTYPES}
+        self._dtypes = {name: interop.host_type(name) for name in DTYPES}
 
     def owns(self, array: Any) -> bool:
         """See `Framework`."""
@@ -92,11 +91,11 @@ class CupyArrays:
 
     def converted(self, array: Any, dtype: str) -> Any:
         """See `Framework`."""
-        return array.astype(host_type(dtype), order="C", copy=True)
+        return array.astype(interop.host_type(dtype), order="C", copy=True)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """See `Framework`."""
-        return self._cupy.empty(shape, host_type(dtype))
+        return self._cupy.empty(shape, interop.host_type(dtype))
 
     def fill(self, out: Any, array: Any) -> None:
         """See `Framework`."""

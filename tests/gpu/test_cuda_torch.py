@@ -185,11 +185,11 @@ def test_captures_refuse_arrays_that_would_not_last(pair):
     layer, layered, twin = pair
     token, slots = token_of(layer, BATCH)
     head, graph = layered.head, torch.cuda.CUDAGraph()
+    on_host = {"slots": slots.tolist(), "g": token[3].cpu()}
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        for wrong in ({"slots": slots.tolist()}, {"g": token[3].cpu()}):
-            given = dict(zip(("q", "k", "v", "g", "beta"), token, strict=True)) | {"slots": slots} | wrong
-            (name,) = wrong
+        for name, wrong in on_host.items():
+            given = dict(zip(("q", "k", "v", "g", "beta"), token, strict=True)) | {"slots": slots, name: wrong}
             with pytest.raises(
                 ValueError, match=f"^{name}: expected an array on the device while a graph is captured"
             ):

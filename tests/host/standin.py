@@ -164,10 +164,10 @@ def launch_kernel(config, function, pointers, extra):
 
 def install(monkeypatch):
     """Put this module in CuPy's place, and its launches in the driver's."""
-    from sketchssm.cuda import call_arguments, launch, side, workspaces
+    from sketchssm.cuda import arrays, call_arguments, launch, side, workspaces
 
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
-    for module in (call_arguments, side, workspaces):
+    for module in (arrays, call_arguments, side, workspaces):
         monkeypatch.setattr(module, "capture_of", lambda stream: current_capture())
     monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
     monkeypatch.setitem(sys.modules, "sketchssm.cuda._direct", None)  # not built; see driver.py
