@@ -59,11 +59,6 @@ struct Clock {
 
     // The DUE bit of the clock, which all rows of the call take over.
     __device__ __forceinline__ int stroke() const { return word ? *word & DUE : 0; }
-    // The DUE bit of a draft of `length` tokens: if the clock has no room for the draft, all rows of the call fold with
-    // the clock.
-    __device__ __forceinline__ int stroke_before(int length, int window) const {
-        return word && folds_before(*word, length, window) ? DUE : 0;
-    }
     // Advances the clock by a plain token. By one thread.
     __device__ __forceinline__ void tick(int window) const {
         const int next = after_token(*word, window);

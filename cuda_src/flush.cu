@@ -76,14 +76,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             return;
         }
     } else {
-        const Lengths drafts{{lengths, length_flags}, draft_tokens};
-        const int stroke = mode == DRAFT ? clock.stroke_before(draft_tokens, RING) : 0;
-        if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, stroke, batch)) return;
-        count = list_rows(*schedule, memory, SLOTS, drafts, stroke, batch, mode, reinterpret_cast<int*>(shared));
+        // If the clock has no room for the draft, all rows fold with the clock: no row has room for RING tokens. (The
+        // vote tells the compiler that all threads agree; without the vote a flush of kda spills two more registers.)
+        const bool strikes =
+            __syncthreads_or(mode == DRAFT && clock.word && folds_before(*clock.word, draft_tokens, RING));
+        const Lengths drafts{{strikes ? nullptr : lengths, length_flags}, strikes ? RING : draft_tokens};
+        if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, batch)) return;
+        count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
         if constexpr (REFRESHES)
 #pragma unroll 1
             for (int row = blockIdx.x; mode == DRAFT && row < batch; row += gridDim.x)
-                fill_window(*schedule, memory, row, schedule->slots[row], drafts.of(row), stroke);
+                fill_window(*schedule, memory, row, schedule->slots[row], drafts.of(row));
         if (mode == DRAFT && count == 0) return;
         find();
     }

@@ -145,9 +145,9 @@ constexpr int WARPS = FOLD_WARPS_SKETCH ? EPILOGUE + EPILOGUE_WARPS
                                         : FIRST_TRANSFORM_WARP + (RAW_KEYS ? 0 : TRANSFORM_THREADS / 32);
 
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
-// the same list. `stroke`: the DUE bit of a draft's clock. `room`: shared memory for SCAN_ROOM numbers.
+// the same list. `room`: shared memory for SCAN_ROOM numbers.
 __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots,
-                                         const Lengths& lengths, int stroke, int batch, int mode, int* room) {
+                                         const Lengths& lengths, int batch, int mode, int* room) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
@@ -158,7 +158,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
         if (row < batch) schedule.slots[row] = slot;
         if (blockIdx.x == 0) slots.note(slot);
         const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word);
-        const bool folds = position > 0 && (mode == FOLD || folds_before(word | stroke, lengths.of(row), RING));
+        const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), RING));
         const bool due = slot >= 0 && (mode == LOAD || folds);
         const u32 ballot = __ballot_sync(ALL, due);
         if (lane == 0) counts[warp] = __popc(ballot);
@@ -178,9 +178,8 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
 
 // Before the row's drafts, if they begin at the next window: fills its window with no-op tokens, and lists the row
 // for the refresh. By all threads of a block.
-__device__ __forceinline__ void fill_window(Schedule& schedule, const Memory& memory, int row, int slot, int length,
-                                            int stroke) {
-    const int word = slot >= 0 ? *memory.cursor.of(slot) | stroke : 0, position = position_of(word);
+__device__ __forceinline__ void fill_window(Schedule& schedule, const Memory& memory, int row, int slot, int length) {
+    const int word = slot >= 0 ? *memory.cursor.of(slot) : 0, position = position_of(word);
     if (draft_position(word, length, W, RING) <= position) return;
     const int missing = W - position % W, lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -203,19 +202,19 @@ __device__ __forceinline__ void fill_window(Schedule& schedule, const Memory& me
 // Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots, and
 // fill windows. By all threads of a block.
 __device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& memory, const CallSlots& slots,
-                                             const Lengths& lengths, int stroke, int batch) {
+                                             const Lengths& lengths, int batch) {
     bool folds = false;
 #pragma unroll 1
     for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
         const int slot = slots.of(row), word = slot >= 0 ? *memory.cursor.of(slot) : 0;
-        folds |= position_of(word) > 0 && folds_before(word | stroke, lengths.of(row), RING);
+        folds |= position_of(word) > 0 && folds_before(word, lengths.of(row), RING);
     }
     if (__syncthreads_or(folds)) return false;
 #pragma unroll 1
     for (int row = blockIdx.x; row < batch; row += gridDim.x) {
         const int slot = slots.once_in_block(row, slots.of(row));
         if (threadIdx.x == 0) schedule.slots[row] = slot, slots.note(slot);
-        if constexpr (REFRESHES) fill_window(schedule, memory, row, slot, lengths.of(row), stroke);
+        if constexpr (REFRESHES) fill_window(schedule, memory, row, slot, lengths.of(row));
     }
     return true;
 }

@@ -67,7 +67,7 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
 }
 
 // Programmatic dependent launch: waits until the previous kernel of the stream has ended and its writes are visible.
-// Every thread calls this function before it accesses memory that other kernels write or read; docs/cuda-kernels.md
+// Every thread calls this function before it accesses memory that other kernels write or read; docs/cuda.md
 // lists the exceptions. Pointers to this memory are not __restrict__: the compiler could move reads of __restrict__
 // pointers ahead of the wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
