@@ -8,7 +8,7 @@ from threading import get_ident
 import numpy as np
 import pytest
 from host import driver, fixtures, standin
-from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
+from host.heads import BFLOAT16, LAYER, OnDevice, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks
@@ -111,19 +111,6 @@ def test_states_in_the_head_s_memory(step):
     expected = "^state: expected states apart from the head's memory while a graph is captured"
     with capture(), pytest.raises(ValueError, match=expected):
         step.head.load_state(step.head.state[:3], slots=standin.asarray(np.array(SLOTS)))
-
-
-class OnDevice:
-    """An array of an unknown framework; DLPack says that it is on a device."""
-
-    def __init__(self, array):
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__()
-
-    def __dlpack_device__(self):
-        return 1, 0
 
 
 class OfTorch(standin.Stream):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gpu.cuda_support import EXACT, ROUNDED, STORED, error
 from host import fixtures, standin
-from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
+from host.heads import BFLOAT16, LAYER, OnDevice, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, replay
@@ -18,19 +18,6 @@ cupy = fixtures.of_heads
 
 def at(tokens, index):
     return Tokens(*(None if x is None else x[index] for x in tokens))
-
-
-class OnDevice:
-    """An array of an unknown framework; DLPack says that it is on a device."""
-
-    def __init__(self, array):
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__()
-
-    def __dlpack_device__(self):
-        return 2, 0
 
 
 class TestHosts:

@@ -6,7 +6,7 @@ from gpu.cuda_support import make_plan, make_tokens
 
 import sketchssm as ss
 from host import standin
-from sketchssm import cuda
+from sketchssm import cuda, interop
 from sketchssm.cuda import modules
 from sketchssm.recurrence import FULL_STATE, Layer, Tokens
 
@@ -43,3 +43,16 @@ def tokens_of(rng, batch=3, length=10, activation="bfloat16"):
 def narrow(tokens, convert=lambda x: x):
     """Tokens with q, k and v in bf16."""
     return Tokens(*(convert(x.astype(BFLOAT16) if i < 3 else x) for i, x in enumerate(tokens)))
+
+
+class OnDevice:
+    """An array of an unknown framework; DLPack says that it is on a device."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return interop.CUDA_DEVICES[0], 0
