@@ -18,12 +18,12 @@ import numpy as np
 from cpu_reports import new_report, write
 
 import sketchssm as ss
-from sketchssm import bench
-from sketchssm.bench.workloads import token_at
 from sketchssm.cpu.workers import worker_count
-from sketchssm.evaluate.measure import relative_error
-from sketchssm.formats import FORMATS, SketchFormat
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.formats import FORMATS, SketchFormat
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.study import bench
+from sketchssm.study.bench.workloads import token_at
+from sketchssm.study.evaluate.measure import relative_error
 
 WINDOW = 16
 

@@ -18,10 +18,10 @@ from cpu_reports import new_report, write
 from cpu_window import MEAN_RANKS, mixed_ranks
 
 import sketchssm as ss
-from sketchssm import bench
-from sketchssm.bench.workloads import random_tokens, token_at
-from sketchssm.evaluate.measure import relative_error
-from sketchssm.recurrence import MAX_FLUSH_EVERY
+from sketchssm.layer.recurrence import MAX_FLUSH_EVERY
+from sketchssm.study import bench
+from sketchssm.study.bench.workloads import random_tokens, token_at
+from sketchssm.study.evaluate.measure import relative_error
 
 WINDOW = 16
 

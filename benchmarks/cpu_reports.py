@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sketchssm import bench
+from sketchssm.study import bench
 
 
 def new_report() -> dict[str, Any]:

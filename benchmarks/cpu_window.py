@@ -4,7 +4,7 @@
 
 Each row is one layer at the shape of a model in use, with mixed ranks around a plan's usual mean, for every map. The
 systems take turns, window by window, through their public heads with argument checks (see
-`sketchssm.bench.measure_host`). Errors are against float64; those of a sketch are against the reference sketch of the
+`sketchssm.study.bench.measure_host`). Errors are against float64; those of a sketch are against the reference sketch of the
 same plan, because the bases are random.
 """
 
@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 from cpu_reports import new_report, write
 
-from sketchssm import SketchPlan, bench
+from sketchssm import SketchPlan
 from sketchssm.calibrate.basis import SketchBasis
-from sketchssm.coefficients import MAPS
-from sketchssm.recurrence import Layer
-from sketchssm.systems import System, exact_systems, sketch_system
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.recurrence import Layer
+from sketchssm.study import bench
+from sketchssm.study.systems import System, exact_systems, sketch_system
 
 MEAN_RANKS = {"mamba2": 5, "gdn": 7, "kda": 7}
 WINDOW = 16

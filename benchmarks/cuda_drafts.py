@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cuda_step import git_commit
 
-from sketchssm import bench
-from sketchssm.bench.device import ACTIVATION, slot_sets, typical_times
-from sketchssm.bench.graphs import captured, upload
-from sketchssm.bench.results import step_bytes
-from sketchssm.interop import to_host
-from sketchssm.recurrence import Tokens
+from sketchssm.arrays.interop import to_host
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.study import bench
+from sketchssm.study.bench.device import ACTIVATION, slot_sets, typical_times
+from sketchssm.study.bench.graphs import captured, upload
+from sketchssm.study.bench.results import step_bytes
 
 
 def errors_of(system, work, drafts, got, steps):

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cuda_step import git_commit
 
 import sketchssm as ss
-from sketchssm import bench
+from sketchssm.study import bench
 
 SHAPE, BATCH, SLOTS = "qwen3-next", 8, 16
 CALLS, ROUNDS = 100, 150
@@ -38,7 +38,8 @@ def without_device(patch):
     """Take the place of CuPy, the driver, and PyTorch's queries about a device."""
     from host import standin
 
-    from sketchssm import cuda, interop
+    from sketchssm import cuda
+    from sketchssm.arrays import interop
     from sketchssm.cuda import direct, frameworks, launch
 
     extension = importlib.import_module("sketchssm.cuda._direct")

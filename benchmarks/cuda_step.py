@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sketchssm import bench
-from sketchssm.coefficients import MAPS
-from sketchssm.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.study import bench
 
 
 def flat(name, result, refresh_every):

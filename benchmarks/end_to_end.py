@@ -184,7 +184,7 @@ def one(args):
     if args.system != "vllm":
         plans = args.system
         if args.system == "sketch":
-            from sketchssm import bench
+            from sketchssm.study import bench
 
             plans = vllm_models.write_plans(name, args.work, bench.MEAN_RANKS[name], args.map)
         os.environ["SKETCHSSM_VLLM"] = plans
@@ -315,7 +315,7 @@ def finish(results, args):
 
 def draw(results, path):
     """Bars of tokens/s, and of the time of a step by kind of kernel, one column for each model."""
-    from sketchssm.plots import load_pyplot, save
+    from sketchssm.study.plots import load_pyplot, save
 
     pyplot = load_pyplot()
     models = list(dict.fromkeys(r["model"] for r in results))

@@ -13,7 +13,7 @@ import argparse
 import ml_dtypes
 import numpy as np
 
-from sketchssm.traces import Traces
+from sketchssm.calibrate.traces import Traces
 
 PROVENANCE = """\
 Inputs of recurrent layer {layer} of a 17 M parameter {kind} hybrid language model, trained for a few minutes on

@@ -13,7 +13,7 @@ an output is exact. Forms that the backend lacks are left out, by name.
 
 `noise` is the error of a code, in float64 alone: the energy by which coding some columns changes the reads through
 these columns, over the energy of these reads, mean over heads and two ranks. Allocation uses their means
-(`sketchssm.formats`). `rotated`, in float64 alone: the energy that mixed sketches would lose with the rows of B
+(`sketchssm.layer.formats`). `rotated`, in float64 alone: the energy that mixed sketches would lose with the rows of B
 rotated by its singular vectors instead of sorted by their lengths.
 
 The table goes to benchmarks/results/narrow.json, with a backend to narrow-BACKEND.json.
@@ -32,18 +32,18 @@ import ml_dtypes
 import numpy as np
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
-from sketchssm.backends import BACKENDS, ENGINES, UnsupportedError
-from sketchssm.baselines import CopyReadHead
-from sketchssm.bench.device import device_name
+from sketchssm.arrays.interop import to_host
+from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate.measure import rounded
-from sketchssm.formats import FP8, INT4, INT8, SketchFormat
-from sketchssm.interop import to_host
-from sketchssm.recurrence import Tokens
+from sketchssm.heads.backends import BACKENDS, ENGINES, UnsupportedError
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import FP8, INT4, INT8, SketchFormat
+from sketchssm.layer.recurrence import Tokens
 from sketchssm.reference import maps, narrow, quantise
 from sketchssm.reference.recurrence import run
-from sketchssm.traces import Traces
+from sketchssm.study.baselines import CopyReadHead
+from sketchssm.study.bench.device import device_name
+from sketchssm.study.evaluate.measure import rounded
 
 HERE = Path(__file__).parent
 WINDOW = 16

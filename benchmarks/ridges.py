@@ -22,13 +22,13 @@ import ml_dtypes
 import numpy as np
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
+from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate.measure import rounded
-from sketchssm.recurrence import KINDS, Layer, Tokens
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import KINDS, Layer, Tokens
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import run
-from sketchssm.traces import Traces
+from sketchssm.study.evaluate.measure import rounded
 
 HERE = Path(__file__).parent
 RANKS, RIDGES = (4, 8, 16, 32), (0.01, 0.003, 0.001, 0.0003, 0.0001)

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sketchssm import Moments, RankScores, allocate_ranks, fit_basis, traffic
+from sketchssm import Moments, RankScores, allocate_ranks, fit_basis
 from sketchssm.calibrate.plans import Settings
-from sketchssm.evaluate import Study, entries, measure
-from sketchssm.traces import Traces
+from sketchssm.calibrate.traces import Traces
+from sketchssm.plans import traffic
+from sketchssm.study.evaluate import Study, entries, measure
 
 CLOSE = 0.995
 """Traffic reductions in this ratio count as equal: ranks are whole numbers."""

@@ -63,7 +63,7 @@ def device_of(backend: str) -> str:
     """Name of the GPU, or of the host's processor architecture."""
     if backend != "cuda":
         return platform.machine()
-    from sketchssm.bench import device_name
+    from sketchssm.study.bench import device_name
 
     return device_name()
 

@@ -7,7 +7,7 @@ equally often; speeds are those of the shapes. Gates decay as those of trained l
 import json
 from pathlib import Path
 
-from sketchssm import bench
+from sketchssm.study import bench
 
 COMMON = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 
@@ -66,7 +66,7 @@ def kimi_linear():
 
 
 MODELS = {"nemotron-nano-9b-v2": nemotron_nano, "qwen3-next": qwen3_next, "kimi-linear": kimi_linear}
-"""Configurations by the names that their layers have in `sketchssm.bench.SHAPES`."""
+"""Configurations by the names that their layers have in `sketchssm.study.bench.SHAPES`."""
 
 
 def write_model(name, folder):

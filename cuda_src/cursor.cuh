@@ -1,4 +1,4 @@
-// The cursor word of a slot, and how calls change the word. sketchssm/slots.py describes the bits;
+// The cursor word of a slot, and how calls change the word. sketchssm/layer/slots.py describes the bits;
 // sketchssm/reference/engines.py has the same functions in Python.
 #pragma once
 #include "call_slots.cuh"

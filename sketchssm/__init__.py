@@ -12,45 +12,51 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "FULL_STATE": "recurrence",
-    "Layer": "recurrence",
-    "Tokens": "recurrence",
-    "Traces": "traces",
-    "CoefficientMap": "coefficients",
-    "GateInput": "gates",
+    "FULL_STATE": "layer.recurrence",
+    "Layer": "layer.recurrence",
+    "Tokens": "layer.recurrence",
+    "Traces": "calibrate.traces",
+    "CoefficientMap": "layer.coefficients",
+    "GateInput": "arrays.gates",
     "Moments": "calibrate.moments",
     "SketchBasis": "calibrate.basis",
     "fit_basis": "calibrate.basis",
     "RankScores": "calibrate.scores",
     "Allocation": "calibrate.allocation",
     "allocate_ranks": "calibrate.allocation",
-    "autoplan": "planning",
-    "Candidate": "planning",
-    "candidates": "planning",
-    "PlanPoint": "planning",
-    "PlanSearch": "planning",
-    "StepTimes": "planning",
-    "PlanFileError": "plan",
-    "SketchPlan": "plan",
-    "DecodeHead": "head",
-    "ExactHead": "exact",
-    "SketchHead": "sketch_head",
-    "overlap_flushes": "overlap",
-    "Snapshot": "snapshot",
-    "SnapshotFileError": "snapshot",
-    "SlotPart": "slots",
-    "StandardHead": "baselines",
-    "ReplayHead": "baselines",
-    "QuantisedHead": "baselines",
-    "CopyReadHead": "baselines",
-    "low_rank_plan": "baselines",
-    "ChannelScores": "baselines",
-    "PrunedHead": "baselines",
-    "KeyMoments": "baselines",
-    "KeyReduction": "baselines",
-    "KeyReducedHead": "baselines",
+    "autoplan": "study.planning",
+    "Candidate": "study.planning",
+    "candidates": "study.planning",
+    "PlanPoint": "study.planning",
+    "PlanSearch": "study.planning",
+    "StepTimes": "study.planning",
+    "PlanFileError": "plans.plan",
+    "SketchPlan": "plans.plan",
+    "DecodeHead": "heads.head",
+    "ExactHead": "heads.exact",
+    "SketchHead": "heads.sketch",
+    "overlap_flushes": "heads.overlap",
+    "Snapshot": "heads.snapshot",
+    "SnapshotFileError": "heads.snapshot",
+    "SlotPart": "layer.slots",
+    "StandardHead": "heads.standard",
+    "ReplayHead": "heads.standard",
+    "QuantisedHead": "study.baselines",
+    "CopyReadHead": "study.baselines",
+    "low_rank_plan": "study.baselines",
+    "ChannelScores": "study.baselines",
+    "PrunedHead": "study.baselines",
+    "KeyMoments": "study.baselines",
+    "KeyReduction": "study.baselines",
+    "KeyReducedHead": "study.baselines",
 }
-_MODULES = ("distributed", "models", "torch", "traffic", "transformers")
+_MODULES = {
+    "distributed": "calibrate.distributed",
+    "models": "models",
+    "torch": "torch",
+    "traffic": "plans.traffic",
+    "transformers": "transformers",
+}
 
 __all__ = [
     "FULL_STATE",
@@ -96,8 +102,26 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sketchssm import distributed, models, traffic
-    from sketchssm.baselines import (
+    from sketchssm import models
+    from sketchssm.arrays.gates import GateInput
+    from sketchssm.calibrate import distributed
+    from sketchssm.calibrate.allocation import Allocation, allocate_ranks
+    from sketchssm.calibrate.basis import SketchBasis, fit_basis
+    from sketchssm.calibrate.moments import Moments
+    from sketchssm.calibrate.scores import RankScores
+    from sketchssm.calibrate.traces import Traces
+    from sketchssm.heads.exact import ExactHead
+    from sketchssm.heads.head import DecodeHead
+    from sketchssm.heads.overlap import overlap_flushes
+    from sketchssm.heads.sketch import SketchHead
+    from sketchssm.heads.snapshot import Snapshot, SnapshotFileError
+    from sketchssm.heads.standard import ReplayHead, StandardHead
+    from sketchssm.layer.coefficients import CoefficientMap
+    from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
+    from sketchssm.layer.slots import SlotPart
+    from sketchssm.plans import traffic
+    from sketchssm.plans.plan import PlanFileError, SketchPlan
+    from sketchssm.study.baselines import (
         ChannelScores,
         CopyReadHead,
         KeyMoments,
@@ -105,33 +129,16 @@ if TYPE_CHECKING:
         KeyReduction,
         PrunedHead,
         QuantisedHead,
-        ReplayHead,
-        StandardHead,
         low_rank_plan,
     )
-    from sketchssm.calibrate.allocation import Allocation, allocate_ranks
-    from sketchssm.calibrate.basis import SketchBasis, fit_basis
-    from sketchssm.calibrate.moments import Moments
-    from sketchssm.calibrate.scores import RankScores
-    from sketchssm.coefficients import CoefficientMap
-    from sketchssm.exact import ExactHead
-    from sketchssm.gates import GateInput
-    from sketchssm.head import DecodeHead
-    from sketchssm.overlap import overlap_flushes
-    from sketchssm.plan import PlanFileError, SketchPlan
-    from sketchssm.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
-    from sketchssm.recurrence import FULL_STATE, Layer, Tokens
-    from sketchssm.sketch_head import SketchHead
-    from sketchssm.slots import SlotPart
-    from sketchssm.snapshot import Snapshot, SnapshotFileError
-    from sketchssm.traces import Traces
+    from sketchssm.study.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"sketchssm.{_HOME[name]}"), name)
     if name in _MODULES:
-        return import_module(f"sketchssm.{name}")
+        return import_module(f"sketchssm.{_MODULES[name]}")
     raise AttributeError(f"module 'sketchssm' has no attribute {name!r}")
 
 

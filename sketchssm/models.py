@@ -5,7 +5,7 @@ layer's code (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). If a 
 the gate: ``g``, ``beta`` or ``A``. Arrays of NumPy, PyTorch (parameters and bfloat16 included), JAX and CuPy are
 accepted; gradients are not followed. Leading axes are ``(batch, tokens)`` or, for one decode step, ``(batch,)``.
 
-Arithmetic is float64 on the host, as in `sketchssm.gates`. Results have the framework and the device of the values
+Arithmetic is float64 on the host, as in `sketchssm.arrays.gates`. Results have the framework and the device of the values
 (``x`` or ``v``): float64 for a float64 argument, else rounded to float32.
 """
 
@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.checks import check_items, check_number
-from sketchssm.gates import bounded_decay, log_softplus, scaled_decay
-from sketchssm.interop import to_kind
-from sketchssm.model_arrays import (
+from sketchssm.arrays.gates import bounded_decay, log_softplus, scaled_decay
+from sketchssm.arrays.interop import to_kind
+from sketchssm.arrays.model_arrays import (
     biased,
     finished_decay,
     is_raw,
@@ -33,7 +32,8 @@ from sketchssm.model_arrays import (
     values,
     write_gate,
 )
-from sketchssm.recurrence import Layer, Tokens, check_instance
+from sketchssm.layer.checks import check_items, check_number
+from sketchssm.layer.recurrence import Layer, Tokens, check_instance
 
 __all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output", "prefill_state"]
 

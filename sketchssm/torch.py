@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from sketchssm.head import DecodeHead
-from sketchssm.interop import check_gradients
+from sketchssm.arrays.interop import check_gradients
+from sketchssm.heads.head import DecodeHead
 
 __all__ = ["DecodeLayer"]
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from samples import LAYERS
 
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 # No deadline, as a busy machine may pause a test. CI draws the same examples in every run.
 settings.register_profile("default", deadline=None)

@@ -4,7 +4,7 @@ import numpy as np
 from samples import plan_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 
 WINDOW = 4
 SLOTS = 5

@@ -5,11 +5,11 @@ import json
 import numpy as np
 from safetensors import safe_open
 
-from sketchssm.coefficients import DEFAULT_MAP, FORMS, CoefficientMap
-from sketchssm.files import KEY
-from sketchssm.gates import GateInput
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.coefficients import DEFAULT_MAP, FORMS, CoefficientMap
+from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.plans.files import KEY
+from sketchssm.plans.plan import SketchPlan
 
 # Heads share key heads, and all sizes differ: transposed or misgrouped axes change results or fail.
 LAYERS = {kind: Layer(kind, heads=4, key_dim=6, value_dim=5, key_heads=2) for kind in ("mamba2", "gdn", "kda")}
@@ -100,7 +100,7 @@ def map_of(name, pivots=None, ridge=None):
 
 
 def parts_of(path):
-    """Fields and tensors of a file of the library, for `sketchssm.files.save_file` to write again with changes."""
+    """Fields and tensors of a file of the library, for `sketchssm.plans.files.save_file` to write again with changes."""
     with safe_open(path, "np") as file:
         document = json.loads(file.metadata()[KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -5,7 +5,7 @@ Each slot keeps its state and the tokens since its last flush; rows are processe
 
 import numpy as np
 
-from sketchssm.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Tokens
 from sketchssm.reference.maps import coefficient_map
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query

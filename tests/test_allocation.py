@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from samples import map_of
 
 import sketchssm as ss
-from sketchssm import traffic
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
-from sketchssm.coefficients import MAPS
-from sketchssm.recurrence import Layer
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans import traffic
 
 SMALL = Layer("gdn", 4, 32, 24)
 

@@ -6,7 +6,7 @@ from samples import plan_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.basis import SketchBasis
-from sketchssm.planning import StepTimes
+from sketchssm.study.planning import StepTimes
 
 LAYER = ss.Layer("gdn", 2, 8, 8)
 BASIS = SketchBasis.random(LAYER, 4)

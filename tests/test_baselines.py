@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from samples import LAYERS, at, relative, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.baselines.low_rank import low_rank_basis
-from sketchssm.recurrence import KINDS
+from sketchssm.layer.recurrence import KINDS
 from sketchssm.reference.quantise import Grid, round_trip, scales
 from sketchssm.reference.recurrence import per_head, run, step
 from sketchssm.reference.window import Ring, effective_query
+from sketchssm.study.baselines.low_rank import low_rank_basis
 
 # A few dozen operations of 2^-53 on numbers of size one.
 ROUNDING = 1e-13

@@ -6,9 +6,9 @@ from samples import LAYERS, at, parts_of, relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.basis import FORMAT
-from sketchssm.coefficients import MAPS, RIDGE_FLOOR
-from sketchssm.files import FileFormatError, save_file
-from sketchssm.recurrence import KINDS
+from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
+from sketchssm.layer.recurrence import KINDS
+from sketchssm.plans.files import FileFormatError, save_file
 
 W = 5
 LAYER = LAYERS["gdn"]

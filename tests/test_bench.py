@@ -9,19 +9,20 @@ from click.testing import CliRunner
 from host import compiler, standin
 from test_traces import SHAPES
 
-from sketchssm import bench, cuda, plots
-from sketchssm.bench import cases, device, peers
-from sketchssm.bench.results import BenchResult, StepBytes
-from sketchssm.bench.workloads import token_at
+from sketchssm import cuda
 from sketchssm.calibrate.plans import Settings
+from sketchssm.calibrate.traces import Traces
 from sketchssm.cli import main
-from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import modules
-from sketchssm.evaluate import Study, entries, measure
-from sketchssm.evaluate.measure import relative_error
-from sketchssm.recurrence import FULL_STATE, KINDS, Layer, Tokens
-from sketchssm.systems import exact_systems
-from sketchssm.traces import Traces
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, Tokens
+from sketchssm.study import bench, plots
+from sketchssm.study.bench import cases, device, peers
+from sketchssm.study.bench.results import BenchResult, StepBytes
+from sketchssm.study.bench.workloads import token_at
+from sketchssm.study.evaluate import Study, entries, measure
+from sketchssm.study.evaluate.measure import relative_error
+from sketchssm.study.systems import exact_systems
 
 WINDOW = 4
 LAYER = Layer("gdn", 2, 64, 80, 1)

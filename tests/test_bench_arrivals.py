@@ -8,13 +8,14 @@ from click.testing import CliRunner
 from host import compiler, standin
 from test_traces import SHAPES
 
-from sketchssm import bench, cuda
-from sketchssm.bench import arrivals_device
-from sketchssm.bench.requests import SPARE, Requests
+from sketchssm import cuda
 from sketchssm.cli import main
-from sketchssm.coefficients import CoefficientMap
 from sketchssm.cuda import modules
-from sketchssm.recurrence import Layer
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import Layer
+from sketchssm.study import bench
+from sketchssm.study.bench import arrivals_device
+from sketchssm.study.bench.requests import SPARE, Requests
 
 WINDOW = 4
 LAYER = Layer("gdn", 2, 64, 80, 1)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from test_traces import write_traces
 
-from sketchssm.bench.results import BenchResult, StepBytes
 from sketchssm.calibrate.plans import Settings
-from sketchssm.evaluate import Study, entries
-from sketchssm.recurrence import KINDS
-from sketchssm.traces import Traces
+from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.recurrence import KINDS
+from sketchssm.study.bench.results import BenchResult, StepBytes
+from sketchssm.study.evaluate import Study, entries
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

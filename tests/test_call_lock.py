@@ -12,7 +12,7 @@ import pytest
 from samples import LAYERS, tokens_of
 
 import sketchssm as ss
-from sketchssm.call_lock import CallLock
+from sketchssm.heads.call_lock import CallLock
 
 MESSAGE = r"^the head is within a call of this thread"
 

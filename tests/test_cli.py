@@ -14,15 +14,16 @@ import pytest
 from click.testing import CliRunner
 from test_traces import SHAPES, write_traces
 
-from sketchssm import bench, cuda
+from sketchssm import cuda
 from sketchssm.calibrate.plans import Settings
+from sketchssm.calibrate.traces import Traces
 from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate import Study
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import KINDS, Layer
-from sketchssm.traces import Traces
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study import bench
+from sketchssm.study.evaluate import Study
 
 SMALL = ["--window", "8", "--backend", "reference"]
 
@@ -183,7 +184,10 @@ FEW += ["--ranks", "8,12", "--mean-rank", 8, "--every", 16, "--backend", "refere
 
 def shipped_slice(path):
     """Write the first 96 tokens of a shipped file, two heads of eight, so that float64 decoding takes no time."""
-    with resources.as_file(resources.files("sketchssm") / "data" / "mamba2.npz") as whole, np.load(whole) as entries:
+    with (
+        resources.as_file(resources.files("sketchssm") / "calibrate" / "data" / "mamba2.npz") as whole,
+        np.load(whole) as entries,
+    ):
         arrays = {name: x[:, :96, : 1 if name[-1] in "qk" else 2] if x.ndim > 2 else x for name, x in entries.items()}
     np.savez(path, **arrays)
     return path
@@ -308,7 +312,7 @@ def test_missing_matplotlib_is_said_before_any_work(command, traces, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("sketchssm.traces.Traces.load", refuse)
+    monkeypatch.setattr("sketchssm.calibrate.traces.Traces.load", refuse)
     monkeypatch.setattr(bench, "time_cases", refuse)
     result = invoke(*command, *([traces] if command[0] == "evaluate" else []), code=2)
     assert "pip install 'sketchssm[plot]'" in result.output
@@ -317,7 +321,7 @@ def test_missing_matplotlib_is_said_before_any_work(command, traces, monkeypatch
 
 def test_bench(monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", SHAPES)
-    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: 1e10)
+    monkeypatch.setattr("sketchssm.study.bench.cases.copy_bandwidth", lambda: 1e10)
     arguments = [
         "--shape",
         "kda",
@@ -346,7 +350,7 @@ def test_bench(monkeypatch):
 
 
 def test_bench_of_a_plan(traces, tmp_path, monkeypatch):
-    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: 1e10)
+    monkeypatch.setattr("sketchssm.study.bench.cases.copy_bandwidth", lambda: 1e10)
     plan = tmp_path / "mine.safetensors"
     invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
     chosen = ["--batch", "1,2", "--backend", "reference", "--seconds", 0, "--json", "-"]

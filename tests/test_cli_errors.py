@@ -210,6 +210,6 @@ def test_refused_outputs_leave_their_files(tmp_path):
 
 def test_bugs_keep_their_traceback(monkeypatch):
     """Only errors about the caller's input become one line."""
-    monkeypatch.setattr("sketchssm.bench.cases.copy_bandwidth", lambda: {}["bug"])
+    monkeypatch.setattr("sketchssm.study.bench.cases.copy_bandwidth", lambda: {}["bug"])
     result = CliRunner().invoke(main, ["bench"])
     assert isinstance(result.exception, KeyError)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from sketchssm.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMap
+from sketchssm.layer.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMap
 
 
 def test_each_map_has_its_own_parameters():

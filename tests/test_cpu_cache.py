@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import sketchssm as ss
-from sketchssm import files
 from sketchssm.cpu import decode, jit
-from sketchssm.files import source_digest
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans import files
+from sketchssm.plans.files import source_digest
 
 
 def test_kernels_are_cached_under_the_whole_package() -> None:
@@ -50,7 +50,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", "data")
 STEP = """
 import numpy as np
 import sketchssm as ss
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 from sketchssm.cpu.standard import standard_kernel
 
 head = ss.StandardHead(Layer("mamba2", 2, 16, 16), 1, "cpu")

@@ -11,8 +11,8 @@ import sketchssm.cpu.sketch as cpu_sketch
 import sketchssm.cpu.standard as cpu_standard
 import sketchssm.reference.engines as reference
 from sketchssm.cpu import workers
-from sketchssm.recurrence import FULL_STATE, KINDS, Layer, Tokens
-from sketchssm.slots import DUE, POSITION, drafted
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, Tokens
+from sketchssm.layer.slots import DUE, POSITION, drafted
 
 SLOTS = 4
 SYSTEMS = ("standard", "replay", "sketch", "codes", "refreshed")

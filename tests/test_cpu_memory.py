@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from sketchssm.cpu.replay import ReplayEngine
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -5,8 +5,8 @@ import pytest
 from samples import plan_of, relative, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.coefficients import MAPS
-from sketchssm.recurrence import KINDS, Layer
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.recurrence import KINDS, Layer
 
 WINDOW, EVERY = 4, 12
 

@@ -12,7 +12,7 @@ SETUP = """
 import os, threading, time
 import numpy as np
 import sketchssm as ss
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 LAYER = Layer("mamba2", 8, 128, 128)  # four rows hold twice what one thread would take alone
 

@@ -18,7 +18,7 @@ from host.heads import LAYER, narrow, sketch, tokens_of
 import sketchssm as ss
 from sketchssm import cuda
 from sketchssm.cuda import arrays, direct, frameworks
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 extension = pytest.importorskip("sketchssm.cuda._direct", reason="the extension is not built: pip install -e .")
 torch = pytest.importorskip("torch")

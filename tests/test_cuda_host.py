@@ -27,7 +27,7 @@ from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold

@@ -14,7 +14,7 @@ import sketchssm as ss
 from sketchssm.cuda import frameworks
 from sketchssm.cuda.call_layout import ArrayLayout
 from sketchssm.cuda.workspaces import PER_THREAD, stream_key
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 
 cupy = fixtures.of_heads
 SLOTS = [3, 1, 0]

@@ -16,9 +16,9 @@ from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned, run_served
 
 from sketchssm.cuda import replay
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.layer.slots import DUE
 from sketchssm.reference import engines as reference
-from sketchssm.slots import DUE
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 

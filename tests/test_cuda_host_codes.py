@@ -22,7 +22,7 @@ from host import fixtures, heads
 from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold

@@ -9,7 +9,7 @@ from host.kernels import LAYERS, RANKS, poisoned, run_served
 import sketchssm as ss
 from sketchssm import cuda
 from sketchssm.cuda import side
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 pytestmark = fixtures.cold

@@ -23,9 +23,9 @@ from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.slots import POSITION, drafted
 from sketchssm.reference import engines as reference
-from sketchssm.slots import POSITION, drafted
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 

@@ -11,7 +11,7 @@ from host.heads import BFLOAT16, LAYER, OnDevice, narrow, sketch, tokens_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, replay
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 
 cupy = fixtures.of_heads
 

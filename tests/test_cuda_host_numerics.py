@@ -22,8 +22,8 @@ from gpu.cuda_support import (
 from host import fixtures
 from host.kernels import LAYERS, RANKS, poisoned
 
-from sketchssm.gates import GateInput
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold

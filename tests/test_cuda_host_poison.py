@@ -12,7 +12,7 @@ from host import compiler, heads, standin
 from samples import tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 
 WINDOW, SLOTS, BAD = 4, 4, 3
 ROWS = [0, BAD, 2]

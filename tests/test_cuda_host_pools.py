@@ -7,8 +7,8 @@ from host import fixtures, standin
 from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.interop import host_type
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.arrays.interop import host_type
+from sketchssm.layer.recurrence import FULL_STATE
 
 cupy = fixtures.of_heads
 

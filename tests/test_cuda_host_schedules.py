@@ -17,7 +17,7 @@ from host import fixtures, standin
 from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules, replay, standard
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 

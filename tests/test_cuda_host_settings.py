@@ -12,9 +12,10 @@ from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 from samples import gate_of
 
 import sketchssm as ss
-from sketchssm import backends, cuda
+from sketchssm import cuda
 from sketchssm.cuda import limits, modules
-from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.heads import backends
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 
 cupy = fixtures.of_heads
 

@@ -8,7 +8,7 @@ from host.heads import narrow
 from samples import relative, states_of
 
 import sketchssm as ss
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 cupy = fixtures.of_heads
 

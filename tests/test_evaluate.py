@@ -7,20 +7,20 @@ import pytest
 from samples import map_of
 from test_traces import write_traces
 
-from sketchssm import traffic
-from sketchssm.baselines import StandardHead
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import Settings, calibrate
 from sketchssm.calibrate.scores import RankScores
+from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.coefficients import MAPS, RIDGE_FLOOR
-from sketchssm.evaluate import Entry, Study, entries, measure
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, KINDS, Tokens
+from sketchssm.heads.standard import StandardHead
+from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Tokens
+from sketchssm.plans import traffic
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference import maps
-from sketchssm.systems import System, exact_systems, sketch_system
-from sketchssm.traces import Traces
+from sketchssm.study.evaluate import Entry, Study, entries, measure
+from sketchssm.study.systems import System, exact_systems, sketch_system
 
 WINDOW = 8
 # Sums of some hundred float64 terms, through solves that are well conditioned with random inputs.

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from samples import at
 
-from sketchssm import traffic
-from sketchssm.baselines.quantised import RESIDUAL_BITS
 from sketchssm.calibrate.plans import Settings
-from sketchssm.evaluate import Entry, Study, baselines, measure
-from sketchssm.recurrence import KINDS
-from sketchssm.traces import Traces
+from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.recurrence import KINDS
+from sketchssm.plans import traffic
+from sketchssm.study.baselines.quantised import RESIDUAL_BITS
+from sketchssm.study.evaluate import Entry, Study, baselines, measure
 
 LISTS = (
     baselines.quantised_systems,

@@ -9,16 +9,16 @@ import pytest
 from test_traces import trace_entries, write_traces
 
 from sketchssm.calibrate.plans import Settings
+from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.evaluate import Study, entries, evaluate, measure, select
-from sketchssm.evaluate.measure import rounded
-from sketchssm.evaluate.registry import FAMILIES, FULL_METHOD
-from sketchssm.files import source_digest
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, KINDS
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import FULL_STATE, KINDS
+from sketchssm.plans.files import source_digest
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
-from sketchssm.traces import Traces
+from sketchssm.study.evaluate import Study, entries, evaluate, measure, select
+from sketchssm.study.evaluate.measure import rounded
+from sketchssm.study.evaluate.registry import FAMILIES, FULL_METHOD
 
 WINDOW = 8
 
@@ -123,7 +123,7 @@ def test_baselines_that_are_not_asked_for_are_not_calibrated(tmp_path, monkeypat
     def refuse(*arguments):
         raise AssertionError("calibrated")
 
-    monkeypatch.setattr("sketchssm.baselines.KeyMoments.update", refuse)
+    monkeypatch.setattr("sketchssm.study.baselines.KeyMoments.update", refuse)
     study = study_of(tmp_path)
     assert select([study], ["exact", "sketch/ridge-*"])
     with pytest.raises(AssertionError, match="calibrated"):
@@ -233,7 +233,7 @@ def forbid(monkeypatch):
     def refuse(*arguments):
         raise AssertionError(f"measured again: {arguments[0]}")
 
-    monkeypatch.setattr("sketchssm.evaluate.evaluation.measure", refuse)
+    monkeypatch.setattr("sketchssm.study.evaluate.evaluation.measure", refuse)
 
 
 def test_finished_parts_are_kept(tmp_path, monkeypatch):
@@ -263,7 +263,7 @@ def test_other_sources_are_measured_anew(tmp_path, monkeypatch):
     forbid(monkeypatch)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "edited.py").write_text("pass")
-    monkeypatch.setattr("sketchssm.files.PACKAGE", tmp_path / "package")
+    monkeypatch.setattr("sketchssm.plans.files.PACKAGE", tmp_path / "package")
     source_digest.cache_clear()
     with pytest.raises(AssertionError, match="measured again"):
         evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))

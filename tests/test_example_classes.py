@@ -16,7 +16,7 @@ from test_example_lm import LM, tiny
 from tiny_models import cache_argument
 
 import sketchssm as ss
-from sketchssm.recurrence import KINDS
+from sketchssm.layer.recurrence import KINDS
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -11,8 +11,8 @@ import pytest
 from samples import Basis, relative
 
 import sketchssm as ss
-from sketchssm.formats import FORMATS
-from sketchssm.recurrence import KINDS
+from sketchssm.layer.formats import FORMATS
+from sketchssm.layer.recurrence import KINDS
 
 torch = pytest.importorskip("torch")
 LM = Path(__file__).parents[1] / "examples" / "lm"
@@ -234,7 +234,7 @@ def test_layers_share_the_budget(lm):
 
 
 def ss_system(reduction):
-    from sketchssm.systems import System
+    from sketchssm.study.systems import System
 
     return System("any", lambda slots, backend: None, reduction)
 

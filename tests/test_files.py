@@ -14,9 +14,9 @@ from samples import parts_of, plan_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate import basis, moments
-from sketchssm.files import KEY, FileFormatError, save_file, write_whole
-from sketchssm.plan import FORMAT as PLAN
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.files import KEY, FileFormatError, save_file, write_whole
+from sketchssm.plans.plan import FORMAT as PLAN
 
 LAYER = Layer("gdn", 1, 2, 2)  # tiny, so that a test can damage every bit of a file
 FORMS = {"plan": PLAN, "moments": moments.FORMAT, "basis": basis.FORMAT}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import sketchssm as ss
-from sketchssm import traffic
-from sketchssm.coefficients import MAPS, CoefficientMap
-from sketchssm.formats import FORMATS, FP8, INT4, INT8, SketchFormat
+from sketchssm.layer.coefficients import MAPS, CoefficientMap
+from sketchssm.layer.formats import FORMATS, FP8, INT4, INT8, SketchFormat
+from sketchssm.plans import traffic
 
 RIDGE = CoefficientMap("ridge")
 

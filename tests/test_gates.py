@@ -7,8 +7,8 @@ import pytest
 from samples import LAYERS, at, gate_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.models import kda_inputs
-from sketchssm.recurrence import FULL_STATE, Layer
 
 LAYER = LAYERS["kda"]
 SLOTS, WINDOW = 4, 3

@@ -13,7 +13,7 @@ from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
 from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Tokens
 
 
 @pytest.fixture(params=SYSTEMS)

@@ -5,9 +5,9 @@ import pytest
 from samples import plan_of, relative, reset_after_nan, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.coefficients import MAPS
-from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
 
 WINDOW = 8
 FORMS = [*((form, name) for form in ("int8", "fp8") for name in MAPS), ("int8+int4", "exact"), ("int8+int4", "ridge")]

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from samples import LAYERS, at, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.overlap import current_scope
-from sketchssm.recurrence import FULL_STATE, KINDS
+from sketchssm.heads.overlap import current_scope
+from sketchssm.layer.recurrence import FULL_STATE, KINDS
 from sketchssm.reference.recurrence import run
 
 SLOTS, WINDOW = 4, 4

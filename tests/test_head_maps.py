@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from samples import plan_of, relative, reset_after_nan, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.cpu.sketch import SketchEngine
 from sketchssm.cpu.small import cholesky
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query

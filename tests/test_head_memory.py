@@ -7,7 +7,7 @@ import pytest
 from samples import LAYERS, at, gate_of, one_block, plan_of, raw_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference.recurrence import run
 
 WINDOW = 4

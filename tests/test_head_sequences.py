@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from samples import LAYERS, at, gate_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, KINDS, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Tokens
 from sketchssm.reference.recurrence import run
 
 SLOTS = 3

@@ -6,7 +6,7 @@ from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
 from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference.recurrence import run
 
 # Relative error of an exact result. Float64: a hundred operations of 2^-53 each. Float32: the same of 2^-24 over some

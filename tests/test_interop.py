@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from array_kinds import REAL, TORCH, Convertible, Elsewhere, Exporter, Standard
 
-from sketchssm.interop import check_out, from_host, is_real, to_host
+from sketchssm.arrays.interop import check_out, from_host, is_real, to_host
 
 
 def address(array):

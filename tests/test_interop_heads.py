@@ -6,8 +6,8 @@ from array_kinds import BFLOAT16, REAL, TORCH, Convertible, Elsewhere, Exporter
 from samples import LAYERS, at, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.interop import is_on_device, to_type
-from sketchssm.recurrence import Tokens
+from sketchssm.arrays.interop import is_on_device, to_type
+from sketchssm.layer.recurrence import Tokens
 
 LAYER = LAYERS["gdn"]
 

@@ -7,8 +7,8 @@ import pytest
 from samples import LAYERS, at, relative, tokens_of
 
 import sketchssm as ss
-from sketchssm.baselines.key_reduction import GROWTH, strong_rrqr
 from sketchssm.reference.recurrence import run
+from sketchssm.study.baselines.key_reduction import GROWTH, strong_rrqr
 
 # A few dozen operations of 2^-53 on numbers of size one.
 ROUNDING = 1e-13

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchssm.checks import check_gates, check_tokens
+from sketchssm.layer.checks import check_gates, check_tokens
+from sketchssm.layer.recurrence import Layer
 from sketchssm.models import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output, prefill_state
-from sketchssm.recurrence import Layer
 
 # A converter computes in float64 and rounds once to float32: half a unit in each element's last place, and a
 # hundredth for the arithmetic before it.

@@ -8,8 +8,8 @@ from samples import LAYERS, at, relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.windows import Carry, walk
-from sketchssm.files import FileFormatError
-from sketchssm.recurrence import KINDS
+from sketchssm.layer.recurrence import KINDS
+from sketchssm.plans.files import FileFormatError
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 

@@ -8,9 +8,9 @@ from hypothesis.extra import numpy as arrays
 from samples import LAYERS, plan_of, relative, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
-from sketchssm.formats import FORMATS, FP8, INT4, INT8, SketchFormat
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
+from sketchssm.layer.formats import FORMATS, FP8, INT4, INT8, SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import maps, narrow
 
 CODES = {"int8": INT8, "fp8": FP8, "int4": INT4}

@@ -8,10 +8,10 @@ from safetensors.numpy import load_file
 from samples import LAYERS, Basis, gate_of, parts_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.coefficients import MAPS, CoefficientMap
-from sketchssm.files import save_file
-from sketchssm.plan import FORMAT
-from sketchssm.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.layer.coefficients import MAPS, CoefficientMap
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.plans.files import save_file
+from sketchssm.plans.plan import FORMAT
 
 LAYER = LAYERS["gdn"]  # 4 heads, K = 6, V = 5
 RANKS = np.array([3, FULL_STATE, 1, 2])

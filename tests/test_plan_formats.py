@@ -8,9 +8,9 @@ from samples import Basis, parts_of, plan_of
 from test_plan import LAYER, RANKS, same
 
 import sketchssm as ss
-from sketchssm import traffic
-from sketchssm.files import save_file
-from sketchssm.plan import FORMAT
+from sketchssm.plans import traffic
+from sketchssm.plans.files import save_file
+from sketchssm.plans.plan import FORMAT
 
 INT8_INT4 = {"map": "ridge", "sketch_dtype": "int8+int4", "wide": [1, 0, 1, 0]}
 

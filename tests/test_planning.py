@@ -13,16 +13,16 @@ from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.plans import calibrate
+from sketchssm.calibrate.traces import Traces
 from sketchssm.cli.plan import _rank_maxes
-from sketchssm.formats import INT4, INT8
-from sketchssm.plan import SketchPlan
-from sketchssm.planning import Candidate, StepTimes, autoplan, candidates
-from sketchssm.planning.report import frontier_table
-from sketchssm.planning.search import PlanPoint, frontier
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.heads.sketch import SketchHead
+from sketchssm.layer.formats import INT4, INT8
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
-from sketchssm.sketch_head import SketchHead
-from sketchssm.traces import Traces
+from sketchssm.study.planning import Candidate, StepTimes, autoplan, candidates
+from sketchssm.study.planning.report import frontier_table
+from sketchssm.study.planning.search import PlanPoint, frontier
 
 WINDOW = 8
 TRIED = candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW), (1,))

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from sketchssm import figures, plots
-from sketchssm.evaluate import LayerResults, Measurement
-from sketchssm.evaluate.registry import FULL_METHOD
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.study import figures, plots
+from sketchssm.study.evaluate import LayerResults, Measurement
+from sketchssm.study.evaluate.registry import FULL_METHOD
 
 HEADER = {".png": b"\x89PNG", ".svg": b"<?xml"}
 

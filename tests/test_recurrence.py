@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from samples import LAYERS, at, relative, states_of, tokens_of
 
-from sketchssm.checks import check_gates, check_slots, check_state, check_tokens
-from sketchssm.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.layer.checks import check_gates, check_slots, check_state, check_tokens
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
 from sketchssm.reference.recurrence import per_head, run, step, transition
 
 # Some hundred float64 operations an element, each within 2^-53 of its terms' size.

@@ -6,8 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import Basis, relative
 
-from sketchssm.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
-from sketchssm.recurrence import Layer
+from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
+from sketchssm.layer.recurrence import Layer
 from sketchssm.reference import maps
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 

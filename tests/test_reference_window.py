@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import HARSH_DECAYS, at, relative, states_of, tokens_of
 
-from sketchssm.recurrence import KINDS, Layer
+from sketchssm.layer.recurrence import KINDS, Layer
 from sketchssm.reference.recurrence import per_head, run, transition
 from sketchssm.reference.window import (
     Ring,

@@ -10,14 +10,14 @@ from test_reference_window import prefix, ring_of
 
 import sketchssm as ss
 from sketchssm.calibrate.refreshes import refresh_errors
-from sketchssm.coefficients import MAPS
-from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import FULL_STATE, KINDS
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, KINDS
+from sketchssm.layer.slots import DUE
 from sketchssm.reference.maps import coefficient_map
 from sketchssm.reference.recurrence import run
 from sketchssm.reference.refresh import HeadPlan, refresh, sketch_state, surrogate
 from sketchssm.reference.window import decay_between, fold
-from sketchssm.slots import DUE
 
 WINDOW, EVERY = 4, 12
 

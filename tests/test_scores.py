@@ -10,10 +10,10 @@ import sketchssm as ss
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import mean_retained
 from sketchssm.calibrate.scores import prefix_basis
-from sketchssm.recurrence import FULL_STATE, KINDS
+from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.recurrence import FULL_STATE, KINDS
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
-from sketchssm.traces import Traces
 
 W = 5
 SUMS = ("error", "paired", "weighted", "sensitivity")

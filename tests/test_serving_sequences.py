@@ -16,7 +16,7 @@ from samples import LAYERS, at, one_block, plan_of, states_of, tokens_of
 from serving_model import DRAFTS, RANKS, SLOTS, WINDOW, Model, Slot, StandardSlot
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, KINDS
+from sketchssm.layer.recurrence import FULL_STATE, KINDS
 
 BACKENDS = ("reference", "cpu")
 # Absolute errors of results of size one. Float64 and float32 round some dozen operations on a path of tokens.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchssm.slots import check_separate
+from sketchssm.layer.slots import check_separate
 
 blocks = st.tuples(st.integers(0, 60), st.integers(1, 12), st.integers(0, 30))  # address, bytes, gap between slots
 

@@ -10,9 +10,9 @@ from safetensors.numpy import save_file as write_tensors
 from samples import at, gate_of, parts_of, plan_of, raw_of, same, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.files import save_file
-from sketchssm.recurrence import FULL_STATE
-from sketchssm.snapshot import FORMAT
+from sketchssm.heads.snapshot import FORMAT
+from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.plans.files import save_file
 
 WINDOW = 4
 RANKS = np.array([FULL_STATE, 2, 3, 1])

@@ -5,7 +5,7 @@ import pytest
 from soak.cases import CASES, WINDOW, server
 from soak.verdicts import SoakError
 
-from sketchssm.slots import DUE, POSITION
+from sketchssm.layer.slots import DUE, POSITION
 
 EVENTS = {
     *("finished", "aborted", "steps", "states", "reset", "load", "adopt", "drafts", "accepted", "refused"),

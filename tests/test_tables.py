@@ -6,8 +6,8 @@ import pytest
 from test_plots import layer_of, system
 
 from sketchssm.cli.output import Output
-from sketchssm.evaluate import tables
-from sketchssm.evaluate.registry import FULL_METHOD
+from sketchssm.study.evaluate import tables
+from sketchssm.study.evaluate.registry import FULL_METHOD
 
 SIDE_BY_SIDE = "Systems: output error @ traffic reduction"
 STANDARD, SKETCH = system("exact/standard", 1, 1e-7), system("sketch/ridge-8", 10.25, 0.02)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchssm.bench import random_tokens
-from sketchssm.recurrence import KINDS, Layer
-from sketchssm.traces import TraceFileError, Traces
+from sketchssm.calibrate.traces import TraceFileError, Traces
+from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.study.bench import random_tokens
 
 SHAPES = {
     "mamba2": Layer("mamba2", 4, 16, 8, 2),
@@ -81,7 +81,7 @@ def test_saved_traces(kind, with_grad, tmp_path):
 def test_shipped_traces_are_small():
     from importlib import resources
 
-    folder = resources.files("sketchssm") / "data"
+    folder = resources.files("sketchssm") / "calibrate" / "data"
     assert sum(len((folder / f"{kind}.npz").read_bytes()) for kind in KINDS) < 6e6
 
 

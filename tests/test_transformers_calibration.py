@@ -12,8 +12,8 @@ from tiny_models import SETTINGS, generate, make, prompt
 import sketchssm as ss
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
-from sketchssm.files import KEY
-from sketchssm.model_plans import ModelPlans
+from sketchssm.plans.files import KEY
+from sketchssm.plans.model_plans import ModelPlans
 
 torch = pytest.importorskip("torch")
 st = ss.transformers
@@ -207,8 +207,8 @@ def edited(path, edit):
     """Rewrite a file of plans with an edited document and tensors, and a checksum that fits."""
     from safetensors.numpy import load_file as load
 
-    from sketchssm.files import save_file
-    from sketchssm.model_plans import FORMAT
+    from sketchssm.plans.files import save_file
+    from sketchssm.plans.model_plans import FORMAT
 
     raw = path.read_bytes()
     document = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"][KEY])

@@ -5,8 +5,8 @@ import pytest
 from tiny_models import SETTINGS, cache_argument, forward, make, prompt
 
 import sketchssm as ss
-from sketchssm import traffic
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans import traffic
 
 torch = pytest.importorskip("torch")
 st = ss.transformers

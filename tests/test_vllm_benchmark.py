@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from test_benchmark_scripts import script
 
-from sketchssm import bench
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study import bench
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from samples import LAYERS, at, plan_of, relative, tokens_of
 
 torch = pytest.importorskip("torch")
 
-from sketchssm.bench import random_plan  # noqa: E402
-from sketchssm.recurrence import FULL_STATE, Tokens  # noqa: E402
+from sketchssm.layer.recurrence import FULL_STATE, Tokens  # noqa: E402
 from sketchssm.reference.recurrence import run  # noqa: E402
+from sketchssm.study.bench import random_plan  # noqa: E402
 from sketchssm.vllm import decoder  # noqa: E402
 from sketchssm.vllm.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402

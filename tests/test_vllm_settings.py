@@ -10,8 +10,8 @@ from samples import LAYERS, plan_of
 torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
-from sketchssm import bench  # noqa: E402
-from sketchssm.slots import SlotPart  # noqa: E402
+from sketchssm.layer.slots import SlotPart  # noqa: E402
+from sketchssm.study import bench  # noqa: E402
 from sketchssm.vllm import plans  # noqa: E402
 from sketchssm.vllm.batches import KnownTokens, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

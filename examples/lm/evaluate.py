@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.cli.output import Output
-from sketchssm.coefficients import DEFAULT_MAP, MAPS
-from sketchssm.formats import FORMATS
-from sketchssm.tables import percent
+from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS
+from sketchssm.layer.formats import FORMATS
+from sketchssm.study.tables import percent
 
 
 @dataclass(frozen=True)

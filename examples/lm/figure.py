@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from sketchssm.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
+from sketchssm.study.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 
 UPPER = ("perplexity", "divergence")
 """Measures of the upper row: increase of perplexity, or divergence of the next token's distribution."""

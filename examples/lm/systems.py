@@ -1,4 +1,4 @@
-"""Decode systems of a whole model: one calibrated `sketchssm.systems.System` for every recurrent layer."""
+"""Decode systems of a whole model: one calibrated `sketchssm.study.systems.System` for every recurrent layer."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,10 +8,15 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
-from sketchssm.backends import common_rank
-from sketchssm.evaluate.baselines import key_reduced_systems, pruned_systems, quantised_systems, read_only_systems
-from sketchssm.recurrence import Tokens
-from sketchssm.systems import exact_systems, sketch_system
+from sketchssm.heads.backends import common_rank
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.study.evaluate.baselines import (
+    key_reduced_systems,
+    pruned_systems,
+    quantised_systems,
+    read_only_systems,
+)
+from sketchssm.study.systems import exact_systems, sketch_system
 
 
 @dataclass(frozen=True)

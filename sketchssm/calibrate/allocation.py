@@ -10,7 +10,7 @@ and of bits,
 
     J(G, w) = J(G) + n8 N(w) + n4 (N(G) - N(w)),
 
-with the score J(G) of a rank, the noise n8 and n4 of the codes (`sketchssm.formats`), and the score N(G) of noise with
+with the score J(G) of a rank, the noise n8 and n4 of the codes (`sketchssm.layer.formats`), and the score N(G) of noise with
 the energy of a read through G columns (`RankScores.noise_objective`). "int8" and "fp8" are the case w = G.
 """
 
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm import traffic
 from sketchssm.calibrate.scores import SCORES, RankScores
-from sketchssm.checks import check_items, check_number, check_size
-from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.recurrence import FULL_STATE, check_instance
+from sketchssm.layer.checks import check_items, check_number, check_size
+from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, check_instance
+from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks", "check_mean_rank"]
@@ -126,7 +126,7 @@ def allocate_ranks(
         down to stay within the budget, and reports the objective and bound of the default score. Default: "gradient"
         if all layers have gradients, else "error".
     map : CoefficientMap or str, default "ridge"
-        Coefficient map, which sets the cost of a rank; see `sketchssm.traffic.sketch_read`.
+        Coefficient map, which sets the cost of a rank; see `sketchssm.plans.traffic.sketch_read`.
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
         Format of the sketches, which sets the cost of a rank. For "int8+int4" the budget is the read traffic at the
         mean rank with half of the columns in 8 bits, and "uniform" gives 8 bits to half of the columns, rounded down.

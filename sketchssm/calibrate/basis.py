@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.moments import Moments
-from sketchssm.checks import check_size
-from sketchssm.files import FileFormat, check_array, load_file, save_file
-from sketchssm.recurrence import Layer, check_instance, check_window
+from sketchssm.layer.checks import check_size
+from sketchssm.layer.recurrence import Layer, check_instance, check_window
+from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SketchBasis", "fit_basis"]

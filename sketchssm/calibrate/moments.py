@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, walk
-from sketchssm.files import FileFormat, check_array, load_file, save_file
-from sketchssm.recurrence import Layer, check_window
+from sketchssm.layer.recurrence import Layer, check_window
+from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["Moments"]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.formats import SketchFormat
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, Tokens
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.refresh import HeadPlan, refresh, sketch_state
 from sketchssm.reference.window import Ring, fold, read_window

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, take_array, walk
-from sketchssm.recurrence import check_instance, check_window
+from sketchssm.layer.recurrence import check_instance, check_window
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SCORES", "RankScores", "prefix_basis"]

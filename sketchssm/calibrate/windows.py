@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm import interop
-from sketchssm.checks import check_gates, check_state, check_tokens
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.arrays import interop
+from sketchssm.layer.checks import check_gates, check_state, check_tokens
+from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.window import Ring, fold, read_window
 

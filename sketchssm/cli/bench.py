@@ -14,11 +14,11 @@ from typing import Any
 import click
 
 import sketchssm
-from sketchssm.backends import ACTIVATIONS
 from sketchssm.cli import options
 from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NOT_NEGATIVE, NUMBERS, PATH
-from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
-from sketchssm.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.heads.backends import ACTIVATIONS
+from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 
 __all__ = ["command"]
 
@@ -106,10 +106,11 @@ def command(
     the outputs of the timed system with the same system in float64: it is the error of the arithmetic, not of the
     sketch.
     """
-    from sketchssm import bench, cuda
+    from sketchssm import cuda
     from sketchssm.cli.output import Output
-    from sketchssm.figures import check
-    from sketchssm.plots import step_times
+    from sketchssm.study import bench
+    from sketchssm.study.figures import check
+    from sketchssm.study.plots import step_times
 
     if backend == "auto":
         backend = "cpu" if cuda.missing() else "cuda"
@@ -183,7 +184,7 @@ def command(
 
 def _check(shapes: Sequence[str], duty: float, peers: bool, raw_gate: bool, device: str) -> None:
     """Refuse unknown shapes, and options of a GPU on a CPU."""
-    from sketchssm import bench
+    from sketchssm.study import bench
 
     for name in shapes:
         if name not in bench.SHAPES:

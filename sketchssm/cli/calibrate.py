@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
     from sketchssm.calibrate.refreshes import RefreshErrors
     from sketchssm.cli.output import Output
-    from sketchssm.model_plans import AllocationSummary
-    from sketchssm.plan import SketchPlan
+    from sketchssm.plans.model_plans import AllocationSummary
+    from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
 __all__ = ["command"]
@@ -79,13 +79,13 @@ def _from_traces(
     output: Output,
 ) -> None:
     """Make one plan for each trace file."""
-    from sketchssm.backends import common_rank
     from sketchssm.calibrate.plans import calibrate, mean_retained, plan_layers, warn_of_limit
     from sketchssm.calibrate.refreshes import refresh_errors
+    from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
-    from sketchssm.model_plans import AllocationSummary
-    from sketchssm.recurrence import check_flush_every
-    from sketchssm.traces import Traces, named_errors
+    from sketchssm.heads.backends import common_rank
+    from sketchssm.layer.recurrence import check_flush_every
+    from sketchssm.plans.model_plans import AllocationSummary
 
     every = check_flush_every(flush_every, settings.window)
     layers = []
@@ -138,8 +138,8 @@ def _show(
     errors: Sequence[RefreshErrors] = (),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Print plans by name, with their errors if there are refreshes; return what JSON holds of each and of all."""
-    from sketchssm.plan import total_reduction
-    from sketchssm.tables import percent, ranks_text, scientific
+    from sketchssm.plans.plan import total_reduction
+    from sketchssm.study.tables import percent, ranks_text, scientific
 
     rows, facts = [], {}
     for name, plan in plans.items():

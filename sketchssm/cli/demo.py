@@ -15,7 +15,7 @@ from sketchssm.cli.options import COUNT, NEW_FOLDER, NUMBERS
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
-    from sketchssm.evaluate import Study
+    from sketchssm.study.evaluate import Study
 
 __all__ = ["command"]
 
@@ -52,11 +52,11 @@ def command(
 
     The reference backend is not timed.
     """
+    from sketchssm.calibrate.traces import Traces
     from sketchssm.cli.output import Output
-    from sketchssm.evaluate import Study, evaluate, select, tables
-    from sketchssm.plots import draw, picture_files
-    from sketchssm.recurrence import KINDS
-    from sketchssm.traces import Traces
+    from sketchssm.layer.recurrence import KINDS
+    from sketchssm.study.evaluate import Study, evaluate, select, tables
+    from sketchssm.study.plots import draw, picture_files
 
     if backend == "reference":
         options.refuse("with --backend reference, which is not timed", ("rows",))
@@ -95,7 +95,7 @@ def _times(
     studies: Sequence[Study], sketches: Sequence[str], backend: str, rows: int, progress: Callable[[str], None]
 ) -> dict[tuple[str, str], float]:
     """Microseconds per token by layer and system."""
-    from sketchssm import bench
+    from sketchssm.study import bench
 
     def case(study: Study) -> bench.Case:
         settings, layer = study.settings, study.calibrated()

@@ -113,14 +113,14 @@ def command(
         options.refuse("without --plots", ("suffix",))
     if plan_file is not None and len(traces) > 1:
         raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
+    from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
-    from sketchssm.evaluate import Study, evaluate, select
-    from sketchssm.evaluate.evaluation import RESULT_FILES
-    from sketchssm.evaluate.tables import all_tables
-    from sketchssm.plan import SketchPlan
-    from sketchssm.plots import draw, picture_files
-    from sketchssm.traces import Traces, named_errors
+    from sketchssm.plans.plan import SketchPlan
+    from sketchssm.study.evaluate import Study, evaluate, select
+    from sketchssm.study.evaluate.evaluation import RESULT_FILES
+    from sketchssm.study.evaluate.tables import all_tables
+    from sketchssm.study.plots import draw, picture_files
 
     files = [] if out is None else [out / name for name in RESULT_FILES]
     if out is not None and plots:
@@ -170,7 +170,7 @@ def _refuse_ignored(families: set[str]) -> None:
 
 def _of_model(source: ModelText, plans_file: Path, backend: str, output: Output) -> None:
     """Compare a model with and without heads."""
-    from sketchssm.tables import percent
+    from sketchssm.study.tables import percent
     from sketchssm.transformers import ModelPlans, evaluate
 
     plans = ModelPlans.load(plans_file)

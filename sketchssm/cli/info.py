@@ -36,9 +36,9 @@ PACKAGES = (
 def command(plan: Path | None, json_file: str | None) -> None:
     """Describe this installation or, given a file, a PLAN or the plans of a model."""
     from sketchssm.cli.output import Output
-    from sketchssm.files import format_of
-    from sketchssm.model_plans import FORMAT
-    from sketchssm.tables import ranks_text
+    from sketchssm.plans.files import format_of
+    from sketchssm.plans.model_plans import FORMAT
+    from sketchssm.study.tables import ranks_text
 
     options.check_files({"PLAN": plan}, json=json_file)
     output = Output(json_file)
@@ -59,7 +59,7 @@ def command(plan: Path | None, json_file: str | None) -> None:
 
 
 def _model(path: Path) -> dict[str, Any]:
-    from sketchssm.model_plans import ModelPlans
+    from sketchssm.plans.model_plans import ModelPlans
 
     plans = ModelPlans.load(path)
     made = plans.allocation
@@ -88,8 +88,8 @@ def _model(path: Path) -> dict[str, Any]:
 def _installation() -> dict[str, Any]:
     import sketchssm
     from sketchssm import cuda
-    from sketchssm.backends import BACKENDS
-    from sketchssm.bench import available_cores
+    from sketchssm.heads.backends import BACKENDS
+    from sketchssm.study.bench import available_cores
 
     lack = cuda.missing()
 
@@ -135,8 +135,8 @@ def _cache_folder() -> str:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    from sketchssm import traffic
-    from sketchssm.plan import SketchPlan
+    from sketchssm.plans import traffic
+    from sketchssm.plans.plan import SketchPlan
 
     plan = SketchPlan.load(path)
     layer = plan.layer

@@ -14,11 +14,11 @@ import click
 from click.core import ParameterSource
 
 from sketchssm import cuda
-from sketchssm.backends import BACKENDS
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.moments import WEIGHTINGS
-from sketchssm.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
-from sketchssm.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.heads.backends import BACKENDS
+from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -77,7 +77,7 @@ NUMBERS = Commas("n,n,...", _number)
 def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any) -> Any:
     """Check for matplotlib before any work if an option needs it: a callback of the option."""
     if value:
-        from sketchssm import figures
+        from sketchssm.study import figures
 
         figures.check()
     return value

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sketchssm.files import write_whole
+from sketchssm.plans.files import write_whole
 
 if TYPE_CHECKING:
-    from sketchssm.model_plans import ModelPlans
-    from sketchssm.plan import SketchPlan
+    from sketchssm.plans.model_plans import ModelPlans
+    from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["Output", "plain", "plan_paths", "save_plans"]
 
@@ -50,7 +50,7 @@ class Output:
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", words: int = 1
     ) -> None:
-        """Print the fields of a `sketchssm.tables.Table`, unless it has no rows."""
+        """Print the fields of a `sketchssm.study.tables.Table`, unless it has no rows."""
         if not rows:
             return
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))

@@ -11,11 +11,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import sketchssm
-from sketchssm.evaluate.evaluation import Evaluation, LayerResults
-from sketchssm.evaluate.tables import ablations, details, systems
-from sketchssm.files import write_whole
-from sketchssm.plots import draw
-from sketchssm.tables import Table
+from sketchssm.plans.files import write_whole
+from sketchssm.study.evaluate.evaluation import Evaluation, LayerResults
+from sketchssm.study.evaluate.tables import ablations, details, systems
+from sketchssm.study.plots import draw
+from sketchssm.study.tables import Table
 
 __all__ = ["write_page"]
 

@@ -9,11 +9,11 @@ import click
 
 from sketchssm.cli import options
 from sketchssm.cli.options import COUNT, NEW_FILE, NUMBERS, PATH, POSITIVE, Commas
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.formats import SketchFormat
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import SketchFormat
 
 if TYPE_CHECKING:
-    from sketchssm.traces import Traces
+    from sketchssm.calibrate.traces import Traces
 
 __all__ = ["command"]
 
@@ -113,12 +113,12 @@ def command(
         options.refuse("without --time-on", ("batch",))
         if microseconds is not None:
             raise click.UsageError("--microseconds: expected --time-on cpu or --time-on cuda with this target")
-    from sketchssm import figures
+    from sketchssm.calibrate.traces import Traces
     from sketchssm.cli.output import Output, plan_paths, save_plans
-    from sketchssm.planning import StepTimes, autoplan, candidates
-    from sketchssm.planning.report import describe, frontier_table
-    from sketchssm.plots import draw_frontier
-    from sketchssm.traces import Traces
+    from sketchssm.study import figures
+    from sketchssm.study.planning import StepTimes, autoplan, candidates
+    from sketchssm.study.planning.report import describe, frontier_table
+    from sketchssm.study.plots import draw_frontier
 
     files = plan_paths(traces, out)
     options.check_files({"TRACES": traces}, out=files, plots=plots, json=json_file)

@@ -1,4 +1,4 @@
-"""Cursor words (`sketchssm.slots`): which rows flush, and how the words and the clock advance after a task."""
+"""Cursor words (`sketchssm.layer.slots`): which rows flush, and how the words and the clock advance after a task."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Record
 from sketchssm.cpu.simd import integers, short_integers
-from sketchssm.slots import DRAFTED_SHIFT, DUE, POSITION
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION
 
 __all__ = ["accepted", "advance", "flushes", "position", "refreshes", "room"]
 

@@ -35,7 +35,7 @@ from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
 from sketchssm.cpu.workers import SERIAL
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 
 __all__ = ["window_kernel"]
 

@@ -13,17 +13,17 @@ import numba
 from numba import types
 from numba.core import caching
 
-from sketchssm.files import source_digest
+from sketchssm.plans.files import source_digest
 
 __all__ = ["Kernel", "entry", "njit", "pasted"]
 
 SOURCES = (
     "cpu/*.py",
-    "recurrence.py",
-    "slots.py",
-    "coefficients.py",
-    "formats.py",
-    "plan.py",
+    "layer/recurrence.py",
+    "layer/slots.py",
+    "layer/coefficients.py",
+    "layer/formats.py",
+    "plans/plan.py",
     "reference/maps.py",
     "reference/narrow.py",
 )

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import from_dtype
 
+from sketchssm.arrays.host_arrays import slot_memory
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.parts import CACHE_LINE, STATE_TYPES, Array, Parts, flat, offsets, own_part, slot_parts
 from sketchssm.cpu.simd import LANES, floats, padded, pointer_cast
-from sketchssm.host_arrays import slot_memory
-from sketchssm.recurrence import KINDS, Layer
-from sketchssm.slots import DUE
+from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.layer.slots import DUE
 
 __all__ = [
     "BFLOAT16",

@@ -46,16 +46,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sketchssm.coefficients import MAPS
 from sketchssm.cpu.columns import COLUMN_LANES
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Memory, Record
 from sketchssm.cpu.parts import Array, Run, flat
 from sketchssm.cpu.simd import LANES, integers, padded
 from sketchssm.cpu.tiles import DOT_ROWS
-from sketchssm.formats import FORMATS
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.coefficients import MAPS
+from sketchssm.layer.formats import FORMATS
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.plans.plan import SketchPlan
 
 __all__ = [
     "BFLOAT",

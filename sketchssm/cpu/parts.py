@@ -1,6 +1,6 @@
 """Parts of a slot and their arrays.
 
-Each part (`sketchssm.slots.SlotPart`) holds one array or several arrays; each array begins on a cache line:
+Each part (`sketchssm.layer.slots.SlotPart`) holds one array or several arrays; each array begins on a cache line:
 
 ======  =======  ========================  ======================================================================
 part    array    shape                     contents
@@ -42,8 +42,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.cpu.simd import padded
-from sketchssm.recurrence import Layer
-from sketchssm.slots import SlotPart
+from sketchssm.layer.recurrence import Layer
+from sketchssm.layer.slots import SlotPart
 
 __all__ = [
     "CACHE_LINE",

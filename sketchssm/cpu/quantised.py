@@ -20,7 +20,7 @@ from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.simd import floats, integers
 from sketchssm.cpu.standard import StandardEngine
 from sketchssm.cpu.workers import SERIAL, run
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.quantise import Grid
 
 __all__ = ["CopyEngine", "QuantisedEngine"]
@@ -46,13 +46,13 @@ class QuantisedEngine(StandardEngine):
         self.bits, self.residual_bits = bits, residual_bits
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         for t in range(out.shape[1]):
             out[:, t] = _one_token(super().step, tokens, t, slots, out)
             self._requantise(slots)
 
     def adopt(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().adopt(slots)
         self._requantise(slots)
 
@@ -82,24 +82,24 @@ class CopyEngine(ReplayEngine):
         self.bits = bits
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         for t in range(out.shape[1]):
             out[:, t] = _one_token(super().step, tokens, t, slots, out)
             live = slots[slots >= 0]
             self._renew(live[self.position[live] == 0])
 
     def adopt(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().adopt(slots)
         self._renew(slots)
 
     def flush(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().flush(slots)
         self._renew(slots)
 
     def reset(self, slots: npt.NDArray[np.int64]) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().reset(slots)
         self._renew(slots)
 

@@ -47,7 +47,7 @@ from sketchssm.cpu.simd import (
 from sketchssm.cpu.states import widen
 from sketchssm.cpu.tiles import combine, dots
 from sketchssm.cpu.window import buffer_token, carry_decays, full_state_query, weigh
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 
 __all__ = ["keep_drafts", "read", "read_drafts"]
 

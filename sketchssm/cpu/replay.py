@@ -11,8 +11,8 @@ from sketchssm.cpu.packed import Packing, full_states
 from sketchssm.cpu.parts import Array, slot_parts, window_parts
 from sketchssm.cpu.standard import Slots, StandardEngine
 from sketchssm.cpu.workers import run, worker_count
-from sketchssm.recurrence import Layer, Tokens
-from sketchssm.slots import MAX_DRAFTS, SlotPart
+from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.slots import MAX_DRAFTS, SlotPart
 
 __all__ = ["ReplayEngine"]
 
@@ -58,25 +58,25 @@ class ReplayEngine(StandardEngine):
     def parts_of(  # type: ignore[override]
         layer: Layer, window: int, *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.Engine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.Engine`."""
         return slot_parts(window_parts(layer, window, state_dtype))
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._memory.set(task=STEP)
         run(window_kernel, self._memory, slots, tokens, out, rounds=out.shape[1])
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._memory.set(task=FLUSH)
         run(window_kernel, self._memory, slots)
 
     def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._memory.set(task=DRAFT, counts=lengths.ctypes.data)
         run(window_kernel, self._memory, slots, tokens, out)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._memory.set(task=COMMIT, counts=accepted.ctypes.data)
         run(window_kernel, self._memory, slots)

@@ -14,9 +14,9 @@ from sketchssm.cpu.parts import Array, Parts, slot_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.standard import Slots
 from sketchssm.cpu.workers import run
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Tokens
-from sketchssm.slots import SlotPart
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.layer.slots import SlotPart
+from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["SketchEngine"]
 
@@ -31,7 +31,7 @@ class SketchEngine(ReplayEngine):
     num_slots : int
         Number of state slots.
     sketch_dtype : str
-        Format in which sketches and coefficient maps are stored, of `sketchssm.formats`. A mixed format is the plan's.
+        Format in which sketches and coefficient maps are stored, of `sketchssm.layer.formats`. A mixed format is the plan's.
     state_dtype, memory, phase
         See `ReplayEngine`.
     deferred : bool, default False
@@ -57,11 +57,11 @@ class SketchEngine(ReplayEngine):
     def parts_of(  # type: ignore[override]
         plan: SketchPlan, sketch_dtype: str = "bfloat16", *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.Engine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.Engine`."""
         return slot_parts(_plan_parts(plan, sketch_dtype, state_dtype)[1])
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         if not self._deferred:
             super().step(tokens, slots, out)
             return
@@ -76,13 +76,13 @@ class SketchEngine(ReplayEngine):
                 self.flush(full)
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().adopt(slots)
         self._memory.set(task=REBUILD)
         run(window_kernel, self._memory, slots)
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().reset(slots)
         if "sketch" in self.memory:
             # a zero sketch reads a zero state correctly through any finite map

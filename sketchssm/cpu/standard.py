@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.arrays.host_arrays import HostArrays
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import (
     COMMIT,
@@ -27,9 +28,8 @@ from sketchssm.cpu.parts import Array, slot_parts, standard_parts
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.workers import SERIAL, run, worker_count
-from sketchssm.host_arrays import HostArrays
-from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
-from sketchssm.slots import DRAFTED_SHIFT, DUE, POSITION, SlotPart
+from sketchssm.layer.recurrence import PAD_SLOT, Layer, Tokens
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION, SlotPart
 
 __all__ = ["StandardEngine"]
 
@@ -74,16 +74,16 @@ class StandardEngine:
 
     @staticmethod
     def parts_of(layer: Layer, *, state_dtype: str = "float32", drafts: int = 0) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.Engine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.Engine`."""
         return slot_parts(standard_parts(layer, state_dtype, drafts))
 
     @property
     def position(self) -> npt.NDArray[np.int32]:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         return self._memory.cursor & POSITION
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
-        """See `sketchssm.engine.Engine`: calls every kernel once, on a row of padding; drafts use those of steps."""
+        """See `sketchssm.heads.engine.Engine`: calls every kernel once, on a row of padding; drafts use those of steps."""
         layer, row = self._memory.layer, np.array([PAD_SLOT])
         shapes = layer.token_shapes()
         token = Tokens(*(np.zeros((1, 1, *shapes[x]), np.float32) if x in shapes else None for x in Tokens._fields))
@@ -93,35 +93,35 @@ class StandardEngine:
         self.reset(row)
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         if self.drafts:
             self.flush(slots)
         self._memory.set(task=STEP)
         run(standard_kernel, self._memory, slots, tokens, out)
 
     def load_state(self, state: Array, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = slots >= 0
         with np.errstate(over="ignore"):  # a number beyond the range of float16 becomes infinite
             self.state[slots[live]] = state[live]  # the index copies: `state` may be this memory
         self.adopt(slots)
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._memory.cursor[slots[slots >= 0]] = 0
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = slots[slots >= 0]
         self.memory["state"][live] = 0
         self._memory.begin(live)
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._memory.begin(slots[slots >= 0])
 
     def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = slots >= 0
         index = slots[live]
         for name, x in (("keys", tokens.k), ("values", tokens.v), ("gates", tokens.g), ("betas", tokens.beta)):
@@ -132,7 +132,7 @@ class StandardEngine:
         run(standard_kernel, self._memory, slots, tokens, out)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = slots >= 0
         index, counts = slots[live], accepted[live]
         ring = {name: self.memory[name][index] for name in ("keys", "values", "gates", "betas") if name in self.memory}
@@ -142,7 +142,7 @@ class StandardEngine:
         self._memory.cursor[index] = 0
 
     def copy(self, src: Slots, dst: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = (src >= 0) & (dst >= 0)
         src, dst = src[live], dst[live]
         for array in self.memory.values():
@@ -150,12 +150,12 @@ class StandardEngine:
         self._memory.cursor[dst] &= POSITION | DUE
 
     def rejoin(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live, cursor = slots[slots >= 0], self._memory.cursor
         cursor[live] = (cursor[live] & POSITION) | self._memory.stroke
 
     def left_out(self) -> int:
-        """See `sketchssm.engine.Engine`: `HostArrays` has refused wrong slots."""
+        """See `sketchssm.heads.engine.Engine`: `HostArrays` has refused wrong slots."""
         return 0
 
 

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 from sketchssm.cpu.jit import Kernel, entry, njit
 from sketchssm.cpu.layout import Memory, call_record
 from sketchssm.cpu.parts import Array
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 
 __all__ = ["SERIAL", "run", "worker_count"]
 

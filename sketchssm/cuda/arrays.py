@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm import interop
+from sketchssm.arrays import interop
 from sketchssm.cuda.call_arguments import DEVICE, HOST, CallArguments, in_place
 from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import Framework, export
@@ -20,8 +20,8 @@ from sketchssm.cuda.launch import capture_of
 from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
 from sketchssm.cuda.side import SideStream
 from sketchssm.cuda.workspaces import stream_key
-from sketchssm.recurrence import PAD_SLOT, Layer, Tokens
-from sketchssm.slots import MAX_DRAFTS
+from sketchssm.layer.recurrence import PAD_SLOT, Layer, Tokens
+from sketchssm.layer.slots import MAX_DRAFTS
 
 __all__ = ["DeviceArrays"]
 
@@ -30,7 +30,7 @@ NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
 
 
 class DeviceArrays(CallArguments):
-    """The arrays of one engine's calls: implements both `sketchssm.engine.Arrays` and `Call`.
+    """The arrays of one engine's calls: implements both `sketchssm.heads.engine.Arrays` and `Call`.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class DeviceArrays(CallArguments):
         self._state_dtype = state_dtype
         self._layout: CallLayout | None = None  # of the last call
         self._stream: Any = None
-        self.direct: Any = None  # see `sketchssm.engine.Arrays`
+        self.direct: Any = None  # see `sketchssm.heads.engine.Arrays`
         self.side: SideStream | None = None  # of an engine with deferred flushes
         self._made: Any = None  # the array that the kernels write
         self._uploaded: tuple[Any, Any] = (None, None)
@@ -109,7 +109,7 @@ class DeviceArrays(CallArguments):
     # One call
 
     def call(self, *arrays: Any) -> DeviceArrays:
-        """See `sketchssm.engine.Arrays`."""
+        """See `sketchssm.heads.engine.Arrays`."""
         for array in arrays:
             framework = None if array is None else self._framework_of(array)
             if framework is not None:
@@ -140,7 +140,7 @@ class DeviceArrays(CallArguments):
         self.device.__exit__(*error)
 
     def view(self, state: Any) -> Any:
-        """See `sketchssm.engine.Arrays`."""
+        """See `sketchssm.heads.engine.Arrays`."""
         if self.side is not None:
             self.side.join()
         with self.device:
@@ -150,7 +150,7 @@ class DeviceArrays(CallArguments):
         return state
 
     def slots(self, slots: Any, batch: int | None, capacity: int, name: str = "slots", repeats: bool = False) -> Slots:
-        """See `sketchssm.engine.Call`."""
+        """See `sketchssm.heads.engine.Call`."""
         if slots is not None:
             for of_type, flags in NUMBER_FLAGS.items():
                 address = self._framework.address(slots, of_type)
@@ -169,11 +169,11 @@ class DeviceArrays(CallArguments):
         return Slots(address, shape, flags | COUNTED, (0, 0) if repeats else (0, shape[0]))
 
     def lengths(self, lengths: Any, slots: Slots, tokens: int) -> Slots | None:
-        """See `sketchssm.engine.Call`; None stands for all tokens."""
+        """See `sketchssm.heads.engine.Call`; None stands for all tokens."""
         return None if lengths is None else self._counts("lengths", lengths, slots.shape[0], tokens)
 
     def accepted(self, accepted: Any, slots: Slots, cursor: Any) -> Slots:
-        """See `sketchssm.engine.Call`; the kernel compares with the cursors."""
+        """See `sketchssm.heads.engine.Call`; the kernel compares with the cursors."""
         return self._counts("accepted", accepted, slots.shape[0], MAX_DRAFTS)
 
     def _counts(self, name: str, counts: Any, batch: int, most: int) -> Slots:
@@ -211,7 +211,7 @@ class DeviceArrays(CallArguments):
     def inputs(
         self, given: Tokens, slots: Any, out: Any, several: bool, capacity: int, lengths: Slots | None = None
     ) -> tuple[StepInputs, Slots, Pointer]:
-        """See `sketchssm.engine.Call`."""
+        """See `sketchssm.heads.engine.Call`."""
         shape = given.v.shape
         index = self.slots(slots, shape[0], capacity)
         activation = self._activation_dtype or self._narrowest(given)
@@ -235,7 +235,7 @@ class DeviceArrays(CallArguments):
         return tokens, index, self._target(out, layout, addresses, extents)
 
     def states(self, state: Any, slots: Any) -> Pointer:
-        """See `sketchssm.engine.Call`."""
+        """See `sketchssm.heads.engine.Call`."""
         shape = tuple(state.shape)
         one = ArrayLayout("state", self._state_dtype, shape[0], 1, shape[1:], False)
         address = self._framework.address(state, self._state_dtype)
@@ -251,29 +251,29 @@ class DeviceArrays(CallArguments):
         return Pointer(address, shape, row)
 
     def host_slots(self, slots: Any, batch: int | None, capacity: int) -> npt.NDArray[np.int64]:
-        """See `sketchssm.engine.Call`; waits for the device."""
+        """See `sketchssm.heads.engine.Call`; waits for the device."""
         found = None if slots is None else self._on_device(slots, "slots")
         return self._host.slots(slots if found is None else _to_host(found[1]), batch, capacity)
 
     def handed_out(self, array: Any) -> Any:
-        """See `sketchssm.engine.Call`."""
+        """See `sketchssm.heads.engine.Call`."""
         if self._outer is not None:  # a caller who reads the array through CuPy knows only this stream
             self._outer.wait_event(self._cupy.cuda.get_current_stream().record())
         return array
 
     def fetch(self, array: Any, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """See `sketchssm.engine.Call`; waits for the device."""
+        """See `sketchssm.heads.engine.Call`; waits for the device."""
         array = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
         rows: npt.NDArray[Any] = array[self._cupy.asarray(slots)].get()
         return rows
 
     def store(self, array: Any, slots: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
-        """See `sketchssm.engine.Call`."""
+        """See `sketchssm.heads.engine.Call`."""
         array = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
         array[self._cupy.asarray(slots)] = self._cupy.asarray(np.ascontiguousarray(rows).view(array.dtype))
 
     def result(self, written: Any, v: Any, out: Any) -> Any:
-        """See `sketchssm.engine.Call`."""
+        """See `sketchssm.heads.engine.Call`."""
         made, framework = self._made, self._framework
         if made is out:
             return out

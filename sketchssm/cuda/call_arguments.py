@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm import interop
+from sketchssm.arrays import interop
+from sketchssm.arrays.host_arrays import HostArrays
 from sketchssm.cuda.call_layout import ArrayLayout
 from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays
 from sketchssm.cuda.launch import capture_of
-from sketchssm.host_arrays import HostArrays
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 
 __all__ = ["CallArguments"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from sketchssm.interop import host_type
+from sketchssm.arrays.interop import host_type
 
 __all__ = ["ALIGNMENT", "ArrayLayout", "CallLayout"]
 

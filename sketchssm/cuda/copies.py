@@ -67,6 +67,6 @@ class Copier:
             self._copy(-(-self._units // units), THREADS, workspace + PAIRS, count, units)
 
     def rejoin(self, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         if slots.shape[0]:
             self._rejoin(1, THREADS, *slots.arguments, slots.shape[0])

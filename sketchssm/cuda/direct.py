@@ -15,7 +15,7 @@ from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.frameworks import TorchArrays
 from sketchssm.cuda.launch import Launcher, driver_addresses
 from sketchssm.cuda.workspaces import PER_THREAD, WORDS
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 __all__ = ["DirectStep"]
 

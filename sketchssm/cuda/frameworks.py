@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from sketchssm import interop
+from sketchssm.arrays import interop
 
 __all__ = ["CupyArrays", "Framework", "TorchArrays", "export"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.coefficients import RIDGE_FLOOR
-from sketchssm.formats import SketchFormat
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.coefficients import RIDGE_FLOOR
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
 

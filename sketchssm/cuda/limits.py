@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sketchssm.backends import UnsupportedError
 from sketchssm.cuda.modules import Variant, load, size_of
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer
+from sketchssm.heads.backends import UnsupportedError
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
 

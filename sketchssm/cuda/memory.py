@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.arrays.interop import host_type
 from sketchssm.cuda.layout import PackedPlan
-from sketchssm.interop import host_type
-from sketchssm.recurrence import Layer
-from sketchssm.slots import SlotPart, check_memory, check_separate
+from sketchssm.layer.recurrence import Layer
+from sketchssm.layer.slots import SlotPart, check_memory, check_separate
 
 __all__ = [
     "ALIGNMENT",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 
 __all__ = ["FLUSH_SHARE", "blocks_per_multiprocessor"]
 

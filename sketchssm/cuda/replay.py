@@ -23,11 +23,11 @@ from sketchssm.cuda.side import SideStream
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
 from sketchssm.cuda.workspaces import MAX_ROWS, SLOTS
-from sketchssm.recurrence import Layer
-from sketchssm.slots import DUE, SlotPart
+from sketchssm.layer.recurrence import Layer
+from sketchssm.layer.slots import DUE, SlotPart
 
 if TYPE_CHECKING:
-    from sketchssm.gates import GateInput
+    from sketchssm.arrays.gates import GateInput
 
 __all__ = ["ReplayEngine"]
 
@@ -120,7 +120,7 @@ class ReplayEngine(StandardEngine):
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         raw_gate = bool(self._raw_gate)
         return slot_parts(self.layer, self.flush_every, self._packed, self.state_dtype, self._settled, raw_gate)
 
@@ -133,7 +133,7 @@ class ReplayEngine(StandardEngine):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         activation = activation_dtype or "bfloat16"
         return slot_parts(layer, window, pack_full_state(layer), state_dtype, activation, gate is not None)
 
@@ -223,7 +223,7 @@ class ReplayEngine(StandardEngine):
             self.arrays.device.synchronize()  # the next call may be on any stream too
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._prepare()
         batch, length = out.shape[:2]
         spans: list[tuple[int, int]] = [(0, batch)] if batch else []
@@ -281,7 +281,7 @@ class ReplayEngine(StandardEngine):
             self._direct.learn(batch, grids + [refresh.grid(batch) for refresh in self._refresh], address)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._prepare()
         read = self._load_drafts()
         batch, length = out.shape[:2]
@@ -307,7 +307,7 @@ class ReplayEngine(StandardEngine):
             read(blocks, threads, *inputs, *tokens.steps, *checked)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._load_commit()(accepted, slots)
 
     def _draft_variant(self) -> Variant:
@@ -351,7 +351,7 @@ class ReplayEngine(StandardEngine):
             self._flush[mode](blocks, self._flush_threads, *NO_TOKENS, *part.arguments, batch, 0, 0, 0, 0, workspace)
 
     def load_state(self, state: Pointer, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().load_state(state, slots.again() if self.ring else slots)
         if not self.ring:  # the flush kernel must know the ring's type: the first step sketches, when it is settled
             self._unsketched = True
@@ -360,18 +360,18 @@ class ReplayEngine(StandardEngine):
         self._rebuild(slots, LOAD)
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         if self.ring:  # without a ring nothing is buffered
             self._prepare(late=False)
             self._rebuild(slots, FOLD)
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         super().reset(slots)
         self._set_sketch(None, slots.again())
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         if not self.ring:  # as in `load_state`
             self._unsketched = True
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sketchssm.cuda.launch import capture_of
-from sketchssm.overlap import current_scope
+from sketchssm.heads.overlap import current_scope
 
 __all__ = ["SideStream"]
 

@@ -8,11 +8,11 @@ from sketchssm.cuda.layout import pack_plan
 from sketchssm.cuda.limits import check_plan
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.replay import ReplayEngine
-from sketchssm.plan import SketchPlan
-from sketchssm.slots import SlotPart
+from sketchssm.layer.slots import SlotPart
+from sketchssm.plans.plan import SketchPlan
 
 if TYPE_CHECKING:
-    from sketchssm.gates import GateInput
+    from sketchssm.arrays.gates import GateInput
 
 __all__ = ["SketchEngine"]
 
@@ -59,7 +59,7 @@ class SketchEngine(ReplayEngine):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         packed = pack_plan(plan, sketch_dtype)
         activation = activation_dtype or "bfloat16"
         return slot_parts(plan.layer, plan.flush_every, packed, state_dtype, activation, gate is not None)

@@ -20,11 +20,11 @@ from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SLOTS, SlotWriter, part_of
 from sketchssm.cuda.standard_drafts import StandardDrafts, standard_draft_variant
 from sketchssm.cuda.workspaces import Workspaces
-from sketchssm.recurrence import PAD_SLOT, Layer
-from sketchssm.slots import POSITION, SlotPart
+from sketchssm.layer.recurrence import PAD_SLOT, Layer
+from sketchssm.layer.slots import POSITION, SlotPart
 
 if TYPE_CHECKING:
-    from sketchssm.gates import GateInput
+    from sketchssm.arrays.gates import GateInput
 
 __all__ = ["StandardEngine"]
 
@@ -177,18 +177,18 @@ class StandardEngine:
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         return _parts(layer, state_dtype, drafts, activation_dtype or "bfloat16", gate is not None)
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         activation = self._settled if self._most_drafts else ""
         return _parts(self.layer, self.state_dtype, self._most_drafts, activation, bool(self._raw_gate))
 
     @property
     def position(self) -> Any:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         return self.cursor & POSITION
 
     @property
@@ -218,7 +218,7 @@ class StandardEngine:
         }
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
-        """See `sketchssm.engine.Engine`; kernels are compiled in parallel."""
+        """See `sketchssm.heads.engine.Engine`; kernels are compiled in parallel."""
         self.arrays.warmup(activation_dtype or self.arrays.activation_dtype or "bfloat16", self.num_slots)
         warmup([*self.variants(), SLOTS, COPY, *((self._draft_variant(), COMMIT) if drafts else ())])
         self._prepare()
@@ -258,7 +258,7 @@ class StandardEngine:
         self._direct = DirectStep(self.arrays, self.layer, [(self._step, values)], self.num_slots)
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._prepare()
         batch, length = out.shape[:2]
         if batch and length:
@@ -280,7 +280,7 @@ class StandardEngine:
                 self._direct.learn(batch, [grid], 0)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         self._prepare()
         drafts = self._load_drafts()
         batch, length = out.shape[:2]
@@ -290,7 +290,7 @@ class StandardEngine:
             drafts.draft(self._standard_grid(batch), *inputs, *slots.arguments, batch, length, *counts)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         if self._drafts is not None and slots.shape[0]:  # None: nothing was drafted
             self._drafts.commit(self._standard_grid(slots.shape[0]), accepted, slots)
 
@@ -303,32 +303,32 @@ class StandardEngine:
         return -(-tasks // warps), 32 * warps
 
     def load_state(self, state: Pointer, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._set_state(state, slots)
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         if self._drafts is not None:
             self._drafts.drop(slots)
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._set_state(None, slots)
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         self._set_state.begin(slots)
 
     def copy(self, src: Slots, dst: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         self._copies().copy(src, dst, self._workspaces.get()[0].data.ptr)
 
     def rejoin(self, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         self._copies().rejoin(slots)
 
     def left_out(self) -> int:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         self.arrays.device.synchronize()
         count = int(self._left_out.get()[0])
         if count:

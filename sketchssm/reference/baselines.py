@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.engines import ReplayEngine, StandardEngine
 from sketchssm.reference.quantise import round_trip
 from sketchssm.reference.recurrence import Array

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.formats import SketchFormat
-from sketchssm.host_arrays import HostArrays, slot_memory
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.arrays.host_arrays import HostArrays, slot_memory
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.reference.sketched import read_state
 from sketchssm.reference.window import Ring, fold, read_window
-from sketchssm.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
 
@@ -68,19 +68,19 @@ class StandardEngine:
 
     @staticmethod
     def parts_of(layer: Layer, *, state_dtype: str = "float32", drafts: int = 0) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         return _parts(layer, drafts)
 
     @property
     def position(self) -> npt.NDArray[np.int32]:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         return self._cursor & POSITION
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
-        """See `sketchssm.engine.Engine`: there is nothing to compile."""
+        """See `sketchssm.heads.engine.Engine`: there is nothing to compile."""
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = slots >= 0
         out[~live] = 0.0
         for t in range(out.shape[1] if slots.size else 0):
@@ -105,7 +105,7 @@ class StandardEngine:
         self._cursor[slots] |= self._clock & DUE
 
     def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         out[...] = 0.0
         for row in np.flatnonzero(slots >= 0):
             slot, length = slots[row], int(lengths[row])
@@ -118,7 +118,7 @@ class StandardEngine:
             self._cursor[slot] = length << DRAFTED_SHIFT
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         for row in np.flatnonzero(slots >= 0):
             slot = slots[row]
             for t in range(accepted[row]):
@@ -129,27 +129,27 @@ class StandardEngine:
             self._cursor[slot] = 0
 
     def load_state(self, state: Array, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         live = slots >= 0
         self.state[slots[live]] = self._rounded(state[live])  # the index copies: `state` may be this memory
         self.adopt(slots)
 
     def adopt(self, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         for slot in slots[slots >= 0]:
             self._begin(slot, self._stroke)
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self._cursor[slots[slots >= 0]] = 0
 
     def reset(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         self.state[slots[slots >= 0]] = 0.0
         self.adopt(slots)
 
     def copy(self, src: Slots, dst: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         live = (src >= 0) & (dst >= 0)
         src, dst = src[live], dst[live]
         for array in self.memory.values():
@@ -157,12 +157,12 @@ class StandardEngine:
         self._cursor[dst] &= POSITION | DUE
 
     def rejoin(self, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         live = slots[slots >= 0]
         self._cursor[live] = (self._cursor[live] & POSITION) | self._stroke
 
     def left_out(self) -> int:
-        """See `sketchssm.engine.ExactEngine`: `HostArrays` has refused such slots."""
+        """See `sketchssm.heads.engine.ExactEngine`: `HostArrays` has refused such slots."""
         return 0
 
     @property
@@ -241,7 +241,7 @@ class ReplayEngine(StandardEngine):
     def parts_of(  # type: ignore[override]
         layer: Layer, window: int, *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         return _parts(layer, window)
 
     def _token(self, slot: int, token: Tokens) -> Array:
@@ -274,7 +274,7 @@ class ReplayEngine(StandardEngine):
         return state
 
     def draft(self, tokens: Tokens, lengths: Slots, slots: Slots, out: Array) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         out[...] = 0.0
         stroke = 0  # if the clock has no room for the draft, all slots of the call fold with the clock
         if self._clock is not None and self._folds_before(self._clock, out.shape[1]):
@@ -314,7 +314,7 @@ class ReplayEngine(StandardEngine):
         return position if used + length < self.window else position - used + self.window
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
-        """See `sketchssm.engine.ExactEngine`."""
+        """See `sketchssm.heads.engine.ExactEngine`."""
         live = slots >= 0
         index = slots[live]
         words = self._cursor[index]
@@ -327,7 +327,7 @@ class ReplayEngine(StandardEngine):
                 self._cursor[index] |= DUE
 
     def flush(self, slots: Slots) -> None:
-        """See `sketchssm.engine.Engine`."""
+        """See `sketchssm.heads.engine.Engine`."""
         for slot in slots[slots >= 0]:
             if self.position[slot]:
                 self._fold(slot, self.position[slot])
@@ -362,7 +362,7 @@ class SketchEngine(ReplayEngine):
     def parts_of(  # type: ignore[override]
         plan: SketchPlan, sketch_dtype: str = "float32", *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.engine.ExactEngine`."""
+        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         return _parts(plan.layer, plan.flush_every)
 
     def _token(self, slot: int, token: Tokens) -> Array:

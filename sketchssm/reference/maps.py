@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sketchssm.coefficients import RIDGE_FLOOR, CoefficientMap
+from sketchssm.layer.coefficients import RIDGE_FLOOR, CoefficientMap
 from sketchssm.reference.recurrence import Array
 
 __all__ = [

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.formats import Code, SketchFormat
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import Code, SketchFormat
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import Array
 

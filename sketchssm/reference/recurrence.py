@@ -1,7 +1,7 @@
 """The recurrence, token by token. Tests compare every other form with it.
 
 All functions here use the paper's orientation, ``S`` of shape ``(..., K, V)``, in float64, with one entry per
-value head on the leading axes (see `sketchssm.recurrence.Layer.expand_keys`).
+value head on the leading axes (see `sketchssm.layer.recurrence.Layer.expand_keys`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.checks import check_tokens
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.layer.checks import check_tokens
+from sketchssm.layer.recurrence import Layer, Tokens
 
 __all__ = ["Array", "per_head", "run", "step", "transition"]
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sketchssm.coefficients import CoefficientMap
-from sketchssm.formats import SketchFormat
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import SketchFormat
 from sketchssm.reference.narrow import sketched_read, stored
 from sketchssm.reference.recurrence import Array
 from sketchssm.reference.window import Ring, fold

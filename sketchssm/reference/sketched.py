@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sketchssm.formats import SketchFormat
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array
 from sketchssm.reference.refresh import HeadPlan, refresh, sketch_state
 from sketchssm.reference.window import Ring

@@ -13,7 +13,7 @@ if missing := [name for name in ("torch", "transformers") if find_spec(name) is 
         f"sketchssm.transformers needs {' and '.join(missing)}; install with: pip install 'sketchssm[transformers]'"
     )
 
-from sketchssm.model_plans import ModelPlans
+from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.transformers.calibration import calibrate, fingerprint
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
 from sketchssm.transformers.modeling import RecurrentLayer, layers

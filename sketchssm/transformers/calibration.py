@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sketchssm.backends import common_rank
 from sketchssm.calibrate.allocation import METHODS, check_mean_rank
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import mean_retained, plan_layers, warn_of_limit
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
-from sketchssm.recurrence import Tokens, check_flush_every, check_window
+from sketchssm.heads.backends import common_rank
+from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
+from sketchssm.layer.recurrence import Tokens, check_flush_every, check_window
+from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows

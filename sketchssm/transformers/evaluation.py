@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sketchssm import traffic
-from sketchssm.baselines import ReplayHead
-from sketchssm.exact import ExactHead
-from sketchssm.plan import SketchPlan
-from sketchssm.sketch_head import SketchHead
-from sketchssm.systems import exact_systems
+from sketchssm.heads.exact import ExactHead
+from sketchssm.heads.sketch import SketchHead
+from sketchssm.heads.standard import ReplayHead
+from sketchssm.plans import traffic
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.systems import exact_systems
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
@@ -32,7 +32,7 @@ class LayerTraffic(NamedTuple):
     standard : float
         Traffic of standard decode.
     patched : float
-        Traffic of the layer's head, see `sketchssm.traffic`.
+        Traffic of the layer's head, see `sketchssm.plans.traffic`.
     """
 
     standard: float

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from sketchssm.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import Layer, Tokens
 
 __all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from sketchssm.baselines import ReplayHead, StandardHead
-from sketchssm.exact import ExactHead
-from sketchssm.head import check_capacity
-from sketchssm.model_plans import ModelPlans
-from sketchssm.plan import SketchPlan
-from sketchssm.sketch_head import SketchHead
+from sketchssm.heads.exact import ExactHead
+from sketchssm.heads.head import check_capacity
+from sketchssm.heads.sketch import SketchHead
+from sketchssm.heads.standard import ReplayHead, StandardHead
+from sketchssm.plans.model_plans import ModelPlans
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.torch import DecodeLayer
 from sketchssm.transformers.calibration import fingerprint
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sketchssm.checks import check_items
-from sketchssm.recurrence import Tokens
-from sketchssm.traces import Traces
+from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.checks import check_items
+from sketchssm.layer.recurrence import Tokens
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
 __all__ = ["Recording", "record"]

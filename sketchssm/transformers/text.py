@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sketchssm import interop
-from sketchssm.checks import check_items
+from sketchssm.arrays import interop
+from sketchssm.layer.checks import check_items
 
 __all__ = ["Ids", "check_ids", "run_row", "token_rows"]
 

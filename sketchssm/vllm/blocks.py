@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sketchssm.slots import SlotPart
+from sketchssm.layer.slots import SlotPart
 
 __all__ = ["BlockLayout", "as_memory"]
 

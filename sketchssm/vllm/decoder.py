@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from sketchssm.baselines import ReplayHead, StandardHead
-from sketchssm.exact import ExactHead
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer
-from sketchssm.sketch_head import SketchHead
-from sketchssm.slots import SlotPart, drafted
+from sketchssm.heads.exact import ExactHead
+from sketchssm.heads.sketch import SketchHead
+from sketchssm.heads.standard import ReplayHead, StandardHead
+from sketchssm.layer.recurrence import Layer
+from sketchssm.layer.slots import SlotPart, drafted
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.vllm.batches import DecodeRows, PrefillRows
 from sketchssm.vllm.blocks import BlockLayout, as_memory
 

@@ -21,8 +21,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 from vllm.platforms import current_platform
 
-from sketchssm.gates import GateInput
-from sketchssm.recurrence import Layer
+from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.recurrence import Layer
 from sketchssm.vllm.blocks import BlockLayout
 from sketchssm.vllm.decoder import LayerDecoder, Recipe
 from sketchssm.vllm.metadata import BatchMetadata

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sketchssm import backends
+from sketchssm.heads import backends
 
 __all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
 

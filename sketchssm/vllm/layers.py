@@ -9,8 +9,8 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from sketchssm.gates import GateInput
-from sketchssm.recurrence import Layer
+from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.recurrence import Layer
 from sketchssm.vllm import inputs
 from sketchssm.vllm.batches import DecodeRows
 from sketchssm.vllm.head_layer import HeadLayer

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sketchssm.model_plans import ModelPlans
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.model_plans import ModelPlans
+from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["load_plans", "plan_of", "sharded"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sketchssm.slots import MAX_DRAFTS
+from sketchssm.layer.slots import MAX_DRAFTS
 
 __all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
 

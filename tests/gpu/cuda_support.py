@@ -4,8 +4,8 @@ import numpy as np
 from samples import gate_of, map_of
 
 from sketchssm.cuda import replay, sketch, standard
-from sketchssm.plan import SketchPlan
-from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.engines import SketchEngine as ReferenceEngine
 
 # float32 arithmetic over a few hundred tokens; the reference takes the same rounded inputs in float64
@@ -311,8 +311,8 @@ extern "C" __global__ void raw_gates(const float* packed, const float* given, fl
 
 def check_raw_gates(cupy, rate_log, bound):
     """Check log-decays and decays that kernels compute from raw gate inputs of any size against float64."""
+    from sketchssm.arrays.gates import GateInput
     from sketchssm.cuda.modules import source_text
-    from sketchssm.gates import GateInput
 
     layer = Layer("kda", 1, 64, 64, 1)
     # these biases make the sums exact, so that the test measures errors of the formulas only

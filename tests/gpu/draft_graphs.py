@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 from gpu.cuda_support import EXACT, STORED, TIPPED, error, make_tokens, slot_table
 
-from sketchssm.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Tokens
 
 SLOTS, ROWS, DRAFTS = 6, 4, 4
 # After several flushes: elements that tipped at one flush move the elements of their row before the next. Measured on

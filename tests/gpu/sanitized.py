@@ -17,7 +17,7 @@ from cuda_support import (
 )
 
 from sketchssm.cuda import modules
-from sketchssm.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Tokens
 
 WINDOW, SLOTS, STEPS, DRAFTS = 4, 3, 10, 3
 

@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 from gpu.cuda_support import LAYERS
 
-from sketchssm import bench
 from sketchssm.calibrate.plans import Settings
+from sketchssm.calibrate.traces import Traces
 from sketchssm.cli import main
-from sketchssm.evaluate import Study, entries, measure
-from sketchssm.traces import Traces
+from sketchssm.study import bench
+from sketchssm.study.evaluate import Study, entries, measure
 
 pytestmark = pytest.mark.gpu
 

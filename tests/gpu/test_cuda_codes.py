@@ -22,7 +22,7 @@ from gpu.cuda_support import (
 from gpu.draft_graphs import SLOTS, check_graph
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step

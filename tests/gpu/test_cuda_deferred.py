@@ -8,7 +8,7 @@ import pytest
 from gpu.cuda_support import LAYERS, error, make_plan, make_tokens, tokens_to_device
 
 import sketchssm as ss
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import pytest
 from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens
 
 import sketchssm as ss
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 
 pytestmark = pytest.mark.gpu
 

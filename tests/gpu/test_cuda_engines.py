@@ -24,7 +24,7 @@ from gpu.cuda_support import (
     with_blocks,
 )
 
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import sketchssm as ss
-from sketchssm import bench
-from sketchssm.bench.device import Workload
 from sketchssm.cuda import launch
+from sketchssm.study import bench
+from sketchssm.study.bench.device import Workload
 
 pytestmark = pytest.mark.gpu
 

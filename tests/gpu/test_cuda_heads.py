@@ -19,7 +19,7 @@ from gpu.cuda_support import (
 )
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Tokens
 
 pytestmark = pytest.mark.gpu
 

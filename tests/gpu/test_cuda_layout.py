@@ -9,7 +9,7 @@ from gpu.cuda_support import make_plan
 from sketchssm.cuda.layout import ALIGN, basis_fragments, pack_plan
 from sketchssm.cuda.modules import Variant, source_text
 from sketchssm.cuda.workspaces import MAX_ROWS
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 
 
 def bf16(bits):

@@ -9,7 +9,7 @@ from gpu.cuda_support import LAYERS, make_plan, make_tokens
 
 import sketchssm as ss
 from sketchssm.cuda import launch
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from gpu.cuda_support import (
 from gpu.draft_graphs import upload
 
 import sketchssm as ss
-from sketchssm.recurrence import Layer
+from sketchssm.layer.recurrence import Layer
 from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sketchssm.recurrence import KINDS
-from sketchssm.traces import Traces
+from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.recurrence import KINDS
 
 pytestmark = pytest.mark.gpu
 

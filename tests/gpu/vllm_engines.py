@@ -24,8 +24,8 @@ from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sketchssm import bench
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.study import bench
 
 COMMON = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "pad_token_id": 0, "bos_token_id": 1,

@@ -62,7 +62,7 @@ class Driver:
 
 def install(monkeypatch, torch, extension):
     """Tensors of the host are on the device, with the extension in use, on top of `standin.install`."""
-    from sketchssm import interop
+    from sketchssm.arrays import interop
     from sketchssm.cuda import direct, frameworks
 
     driver = Driver()

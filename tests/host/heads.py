@@ -6,9 +6,10 @@ from gpu.cuda_support import make_plan, make_tokens
 
 import sketchssm as ss
 from host import standin
-from sketchssm import cuda, interop
+from sketchssm import cuda
+from sketchssm.arrays import interop
 from sketchssm.cuda import modules
-from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 
 BFLOAT16 = ml_dtypes.bfloat16
 LAYER = Layer("gdn", 2, 64, 80, 1)

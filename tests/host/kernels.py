@@ -5,7 +5,7 @@ from gpu.cuda_support import make_tokens, slot_table, tokens_to_device
 
 from host import standin
 from sketchssm.cuda import modules
-from sketchssm.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 
 LAYERS = {
     "mamba2": Layer("mamba2", 16, 128, 64, 2),

@@ -6,7 +6,7 @@ import numpy as np
 from samples import LAYERS, plan_of
 
 import sketchssm as ss
-from sketchssm.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from soak.devices import Device
 from soak.places import Host
 from soak.server import Server

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Cursors:
-    """Positions, drafts and DUE bits of one head's slots and of its clock (`sketchssm.slots`), as plain arrays.
+    """Positions, drafts and DUE bits of one head's slots and of its clock (`sketchssm.layer.slots`), as plain arrays.
 
     Parameters
     ----------

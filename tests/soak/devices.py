@@ -6,7 +6,7 @@ import numpy as np
 from samples import at
 
 import sketchssm as ss
-from sketchssm.recurrence import Tokens
+from sketchssm.layer.recurrence import Tokens
 from soak.places import Host
 
 ROWS = 16

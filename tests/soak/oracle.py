@@ -14,8 +14,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from sketchssm.formats import SketchFormat
-from sketchssm.recurrence import FULL_STATE
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference.narrow import sketched_read
 from sketchssm.reference.recurrence import per_head, step
 

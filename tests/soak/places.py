@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from samples import at
 
-from sketchssm.recurrence import Tokens
-from sketchssm.slots import DUE
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.layer.slots import DUE
 
 
 def layout(parts):

@@ -1,0 +1,1 @@
+"""Callers' arrays in and out."""

@@ -1,0 +1,1 @@
+"""Decode heads: what a caller steps, and which engine runs it."""

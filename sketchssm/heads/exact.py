@@ -1,0 +1,313 @@
+"""Heads with exact states, and their operations for servers: drafts, copies, pools, a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sketchssm.arrays import interop
+from sketchssm.heads.backends import ACTIVATIONS, load_engine
+from sketchssm.heads.head import DecodeHead, check_capacity
+from sketchssm.heads.snapshot import Snapshot, owner_of
+from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.slots import MAX_DRAFTS, POSITION, SlotPart
+
+if TYPE_CHECKING:
+    from sketchssm.arrays.gates import GateInput
+    from sketchssm.plans.plan import SketchPlan
+
+__all__ = ["ExactHead", "check_drafts", "check_gate", "check_phase", "check_state_dtype"]
+
+
+class ExactHead(DecodeHead):
+    """Common interface of the heads with exact states; construct a subclass.
+
+    Parameters
+    ----------
+    system : {"standard", "replay", "sketch"}
+        Which system.
+    source : Layer or SketchPlan
+        The layer, or the plan of a sketch.
+    num_slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu", "cuda"}
+        Where to run; see `SketchHead`.
+    *args
+        Further arguments of the engine.
+    gate : GateInput or None
+        See `SketchHead`.
+    activation_dtype, output_dtype : str or None
+        See `SketchHead`.
+    pad_slot : int
+        See `SketchHead`.
+    memory : mapping of str to array, or None
+        See `SketchHead`.
+    state_dtype : str
+        See `SketchHead`.
+    phase : int, optional
+        See `SketchHead`.
+    drafts : int, default 0
+        See `StandardHead`.
+    deferred : bool, default False
+        See `SketchHead`.
+    **settings
+        Further settings of the engine.
+
+    Attributes
+    ----------
+    pad_slot : int
+        Slot number that means padding.
+    state_dtype : str
+        Type of the states.
+    phase : int or None
+        Position at which the clock started; None without a clock.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        source: Layer | SketchPlan,
+        num_slots: int,
+        backend: str,
+        *args: Any,
+        gate: GateInput | None,
+        activation_dtype: str | None,
+        output_dtype: str | None,
+        pad_slot: int,
+        memory: Mapping[str, Any] | None,
+        state_dtype: str,
+        phase: int | None = None,
+        drafts: int = 0,
+        deferred: bool = False,
+        **settings: Any,
+    ) -> None:
+        capacity = check_capacity(num_slots)
+        layer: Any = getattr(source, "layer", source)
+        check_instance("layer", layer, Layer)
+        check_gate(gate, layer)
+        if isinstance(pad_slot, bool) or not isinstance(pad_slot, int | np.integer) or abs(pad_slot) >= 1 << 31:
+            raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad_slot!r}")
+        check_state_dtype(state_dtype)
+        if memory is not None and not isinstance(memory, Mapping):
+            raise TypeError(f"memory: expected a mapping from names of parts to arrays, got {type(memory).__name__}")
+        name, engine = load_engine(
+            system,
+            backend,
+            source,
+            capacity,
+            *args,
+            gate=gate,
+            activation_dtype=activation_dtype,
+            output_dtype=output_dtype,
+            pad_slot=int(pad_slot),
+            options={
+                "state_dtype": state_dtype,
+                "memory": memory,
+                "phase": phase,
+                "drafts": drafts,
+                "deferred": deferred,
+            },
+            **settings,
+        )
+        super().__init__(layer, capacity, name, engine)
+        self.pad_slot, self.state_dtype, self.phase = int(pad_slot), state_dtype, phase
+        self._source, self._gate = source, gate
+        self._fingerprint = None if isinstance(source, Layer) else source.fingerprint
+        self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
+        if deferred:
+            self.drafts = 0
+
+    def _shown(self) -> dict[str, Any]:
+        refreshed = {"flush_every": self.flush_every} if self.flush_every > self.window else {}
+        return super()._shown() | refreshed | ({} if self.phase is None else {"phase": self.phase})
+
+    @property
+    def flush_every(self) -> int:
+        """Tokens from one flush to the next: the window, or `flush_every` of a plan with refreshes."""
+        return self.window if isinstance(self._source, Layer) else self._source.flush_every
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        """All memory of a slot, part by part. On ``cuda`` the activation type must be known (see `warmup`)."""
+        with self._lock.held():
+            return tuple(self._engine.parts)
+
+    def commit(self, accepted: Any, slots: Any = None) -> None:
+        """Keep the first tokens of each row's draft, and drop the rest.
+
+        States, outputs and later steps are the same as if only the accepted tokens had been decoded. ``cuda`` does not
+        compare counts with the row's number of drafts, but limits them to this number. On ``cuda``, counts on the host
+        must be 0 to 8. If the slots are on the device, this includes padding rows, because the host does not know
+        them.
+
+        Parameters
+        ----------
+        accepted : array of int, (batch,)
+            How many tokens to keep; any number in padding rows.
+        slots : array of int, (batch,), optional
+            Slot of each row. Default: row i uses slot i.
+
+        Raises
+        ------
+        ValueError
+            If a count is below 0 or above the slot's drafts (on ``cuda`` above 8), or a slot is out of range or named
+            twice.
+        """
+        if not self.drafts:
+            raise ValueError(f"accepted: expected no call, {self._no_drafts}")
+        batch = _count("accepted", accepted)
+        with self._lock.held(), self._arrays.call(accepted, slots) as call:
+            index = call.slots(slots, batch, self.num_slots)
+            self._engine.commit(call.accepted(accepted, index, self._engine.memory["cursor"]), index)
+
+    def adopt(self, slots: Any = None) -> None:
+        """Begin windows on states that are already in the head's memory, such as states of a prefill into a pool.
+
+        Reads the states once. Buffered tokens and drafts are dropped.
+
+        Parameters
+        ----------
+        slots : array of int, optional
+            Which slots; padding is skipped. Default: all.
+        """
+        with self._lock.held(), self._arrays.call(slots) as call:
+            self._engine.adopt(call.slots(slots, None, self.num_slots))
+
+    def copy(self, src: Any, dst: Any) -> None:
+        """Copy the contents of slots, except drafts.
+
+        All sources are read before any destination is written, so rows may exchange slots.
+
+        Parameters
+        ----------
+        src, dst : array of int, (count,)
+            Slots to read, which may repeat, and slots to write. A row with padding in either is skipped.
+
+        Raises
+        ------
+        ValueError
+            If the counts differ, a slot is out of range, or a slot of `dst` is named twice.
+        """
+        count = _count("src", src)
+        _count("dst", dst)
+        with self._lock.held(), self._arrays.call(src, dst) as call:
+            sources = call.slots(src, count, self.num_slots, "src", True)
+            self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))
+
+    def snapshot(self, slots: Any = None) -> Snapshot:
+        """Copy the contents of slots, except drafts, to the host; waits for the device.
+
+        Parameters
+        ----------
+        slots : array of int, (count,), optional
+            Which slots, none of them padding. Default: all.
+
+        Returns
+        -------
+        Snapshot
+            The slots in this order, and their owner.
+        """
+        with self._lock.held(), self._arrays.call(slots) as call:
+            owner, memory = self._owner(), self._engine.memory
+            index = call.host_slots(slots, None, self.num_slots)
+            if (index < 0).any():
+                raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, got {self.pad_slot} (padding)")
+            arrays = {name: call.fetch(memory[name], index) for name, *_ in owner["parts"]}
+        if "cursor" in arrays:
+            arrays["cursor"] &= POSITION
+        return Snapshot(arrays, owner)
+
+    def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
+        """Put the slots of a snapshot into slots of this head; the old contents of these slots are dropped.
+
+        System, backend, layer, window, plan, gate, formats and types of the memory, and `deferred` of the head must be
+        those of the snapshot's head. Decoding continues at the same window positions.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            From `snapshot`, of this head or another one.
+        slots : array of int, (count,), optional
+            Slot of each row of the snapshot; padding skips a row. Default: row i goes to slot i.
+
+        Raises
+        ------
+        TypeError
+            If `snapshot` is no `Snapshot`.
+        ValueError
+            If the snapshot has a different owner, or a slot is out of range or named twice.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot: expected a Snapshot, got {type(snapshot).__name__}")
+        with self._lock.held(), self._arrays.call(slots) as call:
+            snapshot.check(self._owner())
+            index = call.host_slots(slots, len(snapshot), self.num_slots)
+            live = index >= 0
+            for name, rows in snapshot.arrays.items():
+                call.store(self._engine.memory[name], index[live], rows[live])
+            self._engine.rejoin(call.slots(slots, len(snapshot), self.num_slots))
+
+    def _owner(self) -> dict[str, Any]:
+        """Describe what this head's slots belong to."""
+        name, parts = type(self).__name__, self._engine.parts
+        windows, plan = (self.window, self.flush_every), self._fingerprint
+        return owner_of(name, self.backend, self.layer, windows, plan, self._gate, self.state_dtype, parts)
+
+    def left_out(self) -> int:
+        """Return the number of rows left out since the last call; waits for the device.
+
+        On ``cuda`` a row is left out, and its output is zeros, if its slot is on the device and out of range or named
+        twice in its call. Slots on the host are checked when the call is made.
+
+        Returns
+        -------
+        int
+            Number of rows; 0 on the other backends.
+        """
+        with self._lock.held(), self._arrays.call():
+            return int(self._engine.left_out())
+
+
+def _count(name: str, array: Any) -> int:
+    """Rows of a call, by the argument that must be there."""
+    if isinstance(array, list | tuple | range):
+        array = interop.to_host(array, name)
+    shape: tuple[int, ...] = getattr(array, "shape", ())
+    if len(shape) != 1:
+        raise ValueError(f"{name}: expected one integer for each row, got shape {tuple(shape)}")
+    return int(shape[0])
+
+
+def check_gate(gate: Any, layer: Layer) -> None:
+    """Check that a gate is None or the layer's."""
+    if gate is None:
+        return
+    from sketchssm.arrays.gates import GateInput
+
+    if not isinstance(gate, GateInput):
+        raise TypeError(f"gate: expected a GateInput or None, got {type(gate).__name__}")
+    gate.check(layer)
+
+
+def check_state_dtype(state_dtype: Any) -> None:
+    """Check the type of states."""
+    if state_dtype not in ACTIVATIONS:
+        raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
+
+
+def check_phase(phase: Any, flush_every: int) -> int | None:
+    """Check the position at which a clock begins; None is no clock."""
+    if phase is None:
+        return None
+    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < flush_every:
+        raise ValueError(f"phase: expected an integer from 0 to {flush_every - 1} or None, got {phase!r}")
+    return int(phase)
+
+
+def check_drafts(drafts: Any) -> int:
+    """Check the most tokens of a row's draft."""
+    if isinstance(drafts, bool) or not isinstance(drafts, int | np.integer) or not 0 <= drafts <= MAX_DRAFTS:
+        raise ValueError(f"drafts: expected an integer from 0 to {MAX_DRAFTS}, got {drafts!r}")
+    return int(drafts)

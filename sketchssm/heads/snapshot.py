@@ -1,0 +1,184 @@
+"""Snapshots: contents of some slots of a head on the host, as arrays and as a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.layer.slots import SlotPart
+from sketchssm.plans.files import FileFormat, FileFormatError, check_array, load_file, save_file
+
+if TYPE_CHECKING:
+    from sketchssm.arrays.gates import GateInput
+    from sketchssm.layer.recurrence import Layer
+
+__all__ = ["Snapshot", "SnapshotFileError", "owner_of"]
+
+
+class SnapshotFileError(FileFormatError):
+    """A snapshot file that can't be used: damaged, not a snapshot, of another version, or inconsistent."""
+
+
+FORMAT = FileFormat("sketchssm-snapshot", 2, (), SnapshotFileError, "take the snapshot again")
+"""Raise the version whenever a backend changes the layout of a part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Contents of some slots of a head, from `ExactHead.snapshot`; `ExactHead.restore` puts them into slots again.
+
+    Parameters
+    ----------
+    arrays : dict of str to ndarray
+        Each part of the slots by name, ``(count, *shape)``; bfloat16 as uint16 bits. The cursors are the window
+        positions.
+    owner : dict
+        The head of the arrays: system, backend, layer, window, tokens from one flush to the next, plan (the plan's
+        fingerprint), gate, type of the states, and parts; of a `SketchHead` also the sketch's format, and whether
+        flushes are deferred.
+    """
+
+    arrays: dict[str, npt.NDArray[Any]]
+    owner: dict[str, Any]
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return next(iter(self.arrays.values())).shape[0]
+
+    def __repr__(self) -> str:
+        """Slots, system and bytes in one line."""
+        size = sum(array.nbytes for array in self.arrays.values())
+        return f"Snapshot({len(self)} slots of {self.owner['system']} on {self.owner['backend']}, {size} bytes)"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the snapshot to a safetensors file, all or nothing.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where to; the new file replaces an existing one when it is complete.
+        """
+        save_file(path, FORMAT, self.arrays, {"owner": self.owner})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Snapshot:
+        """Read a snapshot file and check all of it.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            A file that `save` wrote.
+
+        Returns
+        -------
+        Snapshot
+            The snapshot.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        SnapshotFileError
+            If the file is damaged, is no snapshot, is of another version, or contradicts itself.
+        """
+        return load_file(path, FORMAT, cls._build)
+
+    @classmethod
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], owner: dict[str, Any]) -> Snapshot:
+        names = [name for name, *_ in owner["parts"]]
+        if sorted(names) != sorted(tensors):
+            raise ValueError(f"expected the tensors {', '.join(names)}, got {', '.join(tensors)}")
+        snapshot = cls({name: tensors[name] for name in names}, owner)
+        snapshot._check_arrays()
+        return snapshot
+
+    def _check_arrays(self) -> None:
+        """Check the arrays against the owner's parts."""
+        for name, shape, dtype in self.owner["parts"]:
+            stored = "uint16" if dtype == "bfloat16" else dtype
+            check_array(name, self.arrays[name], (len(self), *shape), stored)
+        cursor = self.arrays.get("cursor", np.zeros(1))
+        last = self.owner["flush_every"] - 1 - self.owner.get("deferred", False)
+        wrong = cursor[(cursor < 0) | (cursor > last)]
+        if wrong.size:
+            raise ValueError(f"cursor: expected positions from 0 to {last}, got {wrong[0]}")
+
+    def check(self, owner: Mapping[str, Any]) -> None:
+        """Check that the snapshot fits a head.
+
+        Parameters
+        ----------
+        owner : mapping
+            The head's, from `owner_of`.
+
+        Raises
+        ------
+        ValueError
+            If the snapshot has a different owner, or its arrays do not fit the owner's parts.
+        """
+        for name, want in owner.items():
+            if self.owner.get(name) != want:
+                came = self.owner.get(name)
+                raise ValueError(f"snapshot: expected {name} {json.dumps(want)}, got {json.dumps(came)}")
+        self._check_arrays()
+
+
+def owner_of(
+    system: str,
+    backend: str,
+    layer: Layer,
+    windows: tuple[int, int],
+    plan: str | None,
+    gate: GateInput | None,
+    state_dtype: str,
+    parts: Iterable[SlotPart],
+) -> dict[str, Any]:
+    """Describe the owner of slots, in types of JSON.
+
+    Parameters
+    ----------
+    system : str
+        Name of the head's class.
+    backend : str
+        Where it runs.
+    layer : Layer
+        Kind and shape.
+    windows : tuple of int
+        Tokens of a window, and from one flush to the next.
+    plan : str or None
+        Fingerprint of a sketch's plan.
+    gate : GateInput or None
+        The head's gate.
+    state_dtype : str
+        Type of its states.
+    parts : iterable of SlotPart
+        Parts of a slot.
+
+    Returns
+    -------
+    dict
+        Equal for heads that may exchange slots.
+    """
+    return {
+        "system": system,
+        "backend": backend,
+        "layer": asdict(layer),
+        "window": windows[0],
+        "flush_every": windows[1],
+        "plan": plan,
+        "gate": None if gate is None else _gate_digest(gate),
+        "state_dtype": state_dtype,
+        "parts": [[part.name, list(part.shape), part.dtype] for part in parts],
+    }
+
+
+def _gate_digest(gate: GateInput) -> str:
+    bound = np.array([0.0 if gate.lower_bound is None else gate.lower_bound])
+    return sha256(b"".join(x.tobytes() for x in (gate.A_log, gate.dt_bias, bound))).hexdigest()

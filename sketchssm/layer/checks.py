@@ -1,0 +1,263 @@
+"""Checks of arguments: tokens, gates, slots and states of a call; numbers and sequences."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.layer.recurrence import PAD_SLOT, Layer
+
+__all__ = [
+    "check_bool",
+    "check_gates",
+    "check_items",
+    "check_number",
+    "check_size",
+    "check_slots",
+    "check_state",
+    "check_tokens",
+]
+
+
+def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:
+    """Check the shapes of one call's inputs against a layer.
+
+    Reads only ``.shape``, so arrays may be of any framework and on any device.
+
+    Parameters
+    ----------
+    layer : Layer
+        Layer of the inputs.
+    q, k, v, g, beta : array
+        Shapes ``(batch, [tokens,] ...)`` as in `Layer.token_shapes`; `beta` must be None for mamba2.
+    tokens_axis : bool, optional
+        True or False demands or forbids the tokens axis; None accepts both.
+
+    Returns
+    -------
+    bool
+        Whether there is a tokens axis.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, the expected shape and the given shape.
+    """
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    shapes = layer.token_shapes()
+    if "beta" not in shapes and beta is not None:
+        raise ValueError(f"beta: {layer.kind} has no write gate, expected None, got an array")
+    for name in shapes:
+        if given[name] is None:
+            raise ValueError(f"{name}: {layer.kind} needs an array {_describe(shapes[name])}, got None")
+        if not hasattr(given[name], "shape"):
+            came = type(given[name]).__name__
+            raise ValueError(f"{name}: expected an array {_describe(shapes[name])}, got {came}")
+    lead = tuple(v.shape)[: len(v.shape) - 2]
+    allowed = {None: (1, 2), True: (2,), False: (1,)}[tokens_axis]
+    if len(lead) not in allowed:
+        raise ValueError(f"v: expected shape {_describe(shapes['v'], tokens_axis)}, got {tuple(v.shape)}")
+    for name, tail in shapes.items():
+        shape = tuple(given[name].shape)
+        if shape != lead + tail:
+            raise ValueError(f"{name}: expected shape {lead + tail}, got {shape}")
+    return len(lead) == 2
+
+
+def _describe(tail: tuple[int, ...], tokens_axis: bool | None = None) -> str:
+    axes = {None: "(batch, [tokens,] ", True: "(batch, tokens, ", False: "(batch, "}[tokens_axis]
+    return axes + ", ".join(map(str, tail)) + ")"
+
+
+def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> None:
+    """Check the values of host gates: g in [-inf, 0] and beta finite. None skips an argument.
+
+    Raises
+    ------
+    ValueError
+        If a log-decay is positive or NaN (the state would grow), or a write gate is not finite.
+    """
+    if g is not None and not (g <= 0).all():
+        worst = g.max() if not np.isnan(g).any() else np.nan
+        raise ValueError(f"g: expected log-decays <= 0 (-inf allowed), got a value of {worst}")
+    if beta is not None and not np.isfinite(beta).all():
+        raise ValueError("beta: expected finite numbers, got NaN or infinity")
+
+
+def check_slots(
+    slots: Any,
+    batch: int,
+    capacity: int,
+    pad_slot: int = PAD_SLOT,
+    name: str = "slots",
+    repeats: bool = False,
+) -> npt.NDArray[np.int64]:
+    """Check and return the state slot of each row.
+
+    Parameters
+    ----------
+    slots : array of int or None
+        Shape ``(batch,)``. None stands for rows 0 to batch - 1.
+    batch : int
+        Rows of the call.
+    capacity : int
+        Slots that the head holds.
+    pad_slot : int, default -1
+        Marks a padding row.
+    name : str, default "slots"
+        The argument's name, for messages.
+    repeats : bool, default False
+        Whether several rows may name the same slot.
+
+    Returns
+    -------
+    ndarray of int64
+        Shape ``(batch,)``, -1 for padding rows.
+
+    Raises
+    ------
+    ValueError
+        If the shape or dtype is wrong, a slot is out of range, or two rows name one slot.
+    """
+    if slots is None:
+        if batch > capacity:
+            raise ValueError(f"{name}: expected an array, as a batch of {batch} exceeds the head's {capacity} slots")
+        if 0 <= pad_slot < batch:
+            raise ValueError(f"{name}: expected an array, as slot {pad_slot} means padding")
+        return np.arange(batch, dtype=np.int64)
+    array = np.asarray(slots)
+    if array.dtype.kind not in "iu" and array.size:
+        raise ValueError(f"{name}: expected integers, got dtype {array.dtype}")
+    if array.shape != (batch,):
+        raise ValueError(f"{name}: expected shape ({batch},), got {array.shape}")
+    expected = f"{name}: expected {pad_slot} (padding) or 0 to {capacity - 1}, got"
+    if array.dtype == np.uint64 and batch and array.max() >= max(capacity, pad_slot + 1):  # which int64 may not hold
+        raise ValueError(f"{expected} {array.max()}")
+    array = array.astype(np.int64)
+    if pad_slot != PAD_SLOT:
+        outside = array[array == PAD_SLOT]
+        if outside.size:
+            raise ValueError(f"{expected} {PAD_SLOT}")
+        array[array == pad_slot] = PAD_SLOT
+    ordered = np.sort(array)  # every step comes here: a few operations for the usual case
+    if batch and (ordered[0] < PAD_SLOT or ordered[-1] >= capacity):
+        outside = array[(array < PAD_SLOT) | (array >= capacity)]
+        raise ValueError(f"{expected} {outside[0]}")
+    repeated = ordered[1:] == ordered[:-1]
+    if not repeats and repeated.any():
+        twice = ordered[1:][repeated & (ordered[1:] != PAD_SLOT)]
+        if twice.size:
+            raise ValueError(f"{name}: expected each slot at most once, got slot {twice[0]} twice")
+    return array
+
+
+def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:
+    """Check that an array can be loaded as states of a layer.
+
+    Raises
+    ------
+    ValueError
+        Unless the shape is ``(batch, heads, V, K)``.
+    """
+    shape: Sequence[int] = tuple(getattr(state, "shape", ()))
+    rows: Any = "batch" if batch is None else batch
+    if len(shape) != 4 or tuple(shape[1:]) != layer.state_shape or (batch is not None and shape[0] != batch):
+        want = ", ".join(map(str, (rows, *layer.state_shape)))
+        raise ValueError(f"state: expected shape ({want}), K last, got {tuple(shape)}")
+
+
+def check_number(name: str, value: Any, expected: str, fits: Callable[[Any], bool]) -> None:
+    """Check that an argument is a real number in some range.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+    expected : str
+        The range in words, for the message.
+    fits : callable
+        Tells whether a number is in the range.
+
+    Raises
+    ------
+    ValueError
+        If the argument is no number, or out of the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def check_size(name: str, value: Any) -> int:
+    """Check and return a positive integer.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+
+    Returns
+    -------
+    int
+        The integer.
+
+    Raises
+    ------
+    ValueError
+        If the argument is anything else.
+    """
+    check_number(name, value, "a positive integer", lambda size: isinstance(size, int | np.integer) and bool(size > 0))
+    return int(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Check that an argument is True or False.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+
+    Raises
+    ------
+    ValueError
+        If the argument is anything else.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected a bool, got {value!r}")
+
+
+def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
+    """Check and return the items of a sequence.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The argument.
+    items : str
+        What the items are, for the message.
+
+    Returns
+    -------
+    tuple
+        The items.
+
+    Raises
+    ------
+    TypeError
+        If the argument is a string or no sequence.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise TypeError(f"{name}: expected a sequence of {items}, got {value!r}")
+    return tuple(value)

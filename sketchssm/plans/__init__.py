@@ -1,0 +1,1 @@
+"""Plans, the files that hold them, and the byte model."""

@@ -1,0 +1,257 @@
+"""The library's files: safetensors with one JSON document of versioned, checksummed metadata.
+
+Tensors are plain arrays that any framework can open. The document is the value of the only metadata key, `KEY`: with a
+single key, the bytes of a file are the same from run to run. The document holds ``format``, ``version``, ``sha256``
+and the fields of the format. The checksum is SHA-256 over the document and the tensors. It detects damage; it is no
+signature.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "FileFormat",
+    "FileFormatError",
+    "check_array",
+    "fingerprint",
+    "format_of",
+    "load_file",
+    "save_file",
+    "source_digest",
+    "write_whole",
+]
+
+T = TypeVar("T")
+
+KEY = "sketchssm"
+"""Metadata key of the JSON document."""
+
+PACKAGE = Path(__file__).parents[1]
+
+
+class FileFormatError(ValueError):
+    """A file that can't be used: damaged, of another format or version, or inconsistent."""
+
+
+class FileFormat(NamedTuple):
+    """Name and contents of one kind of file.
+
+    `name` and `version` go into the metadata. `tensors` names the arrays of a file, no more and no fewer; none
+    allows any. `error` is the exception of `load_file`, a subclass of `ValueError`. `remedy` says what to do about a
+    file of another version. `older` holds the versions that are also read, each with the fields that it lacks and
+    their values.
+    """
+
+    name: str
+    version: int
+    tensors: tuple[str, ...]
+    error: type[ValueError] = FileFormatError
+    remedy: str = "calibrate again"
+    older: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+
+
+def save_file(
+    path: str | os.PathLike[str],
+    form: FileFormat,
+    tensors: Mapping[str, npt.NDArray[Any]],
+    fields: Mapping[str, Any],
+) -> None:
+    """Write a file. The same contents give the same bytes.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        Where to. `write_whole` replaces an existing file.
+    form : FileFormat
+        Format, with every tensor named.
+    tensors : mapping of str to ndarray
+        One array for each of the format's names.
+    fields : mapping
+        Values that JSON knows, by name.
+    """
+    from safetensors.numpy import save
+
+    document, arrays = _contents(form, tensors, fields)
+    document["sha256"] = _checksum(document, arrays)
+    write_whole(path, save(arrays, metadata={KEY: json.dumps(document)}))
+
+
+def fingerprint(form: FileFormat, tensors: Mapping[str, npt.NDArray[Any]], fields: Mapping[str, Any]) -> str:
+    """Checksum of a file with these contents, without writing the file; the arguments are those of `save_file`."""
+    return _checksum(*_contents(form, tensors, fields))
+
+
+def _contents(
+    form: FileFormat, tensors: Mapping[str, npt.NDArray[Any]], fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Document and tensors of a file."""
+    names = form.tensors or sorted(tensors)
+    arrays = {name: np.ascontiguousarray(tensors[name]) for name in names}
+    return {"format": form.name, "version": form.version, **fields}, arrays
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file all or nothing: the new file replaces an existing one when it is complete.
+
+    The new file has the permissions of the old one. A symbolic link stays, and its target is replaced. A device or a
+    pipe, such as /dev/null, is written in place.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        Where to.
+    data : bytes
+        Contents.
+
+    Raises
+    ------
+    OSError
+        If the file can't be written; it names the path.
+    """
+    path = os.path.realpath(os.fsdecode(path))
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:  # an error for a folder
+            file.write(data)
+        return
+    scratch = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
+    try:
+        with open(scratch, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.exists(path):
+            shutil.copymode(path, scratch)
+        os.replace(scratch, path)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(scratch)
+        if isinstance(error, OSError) and error.filename == scratch:
+            error.filename = path
+        raise
+
+
+@cache
+def source_digest(*patterns: str) -> str:
+    """Digest of the package's sources, for files on disk that depend on the sources. A process reads each source once.
+
+    Parameters
+    ----------
+    *patterns : str
+        Glob patterns relative to the package.
+
+    Returns
+    -------
+    str
+        SHA-256 of the files' names and contents, in hexadecimal.
+    """
+    text = sha256()
+    for path in sorted({path for pattern in patterns for path in PACKAGE.glob(pattern)}):
+        content = path.read_bytes()
+        text.update(f"{path.name} {len(content)}\n".encode() + content)
+    return text.hexdigest()
+
+
+def load_file(
+    path: str | os.PathLike[str],
+    form: FileFormat,
+    build: Callable[..., T],
+) -> T:
+    """Read a file that `save_file` wrote and build its object.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        Where from.
+    form : FileFormat
+        Expected format and version.
+    build : callable
+        Takes the tensors as a dict and each field by name. An exception means that the file contradicts itself.
+
+    Returns
+    -------
+    object
+        Result of `build`.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        As ``form.error``, if the file is damaged, of another format or version, or inconsistent.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = os.fspath(path)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no {form.name} file at {path}")
+    try:
+        with safe_open(path, "np") as file:
+            document = _document(form, file.metadata() or {})
+            names = sorted(file.keys())
+            expected = form.tensors or names
+            if names != sorted(expected):
+                raise ValueError(f"expected the tensors {', '.join(expected)}, got {', '.join(names)}")
+            tensors = {name: file.get_tensor(name) for name in expected}
+        if document.pop("sha256", None) != _checksum(document, tensors):
+            raise ValueError("the contents do not match their checksum: the file is damaged")
+        del document["format"]
+        missing = form.older.get(document.pop("version"), {})
+        return build(tensors, **document, **missing)
+    except SafetensorError as error:
+        raise form.error(f"{path}: not a whole safetensors file ({error})") from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged or crafted file provokes, such as a RecursionError
+        raise form.error(f"{path}: {error}") from error
+
+
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """Name of a file's format; None for a file that `save_file` did not write, or none at all."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(os.fspath(path), "np") as file:
+            return str(json.loads((file.metadata() or {})[KEY])["format"])
+    except Exception:  # whatever a damaged or foreign file provokes
+        return None
+
+
+def check_array(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+    """Check the shape and the type of a tensor that `load_file` read, and raise `ValueError` if either is wrong."""
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"{name}: expected {np.dtype(dtype)} of shape {shape}, got {array.dtype} of {array.shape}")
+
+
+def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON document of a file's metadata, of the expected format and version."""
+    document = json.loads(metadata[KEY]) if KEY in metadata else dict(metadata)
+    name = document.get("format") if isinstance(document, dict) else document
+    if name != form.name:
+        raise ValueError(f"expected format {form.name!r}, got {name!r}")
+    version = document.get("version")
+    if version not in (form.version, *form.older):
+        raise ValueError(f"expected version {form.version} of {form.name}, got {version!r}: {form.remedy}")
+    return document
+
+
+def _checksum(document: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """SHA-256 of a document and of the names, types, shapes and bytes of tensors, in hexadecimal."""
+    parts = [(name, array.dtype.str, array.shape) for name, array in tensors.items()]
+    digest = sha256(json.dumps([document, parts]).encode())
+    for array in tensors.values():
+        digest.update(array.data)
+    return digest.hexdigest()

@@ -1,0 +1,250 @@
+"""Plans of all recurrent layers of one model, and their file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.files import FileFormat, load_file, save_file
+from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
+from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
+
+__all__ = ["AllocationSummary", "LayerFingerprint", "ModelFingerprint", "ModelPlans"]
+
+FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError)
+"""The version is that of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
+
+
+class LayerFingerprint(NamedTuple):
+    """Identity of one recurrent layer.
+
+    Parameters
+    ----------
+    module : str
+        Class of the module.
+    layer : Layer
+        Kind and shape.
+    parameters : str
+        SHA-256 of the module's parameters, in hexadecimal.
+    """
+
+    module: str
+    layer: Layer
+    parameters: str
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Identity of a model with calibrated layers.
+
+    Parameters
+    ----------
+    model : str
+        Class of the model.
+    layers : dict of str to LayerFingerprint
+        The recurrent layers by the names of their modules, in the order of the model.
+    """
+
+    model: str
+    layers: dict[str, LayerFingerprint]
+
+    def difference(self, other: ModelFingerprint) -> str | None:
+        """Describe the first difference of another model.
+
+        Parameters
+        ----------
+        other : ModelFingerprint
+            The other model.
+
+        Returns
+        -------
+        str or None
+            What was expected and what the other model has, and in which layer. None if the models are the same.
+        """
+        if self.model != other.model:
+            return f"expected a {self.model}, got a {other.model}"
+        for name in self.layers:
+            if name not in other.layers:
+                return f"expected a recurrent layer {name}, got none"
+        for name in other.layers:
+            if name not in self.layers:
+                return f"expected no recurrent layer {name}, got one"
+        for name, want in self.layers.items():
+            got = other.layers[name]
+            if want.module != got.module:
+                return f"layer {name}: expected a {want.module}, got a {got.module}"
+            if want.layer != got.layer:
+                return f"layer {name}: expected {want.layer}, got {got.layer}"
+            if want.parameters != got.parameters:
+                return (
+                    f"layer {name}: expected parameters with SHA-256 {want.parameters[:8]}..., "
+                    f"got {got.parameters[:8]}..."
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class AllocationSummary:
+    """Settings and quality of the rank allocation of a model.
+
+    Parameters
+    ----------
+    mean_rank : float
+        Budget: the read traffic of all heads at this rank.
+    method : str
+        Score that the rank table minimises, see `sketchssm.allocate_ranks`.
+    gap : float
+        Duality gap: no rank table within the budget reduces the objective by a larger share.
+    retained : dict of str to float
+        Share of the energy of the state reads that least-squares coefficients retain on the scored text, by layer.
+    tokens : int
+        Tokens of calibration text.
+    """
+
+    mean_rank: float
+    method: str
+    gap: float
+    retained: dict[str, float]
+    tokens: int
+
+
+class ModelPlans(Mapping[str, SketchPlan]):
+    """Plans of all recurrent layers of a model, by the names of the layers' modules.
+
+    Made by `sketchssm.transformers.calibrate`. ``dict(plans)`` has the plans alone, without the fingerprint.
+
+    Parameters
+    ----------
+    plans : mapping of str to SketchPlan
+        Plans by layer.
+    fingerprint : ModelFingerprint
+        The model that the plans belong to; its layers are those of `plans`.
+    allocation : AllocationSummary
+        How the ranks were allocated.
+
+    Attributes
+    ----------
+    fingerprint, allocation
+        As given.
+
+    Raises
+    ------
+    ValueError
+        If plans and fingerprint have different layers or shapes.
+    """
+
+    def __init__(
+        self, plans: Mapping[str, SketchPlan], fingerprint: ModelFingerprint, allocation: AllocationSummary
+    ) -> None:
+        if list(plans) != list(fingerprint.layers):
+            raise ValueError(f"plans: expected the layers {', '.join(fingerprint.layers)}, got {', '.join(plans)}")
+        for name, plan in plans.items():
+            if plan.layer != fingerprint.layers[name].layer:
+                raise ValueError(
+                    f"plans: expected a plan of {fingerprint.layers[name].layer} for {name}, got one of {plan.layer}"
+                )
+        self._plans = dict(plans)
+        self.fingerprint = fingerprint
+        self.allocation = allocation
+
+    def __getitem__(self, name: str) -> SketchPlan:
+        return self._plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __repr__(self) -> str:
+        """Model, number of layers, mean rank and traffic in one line."""
+        return (
+            f"ModelPlans({self.fingerprint.model}, layers={len(self)}, mean_rank={self.allocation.mean_rank:g}, "
+            f"reduction={self.reduction:.2f})"
+        )
+
+    @property
+    def reduction(self) -> float:
+        """Traffic reduction of all layers together: how many times fewer bytes than standard decode."""
+        return total_reduction(self.values())
+
+    def check(self, model: ModelFingerprint) -> None:
+        """Check that the plans belong to a model.
+
+        Parameters
+        ----------
+        model : ModelFingerprint
+            The model, see `sketchssm.transformers.fingerprint`.
+
+        Raises
+        ------
+        ValueError
+            Naming the first layer that differs.
+        """
+        difference = self.fingerprint.difference(model)
+        if difference is not None:
+            raise ValueError(f"plans: made for another model: {difference}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all plans to one safetensors file, all or nothing.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where to; the new file replaces an existing one when it is complete.
+        """
+        tensors: dict[str, npt.NDArray[Any]] = {}
+        layers: dict[str, Any] = {}
+        for name, plan in self.items():
+            own, fields = plan._contents()
+            tensors |= {f"{name}.{tensor}": array for tensor, array in own.items()}
+            identity = self.fingerprint.layers[name]
+            layers[name] = {"module": identity.module, "parameters": identity.parameters, "plan": fields}
+        fields = {"model": self.fingerprint.model, "layers": layers, "allocation": asdict(self.allocation)}
+        save_file(path, FORMAT, tensors, fields)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelPlans:
+        """Read a file of plans and check all of it.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            A file that `save` wrote.
+
+        Returns
+        -------
+        ModelPlans
+            The plans.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        PlanFileError
+            If the file is damaged, has no plans of a model, is of another version, or contradicts itself.
+        """
+        return load_file(path, FORMAT, cls._build)
+
+    @classmethod
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], model: Any, layers: Any, allocation: Any) -> ModelPlans:
+        expected = [f"{name}.{tensor}" for name in layers for tensor in PLAN_FORMAT.tensors]
+        if sorted(expected) != sorted(tensors):
+            raise ValueError(f"expected the tensors {', '.join(expected)}, got {', '.join(tensors)}")
+        plans, identities = {}, {}
+        for name, entry in layers.items():
+            own = {tensor: tensors[f"{name}.{tensor}"] for tensor in PLAN_FORMAT.tensors}
+            try:
+                plans[name] = SketchPlan._build(own, **entry["plan"])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            identities[name] = LayerFingerprint(str(entry["module"]), plans[name].layer, str(entry["parameters"]))
+        summary = AllocationSummary(**allocation)
+        if sorted(summary.retained) != sorted(layers):
+            raise ValueError(f"allocation: expected retained energies of {', '.join(layers)}")
+        return cls(plans, ModelFingerprint(str(model), identities), summary)

@@ -1,0 +1,398 @@
+"""The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
+
+Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
+averaged over the tokens from one flush to the next. A full state is ``D = 4 K V`` bytes in float32, and half of that
+in 16 bits. As in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases and
+projections that all sequences share. A refresh therefore counts one read of the sketch and its map. `ring_bytes` has
+the ring's memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.layer.checks import check_number, check_size
+from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, check_flush_every
+
+__all__ = [
+    "compressed",
+    "read_only_copy",
+    "reduction",
+    "replay",
+    "ring_bytes",
+    "sketch",
+    "sketch_read",
+    "standard",
+    "state_bytes",
+]
+
+Bytes = npt.NDArray[np.float64]
+
+STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a state's element, by type."""
+
+
+def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> float:
+    """Bytes of a state.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+
+    Returns
+    -------
+    float
+        ``D``.
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown.
+    """
+    if state_dtype not in STATE_BYTES:
+        raise ValueError(f"state_dtype: expected one of {', '.join(STATE_BYTES)}, got {state_dtype!r}")
+    _check_shape(key_dim, value_dim)
+    return float(STATE_BYTES[state_dtype] * key_dim * value_dim)
+
+
+def standard(key_dim: int, value_dim: int, state_dtype: str = "float32") -> float:
+    """Bytes per token of standard decode, which reads and writes the state at every token.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+
+    Returns
+    -------
+    float
+        ``2 D``.
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown.
+    """
+    return 2 * state_bytes(key_dim, value_dim, state_dtype)
+
+
+def replay(key_dim: int, value_dim: int, window: int = 16, state_dtype: str = "float32") -> float:
+    """Bytes per token of replay, which reads the state at every token and writes it once a window.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    window : int, default 16
+        W.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+
+    Returns
+    -------
+    float
+        ``D + D / W``.
+
+    Raises
+    ------
+    ValueError
+        If the window is shorter than a token, or the type is unknown.
+    """
+    state = state_bytes(key_dim, value_dim, state_dtype)
+    return state + state / check_size("window", window)
+
+
+def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, sparsity: float | None = None) -> float:
+    """Bytes per token of a recurrence whose state itself is compressed, read and written at every token.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    bits : float, optional
+        Bits per element of a quantised state, including stored residuals. With 16-bit scales along both dimensions
+        (DSQ) the compression is ``32 / (bits + 16 (K + V) / (K V))``.
+    sparsity : float, optional
+        Share of the rows or channels that pruning removes (GHOST, DRRQR); the compression is ``1 / (1 - sparsity)``.
+
+    Returns
+    -------
+    float
+        ``2 D / C_rate``.
+
+    Raises
+    ------
+    ValueError
+        Unless exactly one of `bits` and `sparsity` is given, in range.
+    """
+    if (bits is None) == (sparsity is None):
+        raise ValueError("compressed: expected either bits or sparsity")
+    if bits is not None:
+        return 2 * _quantised(key_dim, value_dim, bits)
+    assert sparsity is not None
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity!r}")
+    return standard(key_dim, value_dim) * (1 - sparsity)
+
+
+def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) -> float:
+    """Bytes per token if reads use a quantised copy, and the full state is read and written once a window.
+
+    Parameters
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    bits : float
+        Bits per element of the copy, scales as in `compressed`.
+    window : int, default 16
+        W.
+
+    Returns
+    -------
+    float
+        ``((W - 1) D / C_rate + 2 D) / W``, from the appendix *Ablation of Preserving Full-State Updates*.
+
+    Raises
+    ------
+    ValueError
+        If the bits are not positive or the window is shorter than a token.
+    """
+    reads = check_size("window", window) - 1
+    return (reads * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / window
+
+
+def sketch_read(
+    kind: str,
+    key_dim: int,
+    value_dim: int,
+    rank: npt.ArrayLike,
+    window: int = 16,
+    map: str | CoefficientMap = DEFAULT_MAP,
+    state_dtype: str = "float32",
+    *,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    wide: npt.ArrayLike | None = None,
+) -> Bytes:
+    """Bytes that one read between two flushes moves.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence.
+    key_dim, value_dim : int
+        K and V.
+    rank : array_like
+        Ranks G (fractions allowed, for a budget's mean); `FULL_STATE` for a full read of D bytes.
+    window : int, default 16
+        W.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map. A read moves the sketch and the stored elements of its map (`SketchFormat.bytes`). For gdn and
+        kda, a dense map also counts the paper's projected erase vectors, ``2 G W`` bytes. In bfloat16 the sum is
+        ``2 G (V + K + W)`` bytes, and ``2 G (V + K)`` for mamba2.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps, see `sketchssm.layer.formats`.
+    wide : array_like, optional
+        Columns in 8 bits for "int8+int4", 0 to the rank; None for any other format.
+
+    Returns
+    -------
+    ndarray of float64
+        Bytes, in the shape of `rank`.
+
+    Raises
+    ------
+    ValueError
+        If the kind, the map, a rank, a width or a type is invalid.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    state, map = state_bytes(key_dim, value_dim, state_dtype), CoefficientMap.of(map)
+    g = np.asarray(rank, dtype=np.float64)
+    if not ((g == FULL_STATE) | (g >= 0)).all():
+        raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
+    erase = 2 * check_size("window", window) if map.storage == "dense" and kind != "mamba2" else 0
+    rank = np.maximum(g, 0.0)  # 0 where the state is read
+    size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim, wide) + erase * rank
+    return np.where(g == FULL_STATE, state, size)
+
+
+def sketch(
+    kind: str,
+    key_dim: int,
+    value_dim: int,
+    rank: npt.ArrayLike,
+    window: int = 16,
+    map: str | CoefficientMap = DEFAULT_MAP,
+    state_dtype: str = "float32",
+    *,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    wide: npt.ArrayLike | None = None,
+    flush_every: int | None = None,
+) -> Bytes:
+    """Bytes per token of decode with sketches, flushes included.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence.
+    key_dim, value_dim : int
+        K and V.
+    rank : array_like
+        Ranks G; `FULL_STATE` for a head that reads its full state.
+    window : int, default 16
+        W.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map, see `sketch_read`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps, see `sketch_read`.
+    wide : array_like, optional
+        Columns with 8 bits, see `sketch_read`.
+    flush_every : int, optional
+        Tokens from one flush to the next (F), a multiple of W; default W.
+
+    Returns
+    -------
+    ndarray of float64
+        ``((F - 1) T_G + (F / W - 1) R_G + 2 D) / F`` in the shape of `rank`, with ``T_G`` from `sketch_read` and the
+        bytes ``R_G`` of the sketch and its map, which a refresh reads.
+
+    Raises
+    ------
+    ValueError
+        If the kind, the map, the window, `flush_every`, a rank, a width or a type is invalid, or a head that reads its
+        full state is combined with refreshes.
+    """
+    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
+    every = check_flush_every(flush_every, check_size("window", window))
+    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
+    if every == window:
+        refreshed: Any = 0.0
+    elif (np.asarray(rank) == FULL_STATE).any():
+        raise ValueError(f"flush_every: expected the window ({window}) for heads that read full states, got {every}")
+    else:
+        refreshed = SketchFormat.of(sketch_dtype).bytes(CoefficientMap.of(map), rank, key_dim, value_dim, wide)
+    flush = standard(key_dim, value_dim, state_dtype)
+    return ((every - 1) * read + (every // window - 1) * refreshed + flush) / every
+
+
+def reduction(
+    kind: str,
+    key_dim: int,
+    value_dim: int,
+    rank: npt.ArrayLike,
+    window: int = 16,
+    map: str | CoefficientMap = DEFAULT_MAP,
+    state_dtype: str = "float32",
+    *,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    wide: npt.ArrayLike | None = None,
+    flush_every: int | None = None,
+) -> float:
+    """Traffic reduction of decode with sketches, relative to standard decode with float32 states.
+
+    Parameters
+    ----------
+    kind : {"mamba2", "gdn", "kda"}
+        Which recurrence.
+    key_dim, value_dim : int
+        K and V.
+    rank : array_like
+        One rank, or the rank of each head; `FULL_STATE` for a full read. The result is a ratio of sums over heads.
+    window : int, default 16
+        W.
+    map : CoefficientMap or str, default "ridge"
+        Coefficient map, see `sketch_read`.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+        Format of sketches and maps, see `sketch_read`.
+    wide : array_like, optional
+        Columns with 8 bits, see `sketch_read`.
+    flush_every : int, optional
+        See `sketch`.
+
+    Returns
+    -------
+    float
+        Bytes of standard decode / bytes with sketches.
+
+    Raises
+    ------
+    ValueError
+        If the kind, the map, the window, `flush_every`, a rank, a width or a type is invalid.
+
+    Examples
+    --------
+    Nemotron 3 Super at a mean rank of 9, as in the paper's table of its accuracy:
+
+    >>> import sketchssm as ss
+    >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
+    8.93
+
+    The same with a flush every 64 tokens, and refreshes of the sketch in between:
+
+    >>> round(ss.traffic.reduction("mamba2", 128, 64, 9, flush_every=64), 2)
+    14.28
+    """
+    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide, "flush_every": flush_every}
+    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
+    return float(standard(key_dim, value_dim) / used.mean())
+
+
+def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16", raw_gates: bool = True) -> int:
+    """Memory of one slot's ring of raw tokens, all heads together.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    flush_every : int
+        Tokens of the ring, from one flush to the next.
+    activation_dtype : {"bfloat16", "float16", "float32"}, default "bfloat16"
+        Type of keys and values.
+    raw_gates : bool, default True
+        For kda: True for raw inputs of a `GateInput`, in the type of the activations; False for log-decays in float32.
+
+    Returns
+    -------
+    int
+        Bytes. Keys are stored once for each key head; log-decays and write gates are float32.
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown.
+    """
+    if activation_dtype not in STATE_BYTES:
+        raise ValueError(f"activation_dtype: expected one of {', '.join(STATE_BYTES)}, got {activation_dtype!r}")
+    size = STATE_BYTES[activation_dtype]
+    keys_and_values = size * (layer.key_heads * layer.key_dim + layer.heads * layer.value_dim)
+    gate = size if layer.kind == "kda" and raw_gates else 4
+    gates = layer.heads * (gate * layer.gate_channels + (4 if layer.erases else 0))
+    return flush_every * (keys_and_values + gates)
+
+
+def _quantised(key_dim: int, value_dim: int, bits: float) -> float:
+    """Bytes of a quantised state: its elements, and one 16-bit scale per row and per column."""
+    check_number("bits", bits, "a positive number", lambda number: 0 < number < np.inf)
+    _check_shape(key_dim, value_dim)
+    return (bits * key_dim * value_dim + 16 * (key_dim + value_dim)) / 8
+
+
+def _check_shape(key_dim: int, value_dim: int) -> None:
+    check_size("key_dim", key_dim)
+    check_size("value_dim", value_dim)

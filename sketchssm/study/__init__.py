@@ -1,0 +1,1 @@
+"""Comparisons: systems on recorded traces, times, plans chosen by measurement, pictures."""

@@ -1,0 +1,100 @@
+"""Quantised states (DSQ of Q-Mamba), and quantised copies for reads alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sketchssm.heads.backends import load_engine
+from sketchssm.heads.head import DecodeHead, check_capacity
+from sketchssm.layer.recurrence import Layer, check_window
+
+__all__ = ["RESIDUAL_BITS", "CopyReadHead", "QuantisedHead"]
+
+RESIDUAL_BITS = 4
+"""Bits of a stored rounding error with error feedback."""
+
+
+class QuantisedHead(DecodeHead):
+    """Quantised states, requantised at every token: DSQ of Q-Mamba (Findings of ACL 2025, 551).
+
+    DSQ has separate scales along both dimensions of the state, computed whenever the state is stored. Two choices are
+    this library's: the computation of the scales (`sketchssm.reference.quantise`), and that the output of a token is
+    read from the updated state before its quantisation, when a kernel has the state in registers.
+
+    Error feedback is an option of this library: rounding errors are stored too, in 4 bits that share the scales, and
+    added back before the decay of the next token. Every element has a rounding error, so a state costs ``bits + 4``
+    bits per element to read and to write, and is about as accurate as a quantiser with that many bits.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    num_slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu"}, default "auto"
+        Where to run.
+    bits : int, default 8
+        Bits per element of the state, 2 to 16.
+    error_feedback : bool, default False
+        Store rounding errors, in 4 more bits per element.
+
+    Raises
+    ------
+    ValueError
+        If `bits` is out of range.
+    """
+
+    def __init__(
+        self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8, error_feedback: bool = False
+    ) -> None:
+        capacity, self.bits = check_capacity(num_slots), check_bits(bits)
+        self.error_feedback = bool(error_feedback)
+        residual_bits = RESIDUAL_BITS if error_feedback else 0
+        engine = load_engine("quantised", backend, layer, capacity, self.bits, residual_bits)
+        super().__init__(layer, capacity, *engine)
+
+
+class CopyReadHead(DecodeHead):
+    """Exact states, with reads between flushes from a quantised copy.
+
+    A read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*: updates wait in the ring
+    as in `ReplayHead`, and each flush quantises the updated state. The appendix does not name the format of the copy.
+    Here the copy has the scales of `QuantisedHead`, whose bytes agree with the printed traffic, and all ``2^bits``
+    levels at the centres of equal cells. Zero is not a level: this would add noise to a recurrence at every token, but
+    not to a copy. It removes a third to two thirds of the error of a 2-bit copy.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    num_slots : int
+        Number of state slots.
+    backend : {"auto", "reference", "cpu"}, default "auto"
+        Where to run.
+    bits : int, default 4
+        Bits per element of the copy, 2 to 16.
+    window : int, default 16
+        Tokens from one flush to the next (W).
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 4, window: int = 16
+    ) -> None:
+        capacity, self.bits = check_capacity(num_slots), check_bits(bits)
+        super().__init__(
+            layer, capacity, *load_engine("copy", backend, layer, capacity, check_window(window, least=1), self.bits)
+        )
+
+
+def check_bits(bits: Any) -> int:
+    """Check the bits of a code."""
+    if isinstance(bits, bool) or not isinstance(bits, int | np.integer) or not 2 <= bits <= 16:
+        raise ValueError(f"bits: expected an integer from 2 to 16, got {bits!r}")
+    return int(bits)

@@ -1,0 +1,307 @@
+"""Times of steps while requests arrive and leave at random, compared with rows in lockstep.
+
+The layers of a model decode one batch: a step runs all layers, with the same slots and inputs. As in a model, the
+sketches and rings of all layers exceed the caches.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.heads.head import DecodeHead
+from sketchssm.heads.sketch import SketchHead
+from sketchssm.heads.standard import StandardHead
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.bench.arrivals_device import inputs_on_device, run_on_device
+from sketchssm.study.bench.cases import Case
+from sketchssm.study.bench.device import compile_all, device_name
+from sketchssm.study.bench.requests import Requests
+from sketchssm.study.bench.runs import Inputs, Run, run_on_host
+from sketchssm.study.evaluate.measure import relative_error
+
+__all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
+
+MODES = ("lockstep", "clock", "no clock", "deferred")
+"""Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock; random, without a
+clock and with deferred flushes."""
+
+JUDGED_HEADS = 8
+"""At least so many heads are compared with float64, if the layer has as many."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ArrivalsResult:
+    """Step times of one system while requests arrive and leave.
+
+    Attributes
+    ----------
+    shape, system, backend : str
+        The layer's shape, the system, and where it ran.
+    mode : str
+        One of `MODES`; "arrivals" for standard decode, which has no windows.
+    batch, window, layers : int
+        Rows of a step; tokens from one flush to the next; layers of the model.
+    requests : int
+        Requests that began in the timed steps.
+    microseconds : float
+        A step of one layer, mean over layers and timed steps.
+    over_lockstep : float
+        `microseconds` over those of the same sketch in lockstep; NaN for standard decode.
+    slowest : float
+        The slowest step of all layers, over the mean step of all layers.
+    error, state_error : float
+        Relative errors of the outputs and of the last state of one row, over all steps, against the same system in
+        float64 with the same requests.
+    steps : list of float
+        Microseconds of each timed step, mean over the layers.
+    """
+
+    shape: str
+    system: str
+    backend: str
+    mode: str
+    batch: int
+    window: int
+    layers: int
+    requests: int
+    microseconds: float
+    over_lockstep: float
+    slowest: float
+    error: float
+    state_error: float
+    steps: list[float]
+
+
+@dataclass
+class ArrivalsReport:
+    """Results of several cases.
+
+    Attributes
+    ----------
+    layers : int
+        Layers of the model.
+    mean_tokens : float
+        Mean length of a request.
+    results : list of ArrivalsResult
+        Results.
+    not_timed : list of str
+        Systems that could not be timed, with the reason.
+    device : str
+        Name of the GPU; empty on a CPU.
+    duty : float
+        Share of the time that the GPU worked.
+    """
+
+    layers: int
+    mean_tokens: float
+    results: list[ArrivalsResult] = field(default_factory=list)
+    not_timed: list[str] = field(default_factory=list)
+    device: str = ""
+    duty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A system in a mode: makes heads for the layers of a model.
+
+    Attributes
+    ----------
+    case : Case
+        Shape, window, gate and type of the states.
+    plan : SketchPlan or None
+        The plan of every layer; None for standard decode.
+    mode : str
+        One of `MODES`. With "clock", layer i has the phase ``i % window``.
+    """
+
+    case: Case
+    plan: Any
+    mode: str
+
+    def head(self, index: int, num_slots: int, backend: str) -> DecodeHead:
+        """Make the head of a layer."""
+        types: Any = {"gate": self.case.gate, "state_dtype": self.case.state_dtype}
+        if self.plan is None:
+            return StandardHead(self.case.layer, num_slots, backend, **types)
+        phase = index % self.case.window if self.mode == "clock" else None
+        return SketchHead(self.plan, num_slots, backend, phase=phase, deferred=self.mode == "deferred", **types)
+
+    def judge(self, index: int, inputs: Inputs, requests: Requests, run: Run) -> tuple[float, float]:
+        """Compute the errors of some heads of a layer against the same layer in float64, for the first row.
+
+        Parameters
+        ----------
+        index : int
+            The layer.
+        inputs, requests
+            As of the run.
+        run : Run
+            Outputs and state of that layer.
+
+        Returns
+        -------
+        tuple of float
+            Relative error of the outputs of all steps, and of the state.
+        """
+        layer = self.case.layer
+        world = math.gcd(layer.key_heads, max(layer.heads // JUDGED_HEADS, 1))
+        heads, keys = layer.shard_heads(0, world)
+        axes = Tokens(keys, keys, heads, heads, heads)
+        row = Tokens(*(None if x is None else x[:, own] for x, own in zip(inputs.first_row, axes, strict=True)))
+        gate = None if self.case.gate is None else self.case.gate.shard(0, world)
+        plan = None if self.plan is None else self.plan.shard(0, world)
+        case = replace(self.case, layer=layer.shard(0, world), gate=gate)
+        twin = Model(case, plan, self.mode).head(index, 1, "reference")
+        outputs = np.empty((len(run.outputs), *twin.layer.state_shape[:2]))
+        for t, joins in enumerate(requests.joins[:, 0]):
+            slots = np.minimum(requests.slots[t, :1], 0)  # the row's slot is the only one here
+            if joins:
+                twin.load_state(inputs.start[None, heads], slots=slots)
+            token = (None if x is None else x[None, t % len(inputs.steps)] for x in row)
+            outputs[t] = twin.step(*token, slots=slots)[0]
+        return relative_error(run.outputs[:, heads], outputs), relative_error(run.state[heads], twin.state[0])
+
+
+def _modes(plan: SketchPlan) -> tuple[str, ...]:
+    """Modes of a plan: flushes of plans with refreshes can't be deferred."""
+    return MODES if plan.flush_every == plan.window else tuple(mode for mode in MODES if mode != "deferred")
+
+
+def measure_arrivals(
+    case: Case,
+    backend: str,
+    *,
+    layers: int,
+    steps: int,
+    mean_tokens: float,
+    duty: float,
+    seed: int,
+    failed: Callable[[str, str, Exception], None],
+) -> Iterator[ArrivalsResult]:
+    """Time standard decode, and every sketch of a case in every mode; see `time_arrivals`."""
+    run: Callable[[Sequence[DecodeHead], Inputs, Requests], Run] = run_on_host
+    if backend == "cuda":
+        inputs, run = inputs_on_device(case, seed), partial(run_on_device, duty=duty)
+    else:
+        inputs = Inputs.on_host(case, seed)
+    window = case.window
+    length = window * (1 + -(-steps // window))
+    together = Requests.together(case.batch, length)
+    arriving = Requests.arriving(case.batch, length, window, mean_tokens, seed)
+    for plan in (None, *case.plans):
+        system = "standard" if plan is None else f"sketch G={plan.mean_rank:g} {plan.map.name}"
+        lockstep = math.nan
+        for mode in ("arrivals",) if plan is None else _modes(plan):
+            requests = together if mode == "lockstep" else arriving
+            model = Model(case, plan, mode)
+            gc.collect()  # frees the memory of the heads before
+            try:
+                heads = [model.head(i, requests.num_slots, backend) for i in range(layers)]
+                found = run(heads, inputs, requests)
+            except MemoryError as lack:
+                failed(system, mode, lack)
+                continue
+            finally:
+                heads = []
+            timed = found.times[window:] / layers
+            mean = float(timed.mean())
+            lockstep = mean if mode == "lockstep" else lockstep
+            error, state_error = model.judge(layers - 1, inputs, requests, found)
+            yield ArrivalsResult(
+                shape=case.shape,
+                system=system,
+                backend=backend,
+                mode=mode,
+                batch=case.batch,
+                window=window,
+                layers=layers,
+                requests=int(requests.joins[window:].sum()),
+                microseconds=mean,
+                over_lockstep=mean / lockstep,
+                slowest=float(timed.max()) / mean,
+                error=error,
+                state_error=state_error,
+                steps=np.round(timed, 3).tolist(),
+            )
+
+
+def time_arrivals(
+    cases: Sequence[Case],
+    backend: str = "cpu",
+    *,
+    layers: int = 32,
+    steps: int = 128,
+    mean_tokens: float = 256,
+    duty: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda label: None,
+) -> ArrivalsReport:
+    """Time standard decode, and every sketch of some cases in every mode.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The cases.
+    backend : {"cpu", "reference", "cuda"}, default "cpu"
+        Where to run.
+    layers : int, default 32
+        Layers of the model.
+    steps : int, default 128
+        Timed steps, rounded up to whole windows. The first requests begin in one more window, which is not timed.
+    mean_tokens : float, default 256
+        Mean length of a request.
+    duty : float, default 1.0
+        For "cuda": share of the time that the device works, see `sketchssm.study.bench.measure_device`.
+    seed : int, default 0
+        Seed of inputs and requests.
+    progress : callable, optional
+        Called with a label before each case.
+
+    Returns
+    -------
+    ArrivalsReport
+        For each case standard decode, then the modes of each plan in the order of `MODES`; no mode "deferred" for
+        plans with refreshes.
+
+    Raises
+    ------
+    ValueError
+        If `layers`, `steps`, `mean_tokens` or `duty` is out of range.
+    """
+    for name, value in (("layers", layers), ("steps", steps), ("mean_tokens", mean_tokens)):
+        if not 1 <= value < math.inf:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if not 0 < duty <= 1:
+        raise ValueError(f"duty: expected a share in (0, 1], got {duty}")
+    report = ArrivalsReport(layers, mean_tokens, duty=duty)
+    if backend == "cuda":
+        report.device = device_name()
+        listed = {(case.shape, case.window): case.systems() for case in cases}  # batches share kernels
+        progress("compiling")
+        needed = [system for own in listed.values() for system in own if system.name != "replay"]
+        sketches: list[Any] = [system for system in needed if system.plan is not None]
+        deferrable = [one for one in sketches if "deferred" in _modes(one.plan)]
+        deferred = [replace(one, build=partial(one.build, deferred=True)) for one in deferrable]
+        compile_all(needed + deferred)
+    for case in cases:
+        progress(str(case))
+
+        def failed(system: str, mode: str, error: Exception, case: Case = case) -> None:
+            reason = " ".join(str(error).split())
+            report.not_timed.append(f"{case.shape}, batch {case.batch}: {system}, {mode}, was not timed: {reason}")
+
+        report.results += measure_arrivals(
+            case, backend, layers=layers, steps=steps, mean_tokens=mean_tokens, duty=duty, seed=seed, failed=failed
+        )
+    return report

@@ -1,0 +1,234 @@
+"""A list of benchmark cases, timed one after the other on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
+from sketchssm.study.bench.host import copy_bandwidth, measure_host
+from sketchssm.study.bench.peers import PEERS, measure_peer
+from sketchssm.study.bench.results import BenchResult
+from sketchssm.study.bench.workloads import random_gate, random_plan, spread_ranks, systems
+from sketchssm.study.systems import System
+
+__all__ = ["Case", "Report", "time_cases"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """All systems at one shape, batch and window.
+
+    Attributes
+    ----------
+    shape : str
+        Name of the layer's shape.
+    layer : Layer
+        Kind and shape.
+    batch, window : int
+        Rows of a step; tokens from one flush to the next.
+    plans : list of SketchPlan
+        Plans of the sketches, beside standard decode and replay.
+    gate : GateInput or None
+        Gate of heads that take raw gate inputs.
+    state_dtype : str
+        Type of states in memory.
+    """
+
+    shape: str
+    layer: Layer
+    batch: int
+    window: int
+    plans: list[SketchPlan]
+    gate: GateInput | None = None
+    state_dtype: str = "float32"
+
+    @classmethod
+    def random(
+        cls,
+        shape: str,
+        layer: Layer,
+        window: int,
+        mean_ranks: Sequence[int],
+        maps: Sequence[CoefficientMap],
+        sketch_dtypes: Sequence[str],
+        seed: int = 0,
+        rank_max: int | None = None,
+    ) -> Case:
+        """Make a case of one row, with a random plan for every mean rank, map and format.
+
+        Parameters
+        ----------
+        shape : str
+            Name of the layer's shape.
+        layer : Layer
+            Kind and shape.
+        window : int
+            Tokens from one flush to the next.
+        mean_ranks, maps, sketch_dtypes : sequence
+            Settings of the plans, see `spread_ranks` and `random_plan`.
+        seed : int, default 0
+            Seed of the bases.
+        rank_max : int, optional
+            Largest rank of a head; default K or V.
+
+        Returns
+        -------
+        Case
+            The case.
+
+        Raises
+        ------
+        ValueError
+            If a mean rank or `rank_max` is beyond K or V, or a mean rank is beyond `rank_max`.
+        """
+        limit, largest_mean = min(layer.key_dim, layer.value_dim), max(mean_ranks)
+        if largest_mean > limit:
+            raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {largest_mean}")
+        if rank_max is not None:
+            if not largest_mean <= rank_max <= limit:
+                expected = f"{largest_mean} (the mean rank) to {limit}"
+                raise ValueError(f"rank_max: expected {expected} for {shape}, got {rank_max}")
+            limit = rank_max
+        spread = [spread_ranks(layer.heads, mean, limit) for mean in mean_ranks]
+        plans = [
+            random_plan(layer, ranks, window, map, seed, sketch_dtype)
+            for ranks, map, sketch_dtype in product(spread, maps, sketch_dtypes)
+        ]
+        return cls(shape, layer, 1, window, plans)
+
+    @classmethod
+    def of_plan(cls, path: Path) -> Case:
+        """Case of one row with the plan of a file, named by the file."""
+        plan = SketchPlan.load(path)
+        return cls(path.stem, plan.layer, 1, plan.window, [plan])
+
+    def with_raw_gate(self, seed: int = 0) -> Case:
+        """Return the case with raw gate inputs if its layer is kda, else the case itself."""
+        if self.layer.kind != "kda":
+            return self
+        return replace(self, shape=f"{self.shape}, raw gate", gate=random_gate(self.layer, seed))
+
+    def systems(self) -> list[System]:
+        """Return standard decode, replay, and the sketches in the order of the plans."""
+        return systems(self.layer, self.window, self.plans, self.gate, self.state_dtype)
+
+    def __str__(self) -> str:
+        """Shape, batch and window."""
+        return f"{self.shape}, batch {self.batch}, window {self.window}"
+
+
+@dataclass
+class Report:
+    """Results of several cases.
+
+    Attributes
+    ----------
+    copy_bandwidth : float
+        Bytes per second of a copy, measured in the same run.
+    results : list of BenchResult
+        One per case and system.
+    not_timed : list of str
+        Systems that could not be timed, with the reason.
+    device : str
+        Name of the GPU; empty on a CPU.
+    duty : float
+        Share of the time that the GPU worked.
+    compile_seconds : float
+        Seconds for compiling all kernels of a GPU at once.
+    """
+
+    copy_bandwidth: float
+    results: list[BenchResult] = field(default_factory=list)
+    not_timed: list[str] = field(default_factory=list)
+    device: str = ""
+    duty: float = 1.0
+    compile_seconds: float = 0.0
+
+
+def time_cases(
+    cases: Sequence[Case],
+    backend: str = "cpu",
+    *,
+    seconds: float | None = None,
+    duty: float = 1.0,
+    peers: bool = False,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda label: None,
+) -> Report:
+    """Time cases one after the other.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The cases.
+    backend : {"cpu", "reference", "cuda"}, default "cpu"
+        Where to run.
+    seconds : float, optional
+        Seconds for each system; default 0.5, on "cuda" 0.05 of device time.
+    duty : float, default 1.0
+        For "cuda": share of the time that the device works, see `measure_device`.
+    peers : bool, default False
+        For "cuda": whether to time the standard decode of other libraries as well.
+    seed : int, default 0
+        Seed of the inputs.
+    progress : callable, optional
+        Called with a label before each case, and on "cuda" before compiling.
+
+    Returns
+    -------
+    Report
+        Results in the order of the cases.
+    """
+    if backend == "cuda":
+        return _on_device(cases, 0.05 if seconds is None else seconds, duty, peers, seed, progress)
+    report = Report(copy_bandwidth())
+    spent = 0.5 if seconds is None else seconds
+    for case in cases:
+        progress(str(case))
+        report.results += measure_host(
+            case.shape, case.layer, case.systems(), case.batch, case.window, report.copy_bandwidth,
+            backend=backend, seconds=spent, seed=seed,
+        )  # fmt: skip
+    return report
+
+
+def _on_device(
+    cases: Sequence[Case], seconds: float, duty: float, peers: bool, seed: int, progress: Callable[[str], None]
+) -> Report:
+    """Cases on the current GPU; what does not fit, and a peer that fails, is reported, and the others are timed."""
+    others = [peer for peer in PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
+    lacking = {peer: lack for peer in others if (lack := peer.missing())}
+    progress("compiling")
+    listed = [case.systems() for case in cases]
+    kernels = {(case.shape, case.window): own for case, own in zip(cases, listed, strict=True)}
+    compiled = compile_all([system for own in kernels.values() for system in own])
+    bandwidth = device_bandwidth()
+    report = Report(bandwidth, device=device_name(), duty=duty, compile_seconds=compiled)
+    report.not_timed += [f"{peer.name} was not timed: {lack} is not installed." for peer, lack in lacking.items()]
+
+    def failed(case: Case, name: str, error: Exception) -> None:
+        reason = " ".join(str(error).split())
+        report.not_timed.append(f"{case.shape}, batch {case.batch}: {name} was not timed: {reason}")
+
+    for case, own in zip(cases, listed, strict=True):
+        progress(str(case))
+        work = Workload(case.layer, case.batch, case.window, seed, case.gate is not None)
+        for system in own:
+            try:
+                timed = measure_device(case.shape, system, work, bandwidth, seconds=seconds, duty=duty)
+                report.results.append(timed)
+            except MemoryError as error:
+                failed(case, system.name, error)
+        for peer in (peer for peer in others if peer not in lacking and peer.kind == case.layer.kind):
+            try:
+                report.results.append(measure_peer(case.shape, peer, work, bandwidth, seconds=seconds, duty=duty))
+            except (MemoryError, RuntimeError) as error:
+                failed(case, peer.name, error)
+    return report

@@ -1,0 +1,207 @@
+"""Results of a benchmark: times of the positions of a window, bytes, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.plans import traffic
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.systems import System
+
+__all__ = ["BenchResult", "StepBytes", "step_bytes"]
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that a step of all rows must move.
+
+    Attributes
+    ----------
+    read : float
+        Bytes of a step between flushes, mean over the positions of the window.
+    flush : float
+        Bytes of the step that flushes.
+    """
+
+    read: float
+    flush: float
+
+    def amortised(self, window: int) -> float:
+        """Return the mean over the steps of a window."""
+        return ((window - 1) * self.read + self.flush) / window
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Times of one system at one shape, batch and window; floors are bytes over the copy bandwidth of the same run.
+
+    Attributes
+    ----------
+    shape, system, backend : str
+        The layer's shape, the system, and where it ran.
+    batch, window : int
+        Rows of a step; tokens from one flush to the next.
+    read_microseconds : float
+        A step between flushes, averaged over the window's positions.
+    flush_microseconds : float
+        The step that flushes; for standard decode, any step.
+    microseconds : float
+        A step, amortised over the window with its flush.
+    read_bytes, flush_bytes, bytes : float
+        Bytes that each of these must move.
+    read_fraction, flush_fraction, fraction : float
+        Share of the measured copy bandwidth: 1 is the floor.
+    gigabytes_per_second : float
+        Rate of moving `bytes`.
+    error : float
+        Relative error of the outputs of one row, over a window, against the same system in float64.
+    state_error : float
+        Relative error of the state of that row after the window, against the same.
+    first_call_seconds : float
+        Extra time of the first steps: compiling, or loading compiled kernels.
+    positions : list of float
+        Microseconds of a step at each position of the window; all equal for standard decode.
+    """
+
+    shape: str
+    system: str
+    backend: str
+    batch: int
+    window: int
+    read_microseconds: float
+    flush_microseconds: float
+    microseconds: float
+    read_bytes: float
+    flush_bytes: float
+    bytes: float
+    read_fraction: float
+    flush_fraction: float
+    fraction: float
+    gigabytes_per_second: float
+    error: float
+    state_error: float
+    first_call_seconds: float
+    positions: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        names: tuple[str, str, str],
+        batch: int,
+        positions: Sequence[float],
+        needed: StepBytes,
+        bandwidth: float,
+        errors: tuple[float, float],
+        first_call_seconds: float,
+    ) -> BenchResult:
+        """Compute a result from times and bytes.
+
+        Parameters
+        ----------
+        names : tuple of str
+            Shape, system and backend.
+        batch : int
+            Rows of a step.
+        positions : sequence of float
+            Microseconds of a step at each position of the window.
+        needed : StepBytes
+            Bytes that the steps must move.
+        bandwidth : float
+            Copy bandwidth in bytes per second.
+        errors : tuple of float
+            Errors of the outputs and of the state.
+        first_call_seconds : float
+            Time for compiling.
+
+        Returns
+        -------
+        BenchResult
+            The result.
+        """
+        window = len(positions)
+        read, flush = float(np.mean(positions[:-1] or positions)), float(positions[-1])
+        step, bytes = float(np.mean(positions)), needed.amortised(window)
+        return cls(
+            *names,
+            batch,
+            window,
+            read_microseconds=read,
+            flush_microseconds=flush,
+            microseconds=step,
+            read_bytes=needed.read,
+            flush_bytes=needed.flush,
+            bytes=bytes,
+            read_fraction=1e6 * needed.read / read / bandwidth,
+            flush_fraction=1e6 * needed.flush / flush / bandwidth,
+            fraction=1e6 * bytes / step / bandwidth,
+            gigabytes_per_second=bytes / step / 1e3,
+            error=errors[0],
+            state_error=errors[1],
+            first_call_seconds=first_call_seconds,
+            positions=list(positions),
+        )
+
+
+def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_device: bool = False) -> StepBytes:
+    """Count the bytes that a step must move.
+
+    Parameters
+    ----------
+    system : System
+        Standard decode (named "standard"), replay, or a sketch with its plan.
+    layer : Layer
+        Kind and shape.
+    batch : int
+        Rows of a step.
+    window : int
+        Tokens from one flush to the next; of a plan with refreshes, its `flush_every`.
+    on_device : bool, default False
+        Whether q, k, v, raw gate inputs and outputs are bf16 and sketches are packed as in the CUDA kernels. Else
+        inputs are float32, and sketches as in the byte model.
+
+    Returns
+    -------
+    StepBytes
+        States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs and
+        outputs, the ring (a token is written once and read at each later token of the window, and by the flush), and
+        the sketch that a flush or a refresh writes.
+    """
+    activation = 2 if on_device else 4
+    sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
+    narrow = "qkv" if system.gate is None else "qkvg"
+    taken = sum((activation if name in narrow else 4) * size for name, size in sizes.items())
+    moved = taken + activation * layer.heads * layer.value_dim
+    whole = layer.heads * traffic.standard(layer.key_dim, layer.value_dim, system.state_dtype)
+    if system.name == "standard":
+        return StepBytes(batch * (whole + moved), batch * (whole + moved))
+    buffered = taken - activation * sizes["q"]  # queries are not kept
+    read, written, between = whole / 2, 0.0, window
+    if system.plan is not None:
+        between = system.plan.window
+        sketches = _sketch_bytes(system.plan, on_device, system.state_dtype)
+        read, written = float(sketches.sum()), float(sketches[system.plan.ranks != FULL_STATE].sum())
+    # means over the positions before the flush: tokens of the window in the ring, refreshes
+    earlier = float(np.mean(np.arange(max(window - 1, 1)) % between))
+    refreshes = (window // between - 1) / max(window - 1, 1)
+    return StepBytes(
+        batch * (read + moved + buffered * (1 + earlier) + refreshes * written),
+        batch * (whole + moved + buffered * (window - 1) + written),
+    )
+
+
+def _sketch_bytes(plan: SketchPlan, on_device: bool, state_dtype: str) -> npt.NDArray[np.float64]:
+    """Bytes ``(heads,)`` of each head's sketch and map in a read; padding between heads does not count."""
+    layer = plan.layer
+    settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype)
+    modelled = traffic.sketch_read(*settings, sketch_dtype=plan.sketch_dtype, wide=plan.wide)
+    if not on_device:
+        return modelled
+    form = SketchFormat.of(plan.sketch_dtype)
+    packed = form.bytes(plan.map, np.maximum(plan.ranks, 0), layer.key_dim, layer.value_dim, plan.wide)
+    return np.where(plan.ranks == FULL_STATE, modelled, packed)

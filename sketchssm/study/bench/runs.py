@@ -1,0 +1,112 @@
+"""Arguments and results of a run of arriving requests, and runs on this machine's CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.heads.head import DecodeHead
+from sketchssm.layer.recurrence import Tokens
+from sketchssm.study.bench.cases import Case
+from sketchssm.study.bench.requests import Requests
+from sketchssm.study.bench.workloads import random_tokens, token_at
+
+__all__ = ["Inputs", "Run", "run_on_host"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a window of steps, which repeat, and the state that every request begins with.
+
+    Attributes
+    ----------
+    steps : list of Tokens
+        Inputs ``(batch, ...)`` of each step of a window.
+    start : ndarray of float32, (heads, V, K)
+        The state.
+    first_row : Tokens
+        Inputs of the first row, ``(window, ...)`` float32 as the heads see them.
+    """
+
+    steps: Sequence[Tokens]
+    start: Array
+    first_row: Tokens
+
+    @classmethod
+    def on_host(cls, case: Case, seed: int = 0) -> Inputs:
+        """Draw the inputs of a case.
+
+        Parameters
+        ----------
+        case : Case
+            Shape, batch, window and gate.
+        seed : int, default 0
+            Seed of the draw.
+
+        Returns
+        -------
+        Inputs
+            Float32 arrays on the host.
+        """
+        tokens = random_tokens(case.layer, case.batch, case.window, seed, case.gate is not None)
+        first = Tokens(*(None if x is None else x[0] for x in tokens))
+        start = np.random.default_rng(seed).standard_normal(case.layer.state_shape).astype(np.float32)
+        return cls([token_at(tokens, t) for t in range(case.window)], start, first)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of a run.
+
+    Attributes
+    ----------
+    times : ndarray of float64, (steps,)
+        Microseconds of a step of all layers.
+    outputs : ndarray, (steps, heads, V)
+        The last layer's outputs for the first row.
+    state : ndarray, (heads, V, K)
+        The last layer's state of the first row after the last step.
+    """
+
+    times: Array
+    outputs: Array
+    state: Array
+
+
+def run_on_host(heads: Sequence[DecodeHead], inputs: Inputs, requests: Requests) -> Run:
+    """Run the steps on this machine's CPU.
+
+    Parameters
+    ----------
+    heads : sequence of DecodeHead
+        The layers of the model.
+    inputs : Inputs
+        Inputs of the steps.
+    requests : Requests
+        Slots of the rows, and the requests that begin.
+
+    Returns
+    -------
+    Run
+        Times, and results of the last layer.
+    """
+    times, outputs = [], []
+    for t, (slots, joins) in enumerate(zip(requests.slots, requests.joins, strict=True)):
+        if joins.any():
+            states = np.broadcast_to(inputs.start, (int(joins.sum()), *inputs.start.shape))
+            for head in heads:
+                head.load_state(states, slots=slots[joins])
+        token = inputs.steps[t % len(inputs.steps)]
+        begun = time.perf_counter()
+        for head in heads:
+            output = head.step(*token, slots=slots)
+        times.append(1e6 * (time.perf_counter() - begun))
+        outputs.append(np.array(output[0]))
+    return Run(np.array(times), np.stack(outputs), heads[-1].state[requests.slots[-1, 0]].copy())

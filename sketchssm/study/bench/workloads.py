@@ -1,0 +1,226 @@
+"""Workloads: layers of models in use, random inputs and plans, and the systems to time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.arrays.gates import GateInput
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
+from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.systems import System, exact_systems, sketch_system
+
+__all__ = [
+    "MEAN_RANKS",
+    "SHAPES",
+    "random_gate",
+    "random_plan",
+    "random_tokens",
+    "spread_ranks",
+    "systems",
+    "token_at",
+]
+
+SHAPES = {
+    "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
+    "nemotron-nano-9b-v2": Layer("mamba2", 128, 128, 80, 8),
+    "qwen3-next": Layer("gdn", 32, 128, 128, 16),
+    "qwen3.5-large": Layer("gdn", 64, 128, 128, 16),
+    "kimi-linear": Layer("kda", 32, 128, 128, 32),
+}
+"""Recurrent layers of models in use, whole (one layer, no tensor parallelism)."""
+
+MEAN_RANKS = {
+    "nemotron-3-super": 5,
+    "nemotron-nano-9b-v2": 6,
+    "qwen3-next": 7,
+    "qwen3.5-large": 7,
+    "kimi-linear": 7,
+}
+"""Mean ranks at which the models keep their quality in the paper's evaluation."""
+
+SPREAD = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.2)
+"""Ranks of eight heads over their mean, with the long tail of an allocation."""
+
+Array = npt.NDArray[Any]
+
+
+def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
+    """Make ranks that differ from head to head as in an allocation.
+
+    Parameters
+    ----------
+    heads : int
+        Number of heads.
+    mean : int
+        Mean rank; exact if `heads` is a multiple of 8 and `limit` allows it.
+    limit : int
+        Largest rank. Columns that it takes from some heads go to the others.
+
+    Returns
+    -------
+    ndarray of int64, (heads,)
+        Ranks of at least 1.
+    """
+    eight = np.maximum(np.round(mean * np.array(SPREAD)), 1).astype(np.int64)
+    eight[-1] = max(8 * mean - eight[:-1].sum(), 1)
+    eight = np.minimum(eight, limit)
+    while (left := 8 * mean - eight.sum()) > 0 and (below := np.flatnonzero(eight < limit)).size:
+        eight[below[-left:]] += 1  # the largest first
+    return np.resize(eight, heads)
+
+
+def random_gate(layer: Layer, seed: int = 0) -> GateInput:
+    """Draw the gate of a kda layer with the distributions that initialise such layers.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    seed : int, default 0
+        Seed of the draw.
+
+    Returns
+    -------
+    GateInput
+        Rates of 1 to 16; a raw input of 0 gives a step of 0.001 to 0.1.
+    """
+    rng = np.random.default_rng(seed)
+    step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), (layer.heads, layer.key_dim)))
+    return GateInput(np.log(rng.uniform(1, 16, layer.heads)), np.log(np.expm1(step)))
+
+
+def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate: bool = False) -> Tokens:
+    """Draw inputs of a layer: unit keys and queries, slow decay.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    batch, tokens : int
+        Leading axes.
+    seed : int, default 0
+        Seed of the draw.
+    raw_gate : bool, default False
+        Whether g holds raw gate inputs.
+
+    Returns
+    -------
+    Tokens
+        Float32 arrays ``(batch, tokens, ...)``.
+    """
+    rng = np.random.default_rng(seed)
+    drawn: dict[str, Array] = {}
+    for name, tail in layer.token_shapes().items():
+        shape = (batch, tokens, *tail)
+        if name == "g" and raw_gate:
+            drawn[name] = rng.standard_normal(shape, dtype=np.float32)
+        elif name == "g":
+            drawn[name] = -rng.random(shape, dtype=np.float32) / 10
+        elif name == "beta":
+            drawn[name] = rng.random(shape, dtype=np.float32)
+        else:
+            x = rng.standard_normal(shape, dtype=np.float32)
+            drawn[name] = x if name == "v" else x / np.linalg.norm(x, axis=-1, keepdims=True)
+    return Tokens(*(drawn.get(name) for name in Tokens._fields))
+
+
+def token_at(tokens: Tokens, t: int) -> Tokens:
+    """Take one token of each row, contiguous as a layer of a model would pass it.
+
+    Parameters
+    ----------
+    tokens : Tokens
+        Arrays ``(batch, tokens, ...)``.
+    t : int
+        Position of the token.
+
+    Returns
+    -------
+    Tokens
+        Arrays ``(batch, ...)``.
+    """
+    return Tokens(*(None if x is None else np.ascontiguousarray(x[:, t]) for x in tokens))
+
+
+def random_plan(
+    layer: Layer,
+    rank: int | npt.NDArray[np.int64],
+    window: int,
+    map: str | CoefficientMap,
+    seed: int = 0,
+    sketch_dtype: str = DEFAULT_FORMAT,
+    flush_every: int | None = None,
+) -> SketchPlan:
+    """Make a plan with random bases: times do not depend on the values.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    rank : int or ndarray of int64, (heads,)
+        One rank for all heads, or one per head.
+    window : int
+        Tokens from one sketch to the next.
+    map : CoefficientMap or str
+        Coefficient map.
+    seed : int, default 0
+        Seed of the bases.
+    sketch_dtype : str, default "bfloat16"
+        Format of sketches and maps. In a mixed format half of a head's columns, rounded up, have 8 bits.
+    flush_every : int, optional
+        Tokens from one flush to the next, with a refresh every `window` tokens. Default: `window`, no refreshes.
+
+    Returns
+    -------
+    SketchPlan
+        The plan.
+    """
+    ranks = np.broadcast_to(rank, layer.heads)
+    basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
+    wide = np.maximum(ranks + 1, 0) // 2 if SketchFormat.of(sketch_dtype).mixed else None
+    return SketchPlan(basis, ranks, window, map, sketch_dtype, wide, flush_every=flush_every)
+
+
+def systems(
+    layer: Layer,
+    window: int,
+    plans: Sequence[SketchPlan],
+    gate: GateInput | None = None,
+    state_dtype: str = "float32",
+) -> list[System]:
+    """List the systems of a benchmark: standard, replay, and one sketch per plan.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    window : int
+        Tokens from one flush to the next.
+    plans : sequence of SketchPlan
+        Plans of the sketches.
+    gate : GateInput, optional
+        Gate of heads that take raw gate inputs.
+    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
+        Type of states in memory.
+
+    Returns
+    -------
+    list of System
+        For `measure_host` and `measure_device`.
+    """
+    return exact_systems(layer, window, gate, state_dtype) + [
+        sketch_system(plan, _name(plan), gate, state_dtype) for plan in plans
+    ]
+
+
+def _name(plan: SketchPlan) -> str:
+    """Name of a sketch in tables."""
+    form = "" if plan.sketch_dtype == DEFAULT_FORMAT else f" {plan.sketch_dtype}"
+    return f"sketch G={plan.mean_rank:g} {plan.map.name}{form}"

@@ -1,0 +1,180 @@
+"""The paper's baselines as systems.
+
+Every function takes a layer, its calibration tokens ``(sequences, tokens, ...)`` from zero states, and the tokens from
+one flush to the next (window), even if the method does not use all three. The systems are in the order of the
+function's settings; for kinds that the method excludes there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+from sketchssm.calibrate.moments import Moments
+from sketchssm.heads.head import DecodeHead
+from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.plans import traffic
+from sketchssm.study.baselines import (
+    ChannelScores,
+    CopyReadHead,
+    KeyMoments,
+    KeyReducedHead,
+    PrunedHead,
+    QuantisedHead,
+    low_rank_plan,
+)
+from sketchssm.study.baselines.quantised import RESIDUAL_BITS
+from sketchssm.study.systems import System, sketch_system
+
+__all__ = ["SPARSITIES", "key_reduced_systems", "pruned_systems", "quantised_systems", "read_only_systems"]
+
+SPARSITIES = (0.375, 0.5, 0.625, 0.75)
+"""Shares of a state that the paper prunes."""
+
+
+def quantised_systems(
+    layer: Layer,
+    tokens: Tokens,
+    window: int = 16,
+    *,
+    bits: Sequence[int] = (10, 8, 6, 4),
+    error_feedback: Sequence[bool] = (False,),
+) -> list[System]:
+    """List quantised states, requantised at every token, with scales from the state.
+
+    Parameters
+    ----------
+    layer, tokens, window
+        See the module.
+    bits : sequence of int, default (10, 8, 6, 4)
+        Bits per element.
+    error_feedback : sequence of bool, default (False,)
+        Whether rounding errors are stored.
+
+    Returns
+    -------
+    list of System
+        By error feedback, then by bits.
+    """
+
+    def system(feedback: bool, each: int) -> System:
+        used = traffic.compressed(layer.key_dim, layer.value_dim, bits=each + RESIDUAL_BITS * feedback)
+        name = f"DSQ {each} bits" + (" with feedback" if feedback else "")
+        return _system(name, partial(QuantisedHead, layer, bits=each, error_feedback=feedback), layer, used)
+
+    return [system(*settings) for settings in product(error_feedback, bits)]
+
+
+def pruned_systems(
+    layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
+) -> list[System]:
+    """List states pruned by the scores of GHOST, updated at every token; none for gdn.
+
+    Parameters
+    ----------
+    layer, tokens, window
+        See the module.
+    sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
+        Shares of the key channels to drop.
+
+    Returns
+    -------
+    list of System
+        By share.
+    """
+    if layer.kind == "gdn":
+        return []
+    scores = ChannelScores(layer)
+    scores.update(*tokens)
+    masks = [(share, scores.keep(share)) for share in sparsities]
+    return [
+        _system(f"GHOST {share:.1%}", partial(PrunedHead, layer, keep), layer, _sparse(layer, float(keep.mean())))
+        for share, keep in masks
+    ]
+
+
+def key_reduced_systems(
+    layer: Layer,
+    tokens: Tokens,
+    window: int = 16,
+    *,
+    sparsities: Sequence[float] = SPARSITIES,
+    fold: Sequence[bool] = (True,),
+) -> list[System]:
+    """List recurrences over the key channels picked by DRRQR, updated at every token; only for gdn.
+
+    Parameters
+    ----------
+    layer, tokens, window
+        See the module.
+    sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
+        Shares of the key channels to drop.
+    fold : sequence of bool, default (True,)
+        Whether dropped channels are folded into the kept ones.
+
+    Returns
+    -------
+    list of System
+        By `fold`, then by share.
+    """
+    if layer.kind != "gdn":
+        return []
+    moments = KeyMoments(layer)
+    moments.update(*tokens)
+    reductions = {share: moments.reduce(share) for share in sparsities}
+
+    def system(folds: bool, share: float) -> System:
+        reduction = reductions[share]
+        used = _sparse(layer, reduction.kept.shape[-1] / layer.key_dim)
+        name = f"DRRQR {share:.1%}" + ("" if folds else " sliced")
+        return _system(name, partial(KeyReducedHead, reduction, fold=folds), layer, used)
+
+    return [system(*settings) for settings in product(fold, sparsities)]
+
+
+def read_only_systems(
+    layer: Layer,
+    tokens: Tokens,
+    window: int = 16,
+    *,
+    bits: Sequence[int] = (8, 6, 4, 2),
+    ranks: Sequence[int] = (16, 8, 4),
+) -> list[System]:
+    """List exact states with approximate reads: quantised copies and fixed low-rank reads.
+
+    Parameters
+    ----------
+    layer, tokens, window
+        See the module.
+    bits : sequence of int, default (8, 6, 4, 2)
+        Bits per element of the copies.
+    ranks : sequence of int, default (16, 8, 4)
+        Ranks of the low-rank reads, one for all heads; ranks above min(K, V) are left out.
+
+    Returns
+    -------
+    list of System
+        Copies by bits, then low-rank reads by rank.
+    """
+    size = (layer.key_dim, layer.value_dim)
+    systems = []
+    for each in bits:
+        build = partial(CopyReadHead, layer, bits=each, window=window)
+        systems.append(_system(f"{each}-bit copy", build, layer, traffic.read_only_copy(*size, each, window)))
+    fitting = [rank for rank in ranks if rank <= min(size)]
+    if fitting:
+        moments = Moments(layer, window=window)
+        moments.update(*tokens)
+        systems += [sketch_system(low_rank_plan(moments, rank), f"low-rank read {rank}") for rank in fitting]
+    return systems
+
+
+def _system(name: str, build: Callable[[int, str], DecodeHead], layer: Layer, used: float) -> System:
+    """A system that moves `used` bytes per head and token."""
+    return System(name, build, traffic.standard(layer.key_dim, layer.value_dim) / used)
+
+
+def _sparse(layer: Layer, left: float) -> float:
+    """Bytes with a share of the key channels left."""
+    return traffic.compressed(layer.key_dim, layer.value_dim, sparsity=1 - left)

@@ -1,0 +1,217 @@
+"""The whole evaluation: every chosen system on every layer; finished results are kept, and written as CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sketchssm
+from sketchssm.calibrate.traces import named_errors
+from sketchssm.plans.files import write_whole
+from sketchssm.study.evaluate.measure import Measurement, measure, rounded
+from sketchssm.study.evaluate.registry import Entry
+from sketchssm.study.evaluate.store import Store
+from sketchssm.study.evaluate.study import Study
+
+__all__ = ["RESULT_FILES", "Evaluation", "LayerResults", "evaluate"]
+
+RESULT_FILES = ("results.json", "results.csv", "drift.csv")
+"""Files of `Evaluation.save`."""
+
+
+@dataclass(frozen=True)
+class LayerResults:
+    """Results of one layer.
+
+    Attributes
+    ----------
+    name, kind : str
+        Layer.
+    facts : dict
+        Shape, test text, provenance of the traces, and the half-life of each head's gates in tokens.
+    map : str
+        The coefficient map in use.
+    systems : list of Measurement
+        Decode systems.
+    """
+
+    name: str
+    kind: str
+    facts: dict[str, Any]
+    map: str
+    systems: list[Measurement]
+
+    @property
+    def half_life(self) -> list[float]:
+        """Half-lives of the gates of all heads in tokens, infinite ones included."""
+        return [math.inf if life is None else life for life in self.facts["half_life"]]
+
+    def find(self, name: str) -> Measurement | None:
+        """Return a system by its name ``family/setting``; None if it was not measured."""
+        return next((system for system in self.systems if system.name == name), None)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of all layers, and their shared settings."""
+
+    settings: dict[str, Any]
+    layers: list[LayerResults]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the results as JSON holds them."""
+        layers = [
+            {
+                "name": layer.name,
+                "kind": layer.kind,
+                **layer.facts,
+                "map": layer.map,
+                "systems": [system.plain() for system in layer.systems],
+            }
+            for layer in self.layers
+        ]
+        return {"version": sketchssm.__version__, "settings": self.settings, "layers": layers}
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write ``results.json``, ``results.csv`` and ``drift.csv``.
+
+        Parameters
+        ----------
+        folder : Path
+            Where to write; made if missing.
+
+        Returns
+        -------
+        list of Path
+            The files.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = (
+            json.dumps(self.plain(), indent=1, allow_nan=False) + "\n",
+            _csv(RESULT_COLUMNS, _result_rows(self.layers)),
+            _csv(DRIFT_COLUMNS, _drift_rows(self.layers)),
+        )
+        files = [folder / name for name in RESULT_FILES]
+        for file, text in zip(files, texts, strict=True):
+            write_whole(file, text.encode())
+        return files
+
+
+def evaluate(
+    studies: Sequence[Study],
+    chosen: Sequence[Sequence[Entry]],
+    folder: Path | None = None,
+    backend: str = "auto",
+    progress: Callable[[str], None] = lambda label: None,
+) -> Evaluation:
+    """Measure systems on layers; results of an earlier run in the same folder are used again.
+
+    Parameters
+    ----------
+    studies : sequence of Study
+        Layers with different names.
+    chosen : sequence of sequence of Entry
+        Systems to measure on each layer, from `select`.
+    folder : Path, optional
+        Keep finished parts below this folder, under ``parts``.
+    backend : str, default "auto"
+        Where to decode.
+    progress : callable, optional
+        Called with a label before each system.
+
+    Returns
+    -------
+    Evaluation
+        All results.
+
+    Raises
+    ------
+    ValueError
+        If there are no layers, two have one name, or `chosen` has not one item per layer.
+    """
+    if not studies or len(chosen) != len(studies):
+        raise ValueError(
+            f"chosen: expected systems of each of at least one layer, got {len(chosen)} of {len(studies)}"
+        )
+    names = [study.traces.name for study in studies]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"traces: expected files with different names, got {', '.join(sorted(twice))} twice")
+    store = Store(None if folder is None else folder / "parts")
+    layers = []
+    for study, own in zip(studies, chosen, strict=True):
+        systems = []
+        for entry in own:
+            progress(f"{study.traces.name}: {entry.name}")
+            with named_errors(study.traces):
+                systems.append(_measured(entry, study, store, backend))
+        layers.append(_results(study, systems))
+    settings = asdict(studies[0].settings) | {
+        "map": str(studies[0].settings.map),
+        "method": studies[0].settings.method or "gradient where the traces have gradients, else error",
+        "ranks": list(studies[0].ranks),
+        "mean_rank": studies[0].mean_rank,
+        "seed": studies[0].seed,
+        "every": studies[0].every,
+        "backend": backend,
+    }
+    return Evaluation(settings, layers)
+
+
+def _measured(entry: Entry, study: Study, store: Store, backend: str) -> Measurement:
+    """A measurement by way of JSON, so that kept results and new ones are the same to the last digit."""
+    digest = f"{study.digest} {backend}"
+    part = store.get(digest, study.traces.name, entry.name, lambda: measure(entry, study, backend).plain())
+    return Measurement.of(part)
+
+
+def _results(study: Study, systems: list[Measurement]) -> LayerResults:
+    shape = asdict(study.traces.layer)
+    facts = {
+        **{key: value for key, value in shape.items() if key != "kind"},
+        "test_sequences": int(study.traces.test.v.shape[0]),
+        "test_tokens": study.length,
+        "calibration_tokens": math.prod(study.traces.calib.v.shape[:2]),
+        "gradients": study.traces.score_part()[1] is not None,
+        "half_life": rounded(study.half_life.tolist()),
+        "provenance": study.traces.provenance,
+        "digest": study.digest,
+    }
+    return LayerResults(study.traces.name, shape["kind"], facts, study.settings.map.name, systems)
+
+
+RESULT_COLUMNS = (
+    "layer", "kind", "family", "setting", "head", "rank", "reduction", "output_error", "state_error", "retained",
+)  # fmt: skip
+DRIFT_COLUMNS = ("layer", "kind", "family", "setting", "tokens", "output_error", "state_error")
+
+
+def _result_rows(layers: Sequence[LayerResults]) -> Iterator[list[Any]]:
+    """One row per system for all heads together, then one per head."""
+    for layer in layers:
+        for s in layer.systems:
+            lead = [layer.name, layer.kind, s.family, s.setting]
+            yield [*lead, "all", "", s.reduction, s.output_error, s.state_error, s.retained]
+            for head, errors in enumerate(zip(s.head_output_error, s.head_state_error, s.head_retained, strict=True)):
+                yield [*lead, head, "" if s.ranks is None else s.ranks[head], s.reduction, *errors]
+
+
+def _drift_rows(layers: Sequence[LayerResults]) -> Iterator[list[Any]]:
+    for layer in layers:
+        for s in layer.systems:
+            for point in zip(s.drift["tokens"], s.drift["output_error"], s.drift["state_error"], strict=True):
+                yield [layer.name, layer.kind, s.family, s.setting, *point]
+
+
+def _csv(columns: Sequence[str], rows: Iterable[list[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue()

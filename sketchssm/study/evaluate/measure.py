@@ -1,0 +1,207 @@
+"""Measure one decode system on the test sequences of one layer: errors per head, and errors over tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.arrays.interop import to_host
+from sketchssm.reference.recurrence import Array
+from sketchssm.study.evaluate.registry import Entry
+from sketchssm.study.evaluate.study import Study
+
+__all__ = ["Measurement", "measure", "relative_error", "rounded"]
+
+ALLOCATED = ("sketch", "ablation")
+"""Families whose ranks are allocated."""
+
+DIGITS = 6
+"""Significant digits of results; the order of summation does not change them."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Errors and traffic of a system on the test sequences of a layer; errors are relative norms against float64.
+
+    Attributes
+    ----------
+    family, setting : str
+        Name of the system in the registry.
+    reduction : float
+        Traffic reduction relative to standard decode.
+    backend : str
+        Where it ran.
+    output_error : float
+        Error of all outputs.
+    flush_error : float
+        Largest error of the token of a flush, over sequences and flushes. Systems with windows read the exact state
+        there.
+    state_error : float
+        Error of the states after the last token (of systems with windows: after the last flush).
+    retained : float
+        Retained energy of the state reads, mean over heads: 1 minus the error's energy over the energy of the state
+        reads between flushes. For a sketch, the share of the energy that it retains. Negative if the error has more
+        energy than the reads.
+    head_output_error, head_state_error, head_retained : list of float
+        The same errors per head.
+    drift : dict of str to list
+        ``tokens``: points of the curves. ``output_error``: error of the outputs since the last point. ``state_error``:
+        error of the states at the point.
+    ranks : list of int or None
+        Ranks of a sketch, -1 for a full read.
+    objective : float or None
+        Gradient-weighted score of the ranks on the sequences for rank scores; None without gradients, and for systems
+        without allocated ranks.
+    """
+
+    family: str
+    setting: str
+    reduction: float
+    backend: str
+    output_error: float
+    flush_error: float
+    state_error: float
+    retained: float
+    head_output_error: list[float]
+    head_state_error: list[float]
+    head_retained: list[float]
+    drift: dict[str, list[Any]]
+    ranks: list[int] | None = None
+    objective: float | None = None
+
+    @property
+    def name(self) -> str:
+        """``family/setting``."""
+        return f"{self.family}/{self.setting}"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the measurement as JSON holds it, numbers rounded to the digits that repeat."""
+        return rounded(asdict(self))
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Measurement:
+        """Return a measurement from `plain`, with the infinite numbers that JSON cannot hold."""
+
+        def bounded(value: Any, beyond: float) -> Any:
+            if isinstance(value, list):
+                return [bounded(item, beyond) for item in value]
+            return beyond if value is None else value
+
+        errors = {name: bounded(value, math.inf) for name, value in plain.items() if name.endswith("_error")}
+        shares = {name: bounded(value, -math.inf) for name, value in plain.items() if name.endswith("retained")}
+        drift = {name: bounded(curve, math.inf) for name, curve in plain["drift"].items()}
+        return cls(**(plain | errors | shares | {"drift": drift}))
+
+
+def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
+    """Decode the test sequences with one system and compare the outputs with the float64 recurrence.
+
+    Parameters
+    ----------
+    entry : Entry
+        The system, from `registry.entries`.
+    study : Study
+        The layer.
+    backend : str, default "auto"
+        Where to run.
+
+    Returns
+    -------
+    Measurement
+        Errors and traffic.
+    """
+    system, window = entry.build(), entry.window
+    test = study.traces.test
+    head = system.build(test.v.shape[0], backend)
+    if head.backend == "cuda":
+        head.warmup("float32")
+    outputs, states = [], []
+    for start, stop in pairwise([0, *study.checkpoints]):
+        outputs.append(head.step(*(None if x is None else x[:, start:stop] for x in test)))
+        exact = study.state(stop - int(head.position[0]))
+        away = to_host(head.state, "state") - exact
+        states.append([np.square(x).sum(axis=(0, 2, 3)) for x in (away, exact)])
+    # sums of squares: (sequences, tokens, heads) of the outputs, (points, heads) of the states
+    lost = np.square(np.concatenate(outputs, axis=1) - study.output).sum(axis=-1)
+    size = np.square(study.output).sum(axis=-1)
+    state_lost, state_size = np.moveaxis(np.array(states), 1, 0)
+    points = [0, *study.checkpoints[:-1]]
+    every = window if system.plan is None else system.plan.flush_every
+    flushes = slice(every - 1, None, every)
+    whole = study.length // window * window  # reads are counted over whole windows
+    reads = study.read_energy(window).sum(axis=0)
+    missed = lost[:, :whole].sum(axis=(0, 1))
+    retained = 1.0 - np.divide(missed, reads, out=np.zeros_like(missed), where=reads > 0)
+    ranks = None if system.plan is None else system.plan.ranks
+    return Measurement(
+        entry.family,
+        entry.setting,
+        float(system.reduction),
+        head.backend,
+        output_error=float(_ratio(lost.sum(), size.sum())),
+        flush_error=float(_ratio(*(x[:, flushes].sum(axis=-1) for x in (lost, size))).max()),
+        state_error=float(_ratio(state_lost[-1].sum(), state_size[-1].sum())),
+        retained=float(retained.mean()),
+        head_output_error=_ratio(*(x.sum(axis=(0, 1)) for x in (lost, size))).tolist(),
+        head_state_error=_ratio(state_lost[-1], state_size[-1]).tolist(),
+        head_retained=retained.tolist(),
+        drift={
+            "tokens": study.checkpoints,
+            "output_error": _ratio(*(np.add.reduceat(x.sum(axis=(0, 2)), points) for x in (lost, size))).tolist(),
+            "state_error": _ratio(state_lost.sum(axis=1), state_size.sum(axis=1)).tolist(),
+        },
+        ranks=None if ranks is None else ranks.tolist(),
+        objective=None if ranks is None or entry.family not in ALLOCATED else study.objective(ranks, window),
+    )
+
+
+def relative_error(have: npt.ArrayLike, want: npt.ArrayLike) -> float:
+    """Norm of the error over the norm of the reference.
+
+    Parameters
+    ----------
+    have : array_like
+        The result.
+    want : array_like
+        The reference, in the same shape.
+
+    Returns
+    -------
+    float
+        The ratio; infinity for an error if the reference is zero.
+    """
+    away = np.asarray(have, dtype=np.float64) - np.asarray(want, dtype=np.float64)
+    return float(_ratio(np.square(away).sum(), np.square(np.asarray(want, dtype=np.float64)).sum()))
+
+
+def rounded(value: Any) -> Any:
+    """Round all floating-point numbers in nested lists and dictionaries; None for those that are not finite.
+
+    Parameters
+    ----------
+    value : object
+        Any value that JSON can hold.
+
+    Returns
+    -------
+    object
+        The same with rounded numbers.
+    """
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
+    return value
+
+
+def _ratio(error: npt.ArrayLike, size: npt.ArrayLike) -> Array:
+    """Relative norms from sums of squares; infinity for an error if the reference is zero."""
+    lost, whole = np.asarray(error), np.asarray(size)
+    return np.sqrt(np.divide(lost, whole, out=np.where(lost > 0, np.inf, 0.0), where=whole > 0))

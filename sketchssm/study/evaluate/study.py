@@ -1,0 +1,231 @@
+"""One layer to evaluate: its traces, settings and calibrations, and the float64 results for comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.allocation import METHODS
+from sketchssm.calibrate.plans import Calibrated, Settings, calibrate
+from sketchssm.calibrate.traces import Traces
+from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
+from sketchssm.layer.recurrence import FULL_STATE, Tokens, check_window
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.reference.recurrence import Array, run
+
+__all__ = ["Study"]
+
+
+@dataclass(eq=False)
+class Study:
+    """One layer to evaluate.
+
+    Attributes
+    ----------
+    traces : Traces
+        The layer's traces.
+    settings : Settings
+        Settings of plans.
+    ranks : sequence of int
+        Mean ranks of the sketches.
+    mean_rank : float
+        Mean rank of the ablations.
+    seed : int
+        Seed of random bases.
+    plan : SketchPlan or None
+        An additional plan to measure.
+    every : int
+        Tokens from one point of the curves over tokens to the next.
+
+    Raises
+    ------
+    ValueError
+        If a setting is out of range, needs gradients that the traces lack, or does not fit the plan or the text.
+    """
+
+    traces: Traces
+    settings: Settings = field(default_factory=Settings)
+    ranks: Sequence[int] = (2, 4, 6, 8, 12, 16)
+    mean_rank: float = 8.0
+    seed: int = 0
+    plan: SketchPlan | None = None
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and self.plan.layer != self.traces.layer:
+            raise ValueError(f"plan: expected one for {self.traces.layer}, got one for {self.plan.layer}")
+        check_window(self.settings.window)
+        self._check_settings()
+        if min(self.length, self.calibration_length) < 2 * self.settings.window:
+            raise ValueError(
+                f"{self.traces.name}: expected test and calibration sequences, of the latter those with gradients "
+                f"too, of at least two windows ({2 * self.settings.window} tokens), got {self.length} and "
+                f"{self.calibration_length}"
+            )
+        self._calibrated: dict[int, Calibrated] = {}
+        self._energies: dict[int, Array] = {}
+        self._states: dict[int, Array] = {}
+
+    def _check_settings(self) -> None:
+        """Refuse settings that would fail only later, when results of other systems are written."""
+        limit = min(self.traces.layer.key_dim, self.traces.layer.value_dim)
+        method = self.settings.method
+        whole = [isinstance(rank, int | np.integer) and rank >= 1 for rank in self.ranks]
+        if not whole or not all(whole) or len(set(self.ranks)) < len(whole):
+            raise ValueError(f"ranks: expected different positive integers, got {self.ranks!r}")
+        if method == "uniform" and max(self.ranks) > limit:
+            raise ValueError(f"ranks: expected at most {limit} for uniform ranks, got {max(self.ranks)}")
+        if not 1 <= self.mean_rank <= limit:
+            raise ValueError(f"mean_rank: expected 1 to {limit} (K and V bound it), got {self.mean_rank!r}")
+        if method is not None and method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        if method in ("gradient", "sensitivity") and self.traces.score_part()[1] is None:
+            raise ValueError(f"method: {method!r} needs gradients, and {self.traces.name} has none to score by")
+        for name, value, least in (("every", self.every, 1), ("seed", self.seed, 0)):
+            if value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a test sequence."""
+        return int(self.traces.test.v.shape[1])
+
+    @property
+    def calibration_length(self) -> int:
+        """Tokens of a calibration sequence, or of a sequence that ranks are scored on if those are shorter."""
+        return min(int(part.v.shape[1]) for part in (self.traces.calib, self.traces.score_part()[0]))
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Points of the curves: every `every` tokens, and the end if at least half of `every` is left there."""
+        points = list(range(self.every, self.length + 1, self.every))
+        if 2 * (self.length % self.every) < self.every:
+            points = points[:-1]
+        return [*points, self.length]
+
+    def calibrated(self, window: int | None = None) -> Calibrated:
+        """Return basis and rank scores for a window, made once.
+
+        Parameters
+        ----------
+        window : int, optional
+            Tokens from one flush to the next; default the settings'.
+
+        Returns
+        -------
+        Calibrated
+            The calibration.
+        """
+        window = window or self.settings.window
+        if window not in self._calibrated:
+            self._calibrated[window] = calibrate(self.traces, window, weighting=self.settings.weighting)
+        return self._calibrated[window]
+
+    def objective(self, ranks: npt.NDArray[np.int64], window: int) -> float | None:
+        """Gradient-weighted score of a rank table, the objective of the allocation method "gradient".
+
+        Parameters
+        ----------
+        ranks : ndarray of int64, (heads,)
+            Rank of each head.
+        window : int
+            Tokens from one flush to the next.
+
+        Returns
+        -------
+        float or None
+            Sum over heads; None without gradients.
+        """
+        scores = self.calibrated(window).scores
+        if not scores.graded:
+            return None
+        sketched = np.flatnonzero(ranks != FULL_STATE)  # a full read loses nothing
+        return float(scores.objective("gradient")[sketched, ranks[sketched]].sum())
+
+    def read_energy(self, window: int) -> Array:
+        """Energy of the state reads between flushes.
+
+        Parameters
+        ----------
+        window : int
+            Tokens from one flush to the next.
+
+        Returns
+        -------
+        ndarray of float64, (windows, heads)
+            Sums of squares over the test sequences, for each whole window.
+        """
+        if window not in self._energies:
+            layer = self.traces.layer
+            count = self.length // window
+            energy = np.zeros((count, layer.heads))
+
+            def add(reads: SketchReads) -> None:
+                energy[reads.tokens.start // window] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
+
+            whole = Tokens(*(None if x is None else x[:, : count * window] for x in self.traces.test))
+            walk(layer, host_tokens(layer, *whole), window, None, add)
+            self._energies[window] = energy
+        return self._energies[window]
+
+    @cached_property
+    def output(self) -> Array:
+        """Outputs ``(sequences, tokens, heads, V)`` of the float64 recurrence for the test sequences."""
+        return run(self.traces.layer, *self.traces.test)[0]
+
+    def state(self, tokens: int) -> Array:
+        """Return the states of the float64 recurrence after some tokens of the test sequences.
+
+        Parameters
+        ----------
+        tokens : int
+            Number of tokens.
+
+        Returns
+        -------
+        ndarray of float64, (sequences, heads, V, K)
+            States, K last.
+        """
+        # always through the checkpoints, so that the last digits do not depend on earlier calls
+        stops = [point for point in self.checkpoints if point < tokens]
+        for start, stop in pairwise([0, *stops, tokens]):
+            if stop not in self._states:
+                part = (None if x is None else x[:, start:stop] for x in self.traces.test)
+                self._states[stop] = run(self.traces.layer, *part, state=self._states.get(start))[1]
+        return self._states[tokens]
+
+    @cached_property
+    def half_life(self) -> Array:
+        """Tokens ``(heads,)`` after which the gates of each head have halved a write; later writes are not counted.
+
+        From the median log-decay over tokens; infinite where the median gate keeps everything. For kda, of the channel
+        with the longest memory after the longest tenth is left out.
+        """
+        gates = np.asarray(self.traces.test.g, dtype=np.float64)
+        typical = np.median(gates, axis=(0, 1))
+        if typical.ndim == 2:
+            typical = np.quantile(typical, 0.9, axis=1)
+        return np.divide(-math.log(2), typical, out=np.full_like(typical, np.inf), where=typical < 0)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the contents of the traces and of all settings that a result depends on."""
+        known = hashlib.sha256()
+        described: list[Any] = [asdict(self.traces.layer), asdict(self.settings), self.mean_rank, self.seed]
+        known.update(repr([*described, self.every]).encode())
+        arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
+        if self.plan is not None:
+            known.update(repr(self.plan).encode())
+            arrays += [self.plan.omega, self.plan.projection, self.plan.ranks]
+        for array in arrays:
+            known.update(b"none" if array is None else repr((array.shape, array.dtype.str)).encode())
+            known.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        return known.hexdigest()

@@ -1,0 +1,11 @@
+"""Plans made by measurement: map, widths, window, flushes and ranks of all layers of a model, for one target.
+
+`candidates` lists the settings to try, `autoplan` makes plans of each at several mean ranks, measures their errors and
+costs, and chooses. `StepTimes` measures the time of a step on this machine.
+"""
+
+from sketchssm.study.planning.candidate import Candidate, candidates
+from sketchssm.study.planning.search import PlanPoint, PlanSearch, autoplan
+from sketchssm.study.planning.times import StepTimes
+
+__all__ = ["Candidate", "PlanPoint", "PlanSearch", "StepTimes", "autoplan", "candidates"]

@@ -1,0 +1,342 @@
+"""The search: plans of every candidate at several mean ranks, their errors and costs, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.calibrate.plans import plan_layers
+from sketchssm.calibrate.scores import RankScores
+from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.checks import check_items, check_number
+from sketchssm.layer.recurrence import check_instance
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.bench.results import step_bytes
+from sketchssm.study.planning.candidate import Candidate
+from sketchssm.study.planning.candidate import candidates as all_candidates
+from sketchssm.study.planning.layers import Energies, PlannedLayer, ScoredLayer, TracedLayer
+from sketchssm.study.systems import exact_systems, sketch_system
+
+__all__ = ["PlanPoint", "PlanSearch", "autoplan"]
+
+MEAN_RANKS = (2, 3, 4, 6, 8, 10, 12, 16)
+
+Measure = Callable[[Sequence[SketchPlan]], float]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPoint:
+    """Plans of all layers with the same settings, and their cost and error.
+
+    Parameters
+    ----------
+    candidate : Candidate
+        Settings that all layers share.
+    mean_rank : float
+        Budget of the ranks, see `allocate_ranks`.
+    plans : tuple of SketchPlan
+        A plan for each layer.
+    error : float
+        Relative error of the outputs: root mean square over all heads, on the sequences that ranks were scored on.
+        Weighted by the gradient of the loss if `PlanSearch.graded`.
+    traffic : float
+        Bytes that a step of all layers moves, relative to standard decode with float32 states. Unlike the byte
+        model of `SketchPlan.reduction`, this includes the ring, inputs and outputs, which depend on the window.
+    seconds : float or None
+        Measured time of a step of all layers.
+    loss : float or None
+        Measured increase of the model's loss.
+    """
+
+    candidate: Candidate
+    mean_rank: float
+    plans: tuple[SketchPlan, ...]
+    error: float
+    traffic: float
+    seconds: float | None = None
+    loss: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """The measured time if there is one, else the traffic."""
+        return self.traffic if self.seconds is None else self.seconds
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """Result of `autoplan`.
+
+    Parameters
+    ----------
+    points : list of PlanPoint
+        All points, in the order of the search. Candidates that differ only in their largest rank may give the same
+        plans; only the first of them has a point.
+    chosen : PlanPoint
+        The point that meets the target.
+    graded : bool
+        Whether errors are weighted by the gradient of the loss.
+    layers : list of PlannedLayer
+        The layers.
+    """
+
+    points: list[PlanPoint]
+    chosen: PlanPoint
+    graded: bool
+    layers: list[PlannedLayer]
+
+    @property
+    def frontier(self) -> list[PlanPoint]:
+        """Points that no other beats in both cost and error, cheapest first."""
+        return frontier(self.points)
+
+    @property
+    def plans(self) -> tuple[SketchPlan, ...]:
+        """The chosen plans, one for each layer."""
+        return self.chosen.plans
+
+    def test_error(self, point: PlanPoint | None = None) -> float:
+        """Relative error of a point's outputs on the test sequences, which the search has not used.
+
+        Parameters
+        ----------
+        point : PlanPoint, optional
+            Default: the chosen point.
+
+        Returns
+        -------
+        float
+            Root mean square over all heads, without gradients.
+        """
+        plans = (point or self.chosen).plans
+        return _root_mean([layer.test_error(plan) for layer, plan in zip(self.layers, plans, strict=True)])
+
+
+def autoplan(
+    layers: Sequence[Traces | tuple[SketchBasis, RankScores]],
+    *,
+    error: float | None = None,
+    traffic: float | None = None,
+    seconds: float | None = None,
+    loss: float | None = None,
+    candidates: Iterable[Candidate] | None = None,
+    mean_ranks: Sequence[float] = MEAN_RANKS,
+    time_of: Measure | None = None,
+    loss_of: Measure | None = None,
+    weighting: str = "uniform",
+    backend: str = "auto",
+    progress: Callable[[str], None] = lambda label: None,
+) -> PlanSearch:
+    """Choose map, format, window, flushes and ranks for all layers of a model together, by measurement.
+
+    Every candidate is planned at every mean rank. Its plans decode the sequences that ranks were scored on, and the
+    outputs are compared with float64.
+
+    ===============  ================================================================  =====================
+    target           chosen                                                            cost
+    ===============  ================================================================  =====================
+    ``error=``       the cheapest point with at most this relative error               bytes, or `time_of`
+    ``traffic=``     the least error with at most this traffic                         bytes
+    ``seconds=``     the least error within this time of a step of all layers          `time_of`
+    ``loss=``        the cheapest point of the frontier with at most this increase of  bytes, or `time_of`
+                     the model's loss, as `loss_of` measures it
+    ===============  ================================================================  =====================
+
+    Parameters
+    ----------
+    layers : sequence of Traces or of (SketchBasis, RankScores)
+        Traces of each layer. With scores instead of traces, errors are those of the ideal map at the scores' window,
+        and the search chooses only ranks and formats, for `ridge` and `exact`.
+    error, traffic, seconds, loss : float
+        The target: exactly one of them.
+    candidates : iterable of Candidate, optional
+        Settings to try; default those of `sketchssm.study.planning.candidates()` whose errors can be measured.
+    mean_ranks : sequence of float, default (2, 3, 4, 6, 8, 10, 12, 16)
+        Budgets to try; those beyond K or V of a layer are left out.
+    time_of : callable, optional
+        Measures the seconds of a step of all layers from their plans, for example `StepTimes`. It is called for
+        points that no point of the same settings beats in both bytes and error.
+    loss_of : callable, optional
+        Measures the increase of the model's loss from the plans of all layers. It is called for points of the
+        frontier, by bisection.
+    weighting : {"uniform", "output"}, default "uniform"
+        Weight of a sample in the basis, see `Moments`.
+    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
+        Where to decode.
+    progress : callable, optional
+        Called with a label before each point.
+
+    Returns
+    -------
+    PlanSearch
+        All points, the frontier and the chosen plans.
+
+    Raises
+    ------
+    ValueError
+        If there are no layers, a candidate's `rank_max` is out of range, the errors of a candidate can't be
+        measured, not exactly one target is given, a target lacks its measurement, or no point meets the target; the
+        message then names the nearest point.
+    """
+    target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
+    _check_measures(target, time_of, loss_of)
+    layers = check_items("layers", layers, "Traces or of pairs of a SketchBasis and RankScores")
+    mean_ranks = check_items("mean_ranks", mean_ranks, "numbers")
+    if not layers:
+        raise ValueError("layers: expected at least one, got none")
+    known: list[PlannedLayer] = [
+        TracedLayer(own, weighting, backend) if isinstance(own, Traces) else ScoredLayer(*own) for own in layers
+    ]
+    graded = all(layer.graded for layer in known)
+    tried = _tried(known, candidates)
+    limit = min(min(layer.layer.key_dim, layer.layer.value_dim) for layer in known)
+    ranks = [rank for rank in mean_ranks if rank <= limit]
+    if not ranks:
+        raise ValueError(f"mean_ranks: expected at least one from 1 to {limit} (K and V bound it), got {mean_ranks!r}")
+    points, found = [], set()
+    for candidate in tried:
+        own = []
+        for rank in ranks:
+            progress(f"{candidate}, mean rank {rank:g}")
+            plans = _plans(known, candidate, rank)
+            same = rank, *(plan.fingerprint for plan in plans)
+            if same not in found:  # with another largest rank
+                found.add(same)
+                own.append(_point(known, candidate, rank, plans, graded))
+        points += own if time_of is None else [replace(p, seconds=time_of(p.plans)) for p in frontier(own)]
+    points, chosen = _choose(points, target, loss_of, progress)
+    return PlanSearch(points, chosen, graded, known)
+
+
+def frontier(points: Iterable[PlanPoint]) -> list[PlanPoint]:
+    """Points that no other beats in both cost and error, cheapest first."""
+    found: list[PlanPoint] = []
+    for point in sorted(points, key=lambda point: (point.cost, point.error)):
+        if not found or point.error < found[-1].error:
+            found.append(point)
+    return found
+
+
+def _target(**given: float | None) -> tuple[str, float]:
+    """The one target that is given, by name."""
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        raise ValueError(f"target: expected one of {', '.join(given)}, got {', '.join(named) or 'none'}")
+    ((name, value),) = named.items()
+    check_number(name, value, "a finite number above 0", lambda number: 0 < number < np.inf)
+    return name, float(value)
+
+
+def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of: Measure | None) -> None:
+    """Refuse a target without its measurement, and a measurement without a use."""
+    name = target[0]
+    if name == "seconds" and time_of is None:
+        raise ValueError("time_of: expected a measurement of a step's time for the target seconds, got None")
+    if (name == "loss") != (loss_of is not None):
+        raise ValueError(f"loss_of: expected a measurement for the target loss and for no other, got target {name}")
+
+
+def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
+    """The candidates whose errors all layers can measure; if the caller gives candidates, all of them must be."""
+    limit = max(layer.rank_limit for layer in layers)
+    tried = list(all_candidates() if given is None else check_items("candidates", given, "Candidates"))
+    for candidate in tried:
+        check_instance("candidates", candidate, Candidate)
+        if (candidate.rank_max or 0) > limit:
+            own = candidate.rank_max
+            raise ValueError(f"candidates: rank_max: expected at most {limit} for these layers, got {own}")
+    refused = {candidate: reason for layer in layers for candidate in tried if (reason := layer.refusal(candidate))}
+    if not tried or (given is not None and refused):
+        raise ValueError(f"candidates: {next(iter(refused.values()), 'expected at least one, got none')}")
+    tried = [candidate for candidate in tried if candidate not in refused]
+    if not tried:
+        raise ValueError("candidates: expected some at the window of the scores, got none by default")
+    return tried
+
+
+def _plans(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float) -> tuple[SketchPlan, ...]:
+    """Plan all layers under one budget."""
+    bases, scores = zip(*(layer.calibrated(candidate) for layer in layers), strict=True)
+    plans, _ = plan_layers(
+        bases,
+        scores,
+        mean_rank,
+        map=candidate.map,
+        sketch_dtype=candidate.sketch_dtype,
+        flush_every=candidate.flush_every,
+        rank_max=candidate.rank_max,
+    )
+    return tuple(plans)
+
+
+def _point(
+    layers: Sequence[PlannedLayer],
+    candidate: Candidate,
+    mean_rank: float,
+    plans: tuple[SketchPlan, ...],
+    graded: bool,
+) -> PlanPoint:
+    """Measure the error of plans."""
+    lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
+    return PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))
+
+
+def _traffic(plans: Sequence[SketchPlan]) -> float:
+    """Bytes that a GPU moves in a step of all layers / bytes of standard decode."""
+    sums = np.zeros(2)
+    for plan in plans:
+        systems = sketch_system(plan, "sketch"), exact_systems(plan.layer)[0]
+        moved = [step_bytes(own, plan.layer, 1, plan.flush_every, on_device=True) for own in systems]
+        sums += [own.amortised(plan.flush_every) for own in moved]
+    return float(sums[0] / sums[1])
+
+
+def _root_mean(energies: Sequence[Energies]) -> float:
+    """Root of the mean over heads of relative squared errors, from sums ``(2, heads)`` of each layer."""
+    lost, whole = np.concatenate(energies, axis=1)
+    return float(np.sqrt(np.divide(lost, whole, out=np.zeros_like(lost), where=whole > 0).mean()))
+
+
+def _choose(
+    points: list[PlanPoint], target: tuple[str, float], loss_of: Measure | None, progress: Callable[[str], None]
+) -> tuple[list[PlanPoint], PlanPoint]:
+    """Find the point that meets the target, and the points with the losses that were measured on the way."""
+    name, bound = target
+    if loss_of is not None:
+        return _by_loss(points, bound, loss_of, progress)
+    found = [(float(getattr(point, name)), point) for point in points]
+    within = [point for value, point in found if value <= bound]
+    if not within:
+        raise _unmet(name, bound, *min(found, key=lambda pair: pair[0]))
+    if name == "error":
+        return points, min(within, key=lambda point: (point.cost, point.error))
+    return points, min(within, key=lambda point: (point.error, point.cost))
+
+
+def _by_loss(
+    points: list[PlanPoint], bound: float, loss_of: Measure, progress: Callable[[str], None]
+) -> tuple[list[PlanPoint], PlanPoint]:
+    """Bisect the frontier for its cheapest point within a loss; points of higher cost have a smaller loss."""
+    line = frontier(points)
+    low, high, chosen = 0, len(line), None
+    while low < high:
+        middle = (low + high) // 2
+        progress(f"loss of {line[middle].candidate}, mean rank {line[middle].mean_rank:g}")
+        measured = replace(line[middle], loss=float(loss_of(line[middle].plans)))
+        points = [measured if point is line[middle] else point for point in points]
+        line[middle] = measured
+        if measured.loss is not None and measured.loss <= bound:
+            high, chosen = middle, measured
+        else:
+            low = middle + 1
+    if chosen is None:
+        raise _unmet("loss", bound, *min(((p.loss, p) for p in line if p.loss is not None), key=lambda pair: pair[0]))
+    return points, chosen
+
+
+def _unmet(name: str, bound: float, value: float, nearest: PlanPoint) -> ValueError:
+    """Error that no point meets a target."""
+    settings = f"{nearest.candidate}, mean rank {nearest.mean_rank:g}"
+    return ValueError(f"{name}: expected a target that a point meets, got {bound:g}; nearest: {value:g} ({settings})")

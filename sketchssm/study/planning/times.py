@@ -1,0 +1,89 @@
+"""Measured time of a decode step of all layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sketchssm import cuda
+from sketchssm.layer.checks import check_number, check_size
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.bench.device import Workload, device_bandwidth, measure_device
+from sketchssm.study.bench.host import copy_bandwidth, measure_host
+from sketchssm.study.bench.results import BenchResult
+from sketchssm.study.systems import System, exact_systems, sketch_system
+
+__all__ = ["StepTimes"]
+
+
+class StepTimes:
+    """Time of a step of all layers on this machine, mean from one flush to the next.
+
+    Layers with the same shape, ranks and settings are timed once. Inputs are random; times do not depend on the
+    inputs.
+
+    Parameters
+    ----------
+    backend : {"cpu", "cuda"}
+        Where to decode.
+    batch : int
+        Rows of a step.
+    seconds : float, optional
+        Time to spend on each plan; default 0.2, on "cuda" 0.03 of device time.
+    """
+
+    def __init__(self, backend: str, batch: int, seconds: float | None = None) -> None:
+        if backend not in ("cpu", "cuda"):
+            raise ValueError(f"backend: expected 'cpu' or 'cuda', got {backend!r}")
+        if seconds is not None:
+            check_number("seconds", seconds, "a finite number above 0 or None", lambda number: 0 < number < math.inf)
+        if backend == "cuda" and (lack := cuda.missing()):
+            raise ValueError(f"backend: 'cuda' can't run here: {lack}")
+        self.backend, self.batch = backend, check_size("batch", batch)
+        self._seconds = seconds or (0.03 if backend == "cuda" else 0.2)
+        self._bandwidth = device_bandwidth() if backend == "cuda" else copy_bandwidth()
+        self._known: dict[str, float] = {}
+
+    def __call__(self, plans: Sequence[SketchPlan]) -> float:
+        """Measure the seconds of a step.
+
+        Parameters
+        ----------
+        plans : sequence of SketchPlan
+            Plans of all layers.
+
+        Returns
+        -------
+        float
+            Sum over the layers.
+        """
+        return sum(self._time(f"{plan} {plan.ranks.tolist()}", sketch_system(plan, "sketch"), plan) for plan in plans)
+
+    def standard(self, plans: Sequence[SketchPlan]) -> float:
+        """Measure the seconds of a step of standard decode.
+
+        Parameters
+        ----------
+        plans : sequence of SketchPlan
+            Plans of all layers; only shapes count.
+
+        Returns
+        -------
+        float
+            Sum over the layers.
+        """
+        return sum(self._time(f"standard {plan.layer}", exact_systems(plan.layer)[0], plan) for plan in plans)
+
+    def _time(self, name: str, system: System, plan: SketchPlan) -> float:
+        if name not in self._known:
+            self._known[name] = 1e-6 * self._measured(system, plan).microseconds
+        return self._known[name]
+
+    def _measured(self, system: System, plan: SketchPlan) -> BenchResult:
+        window = plan.flush_every
+        if self.backend == "cuda":
+            work = Workload(plan.layer, self.batch, window)
+            return measure_device(system.name, system, work, self._bandwidth, seconds=self._seconds)
+        return measure_host(
+            system.name, plan.layer, [system], self.batch, window, self._bandwidth, seconds=self._seconds
+        )[0]

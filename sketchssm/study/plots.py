@@ -1,0 +1,399 @@
+"""Pictures of evaluations and benchmarks, as PNG or SVG by the suffix of the file; they need matplotlib."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.layer.recurrence import FULL_STATE, ROUNDING
+from sketchssm.study.bench.results import BenchResult
+from sketchssm.study.evaluate.evaluation import LayerResults
+from sketchssm.study.evaluate.measure import Measurement
+from sketchssm.study.evaluate.registry import FULL_METHOD
+from sketchssm.study.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
+from sketchssm.study.planning import PlanPoint, PlanSearch
+
+__all__ = ["draw", "draw_frontier", "picture_files", "rank_heatmap", "step_times"]
+
+PICTURES = ("error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks")
+"""Pictures of `draw`; the names of their files."""
+
+GREY_MARKERS = "ovs*hp"
+
+COLUMNS = 3
+"""Panels side by side."""
+
+BAND = (9.0, 11.0)
+"""Traffic reductions at which the paper's sketches keep their accuracy."""
+
+LEAST = 4.0
+"""Pictures over tokens show each kind of compressed state at its setting with the next larger traffic reduction."""
+
+FLOOR = 1e-8
+"""Value at which an error of zero is drawn."""
+
+
+def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> dict[str, Path]:
+    """Draw every picture of an evaluation that the results have data for, one panel per layer.
+
+    Parameters
+    ----------
+    layers : sequence of LayerResults
+        Results.
+    folder : Path
+        Where to write.
+    suffix : {".png", ".svg"}, default ".png"
+        Format.
+
+    Returns
+    -------
+    dict of str to Path
+        Files by the name of the picture.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    """
+    makers: tuple[Callable[[Sequence[LayerResults], Path], Path | None], ...] = (
+        _error_against_traffic,
+        _retained_by_rank,
+        lambda shown, path: _over_tokens(shown, path, "output_error", "outputs"),
+        lambda shown, path: _over_tokens(shown, path, "state_error", "states"),
+        _ranks,
+    )
+    made = [make(layers, path) for make, path in zip(makers, picture_files(folder, suffix), strict=True)]
+    return {name: path for name, path in zip(PICTURES, made, strict=True) if path is not None}
+
+
+def picture_files(folder: Path, suffix: str = ".png") -> list[Path]:
+    """Files that `draw` may write.
+
+    Parameters
+    ----------
+    folder, suffix : Path, str
+        Arguments of `draw`.
+
+    Returns
+    -------
+    list of Path
+        One file for each of `PICTURES`.
+    """
+    return [folder / f"{name}{suffix}" for name in PICTURES]
+
+
+def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:
+    """Draw the rank of every head, one row per layer or allocation.
+
+    Parameters
+    ----------
+    ranks : mapping of str to ndarray
+        Ranks ``(heads,)`` by the name of the row; `FULL_STATE` has a colour of its own.
+    path : str or PathLike
+        Where to write, a name that ends in ``.png`` or ``.svg``.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither, or there are no rows.
+    """
+    if not ranks:
+        raise ValueError("ranks: expected at least one row, got none")
+    pyplot = load_pyplot()
+    heads = max(row.size for row in ranks.values())
+    top = max(2, *(int(row.max(initial=1)) for row in ranks.values()))
+    full = top + 1
+    table = np.full((len(ranks), heads), np.nan)
+    for i, row in enumerate(ranks.values()):
+        table[i, : row.size] = np.where(row == FULL_STATE, full, row)
+    with pyplot.rc_context(STYLE | {"axes.grid": False}):
+        size = (min(2.6 + 0.42 * heads, 14), min(1.6 + 0.34 * len(ranks), 14))
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        colours = pyplot.get_cmap("cividis").with_extremes(bad="white", over=COLOURS[1])
+        image = axes.imshow(table, cmap=colours, norm="log", aspect="auto", interpolation="nearest")
+        image.set_clim(1, top)
+        axes.set_xlabel("head")
+        axes.set_yticks(range(len(ranks)), [_plain(name) for name in ranks])
+        axes.set_xticks(np.arange(0, heads, max(1, heads // 16)))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        if heads <= 32 and len(ranks) <= 40:
+            for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
+                text = "full" if table[i, j] == full else f"{table[i, j]:.0f}"
+                colour = "black" if table[i, j] ** 2 > top else "white"  # the scale is logarithmic
+                axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6, color=colour)
+        marked = bool((table == full).any())
+        bar = figure.colorbar(image, ax=axes, extend="max" if marked else "neither", label="rank G")
+        _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
+        if marked:
+            bar.ax.set_title("full", fontsize=8)
+        return save(figure, path)
+
+
+def step_times(results: Sequence[BenchResult], path: str | os.PathLike[str]) -> Path:
+    """Draw the time of a step, amortised over a window, against the batch: one panel per shape and window.
+
+    Parameters
+    ----------
+    results : sequence of BenchResult
+        Results of a benchmark.
+    path : str or PathLike
+        Where to write, a name that ends in ``.png`` or ``.svg``.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    ValueError
+        If the suffix is neither, or there are no results.
+    """
+    if not results:
+        raise ValueError("results: expected at least one, got none")
+    pyplot = load_pyplot()
+    cases = list(dict.fromkeys((r.shape, r.window) for r in results))
+    with pyplot.rc_context(STYLE):
+        figure, panels = _panels(pyplot, [f"{shape}, W = {window}" for shape, window in cases], shared=False)
+        for axes, case in zip(panels, cases, strict=True):
+            mine = [r for r in results if (r.shape, r.window) == case]
+            for i, system in enumerate(dict.fromkeys(r.system for r in mine)):
+                own = sorted((r for r in mine if r.system == system), key=lambda r: r.batch)
+                axes.plot([r.batch for r in own], [r.microseconds for r in own], label=_plain(system), **_look(i))
+            axes.set(xscale="log", yscale="log")
+            _plain_ticks(axes.xaxis, sorted({r.batch for r in mine}))
+            axes.legend(fontsize=8)
+        figure.supxlabel("batch", fontsize=10)
+        figure.supylabel("step, microseconds", fontsize=10)
+        return save(figure, path)
+
+
+def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
+    """Draw the points of a search for plans, one curve per settings, and the frontier.
+
+    Parameters
+    ----------
+    found : PlanSearch
+        The search.
+    path : str or PathLike
+        Where to write; the suffix is the format.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    """
+    curves: dict[str, list[PlanPoint]] = {}
+    for point in found.points:
+        curves.setdefault(str(point.candidate), []).append(point)
+    best = {str(point.candidate) for point in found.frontier}
+    timed = found.chosen.seconds is not None
+    scale = 1e6 if timed else 1.0
+    pyplot = load_pyplot()
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(9.0, 4.2), layout="constrained")
+        for i, name in enumerate(sorted(best)):
+            own = sorted(curves[name], key=lambda point: point.cost)
+            axes.plot([scale * p.cost for p in own], [p.error for p in own], label=name, **_look(i))
+        others = [point for name, own in curves.items() if name not in best for point in own]
+        axes.plot([scale * p.cost for p in others], [p.error for p in others], ".", color="#bbbbbb", label="others")
+        line = found.frontier
+        axes.plot([scale * p.cost for p in line], [p.error for p in line], color="black", linewidth=0.8, zorder=1)
+        axes.plot(scale * found.chosen.cost, found.chosen.error, "o", color="black", markersize=11, fillstyle="none")
+        axes.set_yscale("log")
+        figure.supxlabel("microseconds of a step" if timed else "bytes of a step, share of standard decode's")
+        return _finish(figure, [axes], "relative error of the outputs", Path(path))
+
+
+def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:
+    """The accuracy figure of the paper, with output error instead of accuracy."""
+    shown = [[s for s in layer.systems if s.family != "ablation"] for layer in layers]
+    lossy = [[s for s in own if ROUNDING < s.output_error < np.inf] for own in shown]
+    if not any(lossy):
+        return None
+    looks = _looks(layers)
+    pyplot = load_pyplot()
+    with pyplot.rc_context(STYLE):
+        title = "Output error against state traffic, held-out text"
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
+        for axes, own, every in zip(panels, lossy, shown, strict=True):
+            axes.axvspan(*BAND, color="#eeeeee", zorder=0)
+            for name, look in looks.items():
+                curve = sorted((s for s in own if series(s.name) == name), key=lambda s: s.reduction)
+                if curve:
+                    axes.plot([s.reduction for s in curve], [s.output_error for s in curve], label=name, **look)
+            for s in every:
+                if s.output_error <= ROUNDING:
+                    axes.axvline(s.reduction, color="black", linewidth=0.8, linestyle=":")
+                    axes.text(s.reduction, 0.98, f" {s.setting}: exact", rotation=90, fontsize=7, va="top", ha="right",
+                              transform=axes.get_xaxis_transform())  # fmt: skip
+            axes.set(xscale="log", yscale="log")
+        low, high = panels[0].get_xlim()
+        for axes in panels:
+            _plain_ticks(axes.xaxis, [t for t in (1, 2, 4, 6, 9, 11, 16) if low <= t <= high])
+        figure.supxlabel("state traffic, times less than standard decode (grey: 9 to 11)", fontsize=10)
+        return _finish(figure, panels, "relative error of the outputs", path)
+
+
+def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None:
+    """Lost energy of the state reads by mean rank: mean and quartiles over heads, one curve per map."""
+    groups = [_curves(layer, "sketch") for layer in layers]
+    if not any(groups):
+        return None
+    pyplot = load_pyplot()
+    names = list(dict.fromkeys(name for curves in groups for name in curves))
+    with pyplot.rc_context(STYLE):
+        title = "Lost share of the state reads' energy, held-out text"
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
+        for axes, curves in zip(panels, groups, strict=True):
+            for name, curve in curves.items():
+                ranks = [int(s.setting.rpartition("-")[2]) for s in curve]
+                lost = np.maximum(1 - np.array([s.head_retained for s in curve]), 1e-6)
+                low, high = np.quantile(lost, (0.25, 0.75), axis=1)
+                look = _look(names.index(name)) | {"markersize": 4}
+                axes.plot(ranks, lost.mean(axis=1), label=name, **look)
+                axes.fill_between(ranks, low, high, color=look["color"], alpha=0.12, linewidth=0)
+            axes.set(xscale="log", yscale="log")
+            _plain_ticks(axes.xaxis, sorted({int(s.setting.rpartition("-")[2]) for c in curves.values() for s in c}))
+        figure.supxlabel("mean rank", fontsize=10)
+        return _finish(figure, panels, "1 - retained (mean, quartiles over heads)", path)
+
+
+def _over_tokens(layers: Sequence[LayerResults], path: Path, field: str, what: str) -> Path | None:
+    """Errors over tokens of one system per curve."""
+    shown = [_representative(layer) for layer in layers]
+    if max((len(s.drift["tokens"]) for own in shown for s in own), default=0) < 2:
+        return None
+    looks = _looks(layers)
+    pyplot = load_pyplot()
+    with pyplot.rc_context(STYLE):
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], f"Error of the {what} over tokens")
+        for axes, layer, own in zip(panels, layers, shown, strict=True):
+            for s in own:
+                name = f"sketch/{layer.map}" if s.family == "ablation" else series(s.name)
+                curve = np.clip(np.array(s.drift[field]), FLOOR, 1e3)
+                look = looks.get(name, {"color": COLOURS[0]}) | {"markersize": 3}
+                axes.plot(s.drift["tokens"], curve, label=s.name, **look)
+            axes.set_yscale("log")
+        figure.supxlabel("tokens since the start of the sequence", fontsize=10)
+        return _finish(figure, panels, f"relative error of the {what}", path)
+
+
+def _ranks(layers: Sequence[LayerResults], path: Path) -> Path | None:
+    """Ranks that each allocation gives to the heads."""
+    rows = {
+        f"{layer.name}, by {s.setting.removeprefix('allocation-')}": np.array(s.ranks)
+        for layer in layers
+        for s in layer.systems
+        if s.setting.startswith("allocation-") and s.ranks and s.setting != "allocation-uniform"
+    }
+    return rank_heatmap(rows, path) if rows else None
+
+
+def series(name: str) -> str:
+    """Name of a system's curve: its name without the number that varies, ``sketch/ridge`` for ``sketch/ridge-8``."""
+    family, _, setting = name.partition("/")
+    return f"{family}/{re.sub(r'(^|-)[0-9.]+(-bits?)?(?=-|$)', '', setting).strip('-')}"
+
+
+def _curves(layer: LayerResults, *families: str) -> dict[str, list[Measurement]]:
+    """Systems of some families by the curve that they belong to."""
+    curves: dict[str, list[Measurement]] = {}
+    for s in layer.systems:
+        if s.family in families:
+            curves.setdefault(series(s.name), []).append(s)
+    return curves
+
+
+def _representative(layer: LayerResults) -> list[Measurement]:
+    """One system per curve for pictures over tokens: the full method, and of the others the one nearest above 4x."""
+    base = layer.find(f"ablation/{FULL_METHOD}")
+    chosen = [] if base is None else [base]
+    others = {s.family: None for s in layer.systems if s.family not in ("ablation", "sketch", "exact")}
+    for own in _curves(layer, *others).values():
+        enough = [s for s in own if s.reduction >= LEAST * (1 - 1e-6)]
+        chosen.append(min(enough or own, key=lambda s: abs(s.reduction - LEAST)))
+    return chosen
+
+
+def _look(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+
+
+def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
+    """Colour and style of each curve of lossy systems: the study's map in colour, other sketches grey."""
+    own = {f"sketch/{layer.map}" for layer in layers}
+    lossy = [s.name for layer in layers for s in layer.systems if s.family not in ("ablation", "exact")]
+    listed = sorted(dict.fromkeys(map(series, lossy)), key=lambda name: name not in own)
+    grey = [name for name in listed if name.startswith("sketch/") and name not in own]
+    looks: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(name for name in listed if name not in grey):
+        looks[name] = _look(i) | {"linewidth": 2.4 if name in own else 1.3, "zorder": 4 if name in own else 3}
+    for i, name in enumerate(grey):
+        looks[name] = {"color": "#888888", "marker": GREY_MARKERS[i % len(GREY_MARKERS)], "markersize": 4}
+        looks[name] |= {"linewidth": 0.8, "linestyle": "--", "fillstyle": "none"}
+    return looks
+
+
+def _panels(pyplot: Any, titles: Sequence[str], title: str = "", shared: bool = True) -> tuple[Any, list[Any]]:
+    """A figure with one panel per title; shared panels have the same axes."""
+    columns = min(COLUMNS, len(titles))
+    rows = -(-len(titles) // columns)
+    width, height = (3.3 * columns + 2.6, 3.0 * rows + 0.5) if shared else (4.6 * columns, 3.7 * rows)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width, height), sharex=shared, sharey=shared, squeeze=False, layout="constrained"
+    )
+    if title:
+        figure.suptitle(title)
+    panels = list(grid.flat)
+    for spare in panels[len(titles) :]:
+        spare.set_visible(False)
+    for axes, name in zip(panels, titles, strict=False):
+        axes.set_title(_plain(name), fontsize=10)
+    return figure, panels[: len(titles)]
+
+
+def _finish(figure: Any, panels: Sequence[Any], y: str, path: Path) -> Path:
+    """Label the y axis, add one legend for all panels, and write the file."""
+    figure.supylabel(y, fontsize=10)
+    seen: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            seen.setdefault(label, handle)
+    if seen:
+        figure.legend(list(seen.values()), list(seen), loc="outside right center", fontsize=9)
+    return save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Names of the user as plain text: a dollar sign does not begin a formula."""
+    return text.replace("$", r"\$")
+
+
+def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:
+    """Label a logarithmic axis with the numbers themselves."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_ticks(list(ticks), labels=[str(tick) for tick in ticks])
+    axis.set_minor_locator(NullLocator())

@@ -1,0 +1,49 @@
+"""Tables of results, made beside the results and printed by the command line or a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from sketchssm.layer.recurrence import FULL_STATE
+
+__all__ = ["Table", "percent", "ranks_text", "ruled", "scientific"]
+
+T = TypeVar("T")
+
+
+class Table(NamedTuple):
+    """A table: the first `words` columns are text, an empty row is a rule, the note explains the columns."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+    words: int = 1
+
+
+def ruled(items: Iterable[T], key: Callable[[T], Hashable], row: Callable[[T], list[str]]) -> list[list[str]]:
+    """Rows of some items, grouped by a key, with a rule between the groups."""
+    groups: dict[Hashable, list[list[str]]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(row(item))
+    return [each for group in groups.values() for each in ([], *group)][1:]
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """Format a share of one."""
+    return f"{100 * share:.{digits}f}%"
+
+
+def scientific(number: float) -> str:
+    """Format an error."""
+    return f"{number:.1e}" if number else "0"
+
+
+def ranks_text(ranks: Any) -> str:
+    """Ranks of the heads of a layer; a summary for more than 16 heads."""
+    if len(ranks) <= 16:
+        return " ".join("full" if rank == FULL_STATE else str(rank) for rank in ranks)
+    sketched = ranks[ranks != FULL_STATE]
+    span = f"{sketched.min()} to {sketched.max()}, mean {sketched.mean():.2f}" if sketched.size else "none"
+    return f"{span}; {int((ranks == FULL_STATE).sum())} full"
