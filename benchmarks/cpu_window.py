@@ -4,8 +4,8 @@
 
 Each row is one layer at the shape of a model in use, with mixed ranks around a plan's usual mean, for every map. The
 systems take turns, window by window, through their public heads with argument checks (see
-`sketchssm.study.bench.measure_host`). Errors are against float64; those of a sketch are against the reference sketch of the
-same plan, because the bases are random.
+`sketchssm.study.bench.measure_host`). Errors are against float64; those of a sketch are against the reference sketch
+of the same plan, because the bases are random.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The folder of --out keeps finished parts for a later run; the table goes to --json, by default
 benchmarks/results/evaluate-traces.json. Other options are those of `sketchssm evaluate`:
 
-    python benchmarks/evaluate_traces.py traces/*.npz sketchssm/calibrate/data/*.npz --window 32 --ranks 10,12,14,16,18 \\
-        --json benchmarks/results/evaluate-traces-w32.json
+    python benchmarks/evaluate_traces.py traces/*.npz sketchssm/calibrate/data/*.npz --window 32 \\
+        --ranks 10,12,14,16,18 --json benchmarks/results/evaluate-traces-w32.json
 """
 
 import argparse

@@ -5,8 +5,8 @@ layer's code (``dt``, ``A_log``, ``dt_bias``, ``B``, ``C``; ``a``, ``b``). If a 
 the gate: ``g``, ``beta`` or ``A``. Arrays of NumPy, PyTorch (parameters and bfloat16 included), JAX and CuPy are
 accepted; gradients are not followed. Leading axes are ``(batch, tokens)`` or, for one decode step, ``(batch,)``.
 
-Arithmetic is float64 on the host, as in `sketchssm.arrays.gates`. Results have the framework and the device of the values
-(``x`` or ``v``): float64 for a float64 argument, else rounded to float32.
+Arithmetic is float64 on the host, as in `sketchssm.arrays.gates`. Results have the framework and the device of the
+values (``x`` or ``v``): float64 for a float64 argument, else rounded to float32.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def map_of(name, pivots=None, ridge=None):
 
 
 def parts_of(path):
-    """Fields and tensors of a file of the library, for `sketchssm.plans.files.save_file` to write again with changes."""
+    """Fields and tensors of a file of the library, for `plans.files.save_file` to write again with changes."""
     with safe_open(path, "np") as file:
         document = json.loads(file.metadata()[KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

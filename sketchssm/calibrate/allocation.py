@@ -10,8 +10,8 @@ and of bits,
 
     J(G, w) = J(G) + n8 N(w) + n4 (N(G) - N(w)),
 
-with the score J(G) of a rank, the noise n8 and n4 of the codes (`sketchssm.layer.formats`), and the score N(G) of noise with
-the energy of a read through G columns (`RankScores.noise_objective`). "int8" and "fp8" are the case w = G.
+with the score J(G) of a rank, the noise n8 and n4 of the codes (`sketchssm.layer.formats`), and the score N(G) of
+noise with the energy of a read through G columns (`RankScores.noise_objective`). "int8" and "fp8" are the case w = G.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class SketchEngine(ReplayEngine):
     num_slots : int
         Number of state slots.
     sketch_dtype : str
-        Format in which sketches and coefficient maps are stored, of `sketchssm.layer.formats`. A mixed format is the plan's.
+        Format in which sketches and coefficient maps are stored, of `sketchssm.layer.formats`. A mixed format is the
+        plan's.
     state_dtype, memory, phase
         See `ReplayEngine`.
     deferred : bool, default False

@@ -83,7 +83,7 @@ class StandardEngine:
         return self._memory.cursor & POSITION
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
-        """See `sketchssm.heads.engine.Engine`: calls every kernel once, on a row of padding; drafts use those of steps."""
+        """See `heads.engine.Engine`: calls every kernel once, on a row of padding; drafts use those of steps."""
         layer, row = self._memory.layer, np.array([PAD_SLOT])
         shapes = layer.token_shapes()
         token = Tokens(*(np.zeros((1, 1, *shapes[x]), np.float32) if x in shapes else None for x in Tokens._fields))

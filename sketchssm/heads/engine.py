@@ -1,7 +1,7 @@
 """Protocols of engines and of their arrays.
 
-A head (`sketchssm.heads.head.DecodeHead`) checks a call. The engine's `Arrays` convert the caller's arrays for the engine,
-and results for the caller. The engine owns the memory of one layer's slots and does the arithmetic.
+A head (`sketchssm.heads.head.DecodeHead`) checks a call. The engine's `Arrays` convert the caller's arrays for the
+engine, and results for the caller. The engine owns the memory of one layer's slots and does the arithmetic.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class SketchPlan:
     map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, optional
-        Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if that
-        is an `Allocation`, else "bfloat16".
+        Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if
+        that is an `Allocation`, else "bfloat16".
     wide : array_like of int, (heads,), optional
         "int8+int4" only: number of columns of each head in 8 bits, 0 to its rank; the other columns have 4 bits.
         Default: the widths of `ranks` if that is an `Allocation`.

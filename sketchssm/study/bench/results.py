@@ -168,9 +168,9 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     Returns
     -------
     StepBytes
-        States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs and
-        outputs, the ring (a token is written once and read at each later token of the window, and by the flush), and
-        the sketch that a flush or a refresh writes.
+        States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs
+        and outputs, the ring (a token is written once and read at each later token of the window, and by the flush),
+        and the sketch that a flush or a refresh writes.
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
