@@ -18,9 +18,9 @@ import numpy as np
 from cpu_reports import new_report, write
 
 from sketchssm import SketchPlan
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.study import bench
 from sketchssm.study.systems import System, exact_systems, sketch_system
 

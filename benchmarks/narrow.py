@@ -35,7 +35,8 @@ from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.arrays.interop import to_host
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.heads.backends import BACKENDS, ENGINES, UnsupportedError
+from sketchssm.heads.backends import BACKENDS, ENGINES
+from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import FP8, INT4, INT8, SketchFormat
 from sketchssm.layer.recurrence import Tokens

@@ -19,7 +19,7 @@ _HOME = {
     "CoefficientMap": "layer.coefficients",
     "GateInput": "arrays.gates",
     "Moments": "calibrate.moments",
-    "SketchBasis": "calibrate.basis",
+    "SketchBasis": "plans.basis",
     "fit_basis": "calibrate.basis",
     "RankScores": "calibrate.scores",
     "Allocation": "calibrate.allocation",
@@ -39,6 +39,7 @@ _HOME = {
     "Snapshot": "heads.snapshot",
     "SnapshotFileError": "heads.snapshot",
     "SlotPart": "layer.slots",
+    "UnsupportedError": "layer.checks",
     "StandardHead": "heads.standard",
     "ReplayHead": "heads.standard",
     "QuantisedHead": "study.baselines",
@@ -90,6 +91,7 @@ __all__ = [
     "StepTimes",
     "Tokens",
     "Traces",
+    "UnsupportedError",
     "allocate_ranks",
     "autoplan",
     "candidates",
@@ -106,7 +108,7 @@ if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
     from sketchssm.calibrate import distributed
     from sketchssm.calibrate.allocation import Allocation, allocate_ranks
-    from sketchssm.calibrate.basis import SketchBasis, fit_basis
+    from sketchssm.calibrate.basis import fit_basis
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
     from sketchssm.calibrate.traces import Traces
@@ -116,10 +118,12 @@ if TYPE_CHECKING:
     from sketchssm.heads.sketch import SketchHead
     from sketchssm.heads.snapshot import Snapshot, SnapshotFileError
     from sketchssm.heads.standard import ReplayHead, StandardHead
+    from sketchssm.layer.checks import UnsupportedError
     from sketchssm.layer.coefficients import CoefficientMap
     from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
     from sketchssm.layer.slots import SlotPart
     from sketchssm.plans import traffic
+    from sketchssm.plans.basis import SketchBasis
     from sketchssm.plans.plan import PlanFileError, SketchPlan
     from sketchssm.study.baselines import (
         ChannelScores,

@@ -10,10 +10,10 @@ from samples import map_of
 
 import sketchssm as ss
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans import traffic
+from sketchssm.plans.basis import SketchBasis
 
 SMALL = Layer("gdn", 4, 32, 24)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from test_allocation import SMALL, certify, falling, scores_of
 
 import sketchssm as ss
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.formats import FORMATS, SketchFormat
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans import traffic
+from sketchssm.plans.basis import SketchBasis
 
 
 def pairs_of(form, rank_max):

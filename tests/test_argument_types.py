@@ -5,7 +5,7 @@ import pytest
 from samples import plan_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.study.planning import StepTimes
 
 LAYER = ss.Layer("gdn", 2, 8, 8)

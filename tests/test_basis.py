@@ -5,9 +5,9 @@ import pytest
 from samples import LAYERS, at, parts_of, relative, tokens_of
 
 import sketchssm as ss
-from sketchssm.calibrate.basis import FORMAT
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.layer.recurrence import KINDS
+from sketchssm.plans.basis import FORMAT
 from sketchssm.plans.files import FileFormatError, save_file
 
 W = 5

@@ -17,6 +17,7 @@ from gpu.cuda_support import make_plan, stored_as
 from host import compiler, standin
 from samples import gate_of
 
+from sketchssm.cuda import common_rank
 from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.drafts import draft_variant
@@ -29,7 +30,6 @@ from sketchssm.cuda.slots import SLOTS
 from sketchssm.cuda.standard import StandardEngine
 from sketchssm.cuda.standard_drafts import standard_draft_variant
 from sketchssm.cuda.workspaces import WORDS
-from sketchssm.heads.backends import common_rank
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 
 TARGETS = {

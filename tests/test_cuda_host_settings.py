@@ -14,7 +14,7 @@ from samples import gate_of
 import sketchssm as ss
 from sketchssm import cuda
 from sketchssm.cuda import limits, modules
-from sketchssm.heads import backends
+from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 
 cupy = fixtures.of_heads
@@ -160,7 +160,7 @@ class TestBackends:
     )
     def test_without(self, patch, why, monkeypatch):
         patch(monkeypatch)
-        with pytest.raises(backends.UnsupportedError, match=rf"^backend: 'cuda' can't run here: {why}"):
+        with pytest.raises(UnsupportedError, match=rf"^backend: 'cuda' can't run here: {why}"):
             ss.StandardHead(LAYER, 2, "cuda")
         assert ss.StandardHead(LAYER, 2).backend == "cpu"
 
@@ -176,9 +176,7 @@ class TestBackends:
     )
     def test_unsupported(self, layer, window, pivots, message, rng):
         plan = make_plan(layer, [12] * layer.heads, rng, window=window, pivots=pivots)
-        with pytest.raises(
-            backends.UnsupportedError, match=rf"^{message}; they support {re.escape(limits.SUPPORTED)}"
-        ):
+        with pytest.raises(UnsupportedError, match=rf"^{message}; they support {re.escape(limits.SUPPORTED)}"):
             ss.SketchHead(plan, 2, "cuda")
         with pytest.warns(RuntimeWarning, match=rf"^backend: 'auto' takes 'cpu': {message}"):
             assert ss.SketchHead(plan, 2).backend == "cpu"
@@ -195,13 +193,13 @@ class TestBackends:
         monkeypatch.setitem(
             standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit + limits.STATIC_SHARED
         )
-        with pytest.raises(backends.UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
+        with pytest.raises(UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
             ss.SketchHead(wide, 1, "cuda")
         assert f"has {limit}; " in str(refused.value)
         rank = int(re.search(r"window 32 fits with ranks of up to (\d+)", str(refused.value))[1])
         assert 20 <= rank < 40
         ss.SketchHead(make_plan(LAYER, [rank, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
-        with pytest.raises(backends.UnsupportedError):
+        with pytest.raises(UnsupportedError):
             ss.SketchHead(make_plan(LAYER, [rank + 1, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
 
 

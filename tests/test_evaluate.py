@@ -8,7 +8,6 @@ from samples import map_of
 from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import Settings, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
@@ -17,6 +16,7 @@ from sketchssm.heads.standard import StandardHead
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Tokens
 from sketchssm.plans import traffic
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference import maps
 from sketchssm.study.evaluate import Entry, Study, entries, measure

@@ -6,8 +6,6 @@ All import statements count, also those in functions and under ``TYPE_CHECKING``
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -16,12 +14,13 @@ FILES = {
 FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
 # Modules that may import a framework: they convert arrays, load models, time other libraries, or serve PyTorch.
 KNOW_FRAMEWORKS = {
-    f"sketchssm.{name}" for name in ("interop", "cuda.frameworks", "bench.peers", "distributed", "torch")
+    f"sketchssm.{name}"
+    for name in ("arrays.interop", "cuda.frameworks", "study.bench.peers", "calibrate.distributed", "torch")
 } | {module for module in FILES if module.startswith(("sketchssm.transformers", "sketchssm.vllm"))}
-# Below the heads: equations, calibration, plans and their costs.
-MATHEMATICS = ("reference", "calibrate", "coefficients", "plan", "traffic", "recurrence", "checks")
-ABOVE = tuple(
-    f"sketchssm.{name}" for name in ("cpu", "cuda", "backends", "head", "baselines", "evaluate", "bench", "cli")
+# The rooms of the package, from the ground up: a room imports only rooms before it.
+ROOMS = (
+    *("layer", "arrays", "plans", "reference", "calibrate", "cpu", "cuda", "heads", "study"),
+    *("models", "torch", "transformers", "vllm", "cli"),
 )
 
 
@@ -93,36 +92,49 @@ def test_frameworks():
 
 
 def test_cuda_is_behind_the_backends():
-    """Other modules import at most `sketchssm.cuda` itself, which tells whether the backend works here."""
+    """Other modules import at most `sketchssm.cuda` itself, which tells what the backend can do here."""
     wrong = {
         (module, other)
         for module, imports in IMPORTS.items()
         for other in imports
-        if other.startswith("sketchssm.cuda.") and not inside(module, "sketchssm.cuda", "sketchssm.backends")
+        if other.startswith("sketchssm.cuda.") and not inside(module, "sketchssm.cuda")
     }
     assert not wrong
 
 
-@pytest.mark.parametrize("name", MATHEMATICS)
-def test_mathematics_is_below_the_kernels(name):
-    for module, others in reached(IMPORTS).items():
-        if inside(module, f"sketchssm.{name}"):
-            assert not [other for other in others if inside(other, *ABOVE)], module
+def test_rooms():
+    """Every module is in a room, and imports only from its own room, rooms below it, and the package's version."""
+    assert {module.split(".")[1] for module in FILES if "." in module} == set(ROOMS)
+    wrong = {
+        (module, other)
+        for module, imports in IMPORTS.items()
+        for other in imports
+        if module.count(".") and other.startswith("sketchssm.")
+        if ROOMS.index(other.split(".")[1]) > ROOMS.index(module.split(".")[1])
+    }
+    assert not wrong
 
 
 def test_the_rules_see_every_import():
     """Statements in functions and under ``TYPE_CHECKING``, relative ones, and names that are modules."""
     source = """
 import torch.nn
-from sketchssm import plan, __version__
+from sketchssm import models, __version__
 from .sibling import name
 from .. import head
 if TYPE_CHECKING:
     from sketchssm.cuda.calls import Call
 def function():
-    import sketchssm.traffic as t
+    import sketchssm.plans.traffic as t
 """
-    known = {"sketchssm", "sketchssm.plan", "sketchssm.head"}
-    want = {"torch", "sketchssm", "sketchssm.traffic", "sketchssm.cuda.calls", "sketchssm.plan", "sketchssm.head"}
+    known = {"sketchssm", "sketchssm.models", "sketchssm.head"}
+    want = {
+        "torch",
+        "sketchssm",
+        "sketchssm.plans.traffic",
+        "sketchssm.cuda.calls",
+        "sketchssm.models",
+        "sketchssm.head",
+    }
     assert imported(source, "sketchssm.cpu.me", False, known) == want | {"sketchssm.cpu.sibling"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {("b", "c")}

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from samples import LAYERS, at, relative, tokens_of
 
 import sketchssm as ss
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import mean_retained
 from sketchssm.calibrate.scores import prefix_basis
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.recurrence import FULL_STATE, KINDS
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 

@@ -5,10 +5,10 @@ import pytest
 from samples import LAYERS, plan_of
 
 import sketchssm as ss
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.coefficients import MAPS, CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, KINDS
 from sketchssm.plans import traffic
+from sketchssm.plans.basis import SketchBasis
 
 NANO, SUPER, QWEN, GLM = ("mamba2", 128, 80), ("mamba2", 128, 64), ("gdn", 128, 128), ("kda", 128, 128)
 

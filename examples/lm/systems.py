@@ -8,7 +8,7 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
-from sketchssm.heads.backends import common_rank
+from sketchssm.cuda import common_rank
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.evaluate.baselines import (
     key_reduced_systems,

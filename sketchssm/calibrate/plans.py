@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import Allocation, allocate_ranks
-from sketchssm.calibrate.basis import SketchBasis, fit_basis
+from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["Calibrated", "Settings", "calibrate", "mean_retained", "plan_layers", "warn_of_limit"]

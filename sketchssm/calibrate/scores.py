@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, take_array, walk
 from sketchssm.layer.recurrence import check_instance, check_window
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["SCORES", "RankScores", "prefix_basis"]

@@ -16,7 +16,7 @@ import click
 import sketchssm
 from sketchssm.cli import options
 from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NOT_NEGATIVE, NUMBERS, PATH
-from sketchssm.heads.backends import ACTIVATIONS
+from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 

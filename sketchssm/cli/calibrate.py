@@ -83,7 +83,7 @@ def _from_traces(
     from sketchssm.calibrate.refreshes import refresh_errors
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
-    from sketchssm.heads.backends import common_rank
+    from sketchssm.cuda import common_rank
     from sketchssm.layer.recurrence import check_flush_every
     from sketchssm.plans.model_plans import AllocationSummary
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from functools import cache
+from typing import Any
 
-__all__ = ["missing"]
+from sketchssm.layer.recurrence import Layer
+
+__all__ = ["common_rank", "load_layer_inputs", "missing"]
 
 DRIVER = 12000
 """First version of the driver that has launches with attributes."""
+
+COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
+REFRESHED_RANKS = {"mamba2": (56, 48), "gdn": (56, 48), "kda": (61, 56)}
+"""Ranks of `common_rank` for backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
+without refreshes, and with them."""
 
 
 @cache
@@ -38,3 +46,55 @@ def missing() -> str:
             )
     except Exception as error:  # a broken installation fails in many ways
         return f"CuPy does not work: {error}"
+
+
+def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> int:
+    """A large rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
+
+    Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
+
+    Parameters
+    ----------
+    layer : Layer
+        Kind and shape.
+    window : int
+        Tokens from one sketch to the next.
+    flush_every : int, optional
+        Tokens from one flush to the next; refreshes between flushes take more room. Default: the window.
+
+    Returns
+    -------
+    int
+        Columns for which flushes and refreshes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
+    """
+    refreshed = flush_every is not None and flush_every > window
+    short, long = (REFRESHED_RANKS if refreshed else COMMON_RANKS)[layer.kind]
+    return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
+
+
+def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...]) -> tuple[Any, Any]:
+    """Load the kernels between a PyTorch layer and a head on a GPU.
+
+    Parameters
+    ----------
+    device : int
+        Number of the GPU.
+    heads, dim : int
+        Heads of a row, and elements of a head.
+    types : tuple of str
+        Types of activations, of raw gates, of rates and skips, and of biases.
+
+    Returns
+    -------
+    kernels : LayerInputs
+        The kernels, see `sketchssm.cuda.layer_inputs`.
+    stream : callable
+        Returns the context in which they are launched on PyTorch's current stream.
+    """
+    import cupy
+
+    from sketchssm.cuda.frameworks import TorchArrays
+    from sketchssm.cuda.layer_inputs import LayerInputs
+
+    with cupy.cuda.Device(device):
+        return LayerInputs(heads, dim, types), TorchArrays(device).stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sketchssm.cuda.modules import Variant, load, size_of
-from sketchssm.heads.backends import UnsupportedError
+from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.plan import SketchPlan
 

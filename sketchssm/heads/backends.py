@@ -14,26 +14,16 @@ from typing import TYPE_CHECKING, Any
 from sketchssm.arrays.host_arrays import HostArrays
 from sketchssm.arrays.interop import host_type
 from sketchssm.heads.engine import Engine
+from sketchssm.layer.checks import UnsupportedError, check_dtype_name
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_instance
 from sketchssm.layer.slots import SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
 
-__all__ = [
-    "ACTIVATIONS",
-    "BACKENDS",
-    "UnsupportedError",
-    "common_rank",
-    "load_engine",
-    "load_layer_inputs",
-    "load_parts",
-]
+__all__ = ["BACKENDS", "load_engine", "load_parts"]
 
 BACKENDS = ("reference", "cpu", "cuda")
-
-ACTIVATIONS = ("bfloat16", "float16", "float32")
-"""Types in which a device may hold q, k, v and outputs."""
 
 ENGINES = {
     ("reference", "standard"): "sketchssm.reference.engines:StandardEngine",
@@ -56,67 +46,6 @@ ENGINES = {
 
 OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0, "deferred": False}
 """Settings of engines that need not support them, with their defaults."""
-
-COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
-REFRESHED_RANKS = {"mamba2": (56, 48), "gdn": (56, 48), "kda": (61, 56)}
-"""Ranks of `common_rank` for backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
-without refreshes, and with them."""
-
-
-class UnsupportedError(ValueError):
-    """The machine can't run a backend, or the backend has no kernels for a layer or plan."""
-
-
-def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...]) -> tuple[Any, Any]:
-    """Load the kernels between a PyTorch layer and a head on a GPU.
-
-    Parameters
-    ----------
-    device : int
-        Number of the GPU.
-    heads, dim : int
-        Heads of a row, and elements of a head.
-    types : tuple of str
-        Types of activations, of raw gates, of rates and skips, and of biases.
-
-    Returns
-    -------
-    kernels : LayerInputs
-        The kernels, see `sketchssm.cuda.layer_inputs`.
-    stream : callable
-        Returns the context in which they are launched on PyTorch's current stream.
-    """
-    import cupy
-
-    from sketchssm.cuda.frameworks import TorchArrays
-    from sketchssm.cuda.layer_inputs import LayerInputs
-
-    with cupy.cuda.Device(device):
-        return LayerInputs(heads, dim, types), TorchArrays(device).stream
-
-
-def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> int:
-    """A large rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
-
-    Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    window : int
-        Tokens from one sketch to the next.
-    flush_every : int, optional
-        Tokens from one flush to the next; refreshes between flushes take more room. Default: the window.
-
-    Returns
-    -------
-    int
-        Columns for which flushes and refreshes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
-    """
-    refreshed = flush_every is not None and flush_every > window
-    short, long = (REFRESHED_RANKS if refreshed else COMMON_RANKS)[layer.kind]
-    return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 
 def load_engine(
@@ -286,9 +215,3 @@ def _engine(system: str, backend: str, options: Mapping[str, Any]) -> Any:
             if name not in known:
                 raise UnsupportedError(f"{name}: backend {backend!r} does not support it for {system}")
     return engine
-
-
-def check_dtype_name(value: Any, name: str) -> None:
-    """Check that an argument is None or names a type of `ACTIVATIONS`."""
-    if value is not None and value not in ACTIVATIONS:
-        raise ValueError(f"{name}: expected one of {', '.join(ACTIVATIONS)} or None, got {value!r}")

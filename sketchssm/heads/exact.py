@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sketchssm.arrays import interop
-from sketchssm.heads.backends import ACTIVATIONS, load_engine
+from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.snapshot import Snapshot, owner_of
+from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.layer.slots import MAX_DRAFTS, POSITION, SlotPart
 

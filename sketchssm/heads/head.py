@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from sketchssm.arrays import interop
-from sketchssm.heads.backends import check_dtype_name
 from sketchssm.heads.call_lock import CallLock
 from sketchssm.heads.engine import Arrays, Engine
-from sketchssm.layer.checks import check_bool, check_size, check_state, check_tokens
+from sketchssm.layer.checks import check_bool, check_dtype_name, check_size, check_state, check_tokens
 from sketchssm.layer.recurrence import Layer, Tokens
 
 __all__ = ["DecodeHead"]

@@ -12,7 +12,10 @@ import numpy.typing as npt
 from sketchssm.layer.recurrence import PAD_SLOT, Layer
 
 __all__ = [
+    "ACTIVATIONS",
+    "UnsupportedError",
     "check_bool",
+    "check_dtype_name",
     "check_gates",
     "check_items",
     "check_number",
@@ -21,6 +24,13 @@ __all__ = [
     "check_state",
     "check_tokens",
 ]
+
+ACTIVATIONS = ("bfloat16", "float16", "float32")
+"""Types in which a device may hold q, k, v and outputs."""
+
+
+class UnsupportedError(ValueError):
+    """The machine can't run a backend, or the backend has no kernels for a layer or plan."""
 
 
 def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:
@@ -261,3 +271,9 @@ def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name}: expected a sequence of {items}, got {value!r}")
     return tuple(value)
+
+
+def check_dtype_name(value: Any, name: str) -> None:
+    """Check that an argument is None or names a type of `ACTIVATIONS`."""
+    if value is not None and value not in ACTIVATIONS:
+        raise ValueError(f"{name}: expected one of {', '.join(ACTIVATIONS)} or None, got {value!r}")

@@ -18,7 +18,7 @@ from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.allocation import Allocation, RankTable
-    from sketchssm.calibrate.basis import SketchBasis
+    from sketchssm.plans.basis import SketchBasis
 
 __all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
 

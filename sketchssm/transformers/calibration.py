@@ -15,7 +15,7 @@ from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import mean_retained, plan_layers, warn_of_limit
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.heads.backends import common_rank
+from sketchssm.cuda import common_rank
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import Tokens, check_flush_every, check_window

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sketchssm.heads import backends
+from sketchssm import cuda
 
 __all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
 
@@ -30,7 +30,7 @@ def _of(heads: int, dim: int, *typed: torch.Tensor) -> tuple[Any, AbstractContex
     if found is None:
         types = tuple(str(x.dtype).removeprefix("torch.") for x in typed)
         with _lock:
-            found = _kernels.setdefault(key, backends.load_layer_inputs(device, heads, dim, types))
+            found = _kernels.setdefault(key, cuda.load_layer_inputs(device, heads, dim, types))
     kernels, stream = found
     return kernels, stream()
 

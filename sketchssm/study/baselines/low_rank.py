@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.layer.recurrence import check_instance
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["low_rank_basis", "low_rank_plan"]

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.gates import GateInput
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System, exact_systems, sketch_system
 

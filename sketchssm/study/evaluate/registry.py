@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.traces import named_errors
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.evaluate.baselines import (
     key_reduced_systems,

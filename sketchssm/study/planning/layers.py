@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.interop import to_host
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import Calibrated, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces, named_errors
-from sketchssm.heads.backends import common_rank
+from sketchssm.cuda import common_rank
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.study.planning.candidate import Candidate

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import plan_layers
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items, check_number
 from sketchssm.layer.recurrence import check_instance
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.results import step_bytes
 from sketchssm.study.planning.candidate import Candidate
