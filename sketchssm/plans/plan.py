@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,22 @@ from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.plans import traffic
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 
-if TYPE_CHECKING:
-    from sketchssm.calibrate.allocation import Allocation, RankTable
-    from sketchssm.plans.basis import SketchBasis
-
 __all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
+
+
+class AllocatedRanks(Protocol):
+    """Ranks of one layer and the format that they were allocated for: an `Allocation`, or one of its `tables`."""
+
+    @property
+    def ranks(self) -> Any:
+        """Rank of each head."""
+
+    @property
+    def sketch_dtype(self) -> str:
+        """Format of the sketches."""
 
 
 class PlanFileError(FileFormatError):
@@ -80,12 +89,12 @@ class SketchPlan:
     def __init__(
         self,
         basis: SketchBasis,
-        ranks: npt.ArrayLike | Allocation | RankTable,
+        ranks: npt.ArrayLike | AllocatedRanks,
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
     ) -> None:
-        if not hasattr(basis, "columns"):  # no import of the calibration for a plan that is loaded
+        if not hasattr(basis, "columns"):
             raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
