@@ -62,7 +62,7 @@ def search(**settings):
         (lambda: ss.candidates(windows=16), "windows: expected a sequence of integers, got 16"),
         (lambda: search(candidates=3), "candidates: expected a sequence of Candidates, got 3"),
         (lambda: search(mean_ranks=4), "mean_ranks: expected a sequence of numbers, got 4"),
-        (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces or of pairs"),
+        (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces, got SketchPlan"),
         (lambda: ss.models.mamba2_inputs(X, DT, A, X, X, dt_limit=3), "dt_limit: expected a sequence of two numbers"),
         (lambda: ss.Traces(LAYER, TOKENS, tuple(TOKENS)), "test: expected a Tokens, got tuple"),
     ),

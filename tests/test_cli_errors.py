@@ -172,7 +172,6 @@ def test_two_options_may_not_have_one_file(tmp_path, monkeypatch):
         ([*find, "--out", "new", "--json", "./new"], "--json", "--out"),
         ([*find, "--out", "p.svg", "--plots", "p.svg"], "--plots", "--out"),
         ([*find, "--out", "new", "--plots", "p.svg", "--json", "other/p.svg"], "--json", "--plots"),
-        (["bench", "--plot", "p.svg", "--json", "p.svg"], "--json", "--plot"),
         (["bench", "--plan", "plan", "--json", "plan"], "--json", "--plan"),
         (["demo", "--plots", "new", "--json", "link"], "--json", "--plots"),
         (["demo", "--plots", "new", "--json", "new/ranks.png"], "--json", "--plots"),

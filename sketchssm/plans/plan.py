@@ -268,7 +268,7 @@ class SketchPlan:
         flush_every: Any,
     ) -> SketchPlan:
         for name, value, expected in (
-            ("flush_every", flush_every, (None, window)),
+            ("flush_every", flush_every, (None, check_window(window))),
             ("sketch_dtype", sketch_dtype, FORMATS),
             ("wide", wide, (None,)),
         ):
