@@ -126,7 +126,7 @@ def errors(tmp_path):
         ),
         "another system of a family": (
             ["evaluate", traces, "--systems", "sketch/ridge-3", "--ranks", 2],
-            "got 'sketch/ridge-3'; there are sketch (exact-2, ridge-2, lowrank-2, prior-2, offline-2, random-basis-2)",
+            "got 'sketch/ridge-3'; there are sketch (ridge-2, lowrank-2, prior-2, offline-2, random-basis-2)",
         ),
         "one name, two layers": (["evaluate", traces, traces], "different names"),
         "bad ranks": (["evaluate", traces, "--ranks", "2,x"], "positive integers"),

@@ -136,7 +136,7 @@ def test_largest_ranks(layers):
         before = before | own
     with pytest.raises(ValueError, match="rank_max: expected a positive integer, got 0"):
         Candidate("ridge", rank_max=0)
-    assert str(tried[1]).endswith("flush 8, ranks to 3")
+    assert str(tried[1]).endswith("window 8, ranks to 3")
     assert type(Candidate("ridge", rank_max=np.int64(3)).rank_max) is int  # JSON has no NumPy numbers
 
 

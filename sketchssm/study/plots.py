@@ -314,16 +314,15 @@ def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _panels(pyplot: Any, titles: Sequence[str], title: str = "", shared: bool = True) -> tuple[Any, list[Any]]:
-    """A figure with one panel per title; shared panels have the same axes."""
+def _panels(pyplot: Any, titles: Sequence[str], title: str) -> tuple[Any, list[Any]]:
+    """A figure with one panel per title, all with the same axes."""
     columns = min(COLUMNS, len(titles))
     rows = -(-len(titles) // columns)
-    width, height = (3.3 * columns + 2.6, 3.0 * rows + 0.5) if shared else (4.6 * columns, 3.7 * rows)
+    size = 3.3 * columns + 2.6, 3.0 * rows + 0.5
     figure, grid = pyplot.subplots(
-        rows, columns, figsize=(width, height), sharex=shared, sharey=shared, squeeze=False, layout="constrained"
+        rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    if title:
-        figure.suptitle(title)
+    figure.suptitle(title)
     panels = list(grid.flat)
     for spare in panels[len(titles) :]:
         spare.set_visible(False)
