@@ -34,8 +34,6 @@ class Settings:
         Coefficient map, by default the default map.
     method : str or None
         Allocation method, see `allocate_ranks`. None: "gradient" if the traces have gradients, else "error".
-    weighting : {"uniform", "output"}, default "uniform"
-        Weight of a sample in the basis, see `Moments`.
     sketch_dtype : str, default "bfloat16"
         Format of sketches, see `SketchPlan`.
 
@@ -48,7 +46,6 @@ class Settings:
     window: int = 16
     map: CoefficientMap = field(default_factory=CoefficientMap)
     method: str | None = None
-    weighting: str = "uniform"
     sketch_dtype: str = DEFAULT_FORMAT
 
     def __post_init__(self) -> None:
@@ -109,7 +106,7 @@ class Calibrated:
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 
-def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, weighting: str = "uniform") -> Calibrated:
+def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None) -> Calibrated:
     """Fit bases and score ranks on disjoint calibration sequences.
 
     Parameters
@@ -120,8 +117,6 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
         Tokens from one flush to the next.
     rank_max : int, optional
         Columns of the basis; default min(K, V).
-    weighting : {"uniform", "output"}, default "uniform"
-        Weight of a sample in the basis, see `Moments`.
 
     Returns
     -------
@@ -134,7 +129,7 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
         If a setting is out of range or there are fewer than two calibration sequences.
     """
     held_out, grad = traces.score_part()
-    moments = Moments(traces.layer, window=window, weighting=weighting)
+    moments = Moments(traces.layer, window=window)
     moments.update(*traces.fit_part())
     basis = fit_basis(moments, rank_max)
     scores = RankScores(basis)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.layer.coefficients import DEFAULT_MAP, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.plans import traffic
@@ -56,7 +56,7 @@ class SketchPlan:
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
-    map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
+    map : CoefficientMap or {"ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if
@@ -277,7 +277,7 @@ class SketchPlan:
         flush_every: Any,
     ) -> SketchPlan:
         for name, value, expected in (
-            ("flush_every", flush_every, (None, window)),
+            ("flush_every", flush_every, (None, check_window(window))),
             ("sketch_dtype", sketch_dtype, FORMATS),
             ("wide", wide, (None,)),
         ):
@@ -285,6 +285,8 @@ class SketchPlan:
                 raise ValueError(
                     f"{name}: this version does not have {value!r}; make the plan anew, such as with int8"
                 )
+        if map["name"] == "exact":  # the same map by its name of earlier versions
+            map = {"name": "ridge", "pivots": None, "ridge": RIDGE_FLOOR}
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
