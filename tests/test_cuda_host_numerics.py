@@ -1,4 +1,4 @@
-"""CUDA kernels on the host at the limits of their arithmetic: scales, gates and weak directions."""
+"""CUDA kernels at the limits of their arithmetic: scales, gates and weak directions."""
 
 import ml_dtypes
 import numpy as np
