@@ -24,7 +24,7 @@ import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-cupy, pytestmark = fixtures.of_kernels, fixtures.cold
+cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 # Engine and reference err by the same codes, the kernels also by these roundings. Measured: up to 1.07.
 AS_GOOD = 1.1
@@ -128,7 +128,7 @@ def test_codes_of_the_split_form(name, activation, rng, cupy):
 @pytest.mark.parametrize(
     ("name", "kind"), [("gdn", "ridge"), ("mamba2", "lowrank"), ("kda", "ridge"), ("kda", "lowrank")]
 )
-def test_scaling_a_state_scales_its_reads(name, kind, rng, cupy):
+def test_scaling_a_state_scales_its_reads(name, kind, rng, host):
     """Also where float32 cannot hold the squares of states. Powers of two change no code."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize([7, 16, 3], layer.heads), rng, map=kind, ridge=RIDGE[kind])
@@ -138,10 +138,10 @@ def test_scaling_a_state_scales_its_reads(name, kind, rng, cupy):
     tokens = make_tokens(layer, 2, 5, "bfloat16", rng, hard_gates=False)
 
     def run(exponent):
-        engine.load_state(cupy.asarray(np.ldexp(start, exponent)), cupy.arange(2))
-        out = cupy.empty((2, 5, layer.heads, layer.value_dim), np.float32)
+        engine.load_state(host.asarray(np.ldexp(start, exponent)), host.arange(2))
+        out = host.empty((2, 5, layer.heads, layer.value_dim), np.float32)
         scaled = tokens_to_device(tokens._replace(v=np.ldexp(tokens.v, exponent)), "bfloat16")
-        engine.step(scaled, cupy.arange(2), out)
+        engine.step(scaled, host.arange(2), out)
         return np.ldexp(out.get(), -exponent)
 
     want = run(0)
@@ -151,30 +151,30 @@ def test_scaling_a_state_scales_its_reads(name, kind, rng, cupy):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["ridge", "lowrank", "offline"])
-def test_a_state_that_is_not_finite(kind, bad, rng, cupy):
+def test_a_state_that_is_not_finite(kind, bad, rng, host):
     """Its reads are NaN; no other head's are."""
     layer = Layer("gdn", 4, 64, 64, 2)
     plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map=kind, ridge=RIDGE[kind], window=8)
     engine = poisoned(SketchEngine(plan, 2, "int8", activation_dtype="bfloat16", output_dtype="float32"))
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     start[1, 1, 5, 7] = bad
-    engine.load_state(cupy.asarray(start), cupy.arange(2))
-    out = cupy.zeros((2, 3, 4, 64), np.float32)
-    engine.step(tokens_to_device(make_tokens(layer, 2, 3, "bfloat16", rng), "bfloat16"), cupy.arange(2), out)
+    engine.load_state(host.asarray(start), host.arange(2))
+    out = host.zeros((2, 3, 4, 64), np.float32)
+    engine.step(tokens_to_device(make_tokens(layer, 2, 3, "bfloat16", rng), "bfloat16"), host.arange(2), out)
     spoilt = ~np.isfinite(out.get())
     assert spoilt[1, :, 1].any()
     spoilt[1, :, 1] = False
     assert not spoilt.any()
 
 
-def test_a_state_of_zeros_reads_as_zeros(rng, cupy):
+def test_a_state_of_zeros_reads_as_zeros(rng, host):
     layer = Layer("gdn", 4, 64, 64, 2)
     plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map="ridge", ridge=1e-3, window=8)
     engine = poisoned(SketchEngine(plan, 1, "int8", activation_dtype="bfloat16", output_dtype="float32"))
-    engine.load_state(cupy.zeros((1, *layer.state_shape), np.float32), cupy.arange(1))
-    out = cupy.full((1, 1, 4, 64), np.nan, np.float32)
+    engine.load_state(host.zeros((1, *layer.state_shape), np.float32), host.arange(1))
+    out = host.full((1, 1, 4, 64), np.nan, np.float32)
     tokens = make_tokens(layer, 1, 1, "bfloat16", rng)
-    engine.step(tokens_to_device(tokens._replace(v=np.zeros_like(tokens.v)), "bfloat16"), cupy.arange(1), out)
+    engine.step(tokens_to_device(tokens._replace(v=np.zeros_like(tokens.v)), "bfloat16"), host.arange(1), out)
     assert not out.get().any()
 
 

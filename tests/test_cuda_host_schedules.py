@@ -96,7 +96,7 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
+def test_shares_of_a_read_step_do_not_matter(name, rng, host, monkeypatch):
     """Bitwise equal results where few warps do everything: one tile after the other in room for one, or ahead.
 
     With room for four, a block may have three tiles at most, so that there are many blocks.
@@ -115,14 +115,14 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
             if room:
                 patch.setattr(replay, "shared_limit", lambda size=room * least: size)
             poisoned(engine)
-        engine.reset(cupy.arange(5))
+        engine.reset(host.arange(5))
         if room:
             _, row_tiles, max_tiles, _ = engine._read_limits
             engine._read_limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
-        outs.append(cupy.empty((5, 18, layer.heads, layer.value_dim), np.float32))
-        engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), outs[-1])
+        outs.append(host.empty((5, 18, layer.heads, layer.value_dim), np.float32))
+        engine.step(tokens, host.asarray([3, -1, 0, 4, 1]), outs[-1])
     for other in outs[1:]:
-        assert np.array_equal(outs[0].get(), other.get())
+        assert np.array_equal(outs[0], other)
 
 
 def check_orders(plan, rng, host, monkeypatch, gate=None):
