@@ -15,9 +15,7 @@ DRIVER = 12000
 """First version of the driver that has launches with attributes."""
 
 COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
-REFRESHED_RANKS = {"mamba2": (56, 48), "gdn": (56, 48), "kda": (61, 56)}
-"""Ranks of `common_rank` for backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
-without refreshes, and with them."""
+"""Ranks of `common_rank` at K = V = 128, with windows of up to 16 and of 32."""
 
 
 @cache
@@ -48,8 +46,8 @@ def missing() -> str:
         return f"CuPy does not work: {error}"
 
 
-def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> int:
-    """A large rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
+def common_rank(layer: Layer, window: int) -> int:
+    """A large rank for which the kernels have room on devices with 227 KB of shared memory (H100, H200, B200).
 
     Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
 
@@ -58,17 +56,14 @@ def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> in
     layer : Layer
         Kind and shape.
     window : int
-        Tokens from one sketch to the next.
-    flush_every : int, optional
-        Tokens from one flush to the next; refreshes between flushes take more room. Default: the window.
+        Tokens from one flush to the next.
 
     Returns
     -------
     int
-        Columns for which flushes and refreshes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
+        Columns for which flushes of `ridge` in 16 or 8 bits have room, at most min(K, V).
     """
-    refreshed = flush_every is not None and flush_every > window
-    short, long = (REFRESHED_RANKS if refreshed else COMMON_RANKS)[layer.kind]
+    short, long = COMMON_RANKS[layer.kind]
     return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 
