@@ -28,9 +28,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["NAMES", "register"]
 
-LAYERS = ("MambaMixer2", "QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention")
+NAMES = ("MambaMixer2", "QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention")
 """Names of vLLM's layers that may have heads."""
 
 
@@ -58,7 +58,7 @@ def register() -> None:
 
     def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
         """Make a layer, with heads if its engine switches the plugin on."""
-        config = current() if cls.__name__ in LAYERS else None
+        config = current() if cls.__name__ in NAMES else None
         if config is not None and Settings.find(os.environ, config.additional_config) is not None:
             check_version(vllm.__version__)
             import_module("sketchssm.vllm.plugin").register()
