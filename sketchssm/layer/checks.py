@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sketchssm.layer.recurrence import PAD_SLOT, Layer
 
 __all__ = [
+    "as_array",
     "check_bool",
     "check_gates",
     "check_items",
@@ -234,6 +235,14 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected a bool, got {value!r}")
+
+
+def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:
+    """Return an array of an argument on the host, or raise a `ValueError` that names the argument."""
+    try:
+        return np.asarray(value, dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected an array, got {value!r}") from error
 
 
 def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ The three kinds differ in this one place. With ``S`` of shape ``(K, V)``, one to
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = [
     "ROUNDING",
     "Layer",
     "Tokens",
+    "check_choice",
     "check_flush_every",
     "check_instance",
     "check_window",
@@ -99,8 +101,7 @@ class Layer:
     key_heads: int = None  # type: ignore[assignment]  # stands for `heads` until __post_init__
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        check_choice("kind", self.kind, KINDS)
         if self.key_heads is None:
             object.__setattr__(self, "key_heads", self.heads)
         for name in ("heads", "key_dim", "value_dim", "key_heads"):
@@ -259,6 +260,12 @@ def check_window(window: Any, least: int = 2) -> int:
     if not (integer and least <= window <= MAX_WINDOW):
         raise ValueError(f"window: expected an integer from {least} to {MAX_WINDOW}, got {window!r}")
     return int(window)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str], more: str = "") -> None:
+    """Check that an argument is one of some words; `more` ends the list of the words in the message."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}{more}, got {value!r}")
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:

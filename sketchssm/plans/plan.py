@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.layer.checks import as_array
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_flush_every, check_window
@@ -106,7 +107,7 @@ class SketchPlan:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
         if wide is None and sketch_dtype == getattr(ranks, "sketch_dtype", None):
             wide = getattr(ranks, "wide", None)
-        table = np.asarray(getattr(ranks, "ranks", ranks))
+        table = as_array("ranks", getattr(ranks, "ranks", ranks))
         used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
             raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")

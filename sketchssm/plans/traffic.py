@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, check_flush_every
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, check_choice, check_flush_every
 
 __all__ = [
     "compressed",
@@ -57,8 +57,7 @@ def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> f
     ValueError
         If the type is unknown.
     """
-    if state_dtype not in STATE_BYTES:
-        raise ValueError(f"state_dtype: expected one of {', '.join(STATE_BYTES)}, got {state_dtype!r}")
+    check_choice("state_dtype", state_dtype, STATE_BYTES)
     _check_shape(key_dim, value_dim)
     return float(STATE_BYTES[state_dtype] * key_dim * value_dim)
 
@@ -216,8 +215,7 @@ def sketch_read(
     ValueError
         If the kind, the map, a rank, a width or a type is invalid.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("kind", kind, KINDS)
     state, map = state_bytes(key_dim, value_dim, state_dtype), CoefficientMap.of(map)
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == FULL_STATE) | (g >= 0)).all():
@@ -377,8 +375,7 @@ def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16
     ValueError
         If the type is unknown.
     """
-    if activation_dtype not in STATE_BYTES:
-        raise ValueError(f"activation_dtype: expected one of {', '.join(STATE_BYTES)}, got {activation_dtype!r}")
+    check_choice("activation_dtype", activation_dtype, STATE_BYTES)
     size = STATE_BYTES[activation_dtype]
     keys_and_values = size * (layer.key_heads * layer.key_dim + layer.heads * layer.value_dim)
     gate = size if layer.kind == "kda" and raw_gates else 4

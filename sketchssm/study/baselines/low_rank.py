@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.moments import Moments
+from sketchssm.layer.checks import as_array
 from sketchssm.layer.recurrence import check_instance
 from sketchssm.plans.plan import SketchPlan
 
@@ -78,6 +79,6 @@ def low_rank_plan(moments: Moments, ranks: npt.ArrayLike) -> SketchPlan:
         If the moments are empty or a rank is out of range.
     """
     check_instance("moments", moments, Moments)
-    table = np.asarray(ranks)
+    table = as_array("ranks", ranks)
     table = np.full(moments.layer.heads, table) if table.ndim == 0 else table
     return SketchPlan(low_rank_basis(moments), table, moments.window, map="offline")
