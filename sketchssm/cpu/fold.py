@@ -21,14 +21,11 @@ __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
 
 @njit
-def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, start: int, key_head: int) -> None:
-    """Transpose a window's keys of a key head and compute their Gram matrix, for gdn; its value heads share both.
-
-    The window begins at token `start` of the ring.
-    """
+def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) -> None:
+    """Transpose the keys of a key head and compute their Gram matrix, for gdn; its value heads share both."""
     if m.kind != GDN:
         return
-    first = slot * m.k_stride + start * m.key_row + key_head * m.keys
+    first = slot * m.k_stride + key_head * m.keys
     _across(m, at, buf, floats(m.k), first, m.key_row)
     for j in range(0, m.tokens, LANES):
         for s in range(0, m.tokens, LANES):
@@ -46,13 +43,13 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 
 
 @njit
-def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
-    """Compute a head's decays over `count` tokens of a window and the Gram matrix that `substitute` needs."""
+def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
+    """Compute a head's decays over `count` tokens and the Gram matrix that `substitute` needs."""
     if m.kind == KDA:
-        _prepare_channels(m, at, buf, slot, head, start, count)
-        _scale_gram(m, at, buf, slot, head, start, count)
+        _prepare_channels(m, at, buf, slot, head, count)
+        _scale_gram(m, at, buf, slot, head, count)
         return
-    gates = slot * m.gate_stride + start * m.heads + head
+    gates = slot * m.gate_stride + head
     forward, backward = np.float32(0.0), np.float32(0.0)
     for s in range(count):
         forward += floats(m.gate)[gates + s * m.heads]
@@ -77,14 +74,14 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, star
         for i in range(0, j + 1, LANES):
             row = j * m.tokens + i
             store(buf, at.gram + row, load(buf, at.walk + i) * load(buf, at.key_gram + row))
-    _scale_gram(m, at, buf, slot, head, start, count)
+    _scale_gram(m, at, buf, slot, head, count)
 
 
 @njit
-def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
+def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """Replace the decayed Gram matrix A with ``-Diag(beta) A`` below the diagonal and beta on the diagonal."""
     for j in range(count):
-        beta, row = floats(m.beta)[slot * m.beta_stride + (start + j) * m.heads + head], at.gram + j * m.tokens
+        beta, row = floats(m.beta)[slot * m.beta_stride + j * m.heads + head], at.gram + j * m.tokens
         minus = splat(-beta)
         for i in range(row, row + j + 1, LANES):
             store(buf, i, minus * load(buf, i))
@@ -92,10 +89,10 @@ def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, start
 
 
 @njit
-def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
+def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """`prepare_fold` for per-channel decay."""
-    keys = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
-    gates = slot * m.gate_stride + start * m.gate_row + head * m.keys
+    keys = slot * m.k_stride + head // m.group * m.keys
+    gates = slot * m.gate_stride + head * m.keys
     for c in range(0, m.keys, LANES):
         decay = splat(np.float32(1.0))
         for s in range(count):
@@ -122,17 +119,16 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
 
 @njit
 def fold_block(
-    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, start: int, count: int,
-    state: Pointer, first: int,
-) -> Any:  # fmt: skip
-    """Advance 16 rows of a state, from element `first` on, through a window; return their squared norm."""
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
+) -> Any:
+    """Advance 16 rows of a state, from element `first` on, through the ring; return their squared norm."""
     erases = m.kind != MAMBA2
     if erases:
         for s in range(0, count, LANES):
             columns_16(state, first, m.keys, buf, at.keys_across + s, m.tokens, m.keys,
                        buf, at.write + s * LANES, LANES)  # fmt: skip
     for s in range(count):
-        value = slot * m.v_stride + (start + s) * m.value_row + head * m.values + block
+        value = slot * m.v_stride + s * m.value_row + head * m.values + block
         write = load(floats(m.v), value)
         prefetch(floats(m.v), value + m.values)
         if erases:
@@ -149,7 +145,7 @@ def fold_block(
         for s in range(count):
             store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * load(buf, at.write + s * LANES))
     left, stride = floats(m.k), m.key_row
-    left_at = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
+    left_at = slot * m.k_stride + head // m.group * m.keys
     if m.kind == KDA:
         left, left_at, stride = buf, at.left, m.keys
     squares = splat(np.float32(0.0))
