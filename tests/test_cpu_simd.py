@@ -8,6 +8,7 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.llvm import LANES

@@ -88,7 +88,7 @@ class GateInput:
             raise ValueError("dt_bias: expected finite float32 numbers, got NaN, infinity or one beyond them")
         bound = self.lower_bound
         if bound is not None:
-            lowest = -np.finfo(np.float32).max
+            lowest = -float(np.finfo(np.float32).max)
             check_number("lower_bound", bound, "a negative number", lambda number: lowest <= number < 0)
             object.__setattr__(self, "lower_bound", float(bound))
         object.__setattr__(self, "A_log", rate_log.reshape(heads))

@@ -37,6 +37,9 @@ FULL_STATE = -1
 MAX_WINDOW = 64
 """Longest window in tokens: reads work on tables of W x W products."""
 
+MAX_ELEMENTS = 1 << 40
+"""Most elements of a slot's state: no machine holds more, and kernels compute offsets in 64 bits."""
+
 ROUNDING = 1e-5
 """Relative errors of outputs and states below this value are float32 rounding."""
 
@@ -105,6 +108,8 @@ class Layer:
             if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}")
             object.__setattr__(self, name, int(size))
+        if self.heads * self.key_dim * self.value_dim > MAX_ELEMENTS:
+            raise ValueError(f"value_dim: expected states of at most {MAX_ELEMENTS} elements, got {self.state_shape}")
         if self.heads % self.key_heads:
             raise ValueError(f"key_heads: expected a divisor of heads={self.heads}, got {self.key_heads}")
 
