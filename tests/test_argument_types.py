@@ -1,6 +1,7 @@
 """Arguments of another class or out of range are refused by name, before anything is computed."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from samples import plan_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.basis import SketchBasis
+from sketchssm.study.baselines import low_rank_basis
 from sketchssm.study.planning import StepTimes
 
 LAYER = ss.Layer("gdn", 2, 8, 8)
@@ -145,6 +147,9 @@ CALLS = [
     (ss.Moments(LAYER, window=4).update, TOKENS_BY_NAME | {"carry": None}),
     (ss.RankScores(ss.fit_basis(MOMENTS)).update, TOKENS_BY_NAME | {"carry": None}),
     (ss.low_rank_plan, {"moments": MOMENTS, "ranks": [2, 2]}),
+    (low_rank_basis, {"moments": MOMENTS, "rank_max": 2}),
+    (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
+    (partial(ss.Moments, LAYER), {"window": 4, "weighting": "uniform"}),
 ]
 for made in (ss.StandardHead(LAYER, 2, "reference", drafts=3), ss.SketchHead(PLAN, 2, "reference")):
     step = {name: x[:, :2] for name, x in TOKENS_BY_NAME.items()} | {"slots": None, "lengths": None, "draft": True}

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, walk
-from sketchssm.layer.recurrence import Layer, check_window
+from sketchssm.layer.recurrence import Layer, check_choice, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.reference.recurrence import Array
 
@@ -73,8 +73,7 @@ class Moments:
         window: int = 16,
         weighting: str = "uniform",
     ) -> None:
-        if weighting not in WEIGHTINGS:
-            raise ValueError(f"weighting: expected one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
+        check_choice("weighting", weighting, WEIGHTINGS)
         self.layer = _layer(kind, heads=heads, key_dim=key_dim, value_dim=value_dim, key_heads=key_heads)
         self.window = check_window(window)
         self.weighting = weighting
