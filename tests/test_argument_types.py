@@ -80,7 +80,7 @@ def test_other_classes(call, message):
         (lambda: ss.allocate_ranks(SCORES, 2, method=""), r"method: expected one of gradient, .*, got ''"),
         (lambda: BASIS.columns(5), r"rank: expected 1 to rank_max=4, got 5"),
         (lambda: BASIS.columns("2"), r"rank: expected a positive integer, got '2'"),
-        (lambda: ss.Candidate("sparse"), r"map: expected one of exact, .*, got 'sparse'"),
+        (lambda: ss.Candidate("sparse"), r"map: expected one of ridge, .*, got 'sparse'"),
         (lambda: ss.Candidate("ridge", "int4"), r"sketch_dtype: expected one of float32, .*, got 'int4'"),
         (lambda: ss.Candidate("ridge", window=0), r"window: expected an integer from 2 to 64, got 0"),
         (lambda: gdn(scale=np.nan), r"scale: expected a finite number, got nan"),

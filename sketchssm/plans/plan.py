@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.checks import as_array
-from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.layer.coefficients import DEFAULT_MAP, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.plans import traffic
@@ -48,7 +48,7 @@ class SketchPlan:
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
-    map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
+    map : CoefficientMap or {"ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if that
@@ -277,6 +277,8 @@ class SketchPlan:
                 raise ValueError(
                     f"{name}: this version does not have {value!r}; make the plan anew, such as with int8"
                 )
+        if map["name"] == "exact":  # the same map by its name of earlier versions
+            map = {"name": "ridge", "pivots": None, "ridge": RIDGE_FLOOR}
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")

@@ -183,7 +183,7 @@ class ScoredLayer:
         """See `PlannedLayer`."""
         window = self._scores.window
         if candidate.map.storage != "dense":
-            return f"without traces, only the errors of exact and ridge are known, got {candidate.map}"
+            return f"without traces, only the errors of ridge are known, got {candidate.map}"
         if candidate.window != window:
             return f"without traces, expected the window of the scores, {window} tokens, got {candidate}"
         return ""

@@ -148,7 +148,7 @@ def autoplan(
     ----------
     layers : sequence of Traces or of (SketchBasis, RankScores)
         Traces of each layer. With scores instead of traces, errors are those of the ideal map at the scores' window,
-        and the search chooses only ranks and formats, for `ridge` and `exact`.
+        and the search chooses only ranks and formats, for `ridge`.
     error, traffic, seconds, loss : float
         The target: exactly one of them.
     candidates : iterable of Candidate, optional
