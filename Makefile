@@ -1,50 +1,51 @@
-# The main commands are `make demo` and `make test`. Each installs what it needs into .venv.
+# The main commands are `make demo` and `make test`. Each installs what it needs into the folder $(VENV).
 PYTHON ?= python3
+VENV ?= .venv
 PYTEST_FLAGS ?= -n auto --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
-BIN := .venv/bin
+BIN := $(VENV)/bin
 BUILD := setup.py pyproject.toml sketchssm/cuda/_direct.cpp sketchssm/cuda/_direct_interfaces.h
 
 .PHONY: demo test lint format typecheck docs bench clean
 
-demo: .venv/.installed
+demo: $(VENV)/.installed
 	$(BIN)/sketchssm demo $(ARGS)
 
 test: lint typecheck
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
 
-lint: .venv/.installed-dev
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: .venv/.installed-dev
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-typecheck: .venv/.installed-dev
+typecheck: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-docs: .venv/.installed-dev
+docs: $(VENV)/.installed-dev
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-bench: .venv/.installed
+bench: $(VENV)/.installed
 	$(BIN)/sketchssm bench $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info docs/_build docs/generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info docs/_build docs/generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# .venv itself is not a target, as pip changes the time of the folder at every installation.
+# $(VENV) itself is not a target, as pip changes the time of the folder at every installation.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"sketchssm needs Python 3.11 or later; $(PYTHON) is {v[0]}.{v[1]}")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-.venv/.installed: $(BUILD) | $(BIN)/python
+$(VENV)/.installed: $(BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
 # Also builds the extension with which tests run the CUDA kernels on the host.
-.venv/.installed-dev: $(BUILD) tests/host/module.cpp | $(BIN)/python
+$(VENV)/.installed-dev: $(BUILD) tests/host/module.cpp | $(BIN)/python
 	SKETCHSSM_BUILD_HOST_KERNELS=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	touch .venv/.installed $@
+	touch $(VENV)/.installed $@

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import zlib
+from pathlib import Path
 
 # Idle OpenMP threads sleep. By default they spin, and the threads of several pytest workers take each other's cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_device and not has_cuda_device():
         config.hook.pytest_deselected(items=on_device)
         items[:] = [item for item in items if item not in on_device]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the names of skipped tests and modules, one a line, into the file that SKETCHSSM_SKIPPED names."""
+    if path := os.environ.get("SKETCHSSM_SKIPPED"):
+        skipped = {report.nodeid for report in terminalreporter.stats.get("skipped", [])}
+        Path(path).write_text("".join(f"{name}\n" for name in sorted(skipped)))
 
 
 def pytest_collection_finish() -> None:

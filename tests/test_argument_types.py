@@ -1,11 +1,15 @@
 """Arguments of another class or out of range are refused by name, before anything is computed."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 from samples import plan_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.plans.basis import SketchBasis
+from sketchssm.study.baselines import low_rank_basis
 from sketchssm.study.planning import StepTimes
 
 LAYER = ss.Layer("gdn", 2, 8, 8)
@@ -18,6 +22,7 @@ SCORES = ss.RankScores(ss.fit_basis(MOMENTS))
 SCORES.update(*TOKENS)
 MOMENTS_OF_KEYS = ss.KeyMoments(LAYER)
 MOMENTS_OF_KEYS.update(*TOKENS)
+KDA = ss.Layer("kda", 2, 8, 8)
 X, DT, A = np.ones((1, 2, 2, 8)), np.ones((1, 2, 2)), np.ones(2)
 
 
@@ -33,20 +38,8 @@ def search(**settings):
 @pytest.mark.parametrize(
     ("call", "message"),
     (
-        (lambda: ss.SketchHead("plan.safetensors", 4), "plan: expected a SketchPlan, got str"),
-        (lambda: ss.SketchHead(LAYER, 4), "plan: expected a SketchPlan, got Layer"),
-        (lambda: ss.SketchHead.parts_of(BASIS), "plan: expected a SketchPlan, got SketchBasis"),
-        (lambda: ss.ReplayHead(PLAN, 4), "layer: expected a Layer, got SketchPlan"),
-        (lambda: ss.ReplayHead.parts_of(PLAN), "layer: expected a Layer, got SketchPlan"),
-        (lambda: ss.StandardHead("gdn", 4), "layer: expected a Layer, got str"),
-        (lambda: ss.QuantisedHead(PLAN, 4), "layer: expected a Layer, got SketchPlan"),
-        (lambda: ss.CopyReadHead(PLAN, 4), "layer: expected a Layer, got SketchPlan"),
-        (lambda: ss.PrunedHead(PLAN, [True], 4), "layer: expected a Layer, got SketchPlan"),
-        (lambda: ss.KeyReducedHead(LAYER, 4), "reduction: expected a KeyReduction, got Layer"),
-        (lambda: ss.KeyMoments("gdn"), "layer: expected a Layer, got str"),
         (lambda: ss.fit_basis(BASIS), "moments: expected a Moments, got SketchBasis"),
         (lambda: ss.RankScores(PLAN), "basis: expected a SketchBasis, got SketchPlan"),
-        (lambda: ss.SketchPlan(PLAN, [1, 1]), "basis: expected a SketchBasis, got SketchPlan"),
         (lambda: ss.allocate_ranks([BASIS], 2), "scores: expected a RankScores, got SketchBasis"),
         (lambda: ss.models.prefill_state(np.zeros((1, 2, 8, 8)), "kv", PLAN), "layer: expected a Layer, got SketchPl"),
         (lambda: search(candidates=["ridge"]), "candidates: expected a Candidate, got str"),
@@ -55,7 +48,6 @@ def search(**settings):
         (lambda: ss.Traces(LAYER, TOKENS, TOKENS, provenance=None), "provenance: expected a str, got NoneType"),
         (lambda: SketchBasis.random("gdn", 4), "layer: expected a Layer, got str"),
         (lambda: ss.GateInput([0.0], [1.0]).check(None), "layer: expected a Layer, got NoneType"),
-        (lambda: ss.low_rank_plan(PLAN, 2), "moments: expected a Moments, got SketchPlan"),
         (lambda: ss.allocate_ranks(PLAN, 2), "scores: expected a sequence of RankScores, got SketchPlan"),
         (lambda: ss.candidates(maps="ridge"), "maps: expected a sequence of maps, got 'ridge'"),
         (lambda: ss.candidates(sketch_dtypes="int8"), "sketch_dtypes: expected a sequence of formats, got 'int8'"),
@@ -79,24 +71,18 @@ def test_other_classes(call, message):
         (lambda: StepTimes("cpu", 2, seconds=0), r"seconds: expected a finite number above 0 or None, got 0"),
         (lambda: StepTimes("cpu", 2, seconds="1"), r"seconds: expected a finite number above 0 or None, got '1'"),
         (lambda: ss.autoplan([PLAN], error="1"), r"error: expected a finite number above 0, got '1'"),
-        (lambda: ss.Layer("gdn", 4, 8, 8, 0), r"key_heads: expected a positive integer, got 0"),
         (
             lambda: ss.StandardHead(LAYER, 1 << 31),
             r"num_slots: expected at most 2147483647, as slots are integers of 32 bits",
         ),
         (lambda: ss.StandardHead(LAYER, 2).copy([0], None), r"dst: expected one integer for each row, got shape \(\)"),
-        (lambda: ss.CoefficientMap("ridge", ridge=np.nan), r"ridge: expected a finite number of at least 0, got nan"),
         (lambda: ss.allocate_ranks(SCORES, "4"), r"mean_rank: expected a finite number of at least 1, got '4'"),
         (lambda: ss.allocate_ranks(SCORES, 2, method=""), r"method: expected one of gradient, .*, got ''"),
-        (lambda: ss.low_rank_plan(MOMENTS, [1, 2, 3]), r"ranks: expected 2 integers, got shape \(3,\)"),
-        (lambda: ss.GateInput([0.0], [1.0], "-5"), r"lower_bound: expected a negative number, got '-5'"),
         (lambda: BASIS.columns(5), r"rank: expected 1 to rank_max=4, got 5"),
         (lambda: BASIS.columns("2"), r"rank: expected a positive integer, got '2'"),
-        (lambda: PLAN.reduction_with(sketch_dtype=""), r"sketch_dtype: expected one of float32, .*, got ''"),
         (lambda: ss.Candidate("sparse"), r"map: expected one of ridge, .*, got 'sparse'"),
         (lambda: ss.Candidate("ridge", "int4"), r"sketch_dtype: expected one of float32, .*, got 'int4'"),
         (lambda: ss.Candidate("ridge", window=0), r"window: expected an integer from 2 to 64, got 0"),
-        (lambda: MOMENTS_OF_KEYS.reduce("0.5"), r"sparsity: expected a number from 0 to below 1, got '0\.5'"),
         (lambda: gdn(scale=np.nan), r"scale: expected a finite number, got nan"),
         (lambda: gdn(scale=np.ones(3)), r"scale: expected a finite number, got array"),
         (lambda: gdn(eps=1e-5, l2norm=False), r"eps: expected None with l2norm=False, got 1e-05"),
@@ -127,6 +113,78 @@ def test_other_classes(call, message):
 def test_other_values(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+ODD = [
+    None, True, 0, -1, 3, 2.5, 1j, np.nan, 1e308, 10**30, "x", "", b"x", [], ["a"], [[1, 2], [3]], {}, {"a": 1}, int,
+    np.array(3), np.array([1, 2]), np.array([1.5]), np.array(["a"]), np.array([object()]), np.zeros(0), np.eye(2),
+    np.datetime64("2020"), object(), LAYER, PLAN, iter([1]), slice(2), ...,
+]  # fmt: skip
+TYPES = {"gate": None, "activation_dtype": None, "state_dtype": "float32"}
+HEAD = {"num_slots": 2, "backend": "reference"}
+EXACT = HEAD | TYPES | {"output_dtype": None, "pad_slot": -1, "memory": None}
+TOKENS_BY_NAME = TOKENS._asdict()
+CALLS = [
+    (ss.StandardHead, EXACT | {"layer": LAYER, "drafts": 0}),
+    (ss.ReplayHead, EXACT | {"layer": LAYER, "window": 4, "phase": None}),
+    (ss.SketchHead, EXACT | {"plan": PLAN, "sketch_dtype": None, "phase": None}),
+    (ss.StandardHead.parts_of, TYPES | {"layer": LAYER, "backend": "cpu", "drafts": 0}),
+    (ss.ReplayHead.parts_of, TYPES | {"layer": LAYER, "backend": "cpu", "window": 4}),
+    (ss.SketchHead.parts_of, TYPES | {"plan": PLAN, "backend": "cpu", "sketch_dtype": None}),
+    (ss.QuantisedHead, HEAD | {"layer": LAYER, "bits": 8, "error_feedback": False}),
+    (ss.CopyReadHead, HEAD | {"layer": LAYER, "bits": 8, "window": 4}),
+    (ss.PrunedHead, HEAD | {"layer": KDA, "keep": np.ones((2, 8), bool)}),
+    (ss.KeyReducedHead, HEAD | {"reduction": MOMENTS_OF_KEYS.reduce(0.5), "fold": True}),
+    (ss.SketchPlan, {"basis": BASIS, "ranks": [2, 2], "window": 4, "map": "ridge", "sketch_dtype": "int8"}),
+    (PLAN.shard, {"rank": 0, "world": 1}),
+    (PLAN.reduction_with, {"state_dtype": "float32", "sketch_dtype": "float32"}),
+    (ss.Layer, {"kind": "gdn", "heads": 4, "key_dim": 8, "value_dim": 8, "key_heads": 1}),
+    (ss.CoefficientMap, {"name": "lowrank", "pivots": 2, "ridge": 0.1}),
+    (ss.GateInput, {"A_log": np.zeros(2), "dt_bias": np.zeros((2, 8)), "lower_bound": None}),
+    (ss.KeyMoments, {"layer": LAYER}),
+    (MOMENTS_OF_KEYS.reduce, {"sparsity": 0.5}),
+    (ss.ChannelScores(KDA).update, TOKENS_BY_NAME | {"g": np.tile(TOKENS.g[..., None], 8), "state": None}),
+    (ss.Moments(LAYER, window=4).update, TOKENS_BY_NAME | {"carry": None}),
+    (ss.RankScores(ss.fit_basis(MOMENTS)).update, TOKENS_BY_NAME | {"carry": None}),
+    (ss.low_rank_plan, {"moments": MOMENTS, "ranks": [2, 2]}),
+    (low_rank_basis, {"moments": MOMENTS, "rank_max": 2}),
+    (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
+    (partial(ss.Moments, LAYER), {"window": 4, "weighting": "uniform"}),
+]
+for made in (ss.StandardHead(LAYER, 2, "reference", drafts=3), ss.SketchHead(PLAN, 2, "reference")):
+    step = {name: x[:, :2] for name, x in TOKENS_BY_NAME.items()} | {"slots": None, "lengths": None, "draft": True}
+    CALLS += [(getattr(made, name), {"slots": None}) for name in ("flush", "reset", "adopt", "snapshot")]
+    CALLS += [
+        (made.step, step),
+        (made.load_state, {"state": np.zeros((2, 2, 8, 8)), "slots": None}),
+        (made.commit, {"accepted": [0, 0], "slots": None}),
+        (made.copy, {"src": [0], "dst": [1]}),
+        (made.restore, {"snapshot": made.snapshot(), "slots": None}),
+        (made.warmup, {"activation_dtype": None, "drafts": False}),
+    ]
+
+
+BOTH = {"name": "map", "src": "src|dst", "A_log": "A_log|dt_bias", "heads": "heads|key_heads|value_dim"}
+BOTH["key_dim"] = "key_dim|value_dim"
+
+
+@pytest.mark.parametrize(("call", "arguments"), CALLS, ids=lambda x: getattr(x, "__qualname__", ""))
+def test_odd_arguments_are_taken_or_named(call, arguments):
+    """Whatever an argument is, an error is a ValueError or a TypeError that begins with the argument's name."""
+    for name in arguments:
+        for value in ODD:
+            try:
+                call(**arguments | {name: value})
+            except (ValueError, TypeError) as error:
+                assert re.match(rf"({BOTH.get(name, name)})\b", str(error)), (name, value, error)
+
+
+@pytest.mark.parametrize("backend", ("cpu", "reference"))
+def test_more_slots_than_memory(backend):
+    with pytest.raises(MemoryError, match=r"^num_slots: no memory for 2147483647 slots with state of "):
+        ss.StandardHead(ss.Layer("gdn", 2, 1 << 12, 1 << 12), (1 << 31) - 1, backend)
+    with pytest.raises(ValueError, match=r"^value_dim: expected states of at most 1099511627776 elements, got \(2, 1"):
+        ss.Layer("gdn", 2, 8, 1 << 50)
 
 
 def test_times_without_a_device(monkeypatch):

@@ -296,7 +296,7 @@ def test_missing_matplotlib_is_said_before_any_work(command, traces, monkeypatch
     monkeypatch.setattr("sketchssm.calibrate.traces.Traces.load", refuse)
     monkeypatch.setattr(bench, "time_cases", refuse)
     result = invoke(*command, *([traces] if command[0] == "evaluate" else []), code=2)
-    assert "pip install 'sketchssm[plot]'" in result.output
+    assert "pip install 'sketchssm-decode[plot]'" in result.output
     assert {path.name for path in tmp_path.iterdir()} == {traces.name}
 
 

@@ -1,6 +1,7 @@
 """The command line: an error of the user is one line with exit code 2, before any file is written."""
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 from test_cli import SMALL, invoke
 from test_traces import trace_entries, write_traces
@@ -143,8 +144,11 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path):
         assert "Traceback" not in result.output, name
 
 
-def test_two_options_may_not_have_one_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("packages", [(), ("torch", "transformers")], ids=["traces", "models"])
+def test_two_options_may_not_have_one_file(packages, tmp_path, monkeypatch):
     """By any name of the file, before any work; the message has both options."""
+    for package in packages:
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     write_traces(tmp_path / "a.npz", "gdn")
     write_traces(tmp_path / "b.npz", "gdn")
@@ -155,7 +159,11 @@ def test_two_options_may_not_have_one_file(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "new")
     (tmp_path / "other").symlink_to(tmp_path)
     find, of_model = ["plan", "a.npz", "--error", 1], ["--model", "model", "--text", "text"]
-    pairs = [  # of options: the later one is refused
+    of_models = [
+        (["evaluate", *of_model, "--plans", "plan", "--json", "plan"], "--json", "--plans"),
+        (["calibrate", *of_model, "--out", "text"], "--out", "--text"),
+    ]
+    of_traces = [  # pairs of options: the later one is refused
         (["evaluate", "a.npz", "--report", "new", "--out", "new"], "--report", "--out"),
         (["evaluate", "a.npz", "--out", "new", "--report", "link"], "--report", "--out"),
         (["evaluate", "a.npz", "--out", "r", "--report", "other/r/drift.csv"], "--report", "--out"),
@@ -164,11 +172,9 @@ def test_two_options_may_not_have_one_file(tmp_path, monkeypatch):
         (["evaluate", "a.npz", "--json", "new", "--report", tmp_path / "new"], "--json", "--report"),
         (["evaluate", "a.npz", "--report", "new", "--json", "new/below"], "--json", "--report"),
         (["evaluate", "a.npz", "--plan", "plan", "--report", "other/plan"], "--report", "--plan"),
-        (["evaluate", *of_model, "--plans", "plan", "--json", "plan"], "--json", "--plans"),
         (["calibrate", "a.npz", "--out", "other/a.npz"], "--out", "TRACES"),
         (["calibrate", "a.npz", "--out", "link", "--json", "new"], "--json", "--out"),
         (["calibrate", "a.npz", "b.npz", "--out", "new", "--json", "new"], "--json", "--out"),
-        (["calibrate", *of_model, "--out", "text"], "--out", "--text"),
         ([*find, "--out", "new", "--json", "./new"], "--json", "--out"),
         ([*find, "--out", "p.svg", "--plots", "p.svg"], "--plots", "--out"),
         ([*find, "--out", "new", "--plots", "p.svg", "--json", "other/p.svg"], "--json", "--plots"),
@@ -178,7 +184,7 @@ def test_two_options_may_not_have_one_file(tmp_path, monkeypatch):
         (["info", "plan", "--json", "other/plan"], "--json", "PLAN"),
     ]
     before = sorted(tmp_path.iterdir())
-    for arguments, refused, owner in pairs:
+    for arguments, refused, owner in of_models if packages else of_traces:
         message = invoke(*arguments, code=2).stderr.splitlines()[-1]
         assert message.startswith(f"Error: {refused}: expected a separate file, got "), (arguments, message)
         assert f": {owner} has " in message, (arguments, message)

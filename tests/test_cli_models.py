@@ -239,5 +239,5 @@ main(["calibrate", "--out", "x", "--model", {str(folder)!r}, "--text", {str(fold
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"Error: sketchssm.transformers needs {package}; install with: pip install 'sketchssm[transformers]'"
+        f"Error: sketchssm.transformers needs {package}; install with: pip install 'sketchssm-decode[transformers]'"
     ]

@@ -98,3 +98,20 @@ tempfile.TemporaryFile = refuse
     done = run_step(locked, folder=tmp_path, **home)
     assert done.stdout == "hits 1 misses 0\n", done.stderr
     assert not done.stderr
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_is_replaced(tmp_path: Path) -> None:
+    """Files of the cache that are empty or cut, as after a power failure."""
+    place = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(files.PACKAGE.parent)}
+    run_step(**place)
+    for number, path in enumerate(sorted(tmp_path.rglob("*.nbi"))):
+        os.truncate(path, 40 * (number % 2))
+    for stdout in ("hits 0 misses 1\n", "hits 1 misses 0\n"):
+        done = run_step(**place)
+        assert (done.returncode, done.stdout, done.stderr) == (0, stdout, "")
+
+
+def test_without_the_compiler() -> None:
+    done = run_step(NUMBA_DISABLE_JIT="1", PYTHONPATH=str(files.PACKAGE.parent))
+    assert "NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1" in done.stderr.splitlines()[-1]

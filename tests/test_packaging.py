@@ -1,9 +1,11 @@
-"""Contents of a wheel."""
+"""Contents of a wheel, the name of the distribution, and the other package with the same import name."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -60,3 +62,40 @@ def test_wheel(tmp_path):
         check=True,
     )
     assert done.stdout.strip() == str(site)
+
+
+def test_commands_name_this_distribution():
+    """`pip install sketchssm` gets another package. Extras that messages and pages name exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*ROOT.glob("*.md"), ROOT / "pyproject.toml"]
+    for folder in ("sketchssm", "docs", "examples", "benchmarks"):
+        texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    named = set()
+    for path in texts:
+        for name, extras in re.findall(r"""(sketchssm[\w-]*|'\.)\[([a-z\d,]+)\]['"]""", path.read_text("utf-8")):
+            assert name in (project["name"], "'."), path
+            named |= set(extras.split(","))
+    assert {"plot", "transformers", "cuda13", "test"} <= named <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [None, "kernels/_nvrtc.py", "../sketchssm-0.1.15.dist-info/RECORD", "../../b/sketchssm-0.2.dist-info/RECORD"],
+)
+def test_another_package_of_the_same_name(place, tmp_path):
+    """The import warns if files of the authors' package lie among ours, or it is installed beside or elsewhere."""
+    package, other = tmp_path / "a" / "sketchssm", tmp_path / "b"
+    for folder in (package, other, tmp_path / "a" / "sketchssm-0.1.0.dist-info"):
+        folder.mkdir(parents=True)
+    (tmp_path / "a" / "sketchssm-0.1.0.dist-info" / "RECORD").write_text(
+        "sketchssm/plan.py,,\n"
+    )  # an older one of ours
+    shutil.copy(ROOT / "sketchssm" / "__init__.py", package)
+    if place:
+        (package / place).parent.mkdir(exist_ok=True)
+        (package / place).write_text("sketchssm/__init__.py,,\nsketchssm/kernels/_nvrtc.py,,\n")
+    search = {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "a", other)))}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import sketchssm"], env=search, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("RuntimeWarning: the package sketchssm of the paper's authors is in ") == bool(place)

@@ -109,7 +109,7 @@ def test_no_ranks_no_picture(matplotlib, tmp_path):
 def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for call in (figures.check, lambda: plots.draw([LAYER], tmp_path)):
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm\[plot\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm-decode\[plot\]'"):
             call()
 
 

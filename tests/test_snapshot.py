@@ -247,10 +247,16 @@ class TestFiles:
             ({"cursor": tensors["cursor"] + WINDOW}, {}, "cursor: expected positions from 0 to 3"),
             ({"more": np.zeros(2)}, {}, "expected the tensors state, keys"),
             ({}, {"parts": owner["parts"][1:]}, "expected the tensors keys"),
-            ({}, {"parts": 5}, "not iterable"),
+            ({}, {"parts": 5}, "owner: expected parts of type list, got 5"),
+            ({}, {"backend": None}, "owner: expected backend of type str, got None"),
+            ({}, {"window": "4"}, "owner: expected window of type int, got '4'"),
         ):
             save_file(path, FORMAT, tensors | change, {"owner": owner | other})
             with pytest.raises(ss.SnapshotFileError, match=re.escape(message)):
+                ss.Snapshot.load(path)
+        for name in owner.keys() - {"sketch_dtype"}:
+            save_file(path, FORMAT, tensors, {"owner": {key: value for key, value in owner.items() if key != name}})
+            with pytest.raises(ss.SnapshotFileError, match=f"owner: expected {name} of type"):
                 ss.Snapshot.load(path)
 
     def test_another_version(self, path):

@@ -31,7 +31,6 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    import sketchssm.vllm
     from sketchssm.vllm import head_layer, layers, metadata, plugin
 
 
@@ -185,8 +184,8 @@ def test_registers_once(monkeypatch):
     monkeypatch.setattr(plugin.Platform, "_align_hybrid_block_size", before)
     build = plugin.GPUModelRunner._build_attention_metadata
     monkeypatch.setattr(plugin.GPUModelRunner, "_build_attention_metadata", build)
-    sketchssm.vllm.register()
-    sketchssm.vllm.register()
+    plugin.register()
+    plugin.register()
     assert custom_op.op_registry_oot == layers.LAYERS
     assert plugin.GPUModelRunner._build_attention_metadata.__wrapped__ is build
 

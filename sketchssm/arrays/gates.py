@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scipy.special import expit
 
 from sketchssm.arrays.interop import is_real, to_host
-from sketchssm.layer.checks import check_number
+from sketchssm.layer.checks import as_array, check_number
 from sketchssm.layer.recurrence import Layer, check_instance, shard_range
 
 __all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
@@ -88,7 +88,7 @@ class GateInput:
             raise ValueError("dt_bias: expected finite float32 numbers, got NaN, infinity or one beyond them")
         bound = self.lower_bound
         if bound is not None:
-            lowest = -np.finfo(np.float32).max
+            lowest = -float(np.finfo(np.float32).max)
             check_number("lower_bound", bound, "a negative number", lambda number: lowest <= number < 0)
             object.__setattr__(self, "lower_bound", float(bound))
         object.__setattr__(self, "A_log", rate_log.reshape(heads))
@@ -157,7 +157,7 @@ class GateInput:
 
 
 def _numbers(name: str, value: Any) -> Array:
-    array = np.asarray(value) if isinstance(value, list | tuple | float) else to_host(value, name)
+    array = as_array(name, value) if isinstance(value, list | tuple | float) else to_host(value, name)
     if not is_real(array.dtype):
         raise TypeError(f"{name}: expected a real floating-point array, got dtype {array.dtype}")
     own: Array = array.astype(np.float64)

@@ -13,7 +13,7 @@ from numpy.lib.array_utils import byte_bounds
 from sketchssm.arrays.interop import from_host, host_type, is_on_device, is_real, memory_of, to_host, to_type
 from sketchssm.layer.checks import check_gates, check_slots
 from sketchssm.layer.recurrence import PAD_SLOT, Tokens
-from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted
+from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted, no_memory
 
 __all__ = ["HostArrays", "slot_memory"]
 
@@ -266,7 +266,10 @@ def slot_memory(
     shapes, rest, memory = {part.name: part for part in parts}, dict(given or {}), {}
     for name, part in shapes.items():
         if name not in rest:
-            memory[name] = np.zeros((num_slots, *part.shape), host_type(part.dtype))
+            try:
+                memory[name] = np.zeros((num_slots, *part.shape), host_type(part.dtype))
+            except (MemoryError, ValueError) as error:
+                raise no_memory(part, num_slots) from error
             continue
         array = rest.pop(name)
         if not hasattr(array, "shape") or is_on_device(array):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.checks import check_gates, check_tokens
-from sketchssm.layer.recurrence import KINDS, Layer, Tokens, check_instance
+from sketchssm.layer.recurrence import KINDS, Layer, Tokens, check_choice, check_instance
 from sketchssm.plans.files import write_whole
 
 __all__ = ["TraceFileError", "Traces", "named_errors"]
@@ -173,8 +173,7 @@ class Traces:
         ValueError
             If the kind is unknown.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+        check_choice("kind", kind, KINDS)
         with resources.as_file(resources.files("sketchssm") / "calibrate" / "data" / f"{kind}.npz") as path:
             return cls.load(path)
 

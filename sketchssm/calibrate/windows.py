@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sketchssm.arrays import interop
 from sketchssm.layer.checks import check_gates, check_state, check_tokens
-from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import Layer, Tokens, check_instance
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.window import Ring, fold, read_window
 
@@ -168,6 +168,7 @@ def _checked(layer: Layer, carry: Carry | None, batch: int, window: int) -> Carr
     empty = Ring(k, v, g, np.zeros((*lead, 0)) if layer.erases else None)
     if carry is None:
         return Carry(np.zeros((batch, *layer.state_shape)), empty)
+    check_instance("carry", carry, Carry)
     check_state(layer, carry.state, batch)
     take_array(carry.state, "carry")
     if carry.ring is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import cached_property
@@ -13,9 +12,13 @@ import numba
 from numba import types
 from numba.core import caching
 
+from sketchssm.layer.checks import UnsupportedError
 from sketchssm.plans.files import source_digest
 
 __all__ = ["Kernel", "entry", "njit", "pasted"]
+
+if numba.config.DISABLE_JIT:
+    raise UnsupportedError("NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1")
 
 SOURCES = (
     "cpu/*.py",
@@ -45,12 +48,23 @@ class CacheFiles(caching.CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = (*caching.CacheImpl._locator_classes, ReadOnlyLocator)
 
 
+class IndexFile(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """Index of the compiled functions of one kernel, and their files."""
+
+    def _load_index(self) -> dict[Any, str]:
+        """Read the index; a damaged one counts as empty, and the next save replaces it."""
+        try:
+            return dict(super()._load_index())
+        except Exception:  # a damaged pickle fails in many ways
+            return {}
+
+
 class PackageCache(caching.FunctionCache):  # type: ignore[misc]
     """Numba's cache on disk, valid for one text of all kernels.
 
     Numba compares only the kernel's own file, and would miss an edit or an upgrade of a function that the kernel
-    calls. A cache beside the sources is read even if it cannot be written. If saving fails, the process gives one
-    warning and continues with the kernels that it has compiled.
+    calls. A cache beside the sources is read even if it cannot be written. What is damaged is compiled again. If
+    saving fails, the process gives one warning and continues with the kernels that it has compiled.
     """
 
     _impl_class = CacheFiles
@@ -58,11 +72,10 @@ class PackageCache(caching.FunctionCache):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        files = self._cache_file
-        files._source_stamp = source_digest(*SOURCES)
         beside = str(Path(function.__code__.co_filename).parent / "__pycache__")
-        installed = type(files)(beside, self._impl.filename_base, files._source_stamp)
-        self._places = (files,) if beside == self._cache_path else (files, installed)
+        base, digest = self._impl.filename_base, source_digest(*SOURCES)
+        self._places = [IndexFile(folder, base, digest) for folder in dict.fromkeys([self._cache_path, beside])]
+        self._cache_file = self._places[0]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load a kernel; None if there is no readable one."""
@@ -70,7 +83,7 @@ class PackageCache(caching.FunctionCache):  # type: ignore[misc]
             self._cache_file = files
             try:
                 found = super().load_overload(sig, target_context)
-            except (OSError, EOFError, pickle.UnpicklingError):
+            except Exception:  # a damaged pickle fails in many ways
                 continue
             finally:
                 self._cache_file = self._places[0]

@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from sketchssm.cpu.simd import padded
 from sketchssm.layer.recurrence import Layer
-from sketchssm.layer.slots import SlotPart
+from sketchssm.layer.slots import SlotPart, no_memory
 
 __all__ = [
     "CACHE_LINE",
@@ -167,4 +167,7 @@ def flat(size: int, dtype: Any = np.float32) -> Array:
 def own_part(part: SlotPart, num_slots: int) -> Array:
     """Allocate zeros for a part of all slots."""
     dtype = np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
-    return flat(num_slots * prod(part.shape), dtype).reshape(num_slots, *part.shape)
+    try:
+        return flat(num_slots * prod(part.shape), dtype).reshape(num_slots, *part.shape)
+    except (MemoryError, ValueError) as error:
+        raise no_memory(part, num_slots) from error

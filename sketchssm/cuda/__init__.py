@@ -28,7 +28,7 @@ def missing() -> str:
         Empty if CuPy is installed and sees a device with a recent driver.
     """
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed (pip install 'sketchssm[cuda12]' or 'sketchssm[cuda13]')"
+        return "CuPy is not installed (pip install 'sketchssm-decode[cuda12]' or 'sketchssm-decode[cuda13]')"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # callers of other backends need no warning about an unusable CuPy

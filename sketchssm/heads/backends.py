@@ -15,7 +15,7 @@ from sketchssm.arrays.host_arrays import HostArrays
 from sketchssm.arrays.interop import host_type
 from sketchssm.heads.engine import Engine
 from sketchssm.layer.checks import UnsupportedError, check_dtype_name
-from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_instance
+from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_choice, check_instance
 from sketchssm.layer.slots import SlotPart
 
 if TYPE_CHECKING:
@@ -106,9 +106,7 @@ def load_engine(
     check_dtype_name(output_dtype, "output_dtype")
     device = {"activation_dtype": activation_dtype, "output_dtype": output_dtype}
     options = {name: x for name, x in (options or {}).items() if x != OPTIONS[name]}
-    if backend != "auto" and (backend, system) not in ENGINES:
-        have = ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)]
-        raise ValueError(f"backend: expected one of {', '.join(have)} for {system}, got {backend!r}")
+    check_choice("backend", backend, ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)], f" for {system}")
     why, device_lacks_kernels = f"the head was made with backend={backend!r}", False
     if backend in ("auto", "cuda"):
         why = _why_not_cuda(system)
@@ -178,10 +176,9 @@ def load_parts(
     """
     if system != "sketch":
         check_instance("layer", args[0], Layer)
+    check_choice("backend", backend, ("auto", *BACKENDS))
     if backend == "auto":
         backend = "cpu" if _why_not_cuda(system) else "cuda"
-    if (backend, system) not in ENGINES:
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
     check_dtype_name(activation_dtype, "activation_dtype")
     device: dict[str, Any] = {}
     if backend == "cuda":

@@ -12,7 +12,7 @@ from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.snapshot import Snapshot, owner_of
 from sketchssm.layer.checks import ACTIVATIONS
-from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.recurrence import Layer, check_choice, check_instance
 from sketchssm.layer.slots import MAX_DRAFTS, POSITION, SlotPart
 
 if TYPE_CHECKING:
@@ -277,8 +277,7 @@ def check_gate(gate: Any, layer: Layer) -> None:
 
 def check_state_dtype(state_dtype: Any) -> None:
     """Check the type of states."""
-    if state_dtype not in ACTIVATIONS:
-        raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
+    check_choice("state_dtype", state_dtype, ACTIVATIONS)
 
 
 def check_phase(phase: Any, window: int) -> int | None:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.recurrence import PAD_SLOT, Layer
+from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_choice
 
 __all__ = [
     "ACTIVATIONS",
     "UnsupportedError",
+    "as_array",
     "check_bool",
     "check_dtype_name",
     "check_gates",
@@ -246,6 +247,14 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a bool, got {value!r}")
 
 
+def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:
+    """Return an array of an argument on the host, or raise a `ValueError` that names the argument."""
+    try:
+        return np.asarray(value, dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected an array, got {value!r}") from error
+
+
 def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
     """Check and return the items of a sequence.
 
@@ -275,5 +284,5 @@ def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
 
 def check_dtype_name(value: Any, name: str) -> None:
     """Check that an argument is None or names a type of `ACTIVATIONS`."""
-    if value is not None and value not in ACTIVATIONS:
-        raise ValueError(f"{name}: expected one of {', '.join(ACTIVATIONS)} or None, got {value!r}")
+    if value is not None:
+        check_choice(name, value, ACTIVATIONS, " or None")

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.checks import check_number
+from sketchssm.layer.recurrence import check_choice
 
 __all__ = ["DEFAULT_MAP", "FORMS", "MAPS", "RIDGE_FLOOR", "CoefficientMap", "MapForm"]
 
@@ -94,8 +95,7 @@ class CoefficientMap:
     ridge: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in FORMS:
-            raise ValueError(f"map: expected one of {', '.join(MAPS)}, got {self.name!r}")
+        check_choice("map", self.name, MAPS)
         for parameter in ("pivots", "ridge"):
             default, given = getattr(self.form, parameter), getattr(self, parameter)
             if default is None and given is not None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import check_choice
 
 __all__ = ["DEFAULT_FORMAT", "FORMATS", "SketchFormat"]
 
@@ -70,8 +71,7 @@ class SketchFormat:
         ValueError
             If there is no such format.
         """
-        if not isinstance(name, str) or name not in FORMATS:
-            raise ValueError(f"sketch_dtype: expected one of {', '.join(FORMATS)}, got {name!r}")
+        check_choice("sketch_dtype", name, FORMATS)
         return FORMATS[name]
 
     @property

@@ -10,6 +10,7 @@ The three kinds differ in this one place. With ``S`` of shape ``(K, V)``, one to
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = [
     "ROUNDING",
     "Layer",
     "Tokens",
+    "check_choice",
     "check_instance",
     "check_window",
     "shard_range",
@@ -34,6 +36,9 @@ FULL_STATE = -1
 
 MAX_WINDOW = 64
 """Longest window in tokens: reads work on tables of W x W products."""
+
+MAX_ELEMENTS = 1 << 40
+"""Most elements of a slot's state: no machine holds more, and kernels compute offsets in 64 bits."""
 
 ROUNDING = 1e-5
 """Relative errors of outputs and states below this value are float32 rounding."""
@@ -95,8 +100,7 @@ class Layer:
     key_heads: int = None  # type: ignore[assignment]  # stands for `heads` until __post_init__
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        check_choice("kind", self.kind, KINDS)
         if self.key_heads is None:
             object.__setattr__(self, "key_heads", self.heads)
         for name in ("heads", "key_dim", "value_dim", "key_heads"):
@@ -104,6 +108,8 @@ class Layer:
             if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}")
             object.__setattr__(self, name, int(size))
+        if self.heads * self.key_dim * self.value_dim > MAX_ELEMENTS:
+            raise ValueError(f"value_dim: expected states of at most {MAX_ELEMENTS} elements, got {self.state_shape}")
         if self.heads % self.key_heads:
             raise ValueError(f"key_heads: expected a divisor of heads={self.heads}, got {self.key_heads}")
 
@@ -255,6 +261,12 @@ def check_window(window: Any, least: int = 2) -> int:
     if not (integer and least <= window <= MAX_WINDOW):
         raise ValueError(f"window: expected an integer from {least} to {MAX_WINDOW}, got {window!r}")
     return int(window)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str], more: str = "") -> None:
+    """Check that an argument is one of some words; `more` ends the list of the words in the message."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}{more}, got {value!r}")
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:

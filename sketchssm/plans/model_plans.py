@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.files import FileFormat, load_file, save_file
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
@@ -247,4 +248,6 @@ class ModelPlans(Mapping[str, SketchPlan]):
         summary = AllocationSummary(**allocation)
         if sorted(summary.retained) != sorted(layers):
             raise ValueError(f"allocation: expected retained energies of {', '.join(layers)}")
+        for name, value in (("mean_rank", summary.mean_rank), ("gap", summary.gap), *summary.retained.items()):
+            check_number(f"allocation: {name}", value, "a number", lambda number: True)
         return cls(plans, ModelFingerprint(str(model), identities), summary)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.layer.checks import as_array
 from sketchssm.layer.coefficients import DEFAULT_MAP, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
@@ -98,7 +99,7 @@ class SketchPlan:
             raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
-        table = np.asarray(getattr(ranks, "ranks", ranks))
+        table = as_array("ranks", getattr(ranks, "ranks", ranks))
         used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
             raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, check_choice
 
 __all__ = [
     "compressed",
@@ -53,8 +53,7 @@ def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> f
     ValueError
         If the type is unknown.
     """
-    if state_dtype not in STATE_BYTES:
-        raise ValueError(f"state_dtype: expected one of {', '.join(STATE_BYTES)}, got {state_dtype!r}")
+    check_choice("state_dtype", state_dtype, STATE_BYTES)
     _check_shape(key_dim, value_dim)
     return float(STATE_BYTES[state_dtype] * key_dim * value_dim)
 
@@ -209,8 +208,7 @@ def sketch_read(
     ValueError
         If the kind, the map, a rank or a type is invalid.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("kind", kind, KINDS)
     state, map = state_bytes(key_dim, value_dim, state_dtype), CoefficientMap.of(map)
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == FULL_STATE) | (g >= 0)).all():

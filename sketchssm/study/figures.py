@@ -47,7 +47,7 @@ def load_pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'sketchssm[plot]'") from error
+        raise ModuleNotFoundError("pictures need matplotlib: pip install 'sketchssm-decode[plot]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

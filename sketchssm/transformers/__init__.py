@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
     raise ModuleNotFoundError(
-        f"sketchssm.transformers needs {' and '.join(missing)}; install with: pip install 'sketchssm[transformers]'"
+        f"sketchssm.transformers needs {' and '.join(missing)}; install with: "
+        "pip install 'sketchssm-decode[transformers]'"
     )
 
 from sketchssm.plans.model_plans import ModelPlans

@@ -15,7 +15,7 @@ module         content
 `inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `metadata`     vLLM's metadata builders, with the rows of a batch
 `layers`       vLLM's layers, with heads
-`plugin`       registers the layers
+`plugin`       registers the layers, when an engine switches the plugin on
 =============  =====================================================================================
 
 A head's slots are the blocks of vLLM's pool: a slot's ring, sketch and cursor are behind the state in the same block.
@@ -24,11 +24,44 @@ So there is no table from blocks to slots, and vLLM alone handles joining, leavi
 
 from __future__ import annotations
 
-__all__ = ["register"]
+import os
+from importlib import import_module
+from typing import Any
+
+__all__ = ["NAMES", "register"]
+
+NAMES = ("MambaMixer2", "QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention")
+"""Names of vLLM's layers that may have heads."""
 
 
 def register() -> None:
-    """Register the layers of the plugin with vLLM; called by vLLM in each of its processes, maybe more than once."""
-    from sketchssm.vllm.plugin import register as run
+    """Wait for an engine that switches the plugin on; called by vLLM in each process, maybe more than once.
 
-    run()
+    The settings may be in the engine's configuration, which is known when the model's layers are made. Until a layer
+    of an engine with settings is made, nothing is registered and vLLM's own layers and methods stay.
+    """
+    import vllm
+
+    from sketchssm.vllm.settings import Settings, check_version
+
+    try:
+        from vllm.config import get_current_vllm_config_or_none as current
+        from vllm.model_executor.custom_op import PluggableLayer
+    except ImportError:
+        if Settings.find(os.environ, None) is not None:
+            check_version(vllm.__version__)
+            raise
+        return
+    make = PluggableLayer.__new__
+    if make.__module__ == __name__:
+        return
+
+    def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
+        """Make a layer, with heads if its engine switches the plugin on."""
+        config = current() if cls.__name__ in NAMES else None
+        if config is not None and Settings.find(os.environ, config.additional_config) is not None:
+            check_version(vllm.__version__)
+            import_module("sketchssm.vllm.plugin").register()
+        return make(cls, *args, **kwargs)
+
+    PluggableLayer.__new__ = watched

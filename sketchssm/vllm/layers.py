@@ -11,7 +11,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
-from sketchssm.vllm import inputs
+from sketchssm.vllm import NAMES, inputs
 from sketchssm.vllm.batches import DecodeRows
 from sketchssm.vllm.head_layer import HeadLayer
 from sketchssm.vllm.metadata import BatchMetadata, HeadGDNBackend, HeadMamba2Backend
@@ -149,9 +149,5 @@ class HeadKimiGatedDeltaNet(HeadLayer, KimiGatedDeltaNetAttention):  # type: ign
         self.decoder.decode(q, k, v, *gates, rows, out)
 
 
-LAYERS = {
-    "MambaMixer2": HeadMambaMixer2,
-    "QwenGatedDeltaNetAttention": HeadQwenGatedDeltaNet,
-    "KimiGatedDeltaNetAttention": HeadKimiGatedDeltaNet,
-}
+LAYERS = dict(zip(NAMES, (HeadMambaMixer2, HeadQwenGatedDeltaNet, HeadKimiGatedDeltaNet), strict=True))
 """Layers with heads, by the names of vLLM's layers."""

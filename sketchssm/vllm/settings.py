@@ -8,7 +8,7 @@ from typing import Any
 
 from sketchssm.layer.slots import MAX_DRAFTS
 
-__all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
+__all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine", "check_version"]
 
 VARIABLE = "SKETCHSSM_VLLM"
 """Environment variable that switches the plugin on."""
@@ -138,6 +138,12 @@ class EngineFacts:
     second_runner: bool = False
 
 
+def check_version(version: str) -> None:
+    """Refuse a version of vLLM that the plugin is not made for."""
+    if not version.startswith("0.26."):
+        raise ValueError(f"vllm: expected version 0.26, for which the plugin is made, got {version}")
+
+
 def check_engine(facts: EngineFacts) -> None:
     """Refuse an engine that the plugin does not support.
 
@@ -151,8 +157,7 @@ def check_engine(facts: EngineFacts) -> None:
     ValueError
         Naming the setting of vLLM, what the plugin expects, and what the engine has.
     """
-    if not facts.version.startswith("0.26."):
-        raise ValueError(f"vllm: expected version 0.26, for which the plugin is made, got {facts.version}")
+    check_version(facts.version)
     if facts.platform != "cuda":
         raise ValueError(f"platform: expected CUDA, got {facts.platform}")
     if facts.cache_mode != "none":

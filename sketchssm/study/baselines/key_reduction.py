@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import host_tokens
+from sketchssm.layer.checks import check_bool
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
@@ -273,5 +274,6 @@ class KeyReducedHead(ReducedHead):
 
     def __init__(self, reduction: KeyReduction, num_slots: int, backend: str = "auto", *, fold: bool = True) -> None:
         check_instance("reduction", reduction, KeyReduction)
+        check_bool("fold", fold)
         self.reduction = reduction
         super().__init__(reduction.layer, reduction.channels(fold), num_slots, backend)

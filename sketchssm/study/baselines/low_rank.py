@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.moments import Moments
+from sketchssm.layer.checks import as_array, check_size
 from sketchssm.layer.recurrence import check_instance
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
@@ -37,10 +38,11 @@ def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis
     ValueError
         If the moments are empty or `rank_max` is out of range.
     """
+    check_instance("moments", moments, Moments)
     layer = moments.layer
     most = min(layer.key_dim, layer.value_dim)
-    columns = most if rank_max is None else rank_max
-    if not 1 <= columns <= most:
+    columns = most if rank_max is None else check_size("rank_max", rank_max)
+    if columns > most:
         raise ValueError(f"rank_max: expected 1 to {most}, got {rank_max}")
     if not moments.samples.all():
         raise ValueError("moments: expected samples of every head, some heads have none")
@@ -78,6 +80,6 @@ def low_rank_plan(moments: Moments, ranks: npt.ArrayLike) -> SketchPlan:
         If the moments are empty or a rank is out of range.
     """
     check_instance("moments", moments, Moments)
-    table = np.asarray(ranks)
+    table = as_array("ranks", ranks)
     table = np.full(moments.layer.heads, table) if table.ndim == 0 else table
     return SketchPlan(low_rank_basis(moments), table, moments.window, map="offline")

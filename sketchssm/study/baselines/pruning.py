@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.layer.checks import check_state
+from sketchssm.layer.checks import as_array, check_state
 from sketchssm.layer.recurrence import Layer, Tokens, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
@@ -90,7 +90,7 @@ class ChannelScores:
         batch, length = inputs.v.shape[:2]
         current = np.zeros((batch, layer.heads, layer.key_dim, layer.value_dim))
         if state is not None:
-            start = np.asarray(state, dtype=np.float64)
+            start = as_array("state", state, np.float64)
             check_state(layer, start, batch)
             current = start.swapaxes(-1, -2)
         energy = np.zeros((layer.heads, layer.key_dim))
@@ -177,7 +177,7 @@ class PrunedHead(ReducedHead):
 
     def __init__(self, layer: Layer, keep: npt.ArrayLike, num_slots: int, backend: str = "auto") -> None:
         ChannelScores(layer)  # refuses gdn
-        self.keep = np.asarray(keep)
+        self.keep = as_array("keep", keep)
         shape = (layer.key_heads, layer.key_dim)
         if self.keep.dtype != np.bool_ or self.keep.shape != shape:
             raise ValueError(f"keep: expected bool of shape {shape}, got {self.keep.dtype} of {self.keep.shape}")

@@ -8,6 +8,7 @@ import numpy as np
 
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
+from sketchssm.layer.checks import check_bool
 from sketchssm.layer.recurrence import Layer, check_window
 
 __all__ = ["RESIDUAL_BITS", "CopyReadHead", "QuantisedHead"]
@@ -50,6 +51,7 @@ class QuantisedHead(DecodeHead):
         self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8, error_feedback: bool = False
     ) -> None:
         capacity, self.bits = check_capacity(num_slots), check_bits(bits)
+        check_bool("error_feedback", error_feedback)
         self.error_feedback = bool(error_feedback)
         residual_bits = RESIDUAL_BITS if error_feedback else 0
         engine = load_engine("quantised", backend, layer, capacity, self.bits, residual_bits)

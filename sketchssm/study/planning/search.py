@@ -177,6 +177,8 @@ def autoplan(
     _check_measures(target, time_of, loss_of)
     layers = check_items("layers", layers, "Traces")
     mean_ranks = check_items("mean_ranks", mean_ranks, "numbers")
+    for rank in mean_ranks:
+        check_number("mean_ranks", rank, "numbers of at least 1", lambda number: number >= 1)
     if not layers:
         raise ValueError("layers: expected at least one, got none")
     for traces in layers:

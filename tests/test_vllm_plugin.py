@@ -1,0 +1,95 @@
+"""The plugin is off without settings, in any version of vLLM; stand-ins of vLLM's modules, without PyTorch."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import sketchssm.vllm
+
+REGISTRY = {}
+
+
+class PluggableLayer:
+    """As in vLLM 0.26 to 0.33: the registry names the class of an object that is made."""
+
+    def __new__(cls, *args):
+        return super().__new__(REGISTRY.get(cls.__name__, cls))
+
+
+class KimiGatedDeltaNetAttention(PluggableLayer):
+    def _forward(self, one_argument_as_in_later_versions):
+        return one_argument_as_in_later_versions
+
+
+class RMSNorm(PluggableLayer):
+    pass
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A function that stands in a version of vLLM, whose engine has an `additional_config`, and calls the plugin."""
+    monkeypatch.delenv("SKETCHSSM_VLLM", raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "REGISTRY", {})
+    own = PluggableLayer.__new__
+    monkeypatch.setattr(PluggableLayer, "__new__", own)
+
+    def stand_in(version, additional=None, **names):
+        config = SimpleNamespace(additional_config=additional) if additional is not None else None
+        modules = {
+            "vllm": {"__version__": version},
+            "vllm.config": {"get_current_vllm_config_or_none": lambda: config},
+            "vllm.model_executor": {},
+            "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer},
+        }
+        for name, attributes in (modules | names).items():
+            module = ModuleType(name)
+            vars(module).update(attributes)
+            monkeypatch.setitem(sys.modules, name, module)
+        sketchssm.vllm.register()
+        sketchssm.vllm.register()
+
+    return stand_in
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"other": 1}])
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.33.0"])
+def test_without_settings(vllm, version, additional):
+    """Layers are vLLM's own."""
+    vllm(version, additional)
+    layer = KimiGatedDeltaNetAttention(1, 2)
+    assert type(layer) is KimiGatedDeltaNetAttention
+    assert layer._forward(3) == 3
+    assert not REGISTRY
+
+
+@pytest.mark.parametrize("variable", [True, False])
+def test_settings_in_a_later_version(vllm, variable, monkeypatch):
+    """An engine with settings is refused by name, when its first recurrent layer is made."""
+    if variable:
+        monkeypatch.setenv("SKETCHSSM_VLLM", "replay")
+    vllm("0.33.0", {} if variable else {"sketchssm": "replay"})
+    RMSNorm()
+    with pytest.raises(ValueError, match=r"^vllm: expected version 0\.26, for which the plugin is made, got 0\.33\.0"):
+        KimiGatedDeltaNetAttention()
+
+
+def test_a_version_without_such_layers(vllm, monkeypatch):
+    vllm("0.40.0", **{"vllm.model_executor.custom_op": {}})
+    monkeypatch.setenv("SKETCHSSM_VLLM", "replay")
+    with pytest.raises(ValueError, match=r"^vllm: expected version 0\.26"):
+        vllm("0.40.0", **{"vllm.model_executor.custom_op": {}})
+
+
+def test_settings_in_the_version_of_the_plugin(vllm, monkeypatch):
+    """The layers are registered once the engine is known, before the first one is made."""
+
+    class Head(KimiGatedDeltaNetAttention):
+        pass
+
+    plugin = ModuleType("sketchssm.vllm.plugin")
+    plugin.register = lambda: REGISTRY.update(KimiGatedDeltaNetAttention=Head)
+    monkeypatch.setitem(sys.modules, "sketchssm.vllm.plugin", plugin)
+    vllm("0.26.1", {"sketchssm": "replay"})
+    assert not REGISTRY
+    assert type(KimiGatedDeltaNetAttention()) is Head
