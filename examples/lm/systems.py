@@ -151,8 +151,8 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dt
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
         name = f"{family}, rank {round(rank, 1):g}"
         layers = {
-            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map), name)
-            for (place, calibration), table in zip(calibrations.items(), ranked.tables, strict=True)
+            place: sketch_system(ss.SketchPlan(calibration.basis, own, window, map, sketch_dtype), name)
+            for (place, calibration), own in zip(calibrations.items(), ranked.ranks, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))
     return systems

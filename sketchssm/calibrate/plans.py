@@ -172,8 +172,8 @@ def plan_layers(
         The ranks, and their quality.
     """
     allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, rank_max=rank_max)
-    tables = zip(bases, allocation.tables, strict=True)
-    return [SketchPlan(basis, table, map=map) for basis, table in tables], allocation
+    own = zip(bases, allocation.ranks, strict=True)
+    return [SketchPlan(basis, ranks, map=map, sketch_dtype=sketch_dtype) for basis, ranks in own], allocation
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:

@@ -53,7 +53,7 @@ class SketchPlan:
     ----------
     basis : SketchBasis
         Calibrated bases, from `fit_basis`.
-    ranks : array_like of int, (heads,), Allocation or RankTable
+    ranks : array_like of int, (heads,), or Allocation
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
