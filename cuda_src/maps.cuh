@@ -4,7 +4,7 @@
 // FACTORS   lowrank, prior   factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p,
 //                            so B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by
 //                            substitution
-// DENSE     ridge, exact     a dense matrix from U^T U and (S U)^T
+// DENSE     ridge            a dense matrix from U^T U and (S U)^T
 // SHARED    offline          nothing: the map is shared by all states
 //
 // sketchssm/reference/maps.py has the equations.
@@ -77,8 +77,7 @@ template <int SIZE, class Then>
 __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemory& m,
                                               SketchBarriers& barriers, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const projection_t* projection, int rank,
-                                              [[maybe_unused]] int wide, [[maybe_unused]] float ridge, int sketch_n,
-                                              Then then) {
+                                              [[maybe_unused]] float ridge, int sketch_n, Then then) {
     barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
@@ -107,7 +106,7 @@ __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemo
     store_factors(m.dots[sketch_n % EPILOGUE_TEAMS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
+    store_dense(team, m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

@@ -54,7 +54,7 @@ def search(**settings):
         (lambda: ss.candidates(windows=16), "windows: expected a sequence of integers, got 16"),
         (lambda: search(candidates=3), "candidates: expected a sequence of Candidates, got 3"),
         (lambda: search(mean_ranks=4), "mean_ranks: expected a sequence of numbers, got 4"),
-        (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces or of pairs"),
+        (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces, got SketchPlan"),
         (lambda: ss.models.mamba2_inputs(X, DT, A, X, X, dt_limit=3), "dt_limit: expected a sequence of two numbers"),
         (lambda: ss.Traces(LAYER, TOKENS, tuple(TOKENS)), "test: expected a Tokens, got tuple"),
     ),
@@ -149,7 +149,7 @@ CALLS = [
     (ss.low_rank_plan, {"moments": MOMENTS, "ranks": [2, 2]}),
     (low_rank_basis, {"moments": MOMENTS, "rank_max": 2}),
     (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
-    (partial(ss.Moments, LAYER), {"window": 4, "weighting": "uniform"}),
+    (partial(ss.Moments, LAYER), {"window": 4}),
 ]
 for made in (ss.StandardHead(LAYER, 2, "reference", drafts=3), ss.SketchHead(PLAN, 2, "reference")):
     step = {name: x[:, :2] for name, x in TOKENS_BY_NAME.items()} | {"slots": None, "lengths": None, "draft": True}

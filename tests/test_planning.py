@@ -16,7 +16,6 @@ from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.cli.plan import _rank_maxes
 from sketchssm.heads.sketch import SketchHead
-from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
@@ -137,7 +136,7 @@ def test_largest_ranks(layers):
         before = before | own
     with pytest.raises(ValueError, match="rank_max: expected a positive integer, got 0"):
         Candidate("ridge", rank_max=0)
-    assert str(tried[1]).endswith("flush 8, ranks to 3")
+    assert str(tried[1]).endswith("window 8, ranks to 3")
     assert type(Candidate("ridge", rank_max=np.int64(3)).rank_max) is int  # JSON has no NumPy numbers
 
 
@@ -189,35 +188,6 @@ def test_target_loss(layers, search, place):
     assert found.chosen.loss == found.chosen.error**2
     assert len(asked) <= np.log2(len(line)) + 1
     assert sum(p.loss is not None for p in found.points) == len(asked)
-
-
-def test_scores_alone(layers):
-    """Without traces, errors are those of the ideal map, and other maps are not tried."""
-    own = calibrate(layers[0], WINDOW)
-    found = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
-        ("ridge",), ("bfloat16",), (WINDOW,)))  # fmt: skip
-    ranks = found.plans[0].ranks
-    heads = np.arange(len(ranks))
-    lost = own.scores.paired[heads, ranks] / own.scores.paired[:, 0]
-    assert found.chosen.error == pytest.approx(np.sqrt(lost.mean()), rel=1e-12)  # the same float64 numbers
-    coded = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
-        ("ridge",), ("int8",), (WINDOW,)))  # fmt: skip
-    ranks = coded.plans[0].ranks
-    curves, reads = own.scores.objective("gradient"), own.scores.noise_objective("gradient")
-    whole, kept = curves[:, 0], curves[heads, ranks]
-    lost = kept + SketchFormat.of("int8").noise * reads[heads, ranks]
-    assert (ranks > 0).all()
-    assert coded.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
-    with pytest.raises(ValueError, match="traces: expected traces"):
-        found.test_error()
-    with pytest.raises(ValueError, match=r"candidates: without traces, only .* ridge .* got offline"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[-1].map)])
-    with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4)])
-    most = own.scores.rank_max
-    beyond = Candidate("ridge", window=WINDOW, rank_max=most + 1)
-    with pytest.raises(ValueError, match=f"^candidates: rank_max: expected at most {most} .*, got {most + 1}$"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[beyond])
 
 
 @pytest.mark.parametrize(

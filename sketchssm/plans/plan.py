@@ -18,7 +18,7 @@ from sketchssm.plans import traffic
 from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 
 if TYPE_CHECKING:
-    from sketchssm.calibrate.allocation import Allocation, RankTable
+    from sketchssm.calibrate.allocation import Allocation
     from sketchssm.calibrate.basis import SketchBasis
 
 __all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
@@ -44,7 +44,7 @@ class SketchPlan:
     ----------
     basis : SketchBasis
         Calibrated bases, from `fit_basis`.
-    ranks : array_like of int, (heads,), Allocation or RankTable
+    ranks : array_like of int, (heads,), or Allocation
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
@@ -81,7 +81,7 @@ class SketchPlan:
     def __init__(
         self,
         basis: SketchBasis,
-        ranks: npt.ArrayLike | Allocation | RankTable,
+        ranks: npt.ArrayLike | Allocation,
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
@@ -269,7 +269,7 @@ class SketchPlan:
         flush_every: Any,
     ) -> SketchPlan:
         for name, value, expected in (
-            ("flush_every", flush_every, (None, window)),
+            ("flush_every", flush_every, (None, check_window(window))),
             ("sketch_dtype", sketch_dtype, FORMATS),
             ("wide", wide, (None,)),
         ):
