@@ -121,6 +121,17 @@ def test_a_damaged_cache_is_replaced(compiled: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, stdout, "")
 
 
-def test_without_the_compiler() -> None:
-    done = run_step(NUMBA_DISABLE_JIT="1", PYTHONPATH=str(files.PACKAGE.parent))
-    assert "NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1"),
+        (
+            {"NUMBA_CPU_NAME": "sandybridge", "NUMBA_CPU_FEATURES": ""},
+            "backend: 'cpu' needs instructions that convert",
+        ),
+    ],
+)
+def test_where_kernels_cannot_be_compiled(settings: dict[str, str], message: str) -> None:
+    """Without the check LLVM would end the process on a CPU that does not convert float16."""
+    done = run_step(PYTHONPATH=str(files.PACKAGE.parent), **settings)
+    assert f"UnsupportedError: {message}" in done.stderr.splitlines()[-1]
