@@ -6,11 +6,11 @@ Calibrate once, save a plan, decode with a tenth of the state traffic: see the R
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -153,27 +153,16 @@ def __dir__() -> list[str]:
 
 def _warn_of_namesake(folders: Iterable[str]) -> None:
     """Warn if a folder has the package of the paper's authors, whose import name is `sketchssm` too."""
-    for folder in folders:
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:  # no folder, such as a zip file
-            continue
-        records = [f"{name}/RECORD" for name in names if name.startswith("sketchssm-") and name.endswith(".dist-info")]
-        for place in ("sketchssm/kernels/_nvrtc.py", *records):
-            try:
-                with open(os.path.join(folder, place), encoding="utf-8") as file:
-                    found = place not in records or "sketchssm/kernels/" in file.read()
-            except OSError:
-                continue
-            if found:
+    for folder in map(Path, folders):
+        for place in (folder / "sketchssm/kernels/_nvrtc.py", *folder.glob("sketchssm-*.dist-info/RECORD")):
+            if place.exists() and (place.name != "RECORD" or "sketchssm/kernels/" in place.read_text("utf-8")):
                 warnings.warn(
-                    f"the package sketchssm of the paper's authors is in {folder!r}; it has the import name of "
-                    "sketchssm-decode, and each overwrites files of the other: pip uninstall sketchssm, then install "
-                    "sketchssm-decode again",
+                    f"the package sketchssm of the paper's authors is in {str(folder)!r}. It and sketchssm-decode "
+                    "write over each other's files: pip uninstall sketchssm, then install sketchssm-decode again",
                     RuntimeWarning,
                     stacklevel=3,
                 )
                 return
 
 
-_warn_of_namesake(dict.fromkeys([os.path.dirname(os.path.dirname(__file__)), *sys.path]))
+_warn_of_namesake(dict.fromkeys([str(Path(__file__).parents[1]), *sys.path]))

@@ -149,7 +149,7 @@ CALLS = [
     (ss.low_rank_plan, {"moments": MOMENTS, "ranks": [2, 2]}),
     (low_rank_basis, {"moments": MOMENTS, "rank_max": 2}),
     (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
-    (partial(ss.Moments, LAYER), {"window": 4, "weighting": "uniform"}),
+    (partial(ss.Moments, LAYER), {"window": 4}),
 ]
 for made in (ss.StandardHead(LAYER, 2, "reference", drafts=3), ss.SketchHead(PLAN, 2, "reference")):
     step = {name: x[:, :2] for name, x in TOKENS_BY_NAME.items()} | {"slots": None, "lengths": None, "draft": True}

@@ -79,39 +79,59 @@ def test_a_full_disk_costs_a_warning(tmp_path: Path) -> None:
     assert done.stderr.count("compiled CPU kernels cannot be kept") == 1
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package, and its kernels compiled beside the sources."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(files.PACKAGE, folder / "sketchssm", ignore=IGNORED)
+    first = run_step(folder=folder, **home_of(folder))
+    assert first.stdout == "hits 0 misses 1\n", first.stderr
+    return folder
+
+
+def home_of(folder: Path) -> dict[str, str]:
+    """Environment in which a folder has the package and the user's files."""
+    return {"HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "home"), "PYTHONPATH": str(folder)}
+
+
 @pytest.mark.slow
-def test_the_cache_of_a_read_only_installation_is_used(tmp_path: Path) -> None:
-    shutil.copytree(files.PACKAGE, tmp_path / "sketchssm", ignore=IGNORED)
+def test_the_cache_of_a_read_only_installation_is_used(compiled: Path) -> None:
     # what makes a folder read-only to Numba, also for a superuser, who may write everywhere
     locked = f"""
 import tempfile
 real = tempfile.TemporaryFile
 def refuse(*args, dir=None, **kwargs):
-    if str(dir).startswith({str(tmp_path / "sketchssm")!r}):
+    if str(dir).startswith({str(compiled / "sketchssm")!r}):
         raise PermissionError(13, "read-only")
     return real(*args, dir=dir, **kwargs)
 tempfile.TemporaryFile = refuse
 """
-    home = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path)}
-    writable = run_step(folder=tmp_path, **home)
-    assert writable.stdout == "hits 0 misses 1\n", writable.stderr
-    done = run_step(locked, folder=tmp_path, **home)
+    done = run_step(locked, folder=compiled, **home_of(compiled))
     assert done.stdout == "hits 1 misses 0\n", done.stderr
     assert not done.stderr
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_is_replaced(tmp_path: Path) -> None:
-    """Files of the cache that are empty or cut, as after a power failure."""
-    place = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(files.PACKAGE.parent)}
-    run_step(**place)
-    for number, path in enumerate(sorted(tmp_path.rglob("*.nbi"))):
+def test_a_damaged_cache_is_replaced(compiled: Path) -> None:
+    """Indices of the cache that are empty or cut, as after a power failure."""
+    for number, path in enumerate(sorted(compiled.rglob("*.nbi"))):
         os.truncate(path, 40 * (number % 2))
     for stdout in ("hits 0 misses 1\n", "hits 1 misses 0\n"):
-        done = run_step(**place)
+        done = run_step(folder=compiled, **home_of(compiled))
         assert (done.returncode, done.stdout, done.stderr) == (0, stdout, "")
 
 
-def test_without_the_compiler() -> None:
-    done = run_step(NUMBA_DISABLE_JIT="1", PYTHONPATH=str(files.PACKAGE.parent))
-    assert "NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1"),
+        (
+            {"NUMBA_CPU_NAME": "sandybridge", "NUMBA_CPU_FEATURES": ""},
+            "backend: 'cpu' needs instructions that convert",
+        ),
+    ],
+)
+def test_where_kernels_cannot_be_compiled(settings: dict[str, str], message: str) -> None:
+    """Without the check LLVM would end the process on a CPU that does not convert float16."""
+    done = run_step(PYTHONPATH=str(files.PACKAGE.parent), **settings)
+    assert f"UnsupportedError: {message}" in done.stderr.splitlines()[-1]

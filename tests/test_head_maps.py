@@ -61,7 +61,7 @@ class TestMaps:
         assert np.linalg.norm(output.astype(np.float64)) <= 4 * size
 
     @pytest.mark.parametrize("name", MAPS)
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float32"), ("cpu", "float32"), ("cpu", "bfloat16")])
     def test_scaling_a_state_scales_its_reads(self, backend, name, dtype, layer, rng):
         """Also where float32 cannot hold the squares of states (2^64 and more) or loses them (2^-64 and less)."""
         plan = plan_of(rng, layer, RANKS, window=8, map=name)

@@ -247,9 +247,9 @@ class TestFiles:
             ({"cursor": tensors["cursor"] + WINDOW}, {}, "cursor: expected positions from 0 to 3"),
             ({"more": np.zeros(2)}, {}, "expected the tensors state, keys"),
             ({}, {"parts": owner["parts"][1:]}, "expected the tensors keys"),
-            ({}, {"parts": 5}, "owner: expected parts of type list, got 5"),
-            ({}, {"backend": None}, "owner: expected backend of type str, got None"),
-            ({}, {"window": "4"}, "owner: expected window of type int, got '4'"),
+            ({}, {"parts": 5}, "owner: expected parts of type <class 'list'>, got 5"),
+            ({}, {"backend": None}, "owner: expected backend of type <class 'str'>, got None"),
+            ({}, {"window": "4"}, "owner: expected window of type <class 'int'>, got '4'"),
         ):
             save_file(path, FORMAT, tensors | change, {"owner": owner | other})
             with pytest.raises(ss.SnapshotFileError, match=re.escape(message)):

@@ -63,8 +63,7 @@ def test_shipped_traces(kind):
     assert grad.shape == tokens.v.shape
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize(("kind", "with_grad"), [("mamba2", True), ("gdn", False), ("kda", True)])
 def test_saved_traces(kind, with_grad, tmp_path):
     traces = Traces.shipped(kind)
     if not with_grad:
@@ -218,7 +217,7 @@ def rezipped(path, change):
 def test_what_is_not_needed_is_not_read(key, tmp_path):
     """A small file of a large array: neither an entry of another name nor one of a wrong shape takes memory."""
     path = write_traces(tmp_path / "a.npz", "gdn")
-    large = np.zeros(2**25, dtype=np.float32)  # 128 MiB
+    large = np.zeros(2**22, dtype=np.float32)  # 16 MiB
     rezipped(path, lambda entries: entries.update({f"{key}.npy": npy(large)}))
     assert path.stat().st_size < 2**20
     tracemalloc.start()

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 
 from sketchssm.arrays.interop import from_host, host_type, is_on_device, is_real, memory_of, to_host, to_type
-from sketchssm.layer.checks import check_gates, check_slots
+from sketchssm.layer.checks import check_gates, check_slots, no_memory
 from sketchssm.layer.recurrence import PAD_SLOT, Tokens
-from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted, no_memory
+from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted
 
 __all__ = ["HostArrays", "slot_memory"]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from llvmlite.binding import parse_assembly
 from numba import types
 from numba.core import caching
+from numba.core.registry import cpu_target
 
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.plans.files import source_digest
@@ -19,6 +21,9 @@ __all__ = ["Kernel", "entry", "njit", "pasted"]
 
 if numba.config.DISABLE_JIT:
     raise UnsupportedError("NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1")
+WIDEN = "define <8 x float> @f(<8 x half> %x) { %y = fpext <8 x half> %x to <8 x float> ret <8 x float> %y }"
+if "call" in cpu_target.target_context.codegen()._tm.emit_assembly(parse_assembly(WIDEN)):  # functions not linked
+    raise UnsupportedError("backend: 'cpu' needs instructions that convert float16 (F16C); 'reference' runs without")
 
 SOURCES = (
     "cpu/*.py",
@@ -49,10 +54,9 @@ class CacheFiles(caching.CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class IndexFile(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """Index of the compiled functions of one kernel, and their files."""
+    """Index of a kernel's compiled files; a damaged one counts as empty, and the next save replaces it."""
 
     def _load_index(self) -> dict[Any, str]:
-        """Read the index; a damaged one counts as empty, and the next save replaces it."""
         try:
             return dict(super()._load_index())
         except Exception:  # a damaged pickle fails in many ways

@@ -17,13 +17,11 @@ Codes (INT8) are loaded and stored 16 at a time.
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
 from numba.extending import models, register_model
 
 __all__ = [
@@ -109,52 +107,6 @@ def load_codes(builder: Any, pointer: Any) -> Any:
     return builder.sitofp(builder.sext(codes, ir.VectorType(INT32, LANES)), vector_type())
 
 
-def converts_halves() -> bool:
-    """Whether the CPU for which Numba compiles converts float16; else LLVM calls functions that the process lacks."""
-    features = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-    return platform.machine() not in ("x86_64", "AMD64") or "+f16c" in features
-
-
-def widen_halves(builder: Any, bits: Any) -> Any:
-    """Widen the bits of float16 lanes to float32."""
-    lanes = bits.type.count
-    wide = ir.VectorType(INT32, lanes)
-    if converts_halves():
-        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), vector_type(lanes))
-    bits = builder.zext(bits, wide)
-    size = builder.and_(bits, every(0x7FFF, lanes))
-    # digits in place, the exponent too small by 112: exact, also for subnormal numbers
-    value = builder.fmul(
-        builder.bitcast(builder.shl(size, every(13, lanes)), vector_type(lanes)), constant(2.0**112, lanes)
-    )
-    value = builder.bitcast(value, wide)
-    endless = builder.icmp_unsigned(">=", size, every(0x7C00, lanes))
-    value = builder.select(endless, builder.or_(value, every(0xFF << 23, lanes)), value)
-    sign = builder.shl(builder.and_(bits, every(0x8000, lanes)), every(16, lanes))
-    return builder.bitcast(builder.or_(value, sign), vector_type(lanes))
-
-
-def round_halves(builder: Any, value: Any) -> Any:
-    """Round float32 lanes to the bits of float16, to nearest even."""
-    lanes = value.type.count
-    wide, short = ir.VectorType(INT32, lanes), ir.VectorType(ir.IntType(16), lanes)
-    if converts_halves():
-        return builder.bitcast(builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes)), short)
-    bits = builder.bitcast(value, wide)
-    size = builder.and_(bits, every(0x7FFFFFFF, lanes))
-    odd = builder.and_(builder.lshr(size, every(13, lanes)), every(1, lanes))
-    halves = builder.lshr(builder.add(builder.add(size, odd), every(0xFFF - (112 << 23), lanes)), every(13, lanes))
-    # below 2^-14 the low bits of a sum with 0.5 count multiples of 2^-24
-    steps = builder.fadd(builder.bitcast(size, vector_type(lanes)), constant(0.5, lanes))
-    steps = builder.sub(builder.bitcast(steps, wide), every(126 << 23, lanes))
-    halves = builder.select(builder.icmp_unsigned("<", size, every(113 << 23, lanes)), steps, halves)
-    beyond = builder.icmp_unsigned(">=", size, every(143 << 23, lanes))
-    halves = builder.select(beyond, every(0x7C00, lanes), halves)
-    halves = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7E00, lanes), halves)
-    sign = builder.and_(builder.lshr(bits, every(16, lanes)), every(0x8000, lanes))
-    return builder.trunc(builder.or_(halves, sign), short)
-
-
 def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> Any:
     """Load lanes, widened to float32."""
     if dtype == INT8:
@@ -165,8 +117,8 @@ def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> An
         shifted = builder.shl(builder.zext(raw, ir.VectorType(INT32, lanes)), every(16, lanes))
         return builder.bitcast(shifted, vector_type(lanes))
     if dtype == types.int16:
-        half = ir.VectorType(ir.IntType(16), lanes)
-        return widen_halves(builder, builder.load(builder.bitcast(pointer, half.as_pointer()), align=2))
+        half = ir.VectorType(ir.HalfType(), lanes)
+        return builder.fpext(builder.load(builder.bitcast(pointer, half.as_pointer()), align=2), vector_type(lanes))
     return builder.load(builder.bitcast(pointer, vector_type(lanes).as_pointer()), align=4)
 
 
@@ -194,7 +146,7 @@ def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
         return
     if dtype == types.int16:
-        value = round_halves(builder, value)
+        value = builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes))
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
         return
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)

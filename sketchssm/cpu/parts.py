@@ -39,8 +39,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.cpu.simd import padded
+from sketchssm.layer.checks import no_memory
 from sketchssm.layer.recurrence import Layer
-from sketchssm.layer.slots import SlotPart, no_memory
+from sketchssm.layer.slots import SlotPart
 
 __all__ = [
     "CACHE_LINE",

@@ -12,7 +12,7 @@ from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.snapshot import Snapshot, owner_of
 from sketchssm.layer.checks import ACTIVATIONS
-from sketchssm.layer.recurrence import Layer, check_choice, check_instance
+from sketchssm.layer.recurrence import Layer, check_choice, check_instance, check_integer
 from sketchssm.layer.slots import MAX_DRAFTS, POSITION, SlotPart
 
 if TYPE_CHECKING:
@@ -282,15 +282,9 @@ def check_state_dtype(state_dtype: Any) -> None:
 
 def check_phase(phase: Any, window: int) -> int | None:
     """Check the position at which a clock begins; None is no clock."""
-    if phase is None:
-        return None
-    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < window:
-        raise ValueError(f"phase: expected an integer from 0 to {window - 1} or None, got {phase!r}")
-    return int(phase)
+    return None if phase is None else check_integer("phase", phase, 0, window - 1, " or None")
 
 
 def check_drafts(drafts: Any) -> int:
     """Check the most tokens of a row's draft."""
-    if isinstance(drafts, bool) or not isinstance(drafts, int | np.integer) or not 0 <= drafts <= MAX_DRAFTS:
-        raise ValueError(f"drafts: expected an integer from 0 to {MAX_DRAFTS}, got {drafts!r}")
-    return int(drafts)
+    return check_integer("drafts", drafts, 0, MAX_DRAFTS)

@@ -27,12 +27,8 @@ class SnapshotFileError(FileFormatError):
     """A snapshot file that can't be used: damaged, not a snapshot, of another version, or inconsistent."""
 
 
-OWNER = {
-    **dict.fromkeys(("system", "backend", "state_dtype"), (str,)),
-    **dict.fromkeys(("plan", "gate"), (str, type(None))),
-    **{"layer": (dict,), "window": (int,), "parts": (list,)},
-}
-"""Fields of an owner, and their types in JSON."""
+OWNER = {"window": int, "layer": dict, "parts": list, "plan": str | None, "gate": str | None}
+"""Fields of an owner that are no words, and their types in JSON."""
 
 FORMAT = FileFormat("sketchssm-snapshot", 2, (), SnapshotFileError, "take the snapshot again")
 """Raise the version whenever a backend changes the layout of a part."""
@@ -100,9 +96,9 @@ class Snapshot:
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], owner: dict[str, Any]) -> Snapshot:
-        for name, kinds in OWNER.items():
-            if name not in owner or type(owner[name]) not in kinds:
-                raise ValueError(f"owner: expected {name} of type {kinds[0].__name__}, got {owner.get(name)!r}")
+        for name, kind in (dict.fromkeys(("system", "backend", "state_dtype"), str) | OWNER).items():
+            if not isinstance(owner.get(name, ...), kind):
+                raise ValueError(f"owner: expected {name} of type {kind}, got {owner.get(name)!r}")
         known = {"flush_every": (owner["window"],), "deferred": (False,), "sketch_dtype": FORMATS}
         for name, values in known.items():
             if name in owner and owner[name] not in values:

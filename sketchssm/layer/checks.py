@@ -24,6 +24,7 @@ __all__ = [
     "check_slots",
     "check_state",
     "check_tokens",
+    "no_memory",
 ]
 
 ACTIVATIONS = ("bfloat16", "float16", "float32")
@@ -245,6 +246,11 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected a bool, got {value!r}")
+
+
+def no_memory(part: Any, num_slots: int) -> MemoryError:
+    """Return the error of a machine that has no room for a part of all slots."""
+    return MemoryError(f"num_slots: no memory for {num_slots} slots with {part.name} of {part.shape} {part.dtype}")
 
 
 def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:

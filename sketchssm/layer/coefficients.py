@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.checks import check_number
-from sketchssm.layer.recurrence import check_choice
+from sketchssm.layer.recurrence import check_choice, check_integer
 
 __all__ = ["DEFAULT_MAP", "FORMS", "MAPS", "RIDGE_FLOOR", "CoefficientMap", "MapForm"]
 
@@ -103,10 +103,7 @@ class CoefficientMap:
             object.__setattr__(self, parameter, default if given is None else given)
         pivots, ridge = self.pivots, self.ridge
         if pivots is not None:
-            integer = isinstance(pivots, int | np.integer) and not isinstance(pivots, bool)
-            if not (integer and 1 <= pivots <= MAX_PIVOTS):
-                raise ValueError(f"pivots: expected an integer from 1 to {MAX_PIVOTS}, got {pivots!r}")
-            object.__setattr__(self, "pivots", int(pivots))
+            object.__setattr__(self, "pivots", check_integer("pivots", pivots, 1, MAX_PIVOTS))
         if ridge is not None:
             check_number("ridge", ridge, "a finite number of at least 0", lambda number: 0 <= number < np.inf)
             object.__setattr__(self, "ridge", float(ridge))

@@ -25,6 +25,7 @@ __all__ = [
     "Tokens",
     "check_choice",
     "check_instance",
+    "check_integer",
     "check_window",
     "shard_range",
 ]
@@ -229,8 +230,7 @@ def shard_range(name: str, size: int, rank: int, world: int) -> slice:
     """
     if isinstance(world, bool) or not isinstance(world, int | np.integer) or world < 1:
         raise ValueError(f"world: expected a positive integer, got {world!r}")
-    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < world:
-        raise ValueError(f"rank: expected an integer from 0 to {world - 1}, got {rank!r}")
+    check_integer("rank", rank, 0, world - 1)
     if size % world:
         raise ValueError(f"world: expected a divisor of {name}={size}, got {world}")
     share = size // int(world)
@@ -257,16 +257,20 @@ def check_window(window: Any, least: int = 2) -> int:
     ValueError
         Unless the window is an integer from `least` to `MAX_WINDOW`.
     """
-    integer = isinstance(window, int | np.integer) and not isinstance(window, bool)
-    if not (integer and least <= window <= MAX_WINDOW):
-        raise ValueError(f"window: expected an integer from {least} to {MAX_WINDOW}, got {window!r}")
-    return int(window)
+    return check_integer("window", window, least, MAX_WINDOW)
 
 
 def check_choice(name: str, value: Any, choices: Collection[str], more: str = "") -> None:
     """Check that an argument is one of some words; `more` ends the list of the words in the message."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}{more}, got {value!r}")
+
+
+def check_integer(name: str, value: Any, least: int, most: int, more: str = "") -> int:
+    """Check and return an integer of a range; `more` ends the range in the message."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise ValueError(f"{name}: expected an integer from {least} to {most}{more}, got {value!r}")
+    return int(value)
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:

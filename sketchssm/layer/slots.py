@@ -22,17 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "DRAFTED_SHIFT",
-    "DUE",
-    "MAX_DRAFTS",
-    "POSITION",
-    "SlotPart",
-    "check_memory",
-    "check_separate",
-    "drafted",
-    "no_memory",
-]
+__all__ = ["DRAFTED_SHIFT", "DUE", "MAX_DRAFTS", "POSITION", "SlotPart", "check_memory", "check_separate", "drafted"]
 
 POSITION = 127
 """Bits of a cursor word that hold the position."""
@@ -80,11 +70,6 @@ class SlotPart:
     def bytes(self) -> int:
         """Bytes of one slot."""
         return prod(self.shape) * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
-
-
-def no_memory(part: SlotPart, num_slots: int) -> MemoryError:
-    """Return the error of a machine, or an address space, without room for a part of all slots."""
-    return MemoryError(f"num_slots: no memory for {num_slots} slots with {part.name} of {part.shape} {part.dtype}")
 
 
 def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: int) -> None:

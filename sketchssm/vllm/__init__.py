@@ -50,7 +50,6 @@ def register() -> None:
     except ImportError:
         if Settings.find(os.environ, None) is not None:
             check_version(vllm.__version__)
-            raise
         return
     make = PluggableLayer.__new__
     if make.__module__ == __name__:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.layer.checks import check_bool
-from sketchssm.layer.recurrence import Layer, check_window
+from sketchssm.layer.recurrence import Layer, check_integer, check_window
 
 __all__ = ["RESIDUAL_BITS", "CopyReadHead", "QuantisedHead"]
 
@@ -50,7 +46,7 @@ class QuantisedHead(DecodeHead):
     def __init__(
         self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8, error_feedback: bool = False
     ) -> None:
-        capacity, self.bits = check_capacity(num_slots), check_bits(bits)
+        capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
         check_bool("error_feedback", error_feedback)
         self.error_feedback = bool(error_feedback)
         residual_bits = RESIDUAL_BITS if error_feedback else 0
@@ -89,14 +85,7 @@ class CopyReadHead(DecodeHead):
     def __init__(
         self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 4, window: int = 16
     ) -> None:
-        capacity, self.bits = check_capacity(num_slots), check_bits(bits)
+        capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
         super().__init__(
             layer, capacity, *load_engine("copy", backend, layer, capacity, check_window(window, least=1), self.bits)
         )
-
-
-def check_bits(bits: Any) -> int:
-    """Check the bits of a code."""
-    if isinstance(bits, bool) or not isinstance(bits, int | np.integer) or not 2 <= bits <= 16:
-        raise ValueError(f"bits: expected an integer from 2 to 16, got {bits!r}")
-    return int(bits)
