@@ -54,7 +54,7 @@ ENGINES = {
 }
 
 
-OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0, "deferred": False}
+OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0}
 """Settings of engines that need not support them, with their defaults."""
 
 COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
