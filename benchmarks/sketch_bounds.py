@@ -41,7 +41,7 @@ def mean_rank_at(study, reduction, rank_max):
 
 def bounds(study, reduction):
     """Lower bounds at a traffic reduction, for the calibrated and the test basis, and the loss of the best table."""
-    moments = Moments(study.traces.layer, window=study.settings.window, weighting=study.settings.weighting)
+    moments = Moments(study.traces.layer, window=study.settings.window)
     moments.update(*study.traces.test)
     calibrated, hindsight = (scored(study, basis) for basis in (study.calibrated().basis, fit_basis(moments)))
     mean_rank = mean_rank_at(study, reduction, calibrated.rank_max)

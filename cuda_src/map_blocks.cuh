@@ -1,4 +1,4 @@
-// Dense map (ridge, exact) of more than 16 columns, from exact blocks, by a team of warps:
+// Dense map (ridge) of more than 16 columns, from exact blocks, by a team of warps:
 // (U^T U / mu + ridge I)^-1 (S U)^T / mu.
 //
 // In codes the split form is stored: Q = U W^T and B = W (S U)^T / mu, whose product is U times the map.

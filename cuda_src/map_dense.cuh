@@ -1,4 +1,4 @@
-// Dense map (ridge, exact) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T /
+// Dense map (ridge) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T /
 // mu.
 //
 // In codes the split form is stored: Q = U (W / sqrt(mu))^T and B = (W / sqrt(mu)) (S U)^T, whose product is U times

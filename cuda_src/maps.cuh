@@ -4,7 +4,7 @@
 // FACTORS   lowrank, prior   factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p,
 //                            so B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by
 //                            substitution
-// DENSE     ridge, exact     a dense matrix from U^T U and (S U)^T
+// DENSE     ridge            a dense matrix from U^T U and (S U)^T
 // SHARED    offline          nothing: the map is shared by all states
 //
 // sketchssm/reference/maps.py has the equations.

@@ -1,7 +1,7 @@
 // Layout of a slot's sketches in global memory. The heads are packed one after the other, each at its own rank G:
 //
 //     U (G, V)  |  B~ (p, K)  F (G, p)  w (G)     map in factors (lowrank, prior), p = min(G, PIVOTS)
-//     U (G, V)  |  C (G, K)                       dense map of this state (exact, ridge)
+//     U (G, V)  |  C (G, K)                       dense map of this state (ridge)
 //     U (G, V)                                    shared map (offline)
 //
 // and in codes (codes.cuh), with scales in float32 for columns g of U and for pivots:

@@ -16,7 +16,7 @@ from sketchssm.cli import main
 from sketchssm.cuda import modules
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, Tokens
-from sketchssm.study import bench, plots
+from sketchssm.study import bench
 from sketchssm.study.bench import cases, device, peers
 from sketchssm.study.bench.results import BenchResult, StepBytes
 from sketchssm.study.bench.workloads import token_at
@@ -175,7 +175,6 @@ class TestHost:
             assert "expected a share in (0, 1]" in invoke("--duty", duty, code=2).output
         monkeypatch.setattr(cuda, "missing", lambda: "")
         assert "with log-decays only" in invoke("--peers", "--raw-gate", code=2).output
-        assert ".png or .svg" in invoke("--plot", "a.jpg", code=2).output
 
 
 @pytest.fixture
@@ -386,14 +385,3 @@ class TestTables:
             ["sketch", "clock", "2", "2.5", "1.250", "1.50", "3.20x", "1.0e-02", "0"],
         ]
         assert "256 tokens on average" in table.note
-
-
-class TestPlot:
-    def test_step_times(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        results = [result(s, b, b + i, shape) for shape in "abcd" for i, s in enumerate("xy") for b in (1, 8)]
-        first, second = (plots.step_times(results, tmp_path / name) for name in ("a.svg", "b.svg"))
-        assert first.read_bytes() == second.read_bytes()
-        assert "microseconds" in first.read_text()
-        with pytest.raises(ValueError, match="results"):
-            plots.step_times([], tmp_path / "c.svg")

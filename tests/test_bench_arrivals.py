@@ -151,7 +151,7 @@ class TestHost:
             bench.time_arrivals([], "reference", **change)
 
     def test_options(self):
-        for option in (("--seconds", 1), ("--peers",), ("--plot", "a.png")):
+        for option in (("--seconds", 1), ("--peers",)):
             assert f"{option[0]}: has no effect with --arrivals" in invoke("--arrivals", *option, code=2).output
         for option in ("--layers", "--steps", "--tokens"):
             assert f"{option}: has no effect without --arrivals" in invoke(option, 2, code=2).output

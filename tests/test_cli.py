@@ -285,7 +285,6 @@ def test_demo_times_every_system(traces):
         ["demo", "--plots", "x"],
         ["evaluate", "--report", "x.html"],
         ["evaluate", "--out", "x", "--plots"],
-        ["bench", "--plot", "x.png"],
     ],
 )
 def test_missing_matplotlib_is_said_before_any_work(command, traces, monkeypatch, tmp_path):

@@ -11,14 +11,13 @@ from sketchssm.layer.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMa
 def test_each_map_has_its_own_parameters():
     made = {name: CoefficientMap(name) for name in MAPS}
     assert {name: (map.pivots, map.ridge) for name, map in made.items()} == {
-        "exact": (None, None),
         "ridge": (None, 0.001),
         "lowrank": (4, 0.1),
         "prior": (4, 0.001),
         "offline": (None, None),
     }
     assert CoefficientMap("prior", 3, 0.02) == CoefficientMap("prior", np.int64(3), np.float64(0.02))
-    assert CoefficientMap("ridge", ridge=0).effective_ridge == CoefficientMap("exact").effective_ridge == RIDGE_FLOOR
+    assert CoefficientMap("ridge", ridge=0).effective_ridge == RIDGE_FLOOR
     assert CoefficientMap("ridge", ridge=0.5).effective_ridge == 0.5
 
 
@@ -36,7 +35,6 @@ def test_names_itself():
 @pytest.mark.parametrize(
     ("name", "rows", "elements"),
     [
-        ("exact", (2, 9), (2 * 32, 9 * 32)),
         ("ridge", (2, 9), (2 * 32, 9 * 32)),
         ("lowrank", (2, 4), (2 * 32 + 2 * 2 + 2, 4 * 32 + 9 * 4 + 9)),
         ("prior", (2, 4), (2 * 32 + 2 * 2 + 2, 4 * 32 + 9 * 4 + 9)),
@@ -54,7 +52,7 @@ def test_what_a_state_stores(name, rows, elements):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("best",), "map: expected one of exact, ridge, lowrank, prior, offline, got 'best'"),
+        (("best",), "map: expected one of ridge, lowrank, prior, offline, got 'best'"),
         (("prior", 0), "pivots: expected an integer from 1 to 4096, got 0"),
         (("prior", 10**30), f"pivots: expected an integer from 1 to 4096, got {10**30}"),
         (("prior", 2.0), "pivots: expected an integer from 1 to 4096, got 2.0"),

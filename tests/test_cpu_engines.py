@@ -12,7 +12,7 @@ import sketchssm.cpu.standard as cpu_standard
 import sketchssm.reference.engines as reference
 from sketchssm.cpu import workers
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, Tokens
-from sketchssm.layer.slots import DUE, POSITION, drafted
+from sketchssm.layer.slots import drafted
 
 SLOTS = 4
 SYSTEMS = ("standard", "replay", "sketch", "codes")
@@ -195,74 +195,6 @@ def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dty
         np.testing.assert_array_equal(got[:, :accepted], want)
     np.testing.assert_array_equal(outputs(engine, "step", last, slots), outputs(twin, "step", last, slots))
     np.testing.assert_array_equal(engine.state, twin.state)
-
-
-def test_the_bytes_of_its_parts_are_a_slot(system, layer, rng):
-    """A slot of another engine, elsewhere in memory, continues from a copy of the bytes of a slot."""
-    window = 12
-    engine, _ = engines(system, layer, window)
-    twin, _ = engines(system, layer, window, memory=block(engine.parts, rng))
-    slots = np.array([1])
-    engine.load_state(states_of(rng, layer, 1), slots)
-    outputs(engine, "step", tokens_of(rng, layer, 1, window + 4), slots)
-    for name, array in engine.memory.items():
-        twin.memory[name][3] = array[1]
-    drafts, last = tokens_of(rng, layer, 1, 3), tokens_of(rng, layer, 1, window)
-    for each, slot in ((engine, 1), (twin, 3)):
-        outputs(each, "draft", drafts, np.array([3]), np.array([slot]))
-        each.commit(np.array([2]), np.array([slot]))
-    got = outputs(twin, "step", last, np.array([3]))
-    np.testing.assert_array_equal(got, outputs(engine, "step", last, slots))
-    np.testing.assert_array_equal(twin.state[3], engine.state[1])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_states_of_16_bits(system, layer, dtype, rng):
-    """Each stored state is the rounded fold of the stored state before it; outputs are computed before the rounding.
-
-    Rounding hides float32's errors except where a number lies between two of the type's: then the two engines store
-    neighbours, 2^-8 (bfloat16) or 2^-11 (float16) of the number apart. Each of a window's flushes and each of its
-    tokens may add a pair of neighbours; of standard decode all 24 tokens round.
-    """
-    pair = Pair(system, layer, 6, state_dtype=dtype)
-    pair.tolerance = {"bfloat16": 2**-8, "float16": 2**-11}[dtype] * 4
-    pair.outputs = max(pair.outputs, pair.tolerance)
-    slots = np.array([3, 1])
-    pair.call("load_state", states_of(rng, layer, 2), slots)
-    assert pair.mine.state.dtype.name == dtype
-    for _ in range(4):
-        pair.decode("step", tokens_of(rng, layer, 2, 4), slots)
-        pair.decode("draft", tokens_of(rng, layer, 2, 3), np.array([3, 2]), slots)
-        pair.call("commit", np.array([2, 1]), slots)
-    pair.call("flush", slots)
-    pair.call("copy", slots, np.array([0, 2]))
-
-
-def test_parts_without_an_engine(system, layer):
-    """`parts_of` describes what an engine allocates."""
-    for dtype in ("float32", "bfloat16", "float16"):
-        engine, _ = engines(system, layer, 12, state_dtype=dtype)
-        plan = sketch_plan(system, layer, 12)
-        exact = {"standard": (layer,), "replay": (layer, 12)}
-        arguments = exact.get(system) or (plan, "int8" if system == "codes" else "float32")
-        options = {"drafts": 5} if system == "standard" else {}
-        parts = type(engine).parts_of(*arguments, state_dtype=dtype, **options)
-        assert parts == engine.parts
-        for part in parts:
-            assert engine.memory[part.name].shape == (SLOTS, *part.shape)
-            assert engine.memory[part.name].nbytes == SLOTS * part.bytes
-
-
-def test_a_stroke_makes_all_rows_of_the_call_due(rng):
-    """Rows that joined late flush with the others; a row that is absent at the stroke flushes a step late."""
-    layer = Layer("gdn", 2, 16, 16)
-    engine = cpu_replay.ReplayEngine(layer, 3, 4, phase=1)
-    positions = []
-    for slots in ([0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2]):
-        outputs(engine, "step", tokens_of(rng, layer, len(slots), 1), np.array(slots))
-        positions.append(engine.memory["cursor"].tolist())
-    due = DUE | POSITION & 1
-    assert positions == [[1, 0, 0], [DUE + 2, due, 0], [0, 0, 0], [1, 1, 1], [2, 2, 2]]
 
 
 def test_threads_share_drafts(system, layer, monkeypatch, rng):

@@ -72,11 +72,11 @@ LAYERS = {
     "kimi-linear": Layer("kda", 32, 128, 128, 32),
     "small": Layer("kda", 4, 64, 96, 2),
 }
-MAPS = {  # `ridge` and `exact` share a kernel
-    "nemotron-3-super": ("exact", "lowrank"),
+MAPS = {
+    "nemotron-3-super": ("ridge", "lowrank"),
     "nemotron-nano-9b-v2": ("lowrank",),
-    "qwen3-next": ("exact", "lowrank", "prior", "offline"),
-    "kimi-linear": ("exact", "lowrank"),
+    "qwen3-next": ("ridge", "lowrank", "prior", "offline"),
+    "kimi-linear": ("ridge", "lowrank"),
 }
 
 

@@ -95,7 +95,7 @@ def test_replay(name, window, activation, rng, cupy):
         *(
             (name, kind, "float32")
             for name in ("mamba2-80", "gdn-96", "kda-64")
-            for kind in ("prior", "exact", "offline")
+            for kind in ("prior", "ridge", "offline")
         ),
         ("mamba2-128", "lowrank", "bfloat16"),
         ("kda-64-bounded", "prior", "float32"),
@@ -287,7 +287,7 @@ def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
         (Layer("kda", 3, 128, 128, 3), "lowrank", 16, "bfloat16"),
         (Layer("kda", 3, 64, 80, 3), "prior", 16, "bfloat16"),
         (Layer("kda", 3, 128, 128, 3), "lowrank", 32, "bfloat16"),
-        (Layer("gdn", 3, 128, 64, 1), "exact", 8, "float16"),
+        (Layer("gdn", 3, 128, 64, 1), "ridge", 8, "float16"),
     ],
     ids=lambda x: x.kind if isinstance(x, Layer) else None,
 )

@@ -62,7 +62,7 @@ class Oracle:
         ("gdn", RANKS["gdn"], "lowrank", 16, "bfloat16"),
         ("kda", [9, FULL_STATE, 16], "lowrank", 16, "bfloat16"),  # two places for columns of U
         ("mamba2-80", [9, 33, 1], "lowrank", 8, "bfloat16"),
-        ("gdn-96", [9, 33], "exact", 8, "bfloat16"),
+        ("gdn-96", [9, 33], "ridge", 8, "bfloat16"),
         ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", 4, "float16"),
         ("gdn-96", [5, 18], "prior", 16, "float32"),
         ("kda-64", [5, 17], "ridge", 32, "float32"),

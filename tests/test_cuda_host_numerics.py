@@ -29,11 +29,10 @@ from sketchssm.reference import engines as reference
 cupy, machine, pytestmark = fixtures.of_host, fixtures.of_kernels, fixtures.cold
 
 
-@pytest.mark.parametrize("kind", ["ridge", "exact"])
-def test_no_ridge_and_a_sketch_of_rank_one(kind, rng, cupy):
+def test_no_ridge_and_a_sketch_of_rank_one(rng, cupy):
     """A state in one direction of the basis: rounding errors of its Gram matrix are below the floor."""
     layer = LAYERS["mamba2"]
-    plan = make_plan(layer, [32] * layer.heads, rng, map=kind, ridge=0.0)
+    plan = make_plan(layer, [32] * layer.heads, rng, map="ridge", ridge=0.0)
     device, oracle = (
         SketchEngine(plan, 4, "float32", output_dtype="float32"),
         reference.SketchEngine(plan, 4),

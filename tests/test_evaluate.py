@@ -103,7 +103,7 @@ def test_exact_map_agrees_with_rank_scores(study):
     held_out, _ = study.traces.score_part()
     kept = []
     for rank in (1, 2, 5):
-        plan = SketchPlan(layer.basis, np.full(layer.basis.layer.heads, rank), WINDOW, "exact")
+        plan = SketchPlan(layer.basis, [rank] * layer.basis.layer.heads, WINDOW, map_of("ridge", ridge=0.0))
         energy, lost = energies(plan, held_out, lambda _, states, omega, projection: maps.exact_map(states, omega))
         np.testing.assert_allclose(1 - lost / energy, layer.scores.retained[:, rank], rtol=1e-7)
         _, decoded = energies(plan, held_out)
@@ -190,7 +190,7 @@ def test_allocations_at_one_budget(study):
 def test_reductions_count_what_the_map_stores(study):
     layer = study.traces.layer
     size = (layer.kind, layer.key_dim, layer.value_dim)
-    for name in ("prior", "exact", "offline"):
+    for name in ("prior", "ridge", "offline"):
         [entry] = entries(study, [f"sketch/{name}-3"])
         system = entry.build()
         bytes_used = traffic.sketch(*size, system.plan.ranks, WINDOW, system.plan.map).mean()

@@ -104,7 +104,6 @@ def test_selection(tmp_path):
         (
             ["*/*-3"],
             [
-                "sketch/exact-3",
                 "sketch/ridge-3",
                 "sketch/lowrank-3",
                 "sketch/prior-3",

@@ -5,7 +5,7 @@ import pytest
 
 import sketchssm as ss
 from sketchssm.layer.coefficients import MAPS, CoefficientMap
-from sketchssm.layer.formats import FORMATS, SketchFormat
+from sketchssm.layer.formats import SketchFormat
 from sketchssm.plans import traffic
 
 RIDGE = CoefficientMap("ridge")
@@ -40,14 +40,10 @@ def test_bytes_by_definition():
         assert form.bytes(map, rank, key_dim, value_dim) == codes + 4 * (rank + pivots) + 4 * small
     assert form.bytes(CoefficientMap("offline"), rank, key_dim, value_dim) == rank * (value_dim + 4)
     assert form.bytes(RIDGE, rank, key_dim, value_dim) == rank * (value_dim + key_dim + 4)
-    for map in map_all():
+    for map in (CoefficientMap(name) for name in MAPS):
         elements = rank * value_dim + map.elements(rank, key_dim)
         assert SketchFormat.of("float32").bytes(map, rank, key_dim, value_dim) == 4 * elements
         assert SketchFormat.of("bfloat16").bytes(map, rank, key_dim, value_dim) == 2 * elements
-
-
-def map_all():
-    return [CoefficientMap(name) for name in MAPS]
 
 
 def test_several_heads():
@@ -55,13 +51,6 @@ def test_several_heads():
     assert form.bytes(RIDGE, ranks, 128, 128).tolist() == [form.bytes(RIDGE, r, 128, 128) for r in ranks]
     reads = traffic.sketch_read("mamba2", 128, 128, [4, ss.FULL_STATE], sketch_dtype="int8")
     assert reads.tolist() == [form.bytes(RIDGE, 4, 128, 128), 4 * 128 * 128]
-
-
-def test_which_formats_split():
-    for name, form in FORMATS.items():
-        assert form.scaled == (name == "int8")
-        for map in map_all():
-            assert form.splits(map) == (form.scaled and map.storage == "dense")
 
 
 def test_reduction_of_a_plan():

@@ -313,12 +313,6 @@ class TestConstructors:
             with pytest.raises(ValueError, match=r"^backend: expected one of auto, reference, cpu.* got 'tpu'"):
                 make()
 
-    def test_sketch_dtype(self, rng):
-        known = "float32, bfloat16, int8"
-        for wrong in ("float16", 8):
-            with pytest.raises(ValueError, match=f"^sketch_dtype: expected one of {known}, got {wrong!r}"):
-                ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, sketch_dtype=wrong)
-
     @pytest.mark.parametrize("backend", ["auto", "reference", "cpu"])
     @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype"])
     def test_settings_of_cuda_are_refused_elsewhere(self, name, backend, rng, monkeypatch):
@@ -357,16 +351,9 @@ def test_a_head_names_itself_and_its_window(system, backend, rng):
     assert repr(head) == type(head).__name__ + shown
 
 
-def test_a_head_shows_its_clock_and_its_flushes(backend, rng):
-    layer = LAYERS["gdn"]
-    plain = plan_of(rng, layer, window=4)
-    made = {
-        ", phase=3": (plain, {"phase": 3}),
-        ", phase=0": (plain, {"phase": 0}),
-    }
-    for shown, (plan, settings) in made.items():
-        head = ss.SketchHead(plan, 3, backend, **settings)
-        assert head.phase == settings.get("phase")
-        assert repr(head) == repr(ss.SketchHead(plain, 3, backend))[:-1] + shown + ")"
-    head = ss.ReplayHead(layer, 3, backend, window=4, phase=2)
-    assert repr(head).endswith(f"window=4, backend={backend!r}, phase=2)")
+@pytest.mark.parametrize("phase", [0, 3])
+def test_a_head_shows_its_clock(phase, backend, rng):
+    plan = plan_of(rng, LAYERS["gdn"], window=4)
+    head = ss.SketchHead(plan, 3, backend, phase=phase)
+    assert head.phase == phase
+    assert repr(head) == repr(ss.SketchHead(plan, 3, backend))[:-1] + f", phase={phase})"

@@ -23,12 +23,12 @@ class TestMaps:
     """Every coefficient map, on both backends."""
 
     def test_a_full_rank_sketch_reads_exactly(self, layer, rng):
-        """For a state in the span of the basis, the exact map loses only the effect of the ridge's floor.
+        """For a state in the span of the basis, a ridge of zero loses only the effect of the floor.
 
         A direction with share s of the metric is off by ``floor / (s + floor)`` of a read of ``sqrt(s mu)``: at most
         half the floor's root, of reads of ``sqrt(mu)`` on average.
         """
-        plan = plan_of(rng, layer, layer.value_dim, window=WINDOW, map="exact")
+        plan = plan_of(rng, layer, layer.value_dim, window=WINDOW, ridge=0.0)
         head = ss.SketchHead(plan, 2, "reference")
         tokens, start = tokens_of(rng, layer, 2, WINDOW, np.float64), states_of(rng, layer, 2, np.float64)
         tokens.v[...] = 0
@@ -114,7 +114,7 @@ class TestMaps:
             assert relative(got[..., :24], want[..., :24]) < 1e-5
             assert relative(got[..., 24:], want[..., 24:]) < 1e-5
 
-    @pytest.mark.parametrize("name", ["exact", "ridge", "lowrank"])
+    @pytest.mark.parametrize("name", ["ridge", "lowrank"])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize("rank", [1, 2])
     def test_a_sketch_of_more_columns_than_the_state_has_directions(self, backend, name, dtype, rank, layer, rng):
@@ -155,7 +155,6 @@ class TestMaps:
         omega, pi = (x[head, :, : plan.ranks[head]].astype(np.float64) for x in (plan.omega, plan.projection))
         pivots, ridge = plan.map.pivots, plan.map.ridge
         dense = {
-            "exact": lambda: maps.ridge_map(state, omega, RIDGE_FLOOR),
             "ridge": lambda: maps.ridge_map(state, omega, ridge),
             "lowrank": lambda: maps.lowrank_factors(state, omega, pivots, ridge).dense(),
             "prior": lambda: maps.prior_factors(state, omega, pi, pivots, ridge).dense(),

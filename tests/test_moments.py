@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import LAYERS, at, relative, tokens_of
+from samples import LAYERS, at, parts_of, relative, tokens_of
 
 import sketchssm as ss
+from sketchssm.calibrate.moments import FORMAT
 from sketchssm.calibrate.windows import Carry, walk
 from sketchssm.layer.recurrence import KINDS
-from sketchssm.plans.files import FileFormatError
+from sketchssm.plans.files import FileFormatError, save_file
 from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 
@@ -32,11 +33,10 @@ def close(a, b):
     assert np.array_equal(a.samples, b.samples)
 
 
-def brute_force(layer, tokens, weighting):
+def brute_force(layer, tokens):
     """Token by token from the definitions: the recurrence for states and outputs, M_{1:t}^T q for queries."""
     heads = per_head(layer, tokens)
     batch, length = tokens.v.shape[:2]
-    output = run(layer, *tokens)[0]
     state_gram = np.zeros((layer.heads, layer.key_dim, layer.key_dim))
     query_gram, samples = np.zeros_like(state_gram), np.zeros(layer.heads, dtype=int)
     for start in range(0, length, W):
@@ -49,21 +49,19 @@ def brute_force(layer, tokens, weighting):
                         continue
                     ring = Ring(*(at(heads, np.s_[b, start : t + 1, h])[1:]))
                     x = effective_query(heads.q[b, t, h], ring)
-                    weight = 1 / np.square(output[b, t, h]).sum() if weighting == "output" else 1.0
                     state_gram[h] += S0 @ S0.T
-                    query_gram[h] += weight * np.outer(x, x)
+                    query_gram[h] += np.outer(x, x)
                     samples[h] += 1
     return state_gram, query_gram, samples
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "output"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_definition(kind, weighting):
+def test_definition(kind):
     layer = LAYERS[kind]
     tokens = make_traces(layer, 2, 3 * W + 2, 0)
-    moments = moments_of(layer, weighting=weighting)
+    moments = moments_of(layer)
     moments.update(*tokens)
-    state_gram, query_gram, samples = brute_force(layer, tokens, weighting)
+    state_gram, query_gram, samples = brute_force(layer, tokens)
     # the delta rule's triangular solve against a product of transitions: some tens of float64 roundings
     assert relative(moments.state_gram, state_gram) <= 1e-12
     assert relative(moments.query_gram, query_gram) <= 1e-12
@@ -76,19 +74,18 @@ def test_definition(kind, weighting):
 @given(
     harsh=st.booleans(),
     kind=st.sampled_from(KINDS),
-    weighting=st.sampled_from(["uniform", "output"]),
     cuts=st.lists(st.integers(0, 23), max_size=5).map(sorted),
     row=st.integers(0, 3),
     seed=st.integers(0, 5),
 )
-def test_any_cut_gives_the_same_sums(harsh, kind, weighting, cuts, row, seed):
+def test_any_cut_gives_the_same_sums(harsh, kind, cuts, row, seed):
     layer = LAYERS[kind]
     tokens = make_traces(layer, 3, 23, seed, harsh)
-    whole = moments_of(layer, weighting=weighting)
+    whole = moments_of(layer)
     end = whole.update(*tokens)
-    parts = moments_of(layer, weighting=weighting)
+    parts = moments_of(layer)
     for rows in (slice(0, row), slice(row, 3)):
-        own, carry = moments_of(layer, weighting=weighting), None
+        own, carry = moments_of(layer), None
         for start, stop in zip([0, *cuts], [*cuts, 23], strict=True):
             carry = own.update(*at(tokens, (rows, slice(start, stop))), carry=carry)
         assert carry.position == end.position == 23 % W
@@ -154,35 +151,6 @@ def test_a_given_state_may_be_float32():
         assert np.array_equal(getattr(single, name), getattr(double, name))
 
 
-def test_output_weighting_ignores_the_scale_of_values():
-    layer = LAYERS["kda"]
-    tokens = make_traces(layer, 2, 3 * W, 4)
-    moments, scaled = moments_of(layer, weighting="output"), moments_of(layer, weighting="output")
-    moments.update(*tokens)
-    scaled.update(*tokens._replace(v=8.0 * tokens.v))
-    # a power of two: outputs scale exactly, and so do their norms
-    np.testing.assert_allclose(64 * scaled.query_gram, moments.query_gram, rtol=1e-14)
-
-
-def test_output_weighting_of_zero_outputs():
-    layer = LAYERS["mamba2"]
-    tokens = make_traces(layer, 1, 3 * W, 5)
-    tokens.q[...] = 0.0
-    moments = moments_of(layer, weighting="output")
-    moments.update(*tokens)
-    assert moments.samples.all() and not moments.query_gram.any()
-
-
-@pytest.mark.parametrize("size", [1e-300, 1e-160])
-def test_output_weighting_of_outputs_whose_squares_underflow(size):
-    """Their norms are zero or have no correct digit, so that quotients would be meaningless."""
-    layer = LAYERS["gdn"]
-    tokens = make_traces(layer, 1, 3 * W, 5)
-    moments = moments_of(layer, weighting="output")
-    moments.update(*tokens._replace(v=size * tokens.v))
-    assert moments.samples.all() and not moments.query_gram.any()
-
-
 def test_float16_traces_and_other_frameworks(torch):
     layer = LAYERS["gdn"]
     tokens = make_traces(layer, 2, 12, 6)
@@ -205,19 +173,18 @@ def test_carry_shares_no_memory():
 
 def test_defaults():
     moments = ss.Moments(LAYERS["gdn"])
-    assert (moments.layer, moments.window, moments.weighting) == (LAYERS["gdn"], 16, "uniform")
+    assert (moments.layer, moments.window) == (LAYERS["gdn"], 16)
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "output"])
-def test_file(weighting, tmp_path):
+def test_file(tmp_path):
     layer = LAYERS["kda"]
     tokens = make_traces(layer, 2, 23, 8)
-    whole, first = moments_of(layer, weighting=weighting), moments_of(layer, weighting=weighting)
+    whole, first = moments_of(layer), moments_of(layer)
     whole.update(*tokens)
     carry = first.update(*at(tokens, np.s_[:, 0:11]))
     first.save(tmp_path / "m.safetensors")
     resumed = ss.Moments.load(tmp_path / "m.safetensors")
-    assert (resumed.layer, resumed.window, resumed.weighting) == (layer, W, weighting)
+    assert (resumed.layer, resumed.window) == (layer, W)
     resumed.update(*at(tokens, np.s_[:, 11:23]), carry=carry)
     close(resumed, whole)
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
@@ -232,14 +199,17 @@ def test_file_refusals(tmp_path):
     moments.save(path)
     with pytest.raises(FileFormatError, match="state_gram"):
         ss.Moments.load(path)
+    fields, tensors = parts_of(path)
+    tensors["state_gram"] = np.zeros_like(tensors["state_gram"])
+    save_file(path, FORMAT, tensors, fields | {"weighting": "output"})
+    with pytest.raises(FileFormatError, match="weighting: this version does not have 'output'; collect the moments"):
+        ss.Moments.load(path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(FileFormatError):
         ss.Moments.load(path)
 
 
-@pytest.mark.parametrize(
-    "other", [{"window": 4}, {"weighting": "output"}, {"value_dim": 4}, {"kind": "kda"}], ids=lambda x: next(iter(x))
-)
+@pytest.mark.parametrize("other", [{"window": 4}, {"value_dim": 4}, {"kind": "kda"}], ids=lambda x: next(iter(x)))
 def test_only_like_moments_add(other):
     base = {"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5}
     with pytest.raises(ValueError, match="to add"):
@@ -280,7 +250,7 @@ def test_carry_refusals():
         moments.update(*tokens, carry=Carry(carry.state, carry.ring._replace(beta=None)))
 
 
-@pytest.mark.parametrize("wrong", [{"window": 1}, {"window": 2.5}, {"weighting": "norm"}, {"heads": 0}])
+@pytest.mark.parametrize("wrong", [{"window": 1}, {"window": 2.5}, {"heads": 0}])
 def test_setting_refusals(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ss.Moments(**({"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5} | wrong))

@@ -8,6 +8,7 @@ from samples import Basis, parts_of, plan_of
 from test_plan import LAYER, RANKS, same
 
 import sketchssm as ss
+from sketchssm.layer.coefficients import RIDGE_FLOOR
 from sketchssm.plans import traffic
 from sketchssm.plans.files import save_file
 from sketchssm.plans.plan import FORMAT
@@ -83,6 +84,16 @@ def test_files_with_settings_that_are_gone(settings, message, rng, tmp_path):
     save_file(path, FORMAT, tensors, fields | settings)
     with pytest.raises(ss.PlanFileError, match=re.escape(f"{path}: {message}")):
         ss.SketchPlan.load(path)
+
+
+def test_files_with_the_map_exact(rng, tmp_path):
+    """It was `ridge` at the smallest ridge in use, under another name."""
+    path = tmp_path / "plan.safetensors"
+    plan = plan_of(rng, LAYER, RANKS, ridge=RIDGE_FLOOR)
+    plan.save(path)
+    fields, tensors = parts_of(path)
+    save_file(path, FORMAT, tensors, fields | {"map": {"name": "exact", "pivots": None, "ridge": None}})
+    same(ss.SketchPlan.load(path), plan)
 
 
 @pytest.mark.parametrize(("form", "asked"), [("bfloat16", None), ("bfloat16", "int8"), ("int8", "float32")])

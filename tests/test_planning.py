@@ -16,7 +16,6 @@ from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.cli.plan import _rank_maxes
 from sketchssm.heads.sketch import SketchHead
-from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
@@ -117,7 +116,7 @@ def test_ranks_are_limited_to_the_room_of_cuda(tmp_path):
 
 def test_largest_ranks(layers):
     """A limit gives the best ranks up to it. Where it excludes nothing there is no second point."""
-    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1,), (None, 3, 2))
+    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (None, 3, 2))
     found = autoplan(layers, error=10.0, **(SETTINGS | {"candidates": tried})).points
     by_limit = {c.rank_max: {p.mean_rank: p for p in found if p.candidate == c} for c in tried}
     free = by_limit[None]
@@ -137,7 +136,7 @@ def test_largest_ranks(layers):
         before = before | own
     with pytest.raises(ValueError, match="rank_max: expected a positive integer, got 0"):
         Candidate("ridge", rank_max=0)
-    assert str(tried[1]).endswith("flush 8, ranks to 3")
+    assert str(tried[1]).endswith("window 8, ranks to 3")
     assert type(Candidate("ridge", rank_max=np.int64(3)).rank_max) is int  # JSON has no NumPy numbers
 
 
@@ -191,35 +190,6 @@ def test_target_loss(layers, search, place):
     assert sum(p.loss is not None for p in found.points) == len(asked)
 
 
-def test_scores_alone(layers):
-    """Without traces, errors are those of the ideal map, and other maps are not tried."""
-    own = calibrate(layers[0], WINDOW)
-    found = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
-        ("ridge",), ("bfloat16",), (WINDOW,)))  # fmt: skip
-    ranks = found.plans[0].ranks
-    heads = np.arange(len(ranks))
-    lost = own.scores.paired[heads, ranks] / own.scores.paired[:, 0]
-    assert found.chosen.error == pytest.approx(np.sqrt(lost.mean()), rel=1e-12)  # the same float64 numbers
-    coded = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
-        ("ridge",), ("int8",), (WINDOW,)))  # fmt: skip
-    ranks = coded.plans[0].ranks
-    curves, reads = own.scores.objective("gradient"), own.scores.noise_objective("gradient")
-    whole, kept = curves[:, 0], curves[heads, ranks]
-    lost = kept + SketchFormat.of("int8").noise * reads[heads, ranks]
-    assert (ranks > 0).all()
-    assert coded.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
-    with pytest.raises(ValueError, match="traces: expected traces"):
-        found.test_error()
-    with pytest.raises(ValueError, match=r"candidates: without traces, only .* exact and ridge .* got offline"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[-1].map)])
-    with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4)])
-    most = own.scores.rank_max
-    beyond = Candidate("ridge", window=WINDOW, rank_max=most + 1)
-    with pytest.raises(ValueError, match=f"^candidates: rank_max: expected at most {most} .*, got {most + 1}$"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[beyond])
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -270,14 +240,14 @@ def test_table(search):
     """A row for each point of the frontier, cheapest first, and an arrow at the chosen one."""
     table = frontier_table(search)
     assert [row[0] for row in table.rows] == ["->" if p is search.chosen else "" for p in search.frontier]
-    assert [row[5:] for row in table.rows] == [
+    assert [row[4:] for row in table.rows] == [
         [f"{p.mean_rank:g}", str(max(plan.ranks.max() for plan in p.plans)), f"{p.traffic:.3f}", f"{p.error:.4f}"]
         for p in search.frontier
     ]
     bases = [layer.calibrated(search.chosen.candidate)[0] for layer in search.layers]
     full = tuple(SketchPlan(basis, [FULL_STATE] * basis.layer.heads) for basis in bases)
     [row] = frontier_table(replace(search, points=[replace(search.chosen, plans=full)])).rows
-    assert row[6] == "-"  # no head has a sketch
+    assert row[5] == "-"  # no head has a sketch
     timed = replace(search, points=[replace(p, seconds=2e-6) for p in search.points])
     table = frontier_table(timed, standard=6e-6)
     assert [row[-2:] for row in table.rows] == [["2.0", "3.00x"]] * len(timed.frontier)

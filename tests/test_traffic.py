@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS
 
 import sketchssm as ss
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.coefficients import MAPS, CoefficientMap
-from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans import traffic
 
 NANO, SUPER, QWEN, GLM = ("mamba2", 128, 80), ("mamba2", 128, 64), ("gdn", 128, 128), ("kda", 128, 128)
@@ -132,18 +130,3 @@ def test_plan_reduction(map):
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ring_bytes(kind, dtype):
-    """Every raw input of a token, keys once for each key head."""
-    layer, size = LAYERS[kind], 2 if dtype == "bfloat16" else 4
-    shapes = layer.token_shapes()
-    count = {name: int(np.prod(shapes[name])) for name in shapes}
-    want = size * (count["k"] + count["v"]) + 4 * (count["g"] + count.get("beta", 0))
-    assert traffic.ring_bytes(layer, 32, dtype, raw_gates=False) == 32 * want
-    raw = want - (4 - size) * count["g"] if kind == "kda" else want
-    assert traffic.ring_bytes(layer, 32, dtype) == 32 * raw
-    with pytest.raises(ValueError, match=r"^activation_dtype: expected one of"):
-        traffic.ring_bytes(layer, 32, "int8")

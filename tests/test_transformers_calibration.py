@@ -153,7 +153,6 @@ def test_progress(qwen):
         ({"mean_rank": 0.5}, r"mean_rank: expected a finite number of at least 1, got 0.5"),
         ({"rank_max": 0}, r"rank_max: expected an integer of at least 1, got 0"),
         ({"window": 1}, r"window: expected an integer from 2"),
-        ({"weighting": "none"}, r"weighting: expected one of"),
     ),
 )
 def test_bad_settings(qwen, settings, message):

@@ -249,12 +249,6 @@ def arguments(given=None):
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
-    add(
-        "--weighting",
-        choices=("uniform", "output"),
-        default="output",
-        help="of samples in bases, see sketchssm.Moments",
-    )
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: a rank that fits the CUDA kernels)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
@@ -285,7 +279,7 @@ def main(given=None):
         seen = mixed_rows(seen, calib, encode, rng)
     with output.progress("calibration", 1) as step:
         step("calibration")
-        settings = options.window, options.weighting, options.rank_max
+        settings = options.window, options.rank_max
         calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings)
         systems = listed(options, calibrations)
     with output.progress("", len(systems) + 2) as step:

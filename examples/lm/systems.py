@@ -69,7 +69,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, weighting="uniform", rank_max=None):
+def calibrate(model, ids, window=16, rank_max=None):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
@@ -82,8 +82,6 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=None):
         Calibration text.
     window : int
         Tokens from one flush to the next.
-    weighting : {"uniform", "output"}
-        See `sketchssm.Moments`.
     rank_max : int, optional
         Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: a rank that
         fits the CUDA kernels.
@@ -107,7 +105,7 @@ def calibrate(model, ids, window=16, weighting="uniform", rank_max=None):
     found = {}
     for place, rows in seen.items():
         tokens = Tokens(*(None if x[0] is None else torch.cat(x).numpy() for x in zip(*rows, strict=True)))
-        moments = ss.Moments(layer, window=window, weighting=weighting)
+        moments = ss.Moments(layer, window=window)
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
         scores = ss.RankScores(basis, rank_max=min(rank_max or common_rank(layer, window), basis.rank_max))
@@ -153,8 +151,8 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dt
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
         name = f"{family}, rank {round(rank, 1):g}"
         layers = {
-            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map), name)
-            for (place, calibration), table in zip(calibrations.items(), ranked.tables, strict=True)
+            place: sketch_system(ss.SketchPlan(calibration.basis, own, window, map, sketch_dtype), name)
+            for (place, calibration), own in zip(calibrations.items(), ranked.ranks, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))
     return systems

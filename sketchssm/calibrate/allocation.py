@@ -29,18 +29,11 @@ from sketchssm.layer.recurrence import FULL_STATE, check_instance
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["METHODS", "Allocation", "RankTable", "Traffic", "allocate_ranks", "check_mean_rank"]
+__all__ = ["METHODS", "Allocation", "Traffic", "allocate_ranks", "check_mean_rank"]
 
 METHODS = (*SCORES, "uniform")
 
 Choice = npt.NDArray[np.int64]
-
-
-class RankTable(NamedTuple):
-    """Ranks of one layer, for `SketchPlan`: those of an allocation, with its format."""
-
-    ranks: Choice
-    sketch_dtype: str
 
 
 class Traffic(NamedTuple):
@@ -83,12 +76,6 @@ class Allocation:
     traffic: Traffic
     method: str
     sketch_dtype: str = DEFAULT_FORMAT
-
-    @property
-    def tables(self) -> list[RankTable]:
-        """Rank table of each layer, for its `SketchPlan`."""
-        ranks = self.ranks if isinstance(self.ranks, list) else [self.ranks]
-        return [RankTable(own, self.sketch_dtype) for own in ranks]
 
     @property
     def gap(self) -> float:
@@ -176,7 +163,7 @@ def allocate_ranks(
     objective, used = table.totals(choice)
     rows, ends = np.arange(choice.size), np.cumsum([layer.layer.heads for layer in layers])[:-1]
     ranks = np.split(table.rank[rows, choice], ends)
-    after = sum(float(cost.token(layer, own).sum()) for layer, own in zip(layers, ranks, strict=True))
+    after = sum(float(cost.read(layer, own, traffic.sketch).sum()) for layer, own in zip(layers, ranks, strict=True))
     shapes = [layer.layer for layer in layers]
     before = sum(shape.heads * traffic.standard(shape.key_dim, shape.value_dim) for shape in shapes)
     spent = Traffic(used, before / after)
@@ -194,17 +181,11 @@ class _Cost(NamedTuple):
     map: CoefficientMap
     form: SketchFormat
 
-    def read(self, layer: RankScores, rank: npt.NDArray[Any]) -> Array:
-        """Bytes of a read between flushes."""
-        return traffic.sketch_read(*self._arguments(layer, rank), sketch_dtype=self.form.name)
-
-    def token(self, layer: RankScores, rank: npt.NDArray[Any]) -> Array:
-        """Bytes per token, flushes included."""
-        return traffic.sketch(*self._arguments(layer, rank), sketch_dtype=self.form.name)
-
-    def _arguments(self, layer: RankScores, rank: npt.NDArray[Any]) -> Any:
-        shape = layer.layer
-        return shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, self.map
+    def read(self, layer: RankScores, rank: npt.NDArray[Any], count: Any = traffic.sketch_read) -> Array:
+        """Bytes of a read between flushes, or with `traffic.sketch` of a token, flushes included."""
+        shape = layer.layer.kind, layer.layer.key_dim, layer.layer.value_dim
+        found: Array = count(*shape, rank, layer.window, self.map, sketch_dtype=self.form.name)
+        return found
 
 
 @dataclass(frozen=True)

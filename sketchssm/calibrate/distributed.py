@@ -34,12 +34,12 @@ def all_reduce_moments(moments: Moments, group: ProcessGroup | None = None) -> M
     Raises
     ------
     ValueError
-        On every process, if layer, window or weighting differ between processes.
+        On every process, if layer or window differ between processes.
     """
     import torch
     from torch import distributed
 
-    settings = {name: getattr(moments, name) for name in ("layer", "window", "weighting")}
+    settings = {name: getattr(moments, name) for name in ("layer", "window")}
     others = [settings] * distributed.get_world_size(group)
     distributed.all_gather_object(others, settings, group)
     for rank, other in enumerate(others):

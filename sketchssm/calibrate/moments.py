@@ -16,8 +16,6 @@ from sketchssm.reference.recurrence import Array
 
 __all__ = ["Moments"]
 
-WEIGHTINGS = ("uniform", "output")
-
 FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "samples"))
 
 
@@ -38,10 +36,6 @@ class Moments:
         Heads of q and k; default `heads`.
     window : int, default 16
         Tokens from one flush to the next (W).
-    weighting : {"uniform", "output"}, default "uniform"
-        "output" divides each effective query by the norm of its token's output (state read plus buffer output). The
-        basis then minimises the relative error, which is the right loss if a per-head norm follows the recurrence.
-        States are not weighted: E0 stays the mean metric of the states.
 
     Attributes
     ----------
@@ -50,10 +44,10 @@ class Moments:
     state_gram : ndarray of float64, (heads, K, K)
         Sum of ``S0 S0^T`` over the samples.
     query_gram : ndarray of float64, (heads, K, K)
-        Sum of ``x x^T`` over the samples, with their weights.
+        Sum of ``x x^T`` over the samples.
     samples : ndarray of int64, (heads,)
         Number of samples.
-    window, weighting
+    window : int
         As given.
 
     Raises
@@ -71,13 +65,9 @@ class Moments:
         key_heads: int | None = None,
         *,
         window: int = 16,
-        weighting: str = "uniform",
     ) -> None:
-        if weighting not in WEIGHTINGS:
-            raise ValueError(f"weighting: expected one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
         self.layer = _layer(kind, heads=heads, key_dim=key_dim, value_dim=value_dim, key_heads=key_heads)
         self.window = check_window(window)
-        self.weighting = weighting
         shape = (self.layer.heads, self.layer.key_dim, self.layer.key_dim)
         self.state_gram: Array = np.zeros(shape)
         self.query_gram: Array = np.zeros(shape)
@@ -118,10 +108,6 @@ class Moments:
     def _add(self, reads: SketchReads) -> None:
         count = reads.queries.shape[-2]
         x = np.where(reads.live[..., None, None], reads.queries, 0.0)
-        if self.weighting == "output":
-            norm = np.linalg.norm(reads.queries @ reads.state + reads.buffer, axis=-1, keepdims=True)
-            # an output whose square underflows counts as zero: its norm has no accurate digit
-            x = np.divide(x, norm, out=np.zeros_like(x), where=norm > np.sqrt(np.finfo(np.float64).tiny))
         heads, key_dim = self.layer.heads, self.layer.key_dim
         columns = reads.state.transpose(1, 2, 0, 3).reshape(heads, key_dim, -1)
         rows = x.swapaxes(0, 1).reshape(heads, -1, key_dim)
@@ -130,15 +116,15 @@ class Moments:
         self.samples += count * reads.live.sum(axis=0)
 
     def __add__(self, other: Moments) -> Moments:
-        """Moments of both sets of traces; ValueError unless layer, window and weighting agree."""
+        """Moments of both sets of traces; ValueError unless layer and window agree."""
         if not isinstance(other, Moments):
             return NotImplemented
-        for name in ("layer", "window", "weighting"):
+        for name in ("layer", "window"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(
                     f"moments: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
                 )
-        total = Moments(self.layer, window=self.window, weighting=self.weighting)
+        total = Moments(self.layer, window=self.window)
         for name in FORMAT.tensors:
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
@@ -152,7 +138,7 @@ class Moments:
             Where to; the new file replaces an existing one when it is complete.
         """
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        fields = {"layer": asdict(self.layer), "window": self.window, "weighting": self.weighting}
+        fields = {"layer": asdict(self.layer), "window": self.window, "weighting": "uniform"}
         save_file(path, FORMAT, tensors, fields)
 
     @classmethod
@@ -185,7 +171,9 @@ class Moments:
         check_array("state_gram", tensors["state_gram"], gram, np.float64)  # first: these bound what is allocated
         check_array("query_gram", tensors["query_gram"], gram, np.float64)
         check_array("samples", tensors["samples"], (shape.heads,), np.int64)
-        moments = cls(shape, window=window, weighting=weighting)
+        if weighting != "uniform":
+            raise ValueError(f"weighting: this version does not have {weighting!r}; collect the moments anew")
+        moments = cls(shape, window=window)
         for name, array in tensors.items():
             if not np.isfinite(array).all():
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")

@@ -33,8 +33,6 @@ class Settings:
         Coefficient map, by default the default map.
     method : str or None
         Allocation method, see `allocate_ranks`. None: "gradient" if the traces have gradients, else "error".
-    weighting : {"uniform", "output"}, default "uniform"
-        Weight of a sample in the basis, see `Moments`.
     sketch_dtype : str, default "bfloat16"
         Format of sketches, see `SketchPlan`.
 
@@ -47,7 +45,6 @@ class Settings:
     window: int = 16
     map: CoefficientMap = field(default_factory=CoefficientMap)
     method: str | None = None
-    weighting: str = "uniform"
     sketch_dtype: str = DEFAULT_FORMAT
 
     def __post_init__(self) -> None:
@@ -108,7 +105,7 @@ class Calibrated:
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 
-def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, weighting: str = "uniform") -> Calibrated:
+def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None) -> Calibrated:
     """Fit bases and score ranks on disjoint calibration sequences.
 
     Parameters
@@ -119,8 +116,6 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
         Tokens from one flush to the next.
     rank_max : int, optional
         Columns of the basis; default min(K, V).
-    weighting : {"uniform", "output"}, default "uniform"
-        Weight of a sample in the basis, see `Moments`.
 
     Returns
     -------
@@ -133,7 +128,7 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None, wei
         If a setting is out of range or there are fewer than two calibration sequences.
     """
     held_out, grad = traces.score_part()
-    moments = Moments(traces.layer, window=window, weighting=weighting)
+    moments = Moments(traces.layer, window=window)
     moments.update(*traces.fit_part())
     basis = fit_basis(moments, rank_max)
     scores = RankScores(basis)
@@ -176,8 +171,8 @@ def plan_layers(
         The ranks, and their quality.
     """
     allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, rank_max=rank_max)
-    tables = zip(bases, allocation.tables, strict=True)
-    return [SketchPlan(basis, table, map=map) for basis, table in tables], allocation
+    own = zip(bases, allocation.ranks, strict=True)
+    return [SketchPlan(basis, ranks, map=map, sketch_dtype=sketch_dtype) for basis, ranks in own], allocation
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:

@@ -51,14 +51,13 @@ class SketchReads(NamedTuple):
     """Tokens of one window that are read through the sketch.
 
     ``state (batch, heads, K, V)`` is S0, and ``live (batch, heads)`` is True for a nonzero S0. ``queries
-    (batch, heads, n, K)`` are effective queries, and ``buffer (batch, heads, n, V)`` are the exact buffer outputs.
-    ``rows`` and ``tokens`` are the tokens' places in the arrays of the call.
+    (batch, heads, n, K)`` are effective queries. ``rows`` and ``tokens`` are the tokens' places in the arrays of the
+    call.
     """
 
     state: Array
     live: npt.NDArray[np.bool_]
     queries: Array
-    buffer: Array
     rows: slice
     tokens: slice
 
@@ -139,8 +138,8 @@ def _walk_rows(
         live = np.any(state, axis=(-1, -2), keepdims=True)[..., 0, 0]
         if reads > 0 and live.any():
             prefix = _cut(ring, slice(None), opened + reads)
-            x, weights = read_window(new.q[..., :reads, :], prefix)
-            visit(SketchReads(state, live, x, weights @ prefix.v, rows, slice(start, start + reads)))
+            queries = read_window(new.q[..., :reads, :], prefix).queries
+            visit(SketchReads(state, live, queries, rows, slice(start, start + reads)))
         if opened + stop - start == window:
             state = fold(state, ring)
             ring = _cut(ring, slice(None), 0)

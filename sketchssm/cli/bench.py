@@ -15,7 +15,7 @@ import click
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NOT_NEGATIVE, NUMBERS, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, NUMBERS, PATH
 from sketchssm.heads.backends import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
@@ -72,7 +72,6 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 @click.option("--layers", type=COUNT, default=32, help="Layers of the model, for --arrivals.")
 @click.option("--steps", type=COUNT, default=128, help="Timed steps, for --arrivals; rounded up to whole windows.")
 @click.option("--tokens", type=AT_LEAST_ONE, default=256, help="Mean length of a request, for --arrivals.")
-@click.option("--plot", type=NEW_FILE, help="Draw the times of a step into this PNG or SVG file (needs matplotlib).")
 @options.backend
 @options.seed
 @options.output
@@ -95,7 +94,6 @@ def command(
     layers: int,
     steps: int,
     tokens: float,
-    plot: Path | None,
     backend: str,
     seed: int,
     json_file: str | None,
@@ -109,22 +107,18 @@ def command(
     from sketchssm import cuda
     from sketchssm.cli.output import Output
     from sketchssm.study import bench
-    from sketchssm.study.figures import check
-    from sketchssm.study.plots import step_times
 
     if backend == "auto":
         backend = "cpu" if cuda.missing() else "cuda"
     device = "cuda" if backend == "cuda" else "cpu"
     if arrivals:
-        options.refuse("with --arrivals", ("seconds", "peers", "plot"))
+        options.refuse("with --arrivals", ("seconds", "peers"))
     else:
         options.refuse("without --arrivals", ("layers", "steps", "tokens"))
     if plan_files:
         options.refuse("with --plan", ("shapes", "windows", "ranks", "rank_max", "maps", "pivots", "sketch_dtypes"))
     _check(shapes, duty, peers, raw_gate, device)
-    options.check_files({"--plan": plan_files}, plot=plot, json=json_file)
-    if plot is not None:
-        check(plot, "--plot")
+    options.check_files({"--plan": plan_files}, json=json_file)
 
     if plan_files:
         cases = [bench.Case.of_plan(path) for path in plan_files]
@@ -173,8 +167,6 @@ def command(
         tables = bench.time_tables(report)
         compiled = sum(r.first_call_seconds for r in report.results) + report.compile_seconds
         told.append(f"First calls (compiling, or loading compiled kernels) took {compiled:.1f} s more, not counted.")
-        if plot is not None:
-            told.append(f"Drew {step_times(report.results, plot)}.")
     for table in tables:
         output.table(*table)
     for line in (*told, *report.not_timed):

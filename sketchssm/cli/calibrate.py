@@ -82,7 +82,7 @@ def _from_traces(
             recorded = Traces.load(path)
             with named_errors(recorded):
                 most = rank_max or common_rank(recorded.layer, settings.window)
-                layers.append(calibrate(recorded, settings.window, most, settings.weighting))
+                layers.append(calibrate(recorded, settings.window, most))
     bases, scores = [layer.basis for layer in layers], [layer.scores for layer in layers]
     made: Any = {"map": settings.map, "sketch_dtype": settings.sketch_dtype}
     planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)

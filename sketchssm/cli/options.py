@@ -15,7 +15,6 @@ from click.core import ParameterSource
 
 from sketchssm import cuda
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.calibrate.moments import WEIGHTINGS
 from sketchssm.heads.backends import BACKENDS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
@@ -146,11 +145,10 @@ def _settings(
     ridge: float | None,
     sketch_dtype: str,
     method: str | None,
-    weighting: str,
 ) -> Settings:
     from sketchssm.calibrate.plans import Settings
 
-    return Settings(window, CoefficientMap(map_name, pivots, ridge), method, weighting, sketch_dtype)
+    return Settings(window, CoefficientMap(map_name, pivots, ridge), method, sketch_dtype)
 
 
 MAP_SETTINGS = tuple(signature(_settings).parameters)
@@ -173,12 +171,6 @@ map_settings = gather(
         "--method",
         type=click.Choice(METHODS),
         help="Rank allocation.  [default: gradient if the traces have gradients, else error]",
-    ),
-    click.option(
-        "--weighting",
-        type=click.Choice(WEIGHTINGS),
-        default="uniform",
-        help="Weight of a sample in the basis; output minimises the relative error.",
     ),
 )
 """Settings of plans, as one argument `settings`."""

@@ -2,8 +2,7 @@
 
 `sketchssm.reference.maps` defines the maps; here they run on the rows of a K-last state. Every map but `offline` ends
 with a product of a few vectors over V with the state, ``T^T S``. For `lowrank` and `prior`, T holds the pivots over
-``sqrt(mu)`` and the product is B. For `ridge` and `exact`, T is the regularised pseudo-inverse of U and the product
-is C.
+``sqrt(mu)`` and the product is B. For `ridge`, T is the regularised pseudo-inverse of U and the product is C.
 
 Float32 cannot hold the squares of every float32 state. A state whose squares overflow or underflow is therefore
 multiplied by a power of two, the *unit*, before anything is squared; T is multiplied by the unit again.
@@ -21,7 +20,6 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
 from sketchssm.cpu.packed import (
     BFLOAT,
-    EXACT,
     FACTORS,
     INT8,
     LOWRANK,
@@ -93,7 +91,7 @@ def store_sketch(
     """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
-    split = m.sketch_type == INT8 and (m.map == EXACT or m.map == RIDGE)
+    split = m.sketch_type == INT8 and m.map == RIDGE
     scales = slot * m.factors_stride + field(m, head, FACTORS)
     if not split:
         _pack_rows(m, buf, at.sketch, own, rank, m.values, scales)
@@ -104,7 +102,7 @@ def store_sketch(
     unit, mu = _normalise(m, norm, state, first)
     if unit != 1.0:
         _multiply(buf, at.sketch, rank * m.values, unit)
-    if m.map == EXACT or m.map == RIDGE:
+    if m.map == RIDGE:
         _ridge_span(m, at, buf, rank, mu, unit, split)
     else:
         _pivots(m, at, buf, rows, mu, unit)

@@ -21,7 +21,7 @@ z = Pi^T x,
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 
 **Codes** (`sketchssm.reference.narrow`). SKETCH and MAP are bytes; K and V below are padded to multiples of 16. For
-`exact` and `ridge`, SKETCH holds Q and MAP holds B of the split form. With p rows of the map, a head's bytes are, in
+`ridge`, SKETCH holds Q and MAP holds B of the split form. With p rows of the map, a head's bytes are, in
 this order:
 
 =======================  ===========================  ==============================================
@@ -52,7 +52,6 @@ from sketchssm.plans.plan import SketchPlan
 
 __all__ = [
     "BFLOAT",
-    "EXACT",
     "FACTORS",
     "INT8",
     "LOWRANK",
@@ -72,7 +71,7 @@ __all__ = [
     "pack",
 ]
 
-EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
+RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("ridge", "lowrank", "prior"))
 
 # Columns of the table: a head's rank, the number of its map's rows, and where its parts begin.
 RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(9)

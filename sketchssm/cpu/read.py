@@ -12,7 +12,6 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, KDA, MAMBA2, Record, blank
 from sketchssm.cpu.packed import (
     BFLOAT,
-    EXACT,
     FACTORS,
     INT8,
     LOWRANK,
@@ -145,7 +144,7 @@ def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -
     """
     x = at.x + 2 * head * m.keys if m.kind == KDA else at.inputs + 2 * (head // m.group) * m.keys
     vectors = 1 if m.kind == MAMBA2 else 2
-    if m.map != EXACT and m.map != RIDGE:
+    if m.map != RIDGE:
         dots(floats(m.pi), field(m, head, PI), m.keys, field(m, head, RANK), buf, x, m.keys, vectors, m.keys,
              buf, spot, m.columns)  # fmt: skip
         spot += 2 * m.columns

@@ -108,7 +108,7 @@ def common_rank(layer: Layer, window: int) -> int:
     Returns
     -------
     int
-        Columns for which flushes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
+        Columns for which flushes of `ridge` in 16 or 8 bits have room, at most min(K, V).
     """
     short, long = COMMON_RANKS[layer.kind]
     return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)

@@ -104,7 +104,7 @@ class ExactHead(DecodeHead):
         )
         super().__init__(layer, capacity, name, engine)
         self.pad_slot, self.state_dtype, self.phase = int(pad_slot), state_dtype, phase
-        self._source, self._gate = source, gate
+        self._gate = gate
         self._fingerprint = None if isinstance(source, Layer) else source.fingerprint
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
 

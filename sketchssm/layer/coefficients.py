@@ -18,7 +18,7 @@ from sketchssm.layer.checks import check_number
 __all__ = ["DEFAULT_MAP", "FORMS", "MAPS", "RIDGE_FLOOR", "CoefficientMap", "MapForm"]
 
 RIDGE_FLOOR = 1e-4
-"""Smallest ridge in use: every backend evaluates a smaller one, and `exact`, at this value.
+"""Smallest ridge in use: every backend evaluates a smaller one at this value.
 
 The state metric has a mean diagonal of 1 and a largest eigenvalue of up to K. A direction of the sketch whose share s
 of the mean diagonal is near the floor is read as ``s / (s + 1e-4)`` of itself. A lower floor enlarges rounding errors:
@@ -53,7 +53,6 @@ class MapForm(NamedTuple):
 
 
 FORMS = {
-    "exact": MapForm("dense", False, None, None),
     "ridge": MapForm("dense", False, 0.001, None),
     "lowrank": MapForm("factors", False, 0.1, 4),
     "prior": MapForm("factors", True, 0.001, 4),
@@ -76,7 +75,7 @@ class CoefficientMap:
 
     Parameters
     ----------
-    name : {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
+    name : {"ridge", "lowrank", "prior", "offline"}, default "ridge"
         Which map; `sketchssm.reference.maps` has the equations.
     pivots : int, optional
         Pivot count P of `lowrank` and `prior`, 4 by default. None for the other maps.

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
+from sketchssm.layer.coefficients import DEFAULT_MAP, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.plans import traffic
 from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 
 if TYPE_CHECKING:
-    from sketchssm.calibrate.allocation import Allocation, RankTable
+    from sketchssm.calibrate.allocation import Allocation
     from sketchssm.calibrate.basis import SketchBasis
 
 __all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
@@ -43,11 +43,11 @@ class SketchPlan:
     ----------
     basis : SketchBasis
         Calibrated bases, from `fit_basis`.
-    ranks : array_like of int, (heads,), Allocation or RankTable
+    ranks : array_like of int, (heads,), or Allocation
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
-    map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
+    map : CoefficientMap or {"ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if that
@@ -80,7 +80,7 @@ class SketchPlan:
     def __init__(
         self,
         basis: SketchBasis,
-        ranks: npt.ArrayLike | Allocation | RankTable,
+        ranks: npt.ArrayLike | Allocation,
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
@@ -268,7 +268,7 @@ class SketchPlan:
         flush_every: Any,
     ) -> SketchPlan:
         for name, value, expected in (
-            ("flush_every", flush_every, (None, window)),
+            ("flush_every", flush_every, (None, check_window(window))),
             ("sketch_dtype", sketch_dtype, FORMATS),
             ("wide", wide, (None,)),
         ):
@@ -276,6 +276,8 @@ class SketchPlan:
                 raise ValueError(
                     f"{name}: this version does not have {value!r}; make the plan anew, such as with int8"
                 )
+        if map["name"] == "exact":  # the same map by its name of earlier versions
+            map = {"name": "ridge", "pivots": None, "ridge": RIDGE_FLOOR}
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")

@@ -3,7 +3,7 @@
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
 averaged over the tokens of a window. A full state is ``D = 4 K V`` bytes in float32, and half of that
 in 16 bits. As in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases and
-projections that all sequences share. `ring_bytes` has the ring's memory.
+projections that all sequences share.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.layer.recurrence import FULL_STATE, KINDS
 
 __all__ = [
     "compressed",
     "read_only_copy",
     "reduction",
     "replay",
-    "ring_bytes",
     "sketch",
     "sketch_read",
     "standard",
@@ -316,39 +315,6 @@ def reduction(
     """
     used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, sketch_dtype=sketch_dtype)
     return float(standard(key_dim, value_dim) / used.mean())
-
-
-def ring_bytes(layer: Layer, window: int, activation_dtype: str = "bfloat16", raw_gates: bool = True) -> int:
-    """Memory of one slot's ring of raw tokens, all heads together.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    window : int
-        Tokens of the ring, from one flush to the next.
-    activation_dtype : {"bfloat16", "float16", "float32"}, default "bfloat16"
-        Type of keys and values.
-    raw_gates : bool, default True
-        For kda: True for raw inputs of a `GateInput`, in the type of the activations; False for log-decays in float32.
-
-    Returns
-    -------
-    int
-        Bytes. Keys are stored once for each key head; log-decays and write gates are float32.
-
-    Raises
-    ------
-    ValueError
-        If the type is unknown.
-    """
-    if activation_dtype not in STATE_BYTES:
-        raise ValueError(f"activation_dtype: expected one of {', '.join(STATE_BYTES)}, got {activation_dtype!r}")
-    size = STATE_BYTES[activation_dtype]
-    keys_and_values = size * (layer.key_heads * layer.key_dim + layer.heads * layer.value_dim)
-    gate = size if layer.kind == "kda" and raw_gates else 4
-    gates = layer.heads * (gate * layer.gate_channels + (4 if layer.erases else 0))
-    return window * (keys_and_values + gates)
 
 
 def _quantised(key_dim: int, value_dim: int, bits: float) -> float:

@@ -7,13 +7,14 @@ state metric is normalised to a mean diagonal of one, ``H = S S^T / mu`` with ``
 =========  ==========================================================================  ==================
 map        C                                                                           paper
 =========  ==========================================================================  ==================
-exact      ``pinv(U) S^T``, evaluated as `ridge` at `RIDGE_FLOOR`                      equation *m-coeff*
 ridge      ``(Omega^T H Omega + ridge I)^-1 Omega^T H``                                *pivot-ridge*
 lowrank    the same with ``H ~ B B^T + Diag(d)``: projection on p pivots, diagonal     *pivot-metric*
 prior      the same with ``H ~ B B^T + a E0``: the energy that the pivots miss is      (ours)
            distributed as in calibration
 offline    ``(Omega^T E0 Omega)^-1 Omega^T E0``, the same for every state              section 4.1
 =========  ==========================================================================  ==================
+
+As the ridge goes to zero, `ridge` goes to the least-squares map ``pinv(U) S^T`` (`exact_map`, equation *m-coeff*).
 
 `lowrank` and `prior` share one form and are kept as factors. With a diagonal residual ``delta`` (``d``, or ``a`` for
 every column) and a shared projection ``Pi`` (``Omega``, or ``E0 Omega`` if ``Omega^T E0 Omega = I``),
@@ -121,7 +122,7 @@ def exact_map(state: Array, omega: Array) -> Array:
     """Least-squares map ``pinv(U) S^T`` ``(..., G, K)`` (equation *m-coeff*), without a ridge.
 
     This is the paper's equation, for states and sketches in float64. Singular values below 1e-7 of the largest count
-    as zero, because they are float32 noise of the state. `coefficient_map` evaluates `exact` with a ridge instead.
+    as zero, because they are float32 noise of the state.
     """
     sketch = state.swapaxes(-1, -2) @ omega
     # pinv raises on NaN; a state with NaN has a map of NaN

@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.recurrence import FULL_STATE, ROUNDING
-from sketchssm.study.bench.results import BenchResult
 from sketchssm.study.evaluate.evaluation import LayerResults
 from sketchssm.study.evaluate.measure import Measurement
 from sketchssm.study.evaluate.registry import FULL_METHOD
 from sketchssm.study.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.study.planning import PlanPoint, PlanSearch
 
-__all__ = ["draw", "draw_frontier", "picture_files", "rank_heatmap", "step_times"]
+__all__ = ["draw", "draw_frontier", "picture_files", "rank_heatmap"]
 
 PICTURES = ("error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks")
 """Pictures of `draw`; the names of their files."""
@@ -140,47 +139,6 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
         _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
         if marked:
             bar.ax.set_title("full", fontsize=8)
-        return save(figure, path)
-
-
-def step_times(results: Sequence[BenchResult], path: str | os.PathLike[str]) -> Path:
-    """Draw the time of a step, amortised over a window, against the batch: one panel per shape and window.
-
-    Parameters
-    ----------
-    results : sequence of BenchResult
-        Results of a benchmark.
-    path : str or PathLike
-        Where to write, a name that ends in ``.png`` or ``.svg``.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    ValueError
-        If the suffix is neither, or there are no results.
-    """
-    if not results:
-        raise ValueError("results: expected at least one, got none")
-    pyplot = load_pyplot()
-    cases = list(dict.fromkeys((r.shape, r.window) for r in results))
-    with pyplot.rc_context(STYLE):
-        figure, panels = _panels(pyplot, [f"{shape}, W = {window}" for shape, window in cases], shared=False)
-        for axes, case in zip(panels, cases, strict=True):
-            mine = [r for r in results if (r.shape, r.window) == case]
-            for i, system in enumerate(dict.fromkeys(r.system for r in mine)):
-                own = sorted((r for r in mine if r.system == system), key=lambda r: r.batch)
-                axes.plot([r.batch for r in own], [r.microseconds for r in own], label=_plain(system), **_look(i))
-            axes.set(xscale="log", yscale="log")
-            _plain_ticks(axes.xaxis, sorted({r.batch for r in mine}))
-            axes.legend(fontsize=8)
-        figure.supxlabel("batch", fontsize=10)
-        figure.supylabel("step, microseconds", fontsize=10)
         return save(figure, path)
 
 
@@ -356,16 +314,15 @@ def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _panels(pyplot: Any, titles: Sequence[str], title: str = "", shared: bool = True) -> tuple[Any, list[Any]]:
-    """A figure with one panel per title; shared panels have the same axes."""
+def _panels(pyplot: Any, titles: Sequence[str], title: str) -> tuple[Any, list[Any]]:
+    """A figure with one panel per title, all with the same axes."""
     columns = min(COLUMNS, len(titles))
     rows = -(-len(titles) // columns)
-    width, height = (3.3 * columns + 2.6, 3.0 * rows + 0.5) if shared else (4.6 * columns, 3.7 * rows)
+    size = 3.3 * columns + 2.6, 3.0 * rows + 0.5
     figure, grid = pyplot.subplots(
-        rows, columns, figsize=(width, height), sharex=shared, sharey=shared, squeeze=False, layout="constrained"
+        rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    if title:
-        figure.suptitle(title)
+    figure.suptitle(title)
     panels = list(grid.flat)
     for spare in panels[len(titles) :]:
         spare.set_visible(False)

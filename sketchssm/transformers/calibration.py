@@ -44,7 +44,6 @@ def calibrate(
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
     method: str = "gradient",
-    weighting: str = "uniform",
     rank_max: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlans:
@@ -77,8 +76,6 @@ def calibrate(
     method : {"gradient", "error", "sensitivity", "uniform"}, default "gradient"
         Score for the allocation of ranks, see `sketchssm.allocate_ranks`. "gradient" and "sensitivity" use gradients
         of the summed next-token cross-entropy by the layers' outputs.
-    weighting : {"uniform", "output"}, default "uniform"
-        Weight of a sample in the bases, see `sketchssm.Moments`.
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: a rank
         for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70 for the
@@ -116,7 +113,7 @@ def calibrate(
     step = progress or (lambda label: None)
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
 
-    moments = {name: Moments(x.layer, window=window, weighting=weighting) for name, x in found.items()}
+    moments = {name: Moments(x.layer, window=window) for name, x in found.items()}
     with _streamed(model, {name: _adder(sums) for name, sums in moments.items()}, False):
         for i, row in enumerate(fit):
             step(f"moments, row {i + 1} of {len(fit)}")

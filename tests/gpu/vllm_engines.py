@@ -24,6 +24,7 @@ from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.study import bench
 
@@ -87,7 +88,7 @@ def write_plans(kind, system, folder):
         plan = bench.random_plan(layer, 2, 16, "lowrank")
     else:
         ranks = np.resize([layer.key_dim, FULL_STATE], layer.heads)
-        plan = bench.random_plan(layer, ranks, 16, "exact", sketch_dtype="float32")
+        plan = bench.random_plan(layer, ranks, 16, CoefficientMap("ridge", ridge=0.0), sketch_dtype="float32")
     place = folder / system
     place.mkdir()
     for number in range(4):

@@ -126,7 +126,7 @@ class Study:
         """
         window = window or self.settings.window
         if window not in self._calibrated:
-            self._calibrated[window] = calibrate(self.traces, window, weighting=self.settings.weighting)
+            self._calibrated[window] = calibrate(self.traces, window)
         return self._calibrated[window]
 
     def objective(self, ranks: npt.NDArray[np.int64], window: int) -> float | None:

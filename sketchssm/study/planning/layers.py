@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,74 +14,38 @@ from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces, named_errors
 from sketchssm.heads.backends import common_rank
 from sketchssm.heads.sketch import SketchHead
-from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
+from sketchssm.layer.recurrence import Tokens
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.study.planning.candidate import Candidate
 
-__all__ = ["Energies", "PlannedLayer", "ScoredLayer", "TracedLayer"]
+__all__ = ["Energies", "TracedLayer"]
 
 Energies = npt.NDArray[np.float64]
-
-
-class PlannedLayer(Protocol):
-    """Interface of a layer for the search.
-
-    Attributes
-    ----------
-    layer : Layer
-        Kind and shape.
-    graded : bool
-        Whether errors can be weighted by the gradient of the loss.
-    rank_limit : int
-        Largest rank that a head can have.
-    """
-
-    layer: Layer
-    graded: bool
-    rank_limit: int
-
-    def refusal(self, candidate: Candidate) -> str:
-        """Reason why the errors of a candidate can't be measured; empty if they can."""
-
-    def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
-        """Basis and rank scores for the window and the largest rank of a candidate."""
-
-    def error(self, plan: SketchPlan, graded: bool) -> Energies:
-        """Energy ``(2, heads)`` of the error and of the signal, weighted by the gradient of the loss if `graded`."""
-
-    def test_error(self, plan: SketchPlan) -> Energies:
-        """Energy ``(2, heads)`` of the error and of the signal on text that the search has not used."""
 
 
 class TracedLayer:
     """Traces of one layer, calibrated once for each window and largest rank.
 
-    Errors are those of a head that decodes the traces.
+    Errors are those of a head that decodes the traces. `graded` says whether they can be weighted by the gradient of
+    the loss, and `rank_limit` is the largest rank that a head can have.
 
     Parameters
     ----------
     traces : Traces
         Traces of the layer.
-    weighting : {"uniform", "output"}
-        Weight of a sample in the basis, see `Moments`.
     backend : str
         Where to decode.
     """
 
-    def __init__(self, traces: Traces, weighting: str, backend: str) -> None:
+    def __init__(self, traces: Traces, backend: str) -> None:
         self.layer = traces.layer
         self.traces = traces
-        self._weighting, self._backend = weighting, backend
+        self._backend = backend
         self._scored, self._grad = traces.score_part()
         self._calibrated: dict[tuple[int, int], Calibrated] = {}
         self.graded = self._grad is not None
         self.rank_limit = min(self.layer.key_dim, self.layer.value_dim)
-
-    def refusal(self, candidate: Candidate) -> str:
-        """See `PlannedLayer`."""
-        return ""
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
         """Return basis and rank scores for a candidate.
@@ -104,7 +67,7 @@ class TracedLayer:
         columns = min(columns, self.rank_limit)
         if (window, columns) not in self._calibrated:
             with named_errors(self.traces):
-                self._calibrated[window, columns] = calibrate(self.traces, window, columns, self._weighting)
+                self._calibrated[window, columns] = calibrate(self.traces, window, columns)
         found = self._calibrated[window, columns]
         return found.basis, found.scores
 
@@ -157,50 +120,3 @@ class TracedLayer:
         if head.backend == "cuda":
             head.warmup("float32")
         return np.asarray(to_host(head.step(*tokens), "output"), dtype=np.float64)
-
-
-class ScoredLayer:
-    """Basis and rank scores of one layer, without its traces.
-
-    Errors are those of the ideal map, relative to the state reads, which `ridge` nearly attains. The errors of other
-    maps and of other windows are unknown. Codes add their noise, see `sketchssm.layer.formats`.
-
-    Parameters
-    ----------
-    basis : SketchBasis
-        Basis of the layer.
-    scores : RankScores
-        Scores of the basis.
-    """
-
-    def __init__(self, basis: SketchBasis, scores: RankScores) -> None:
-        self.layer = basis.layer
-        self.graded = bool(scores.graded)
-        self.rank_limit = scores.rank_max
-        self._basis, self._scores = basis, scores
-
-    def refusal(self, candidate: Candidate) -> str:
-        """See `PlannedLayer`."""
-        window = self._scores.window
-        if candidate.map.storage != "dense":
-            return f"without traces, only the errors of exact and ridge are known, got {candidate.map}"
-        if candidate.window != window:
-            return f"without traces, expected the window of the scores, {window} tokens, got {candidate}"
-        return ""
-
-    def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
-        """See `PlannedLayer`."""
-        return self._basis, self._scores
-
-    def error(self, plan: SketchPlan, graded: bool) -> Energies:
-        """See `PlannedLayer`."""
-        heads, rank = np.arange(self.layer.heads), np.maximum(plan.ranks, 0)
-        method = "gradient" if graded else "error"
-        curves, reads = self._scores.objective(method), self._scores.noise_objective(method)
-        noise = SketchFormat.of(plan.sketch_dtype).noise * reads[heads, rank]
-        lost = np.where(plan.ranks == FULL_STATE, 0.0, curves[heads, rank] + noise)
-        return np.stack([lost, curves[:, 0]]) * self._scores.samples
-
-    def test_error(self, plan: SketchPlan) -> Energies:
-        """See `PlannedLayer`; there is no such text."""
-        raise ValueError("traces: expected traces of every layer for errors on the test sequences, got scores")

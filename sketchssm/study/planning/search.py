@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.plans import plan_layers
-from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items, check_number
 from sketchssm.layer.recurrence import check_instance
@@ -17,7 +15,7 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.results import step_bytes
 from sketchssm.study.planning.candidate import Candidate
 from sketchssm.study.planning.candidate import candidates as all_candidates
-from sketchssm.study.planning.layers import Energies, PlannedLayer, ScoredLayer, TracedLayer
+from sketchssm.study.planning.layers import Energies, TracedLayer
 from sketchssm.study.systems import exact_systems, sketch_system
 
 __all__ = ["PlanPoint", "PlanSearch", "autoplan"]
@@ -78,14 +76,14 @@ class PlanSearch:
         The point that meets the target.
     graded : bool
         Whether errors are weighted by the gradient of the loss.
-    layers : list of PlannedLayer
+    layers : list of TracedLayer
         The layers.
     """
 
     points: list[PlanPoint]
     chosen: PlanPoint
     graded: bool
-    layers: list[PlannedLayer]
+    layers: list[TracedLayer]
 
     @property
     def frontier(self) -> list[PlanPoint]:
@@ -115,7 +113,7 @@ class PlanSearch:
 
 
 def autoplan(
-    layers: Sequence[Traces | tuple[SketchBasis, RankScores]],
+    layers: Sequence[Traces],
     *,
     error: float | None = None,
     traffic: float | None = None,
@@ -125,7 +123,6 @@ def autoplan(
     mean_ranks: Sequence[float] = MEAN_RANKS,
     time_of: Measure | None = None,
     loss_of: Measure | None = None,
-    weighting: str = "uniform",
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> PlanSearch:
@@ -146,13 +143,12 @@ def autoplan(
 
     Parameters
     ----------
-    layers : sequence of Traces or of (SketchBasis, RankScores)
-        Traces of each layer. With scores instead of traces, errors are those of the ideal map at the scores' window,
-        and the search chooses only ranks and formats, for `ridge` and `exact`.
+    layers : sequence of Traces
+        Traces of each layer.
     error, traffic, seconds, loss : float
         The target: exactly one of them.
     candidates : iterable of Candidate, optional
-        Settings to try; default those of `sketchssm.study.planning.candidates()` whose errors can be measured.
+        Settings to try; default `sketchssm.study.planning.candidates()`.
     mean_ranks : sequence of float, default (2, 3, 4, 6, 8, 10, 12, 16)
         Budgets to try; those beyond K or V of a layer are left out.
     time_of : callable, optional
@@ -161,8 +157,6 @@ def autoplan(
     loss_of : callable, optional
         Measures the increase of the model's loss from the plans of all layers. It is called for points of the
         frontier, by bisection.
-    weighting : {"uniform", "output"}, default "uniform"
-        Weight of a sample in the basis, see `Moments`.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to decode.
     progress : callable, optional
@@ -176,19 +170,18 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers, a candidate's `rank_max` is out of range, the errors of a candidate can't be
-        measured, not exactly one target is given, a target lacks its measurement, or no point meets the target; the
-        message then names the nearest point.
+        If there are no layers or candidates, a `rank_max` is out of range, not exactly one target is given, a target
+        lacks its measurement, or no point meets the target; the message then names the nearest point.
     """
     target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
     _check_measures(target, time_of, loss_of)
-    layers = check_items("layers", layers, "Traces or of pairs of a SketchBasis and RankScores")
+    layers = check_items("layers", layers, "Traces")
     mean_ranks = check_items("mean_ranks", mean_ranks, "numbers")
     if not layers:
         raise ValueError("layers: expected at least one, got none")
-    known: list[PlannedLayer] = [
-        TracedLayer(own, weighting, backend) if isinstance(own, Traces) else ScoredLayer(*own) for own in layers
-    ]
+    for traces in layers:
+        check_instance("layers", traces, Traces)
+    known = [TracedLayer(traces, backend) for traces in layers]
     graded = all(layer.graded for layer in known)
     tried = _tried(known, candidates)
     limit = min(min(layer.layer.key_dim, layer.layer.value_dim) for layer in known)
@@ -238,8 +231,8 @@ def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of:
         raise ValueError(f"loss_of: expected a measurement for the target loss and for no other, got target {name}")
 
 
-def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
-    """The candidates whose errors all layers can measure; if the caller gives candidates, all of them must be."""
+def _tried(layers: Sequence[TracedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
+    """The given candidates, by default all."""
     limit = max(layer.rank_limit for layer in layers)
     tried = list(all_candidates() if given is None else check_items("candidates", given, "Candidates"))
     for candidate in tried:
@@ -247,16 +240,12 @@ def _tried(layers: Sequence[PlannedLayer], given: Iterable[Candidate] | None) ->
         if (candidate.rank_max or 0) > limit:
             own = candidate.rank_max
             raise ValueError(f"candidates: rank_max: expected at most {limit} for these layers, got {own}")
-    refused = {candidate: reason for layer in layers for candidate in tried if (reason := layer.refusal(candidate))}
-    if not tried or (given is not None and refused):
-        raise ValueError(f"candidates: {next(iter(refused.values()), 'expected at least one, got none')}")
-    tried = [candidate for candidate in tried if candidate not in refused]
     if not tried:
-        raise ValueError("candidates: expected some at the window of the scores, got none by default")
+        raise ValueError("candidates: expected at least one, got none")
     return tried
 
 
-def _plans(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: float) -> tuple[SketchPlan, ...]:
+def _plans(layers: Sequence[TracedLayer], candidate: Candidate, mean_rank: float) -> tuple[SketchPlan, ...]:
     """Plan all layers under one budget."""
     bases, scores = zip(*(layer.calibrated(candidate) for layer in layers), strict=True)
     plans, _ = plan_layers(
@@ -271,7 +260,7 @@ def _plans(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: floa
 
 
 def _point(
-    layers: Sequence[PlannedLayer],
+    layers: Sequence[TracedLayer],
     candidate: Candidate,
     mean_rank: float,
     plans: tuple[SketchPlan, ...],
