@@ -1,20 +1,18 @@
 // Sketches in codes (SKETCH INT8): conversion of codes to bf16 operands, and of floats to codes.
 //
 // A code is one byte: sign and magnitude, -127 to 127. bf16 holds code * CODE_UNIT exactly. A word of four codes
-// becomes two pairs of bf16: bytes 0 and 2, and bytes 1 and 3. The code's bits are first placed at a bf16 number's sign,
-// low exponent and mantissa bits. The result is too small by a power of two (and mostly subnormal); one multiplication
-// corrects it. The conversion takes three instructions a pair on all architectures.
+// becomes two pairs of bf16: bytes 0 and 2, and bytes 1 and 3. The code's bits are first placed at a bf16 number's
+// sign, low exponent and mantissa bits. The result is too small by a power of two (and mostly subnormal); one
+// multiplication corrects it. The conversion takes three instructions a pair on all architectures.
 #pragma once
 #include "ring.cuh"
 
-constexpr float CODE_UNIT = 0x1p-6f;  // the bf16 number of code 1
-constexpr float LARGEST_CODE = 127;
+constexpr float CODE_UNIT = 0x1p-6f, LARGEST_CODE = 127;  // CODE_UNIT: the bf16 number of code 1
 
 // Codes 0 and 2 (odd: 1 and 3) of a word as a pair of bf16.
 template <bool ODD> __device__ __forceinline__ u32 widen_codes(u32 codes) {
-    constexpr u32 MINUS_ZERO = 0x80008000;
     const u32 x = ODD ? extend_bytes_1_3(codes) : extend_bytes_0_2(codes);
-    return fma_bf16(x & 0x807f807f, 0x7f007f00, MINUS_ZERO);  // 2^127
+    return fma_bf16(x & 0x807f807f, 0x7f007f00, 0x80008000);  // times 2^127, minus zero
 }
 // Eight channels of a row of a map as an operand. Words of codes hold channels 0, 2, 1, 3.
 __device__ __forceinline__ uint4 widen_codes(const uint2& codes) {

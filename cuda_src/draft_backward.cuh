@@ -115,29 +115,9 @@ __device__ __forceinline__ void walk_back_drafts(const DraftBuffer& buffer, cons
         for (int t = 0; t < GROUP; t++) scratch.query[t].set(x[t]);
 }
 
-// Products of the effective queries with maps and pivots that are stored in float32.
-__device__ __forceinline__ void project_drafts_lanes(const Arguments& arg, const DraftBuffer& buffer,
-                                                     const TileHeads& heads, const float (&x)[GROUP][LK],
-                                                     DraftScratch& scratch) {
-    const int rank = heads.rank[0];
-#pragma unroll 1
-    for (int first = 0; first < rank; first += 8) {
-        LaneRows<8> rows;
-        rows.load(map_of(arg, buffer, heads), first, rank);
-#pragma unroll
-        for (int t = 0; t < GROUP; t++) rows.multiply(x[t], scratch.c[t] + first);
-    }
-    if (MAP == FACTORS) {
-        LaneRows<PIVOTS_2> pivots;
-        pivots.load(pivots_in_lanes(buffer, rank), 0, pivots_of(rank));
-#pragma unroll
-        for (int t = 0; t < GROUP; t++) pivots.multiply(x[t], scratch.y[t]);
-    }
-}
-
-// The same on the tensor cores, for bf16 storage: rows are left operands as stored, and a right operand has the two
-// slices of two queries, slice p % 2 of query p / 2 in columns 2p and 2p + 1. Lanes with even c finish the first two
-// drafts, the others the last two.
+// Products of the effective queries with maps and pivots, for bf16 storage: rows are left operands as stored, and a
+// right operand has the two slices of two queries, slice p % 2 of query p / 2 in columns 2p and 2p + 1. Lanes with even
+// c finish the first two drafts, the others the last two.
 __device__ __forceinline__ void project_drafts_slices(const Arguments& arg, const DraftBuffer& buffer,
                                                       const TileHeads& heads, const MapRow& first_rows,
                                                       DraftScratch& scratch) {
@@ -145,15 +125,7 @@ __device__ __forceinline__ void project_drafts_slices(const Arguments& arg, cons
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     QueryFragment queries[GROUP / 2];
 #pragma unroll
-    for (int f = 0; f < GROUP / 2; f++) {
-        const u32* const words = scratch.query[2 * f + r / 4].words(r / 2 % 2, r % 2, c);
-#pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i += 2) {
-            const uint4 four = *reinterpret_cast<const uint4*>(words + 2 * i);
-            queries[f].x[i][0] = four.x, queries[f].x[i][1] = four.y;
-            queries[f].x[i + 1][0] = four.z, queries[f].x[i + 1][1] = four.w;
-        }
-    }
+    for (int f = 0; f < GROUP / 2; f++) queries[f].load_slice(scratch.query[2 * f + r / 4].words(r / 2 % 2, r % 2, c));
     // Token weights for multiply_draft_values: lane (s, t) has every other draft of token s.
     const int tokens = first_token_row(heads.rank[0]);
 #pragma unroll

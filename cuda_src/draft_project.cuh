@@ -31,21 +31,10 @@ __device__ __forceinline__ void solve_drafts(const float (*with_query)[16], cons
     auto score = [&](int t) { return s <= last + t ? with_query[t][s % 16] : 0.f; };
     float e[ERASES ? GROUP : 1];
     // Log-decays from token s to the first draft; no differences, which would be NaN for gates of -inf.
-    const float own = s <= last ? gates.g : 0.f, same = decay(gates.g);
-    float sum = __shfl_down_sync(ALL, own, 1, SPAN);
-    if (s == SPAN - 1) sum = 0;
-#pragma unroll
-    for (int d = 1; d < 16; d *= 2) {
-        const float y = __shfl_down_sync(ALL, sum, d, SPAN);
-        if (s + d < SPAN) sum += y;
-    }
+    const float sum = sum_of_later(s <= last ? gates.g : 0.f), same = decay(gates.g);
     if constexpr (ERASES) {
         float row[16];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const float4 x = *reinterpret_cast<const float4*>(&scratch.product[s % 16][4 * n]);
-            row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
-        }
+        load_products(row, scratch, s % 16);
 #pragma unroll
         for (int t = 0; t < GROUP; t++) e[t] = gates.beta * score(t);
 #pragma unroll

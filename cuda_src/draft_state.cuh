@@ -20,8 +20,8 @@ __device__ __forceinline__ void read_state_drafts(const Arguments& arg, int head
             const Token token = arg.token(row, t, head);
             LaneValues values;
 #pragma unroll
-            for (int i = 0; i < AllLanes::COUNT; i++)
-                if (AllLanes::at(i) < V) values[i].load(token.v + AllLanes::at(i));
+            for (int i = 0; i < ValueShare::COUNT; i++)
+                if (ValueShare::at(i) < V) values[i].load(token.v + ValueShare::at(i));
             append_token(token, ring, values, pos + t, head);
         }
     auto token_of = [&](int s) { return arg.token(row, max(s - pos, 0), head); };

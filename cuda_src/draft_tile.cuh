@@ -34,7 +34,6 @@ struct DraftTile {
 
 // Scalar gate and beta of token lane % SPAN, at head lane / SPAN of the tile; 0 past the newest.
 struct DraftScalars {
-    static_assert(TURNS == 1, "one head for each SPAN lanes");
     float g, beta;
 
     __device__ __forceinline__ void load(const Arguments& arg, const DraftTile& tile) {

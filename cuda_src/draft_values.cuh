@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
     }
 }
 
-// Row by row, for other types; tiles of one head.
+// Row by row, for other types.
 __device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many,
                                                  out_t* output, DraftScratch& scratch) {
     const int rank = heads.rank[0];
@@ -110,41 +110,5 @@ __device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, cons
         for (int t = 0; t < GROUP; t++) scratch.c[t][j] = factors.of(scratch, 0, t, scratch.c[t][j]);
     }
     __syncwarp();
-
-    typedef ValueShare<32> Own;
-    float o[GROUP][Own::COUNT][Own::WIDTH] = {};
-    auto add = [&](const auto& x, int t, float weight, int i) {
-#pragma unroll
-        for (int n = 0; n < Own::WIDTH; n++) o[t][i][n] += weight * x[n];
-    };
-    const sketch_t* const u = buffer.sketches() + heads.at[0];
-#pragma unroll 2
-    for (int j = 0; j < rank; j++)
-#pragma unroll
-        for (int i = 0; i < Own::COUNT; i++) {
-            if (Own::at(i) >= V) continue;
-            ColumnShare<Own::WIDTH> x;
-            x.load(u + j * V + Own::at(i));
-#pragma unroll
-            for (int t = 0; t < GROUP; t++) add(x, t, scratch.c[t][j], i);
-        }
-#pragma unroll 2
-    for (int s = 0; s < buffer.count(); s++)
-#pragma unroll
-        for (int i = 0; i < Own::COUNT; i++) {
-            if (Own::at(i) >= V) continue;
-            Packed<ACT, Own::WIDTH> x;
-            x.load(reinterpret_cast<const act_t*>(buffer.rest + buffer.value_at(0, s)) + Own::at(i));
-#pragma unroll
-            for (int t = 0; t < GROUP; t++) add(x, t, scratch.weight[MATRIX ? 0 : t][s], i);
-        }
-#pragma unroll
-    for (int t = 0; t < GROUP; t++)
-#pragma unroll
-        for (int i = 0; i < Own::COUNT; i++) {
-            if (Own::at(i) >= V || t >= many) continue;
-            Packed<OUT, Own::WIDTH> rounded;
-            rounded.set(o[t][i]);
-            rounded.store(place<HEADS * V>(output, t, Own::at(i)));
-        }
+    add_values<GROUP>(buffer.sketches(), rank, buffer.rest, buffer.count(), many, output, scratch.c, scratch.weight);
 }

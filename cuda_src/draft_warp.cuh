@@ -6,7 +6,6 @@
 #include "draft_values.cuh"
 #include "read_warp.cuh"
 
-constexpr int MAX_SCORES = 128;  // most key heads of a block with SHARED_SCORES, as in read.cu
 constexpr int LARGEST_DRAFT =
     DraftBuffer::bytes(BOTH_HALVES, W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS,
                        TILE_HEADS * sketch_elements(RANK_MAX));
@@ -104,11 +103,8 @@ __device__ __forceinline__ void read_values_of_group(const DraftReader& of, cons
     const TileHeads& own = of.heads_of(tile);
     const int many = min(tile.length - first, GROUP);
     __syncwarp();
-    if constexpr (SWIZZLED) {
-        multiply_draft_values(buffer, own, many, of.output(tile, 0, first), scratch);
-    } else {
-        add_draft_values(buffer, own, many, of.output(tile, 0, first), scratch);
-    }
+    if constexpr (SWIZZLED) multiply_draft_values(buffer, own, many, of.output(tile, 0, first), scratch);
+    else add_draft_values(buffer, own, many, of.output(tile, 0, first), scratch);
     __syncwarp();
 }
 
@@ -234,7 +230,7 @@ __device__ __forceinline__ void read_drafts_in_halves(const DraftReader& of, Dra
                 if (MAP == DENSE) first_rows = load_map(arg, buffer, own, 0, 0);
                 project_drafts_slices(arg, buffer, own, first_rows, scratch);
             } else {
-                project_drafts_lanes(arg, buffer, own, x, scratch);
+                project_lanes<GROUP>(arg, buffer, own, x, scratch.c, scratch.y);
             }
             read_values_of_group(of, tile, buffer, first, scratch);
         }

@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             return;
         }
     } else {
-        // If the clock has no room for the draft, all rows fold with the clock: no row has room for W tokens. (The
-        // vote tells the compiler that all threads agree; without the vote a flush of kda spills two more registers.)
+        // If the clock has no room for the draft, all rows fold with the clock: no row has room for W tokens. (The vote
+        // tells the compiler that all threads agree; without the vote a flush of kda spills two more registers.)
         const bool strikes =
             __syncthreads_or(mode == DRAFT && clock.word && folds_before(*clock.word, draft_tokens, W));
         const Lengths drafts{{strikes ? nullptr : lengths, length_flags}, strikes ? W : draft_tokens};

@@ -134,9 +134,7 @@ struct StateStage {
         full.copy_contiguous<PARTS>(state.data, STRIDE, from, BYTES);
         full.commit();
     }
-    __device__ __forceinline__ void store(state_t* to) const {
-        bulk_store<PARTS>(to, state.data, STRIDE, BYTES);
-    }
+    __device__ __forceinline__ void store(state_t* to) const { bulk_store<PARTS>(to, state.data, STRIDE, BYTES); }
     // By the fold warp of the rows. `squares`: the lane's share of the sum of squares.
     __device__ __forceinline__ void set_norm(float squares) {
         squares = warp_sum(squares);

@@ -12,7 +12,7 @@ enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
 constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
 
-// Work tile: a (row, head) with index = row * HEADS + head. `buffered`: tokens in the ring. slot < 0: past the last tile.
+// Work tile: a (row, head); index = row * HEADS + head. `buffered`: tokens in the ring. slot < 0: past the last tile.
 struct alignas(8) FlushTile {
     int slot;
     u32 index : 26, buffered : 6;
@@ -22,8 +22,9 @@ struct alignas(8) FlushTile {
 };
 
 // The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart,
-// and the solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly, because memory serves multiprocessors at different speeds and ranks differ: with even shares the
-// last blocks ended up to 10% after the others.
+// and the solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly,
+// because memory serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up
+// to 10% after the others.
 struct TileScheduler {
     static constexpr int LENGTH = 8, AHEAD = RAW_KEYS ? 2 : 3, RELEASE_GROUP = 2;
     static_assert(AHEAD >= KEY_STAGES + !RAW_KEYS && AHEAD >= 2,
@@ -53,11 +54,9 @@ struct TileScheduler {
     }
 };
 
-// A block's shared memory, with STATE_STAGES pipeline stages for states. flush_roles.cuh says who completes each
-// barrier.
-template <int STATE_STAGES> struct BlockMemoryOf {
-    static constexpr int state_stages = STATE_STAGES;
-    StateStage rows[STATE_STAGES][ROW_BLOCKS];
+// A block's shared memory, with so many pipeline stages for states. flush_roles.cuh says who completes each barrier.
+template <int STAGES> struct BlockMemoryOf {
+    StateStage rows[STAGES][ROW_BLOCKS];
     KeyStage keys[KEY_STAGES];
     ValueStage values[VALUE_STAGES];
     PreparedKeys prepared[PREPARED_STAGES];
@@ -65,7 +64,7 @@ template <int STATE_STAGES> struct BlockMemoryOf {
     TransformShared transform[2];
     WarpMbarrier operands_empty[OPERAND_STAGES], solve_full[SOLVE_STAGES];
     WarpMbarrier gram_full[SOLVE_STAGES], operands_full[KEY_STAGES];
-    WarpMbarrier state_folded[STATE_STAGES][ROW_BLOCKS], state_empty[STATE_STAGES][ROW_BLOCKS];
+    WarpMbarrier state_folded[STAGES][ROW_BLOCKS], state_empty[STAGES][ROW_BLOCKS];
     WarpMbarrier first_keys_full;
     TileScheduler queue;
 #if SKETCHED_HEADS
@@ -93,8 +92,6 @@ template <int STATE_STAGES> struct BlockMemoryOf {
 #endif
     }
 };
-template <bool YES> struct Select { typedef BlockMemoryOf<1> type; };
-template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
 // Blocks on a multiprocessor, and warps of a team that finishes a sketch (EPILOGUE_TEAM). Without high ranks there are
 // MIN_BLOCKS blocks, and teams of one warp. With high ranks a block has more warps and needs more shared memory:
 //
@@ -110,9 +107,9 @@ template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
-typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
-               sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
-constexpr int STATE_STAGES = BlockMemory::state_stages;
+constexpr int STATE_STAGES =
+    (BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) && sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS) ? 2 : 1;
+typedef BlockMemoryOf<STATE_STAGES> BlockMemory;
 static_assert(!SLICED || !RAW_KEYS ||
                   (sizeof(BlockMemory) <= bytes_with(STATE_STAGES, SUM_STAGES) &&
                    sizeof(BlockMemory) + 64 > bytes_with(STATE_STAGES, SUM_STAGES)),
@@ -198,8 +195,7 @@ struct Flush {
     float ridge;
     int count;  // rows to flush
 
-    // Whether the window's last token is the step's own.
-    __device__ __forceinline__ bool takes_own() const { return mode == STEP; }
+    __device__ __forceinline__ bool takes_own() const { return mode == STEP; }  // the step's own token is the last
     __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + takes_own(); }
     __device__ __forceinline__ Token token(const FlushTile& tile) const {
         return Token(inputs, tile.row(), tile.head());
@@ -266,8 +262,7 @@ struct TileClaim {
     }
     __device__ __forceinline__ void find() {
         number = __shfl_sync(ALL, number, 0) + TileScheduler::AHEAD * gridDim.x;
-        entry =
-            flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: a stale entry, not used
+        entry = flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: stale, not used
     }
     __device__ __forceinline__ void push(int n) {
         flush.m.queue.push(n + TileScheduler::AHEAD, number < flush.count * HEADS ? tile_at(number, entry) : NO_TILE);

@@ -139,15 +139,10 @@ struct StateFragment {
     __device__ __forceinline__ void load(StateBlock& rows, int step) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (STATE == FP32) {
-                const float4 x = *reinterpret_cast<const float4*>(place(rows, half, step));
-                s[half][0] = x.x, s[half][1] = x.y, s[half][2] = x.z, s[half][3] = x.w;
-            } else {
-                Packed<STATE, 4> x;
-                x.load(place(rows, half, step));
+            Packed<STATE, 4> x;
+            x.load(place(rows, half, step));
 #pragma unroll
-                for (int e = 0; e < 4; e++) s[half][e] = x[e];
-            }
+            for (int e = 0; e < 4; e++) s[half][e] = x[e];
         }
     }
     // Channels 4c to 4c + 3 of value_row(half) of a state in 16 bits, as stored.
@@ -158,14 +153,9 @@ struct StateFragment {
     __device__ __forceinline__ void store(StateBlock& rows, int step) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (STATE == FP32) {
-                *reinterpret_cast<float4*>(place(rows, half, step)) =
-                    make_float4(s[half][0], s[half][1], s[half][2], s[half][3]);
-            } else {
-                Packed<STATE, 4> x;
-                x.set_state(s[half]);
-                x.store(place(rows, half, step));
-            }
+            Packed<STATE, 4> x;
+            x.set_state(s[half]);
+            x.store(place(rows, half, step));
         }
     }
 };

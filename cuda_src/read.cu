@@ -17,11 +17,6 @@
 #include "read_state.cuh"
 #include "read_warp.cuh"
 
-// Most key heads of a block with SHARED_SCORES. The host starts enough blocks that no block has more: a block's tiles
-// are whole rows, and a part of a row at each end.
-constexpr int MAX_SCORES = 128;
-constexpr int BLOCK_BYTES = sizeof(BlockMemory);
-
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
 
@@ -42,12 +37,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
-    // An even share of the tiles; all tiles of a row follow one another.
-    const int tiles = ROW_TILES * batch;
-    const int begin = static_cast<u32>(tiles) * blockIdx.x / gridDim.x;
-    const int end = static_cast<u32>(tiles) * (blockIdx.x + 1) / gridDim.x;
-    const int count = end - begin, first_row = begin / ROW_TILES, rows = (end - 1) / ROW_TILES - first_row + 1;
-    const int first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
+    const Share share(batch);
+    const int begin = share.begin, end = share.end, count = share.count, first_row = share.first_row,
+              rows = share.rows, first_key = share.first_key, keys = share.keys;
     KeyScores* const scores = reinterpret_cast<KeyScores*>(block.rows + rows);
     const BlockRows own_rows{block.rows, first_row};
     const NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
@@ -57,11 +49,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     for (int i = threadIdx.x; i < keys; i += blockDim.x) scores[i].full.init(1);
     if (lane < 2) block.full[warp][lane].init();
     __syncthreads();
-    for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + ROW_TILES); i += blockDim.x) {
-        const int index = i % ROW_TILES;
-        block.heads[index].load(heads, index);  // constant
-        atomicMax(&block.max_elements, block.heads[index].elements);
-    }
+    share.load_heads(block, heads);  // constant
     // The previous kernel may still change `slots`. An early look selects which cursors to prefetch and to load early,
     // and searches for repeated slots. If a slot has changed after the wait, the search is repeated.
     int early_slot = 0;
@@ -153,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 
     // As many active warps as fit, each with room for the largest tile.
     const int pool_at =
-        round_up_128(BLOCK_BYTES + rows * static_cast<int>(sizeof(int2)) + keys * static_cast<int>(sizeof(KeyScores)));
+        round_up_128(sizeof(BlockMemory) + rows * static_cast<int>(sizeof(int2)) +
+                     keys * static_cast<int>(sizeof(KeyScores)));
     const int largest = TileBuffer::bytes(BOTH_HALVES, block.max_tokens, block.max_elements),
               room = TILES_OFFSET + round_up_128(largest);
     // At least one warp fits, because the host asks for read_shared_bytes. The ballot replaces a division, which would
@@ -183,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 // a block.
 extern "C" __device__ int read_shared_bytes =
     SKETCHED_HEADS
-        ? round_up_128(BLOCK_BYTES + MAX_ROWS * sizeof(int2) + (SHARED_SCORES ? MAX_SCORES * sizeof(KeyScores) : 0)) +
+        ? round_up_128(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2) +
+                       (SHARED_SCORES ? MAX_SCORES * sizeof(KeyScores) : 0)) +
               TILES_OFFSET + round_up_128(LARGEST_TILE)
         : 0;
 extern "C" __device__ int read_max_warps = MAX_WARPS;

@@ -10,7 +10,7 @@ __device__ __forceinline__ void walk_back(const TileBuffer& buffer, const TokenS
     if (lane < W && lane > buffer.pos) scratch.weight[0][lane] = 0;
     __syncwarp();
     read_window(TokenPointers{buffer.query(), buffer.key(0), buffer.gates(), scratch.beta}, input, buffer.pos,
-                gates.g[0], x, scratch.weight[0]);
+                gates.g, x, scratch.weight[0]);
     if constexpr (QUERY_SLICED) scratch.query.set(x);
 }
 
@@ -44,14 +44,10 @@ __device__ __forceinline__ const small_t* map_of(const Arguments& arg, const Buf
     return static_cast<const small_t*>(rows);
 }
 
-template <class Buffer>
-__device__ __forceinline__ const small_t* pivots_in_lanes(const Buffer& buffer, int rank) {
-    return static_cast<const small_t*>(static_cast<const void*>(buffer.sketches() + rank * V));
-}
-
-// Products of the query with maps and pivots that are stored in float32.
-__device__ __forceinline__ void project_lanes(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                              const float (&x)[LK], Scratch& scratch) {
+// Products of COUNT queries x[t] with maps and pivots that are stored in float32.
+template <int COUNT, class Buffer, class X, class C, class Y>
+__device__ __forceinline__ void project_lanes(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
+                                              const X& x, C& c, Y&& y) {
     const int rank = heads.rank[0];
     LaneRows<8> rows;
     rows.load(map_of(arg, buffer, heads), 0, rank);
@@ -59,12 +55,15 @@ __device__ __forceinline__ void project_lanes(const Arguments& arg, const TileBu
     for (int first = 0; first < rank; first += 8) {
         const LaneRows<8> own = rows;
         if (first + 8 < rank) rows.load(map_of(arg, buffer, heads), first + 8, rank);
-        own.multiply(x, scratch.c[0] + first);
+#pragma unroll
+        for (int t = 0; t < COUNT; t++) own.multiply(x[t], c[t] + first);
     }
     if (MAP == FACTORS) {
         LaneRows<PIVOTS_2> pivots;
-        pivots.load(pivots_in_lanes(buffer, rank), 0, pivots_of(rank));
-        pivots.multiply(x, scratch.y);
+        pivots.load(static_cast<const small_t*>(static_cast<const void*>(buffer.sketches() + rank * V)), 0,
+                    pivots_of(rank));
+#pragma unroll
+        for (int t = 0; t < COUNT; t++) pivots.multiply(x[t], y[t]);
     }
 }
 

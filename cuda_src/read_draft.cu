@@ -1,10 +1,10 @@
 // Draft read: outputs of one to MAX_DRAFTS new tokens of each row, without moving the row's position.
 //
 // The flush kernel runs first (mode DRAFT, flush.cu): it folds the rows whose rings have no room for the drafts. This
-// kernel then stores each row's number of drafts, and the position at which they begin, in the cursor word. A draft's output equals the output of a
-// read step at the same position. A row's tile is loaded once for all drafts of the row. The drafts' raw inputs are
-// appended to the ring past the position: a commit only advances the position, and later tokens overwrite uncommitted
-// drafts.
+// kernel then stores each row's number of drafts, and the position at which they begin, in the cursor word. A draft's
+// output equals the output of a read step at the same position. A row's tile is loaded once for all drafts of the row.
+// The drafts' raw inputs are appended to the ring past the position: a commit only advances the position, and later
+// tokens overwrite uncommitted drafts.
 //
 // Tiles are divided among blocks and warps as in read.cu. -D constants: read.cu's.
 #include "draft_warp.cuh"
@@ -36,11 +36,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
     BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
-    const int tiles = ROW_TILES * batch;
-    const int begin = static_cast<u32>(tiles) * blockIdx.x / gridDim.x;
-    const int end = static_cast<u32>(tiles) * (blockIdx.x + 1) / gridDim.x;
-    const int count = end - begin, first_row = begin / ROW_TILES, rows = (end - 1) / ROW_TILES - first_row + 1;
-    const int first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
+    const Share share(batch);
+    const int begin = share.begin, end = share.end, count = share.count, first_row = share.first_row,
+              rows = share.rows, first_key = share.first_key, keys = share.keys;
     DraftScores* const scores = reinterpret_cast<DraftScores*>(block.rows + rows);
     // What tiles do not append themselves: scalars, and keys that several tiles share.
     NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
@@ -54,11 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     for (int i = threadIdx.x; i < keys; i += blockDim.x) scores[i].full.init(1);
     if (threadIdx.x % 32 < 2) block.full[warp][threadIdx.x % 32].init();
     __syncthreads();
-    for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + ROW_TILES); i += blockDim.x) {
-        const int index = i % ROW_TILES;
-        block.heads[index].load(heads, index);
-        atomicMax(&block.max_elements, block.heads[index].elements);
-    }
+    share.load_heads(block, heads);
 #endif
     wait_for_previous_kernel();
     allow_next_kernel();

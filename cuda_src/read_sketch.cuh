@@ -104,23 +104,34 @@ struct LeftFragment {
     }
 };
 
+// Sum of the log-decays of later tokens: of the lanes behind this lane, in its group of SPAN.
+__device__ __forceinline__ float sum_of_later(float own) {
+    const int s = threadIdx.x % SPAN;
+    float sum = __shfl_down_sync(ALL, own, 1, SPAN);
+    if (s == SPAN - 1) sum = 0;
+#pragma unroll
+    for (int d = 1; d < 16; d *= 2) {
+        const float y = __shfl_down_sync(ALL, sum, d, SPAN);
+        if (s + d < SPAN) sum += y;
+    }
+    return sum;
+}
+// Row s of the products of keys.
+template <class Scratch> __device__ __forceinline__ void load_products(float (&row)[16], Scratch& scratch, int s) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float4 x = *reinterpret_cast<const float4*>(&scratch.product[s][4 * n]);
+        row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
+    }
+}
+
 // Scalar decays: `after` the lane's token s up to the newest token, D_{s+1:t}; `whole` also includes token s itself.
 struct Decays {
-    float after[TURNS], whole[TURNS];
+    float after, whole;
 
     __device__ __forceinline__ explicit Decays(const TokenScalars& gates) {
-        const int s = threadIdx.x % SPAN;
-#pragma unroll
-        for (int i = 0; i < TURNS; i++) {
-            float sum = __shfl_down_sync(ALL, gates.g[i], 1, SPAN);  // log-decays of later tokens
-            if (s == SPAN - 1) sum = 0;
-#pragma unroll
-            for (int d = 1; d < 16; d *= 2) {
-                const float y = __shfl_down_sync(ALL, sum, d, SPAN);
-                if (s + d < SPAN) sum += y;
-            }
-            after[i] = decay(sum), whole[i] = decay(sum + gates.g[i]);
-        }
+        const float sum = sum_of_later(gates.g);
+        after = decay(sum), whole = decay(sum + gates.g);
     }
 };
 
@@ -129,44 +140,31 @@ struct Decays {
 // decay.
 __device__ __forceinline__ void solve(const float* with_query, const TokenScalars& gates, const Decays& decays, int pos,
                                       Scratch& scratch) {
-    const int lane = threadIdx.x % 32, s = lane % SPAN;
-    float e[TURNS], row[16];
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) e[i] = s <= pos ? with_query[s % 16] : 0.f;
+    const int lane = threadIdx.x % 32, s = lane % SPAN, h = lane / SPAN;
+    float e = s <= pos ? with_query[s % 16] : 0.f, row[16];
     if (ERASES) {
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const float4 x = *reinterpret_cast<const float4*>(&scratch.product[s % 16][4 * n]);
-            row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
-        }
-#pragma unroll
-        for (int i = 0; i < TURNS; i++) e[i] *= gates.beta[i];
+        load_products(row, scratch, s % 16);
+        e *= gates.beta;
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             if (8 * half > pos) continue;
             // Two tokens at a time: every lane recomputes the earlier token's result from the later token's, so that
             // the two shuffles do not depend on each other.
 #pragma unroll
-            for (int j = 8 * half + 7; j > 8 * half; j -= 2)
-#pragma unroll
-                for (int i = 0; i < TURNS; i++) {
-                    const float with_later = gates.beta[i] * row[j], with_earlier = gates.beta[i] * row[j - 1];
-                    const float later = __shfl_sync(ALL, e[i], j, SPAN);
-                    const float earlier =
-                        __shfl_sync(ALL, e[i], j - 1, SPAN) - __shfl_sync(ALL, with_later, j - 1, SPAN) * later;
-                    if (s < j) e[i] -= with_later * later;
-                    if (s < j - 1) e[i] -= with_earlier * earlier;
-                }
+            for (int j = 8 * half + 7; j > 8 * half; j -= 2) {
+                const float with_later = gates.beta * row[j], with_earlier = gates.beta * row[j - 1];
+                const float later = __shfl_sync(ALL, e, j, SPAN);
+                const float earlier =
+                    __shfl_sync(ALL, e, j - 1, SPAN) - __shfl_sync(ALL, with_later, j - 1, SPAN) * later;
+                if (s < j) e -= with_later * later;
+                if (s < j - 1) e -= with_earlier * earlier;
+            }
         }
     }
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) {
-        const int h = lane / SPAN + i * HEADS_AT_ONCE;
-        if (h >= TILE_HEADS || s >= 16) continue;
-        if (s < W) scratch.weight[h][s] = decays.after[i] * e[i];
-        if (ERASES) scratch.query_part[h][s] = s == 15 ? -1.f : e[i];
-        if (s == 0) scratch.window_decay[h] = decays.whole[i];
-    }
+    if (s >= 16) return;
+    if (s < W) scratch.weight[h][s] = decays.after * e;
+    if (ERASES) scratch.query_part[h][s] = s == 15 ? -1.f : e;
+    if (s == 0) scratch.window_decay[h] = decays.whole;
 }
 
 // Eight rows of a head's map. A full-state head has no map and loads arbitrary valid rows.
@@ -222,7 +220,9 @@ struct QueryFragment {
     // The query in two slices: columns 0, 1, 4, 5 hold the leading slice, columns 2, 3, 6, 7 the second.
     __device__ __forceinline__ void load(QuerySlices& slices) {
         const int r = threadIdx.x / 4 % 8;
-        const u32* const words = slices.words(r / 2 % 2, r % 2, threadIdx.x % 4);
+        load_slice(slices.words(r / 2 % 2, r % 2, threadIdx.x % 4));
+    }
+    __device__ __forceinline__ void load_slice(const u32* words) {
 #pragma unroll
         for (int i = 0; i < KEY_CHUNKS; i += 2) {
             const uint4 four = *reinterpret_cast<const uint4*>(words + 2 * i);

@@ -6,8 +6,7 @@
 constexpr int QUARTERS = 4;
 constexpr int STATE_ROWS = 8;  // value rows of the state that a warp has in flight
 
-typedef ValueShare<32> AllLanes;
-typedef Packed<ACT, AllLanes::WIDTH> LaneValues[AllLanes::COUNT];
+typedef Packed<ACT, ValueShare::WIDTH> LaneValues[ValueShare::COUNT];
 
 // Appends the newest token to the ring; the caller has loaded the token's value. Only for replay, where no values are
 // swizzled.
@@ -20,8 +19,8 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
         key.store(ring.k + pos * K + lane * LK);
     }
 #pragma unroll
-    for (int i = 0; i < AllLanes::COUNT; i++)
-        if (AllLanes::at(i) < V) values[i].store(ring.v + pos * V + AllLanes::at(i));
+    for (int i = 0; i < ValueShare::COUNT; i++)
+        if (ValueShare::at(i) < V) values[i].store(ring.v + pos * V + ValueShare::at(i));
     if constexpr (KIND == KDA) {
         Packed<GATE_TYPE, LK> gate;
         gate.load(token.g + lane * LK);
@@ -156,9 +155,9 @@ __device__ __forceinline__ void read_state(const Arguments& arg, int head, int r
     for (int i = 0; i < STATE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
     LaneValues newest;
 #pragma unroll
-    for (int i = 0; i < AllLanes::COUNT; i++) {
+    for (int i = 0; i < ValueShare::COUNT; i++) {
         newest[i].clear();
-        if (part == 0 && AllLanes::at(i) < V) newest[i].load(token.v + AllLanes::at(i));
+        if (part == 0 && ValueShare::at(i) < V) newest[i].load(token.v + ValueShare::at(i));
     }
     GateInput<LK> input;
     input.load(arg.gate_input, head, lane * LK);

@@ -8,18 +8,15 @@ constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH != FP32 && W <= 16;
 constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
 constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
 constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
-constexpr int HEAD_LANES = 32 / TILE_HEADS;    // lanes per head when a warp works on the heads side by side
+// Lanes per head when a warp works on the heads side by side: lane l holds the scalar gate of token l % SPAN, at head
+// l / SPAN of the tile. (Windows of 32 have tiles of one head.)
+constexpr int SPAN = 32 / TILE_HEADS;
 
 // SHARED_SCORES: without erasure, all heads of a key head use the same products <k_s, q>; the block computes them once.
 // TWO_HALVES: the token-by-token path uses the keys first, and the values and the sketch much later, so the two halves
 // of a tile are separate pipeline stages.
 constexpr bool SHARED_SCORES = MATRIX && !ERASES, TWO_HALVES = !MATRIX;
 enum { KEY_HALF = 1, VALUE_HALF = 2, BOTH_HALVES = 3 };  // halves of a tile in shared memory, see TileBuffer
-
-// Lane l holds the scalar gate of token l % SPAN, for heads l / SPAN, l / SPAN + HEADS_AT_ONCE, ...
-constexpr int SPAN = MATRIX && TILE_HEADS > 1 ? 16 : 32;
-constexpr int HEADS_AT_ONCE = 32 / SPAN;
-constexpr int TURNS = (TILE_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
 struct Arguments {
     Memory memory;
@@ -51,8 +48,8 @@ struct BlockRows {
 // The plan's entries for the heads of a tile.
 struct TileHeads {
     int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a full-state head
-    int at[TILE_HEADS];                            // offsets of their sketches in the tile's sketches
-    int from, elements;                            // offset of the tile's sketches in a slot, and their length
+    int at[TILE_HEADS];  // offsets of their sketches in the tile's sketches
+    int from, elements;  // offset of the tile's sketches in a slot, and their length
 
     __device__ __forceinline__ void load(const int4* heads, int part) {
         from = elements = 0;
@@ -76,21 +73,17 @@ struct ReadTile {
 
 // Scalar gates and betas of a tile's tokens, 0 past the newest. With TWO_HALVES the betas are in shared memory instead.
 struct TokenScalars {
-    float g[TURNS], beta[TURNS];
+    float g, beta;
 
     __device__ __forceinline__ void load(const Arguments& arg, const ReadTile& tile) {
-        const int lane = threadIdx.x % 32, s = lane % SPAN;
-#pragma unroll
-        for (int i = 0; i < TURNS; i++) {
-            const int h = lane / SPAN + i * HEADS_AT_ONCE, head = tile.index * TILE_HEADS + h;
-            g[i] = beta[i] = 0;
-            if (s > tile.pos || h >= TILE_HEADS) continue;
-            auto get = [&](const auto& ring, const auto& input) -> float {
-                return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
-            };
-            if (KIND != KDA) g[i] = get(arg.memory.gates, arg.inputs.g);
-            if (ERASES && !TWO_HALVES) beta[i] = get(arg.memory.betas, arg.inputs.beta);
-        }
+        const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.index * TILE_HEADS + lane / SPAN;
+        g = beta = 0;
+        if (s > tile.pos) return;
+        auto get = [&](const auto& ring, const auto& input) -> float {
+            return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
+        };
+        if (KIND != KDA) g = get(arg.memory.gates, arg.inputs.g);
+        if (ERASES && !TWO_HALVES) beta = get(arg.memory.betas, arg.inputs.beta);
     }
 };
 

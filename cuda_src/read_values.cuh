@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
     // A full-state head uses a row of the other head: its own values may be infinite and must not even be multiplied
     // by 0.
-    const int h = lane / HEAD_LANES, rank = heads.rank[h];
+    const int h = lane / SPAN, rank = heads.rank[h];
     int tokens = rank;  // row number of the first token. Columns of U come first; with codes they fill whole operands
     if constexpr (CODED) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
     end = (end + ROWS - 1) / ROWS * ROWS;
     const Coefficients coefficients(buffer, heads, scratch, h);
 #pragma unroll 1
-    for (int n = lane % HEAD_LANES; n < end; n += HEAD_LANES) {
+    for (int n = lane % SPAN; n < end; n += SPAN) {
         const int s = min(n - tokens, W - 1);
         float weight = n < rank ? scratch.c[h][n] : CODED && s < 0 ? 0.f : scratch.weight[h][s];
         if (n < rank) weight = coefficients.of(n, weight);
@@ -159,57 +159,61 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
 template <int N, bool CODES = CODED> struct ColumnShare : Packed<SKETCH, N> {};
 template <int N> struct ColumnShare<N, true> : Codes<N> {};
 
-// Row by row, for other types.
-__device__ __forceinline__ void add_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
-                                           Scratch& scratch) {
-    const int h = threadIdx.x % 32 / HEAD_LANES, pos = buffer.pos, rank = heads.rank[h];
-    const Coefficients coefficients(buffer, heads, scratch, h);
-    for (int j = threadIdx.x % HEAD_LANES; j < rank; j += HEAD_LANES)
-        scratch.c[h][j] = coefficients.of(j, scratch.c[h][j]);
-    __syncwarp();
-
-    typedef ValueShare<HEAD_LANES> Own;
-    float o[Own::COUNT][Own::WIDTH] = {};
-    auto add = [&](const auto& x, float weight, int i) {
+// Row by row, for other types: outputs of COUNT tokens of a head with `rank` columns in `u`, from their coefficients
+// c[t] and the weights of `tokens` tokens with values from `values` on. Output t goes to output + t * HEADS * V, for
+// the first `many`.
+template <int COUNT, class Coefficients, class Weights>
+__device__ __forceinline__ void add_values(const sketch_t* u, int rank, const void* values, int tokens, int many,
+                                           out_t* output, const Coefficients& c, const Weights& weights) {
+    static_assert(TILE_HEADS == 1 || SWIZZLED || SKETCHED_HEADS == 0);
+    typedef ValueShare Own;
+    constexpr int UNROLL = COUNT > 1 ? 2 : 4;
+    float o[COUNT][Own::COUNT][Own::WIDTH] = {};
+    auto add = [&](const auto& x, float weight, float (&to)[Own::WIDTH]) {
 #pragma unroll
-        for (int n = 0; n < Own::WIDTH; n++) o[i][n] += weight * x[n];
+        for (int n = 0; n < Own::WIDTH; n++) to[n] += weight * x[n];
     };
-    const sketch_t* const u = buffer.sketches() + heads.at[h];
-#pragma unroll 4
-    for (int j = 0; j < rank; j++) {
+#pragma unroll UNROLL
+    for (int j = 0; j < rank; j++)
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
             ColumnShare<Own::WIDTH> x;
             x.load(u + j * V + Own::at(i));
-            add(x, scratch.c[h][j], i);
+#pragma unroll
+            for (int t = 0; t < COUNT; t++) add(x, c[t][j], o[t][i]);
         }
-    }
-    const act_t* const values = buffer.values(h);
-#pragma unroll 4
-    for (int s = 0; s < pos; s++) {
+#pragma unroll UNROLL
+    for (int s = 0; s < tokens; s++)
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
             Packed<ACT, Own::WIDTH> x;
-            x.load(values + s * V + Own::at(i));
-            add(x, scratch.weight[h][s], i);
-        }
-    }
+            x.load(static_cast<const act_t*>(values) + s * V + Own::at(i));
 #pragma unroll
-    for (int i = 0; i < Own::COUNT; i++) {
-        if (Own::at(i) >= V || rank == 0) continue;
-        Packed<ACT, Own::WIDTH> x;
-        x.load(buffer.newest(h) + Own::at(i));
-        add(x, scratch.weight[h][pos], i);
-        Packed<OUT, Own::WIDTH> round_up_128;
-        round_up_128.set(o[i]);
-        round_up_128.store(output + h * V + Own::at(i));
-    }
+            for (int t = 0; t < COUNT; t++) add(x, weights[t][s], o[t][i]);
+        }
+#pragma unroll
+    for (int t = 0; t < COUNT; t++)
+#pragma unroll
+        for (int i = 0; i < Own::COUNT; i++) {
+            if (Own::at(i) >= V || t >= many || rank == 0) continue;
+            Packed<OUT, Own::WIDTH> rounded;
+            rounded.set(o[t][i]);
+            rounded.store(output + t * (HEADS * V) + Own::at(i));
+        }
 }
 
 __device__ __forceinline__ void read_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
                                             Scratch& scratch) {
-    if constexpr (SWIZZLED) multiply_values(buffer, heads, output, scratch);
-    else add_values(buffer, heads, output, scratch);
+    if constexpr (SWIZZLED) {
+        multiply_values(buffer, heads, output, scratch);
+    } else {
+        const Coefficients coefficients(buffer, heads, scratch, 0);
+        for (int j = threadIdx.x % 32; j < heads.rank[0]; j += 32)
+            scratch.c[0][j] = coefficients.of(j, scratch.c[0][j]);
+        __syncwarp();
+        add_values<1>(buffer.sketches(), heads.rank[0], buffer.rest, buffer.pos + 1, 1, output, scratch.c,
+                      scratch.weight);
+    }
 }

@@ -27,6 +27,28 @@ struct BlockMemory {
     WarpCopyBarrier full[MAX_WARPS][2];
     alignas(16) int2 rows[1];
 };
+// A block's even share of the tiles of `batch` rows; all tiles of a row follow one another. With SHARED_SCORES also of
+// the key heads.
+struct Share {
+    int begin, end, count, first_row, rows, first_key, keys;
+
+    __device__ __forceinline__ explicit Share(int batch) {
+        const int tiles = ROW_TILES * batch;
+        begin = static_cast<u32>(tiles) * blockIdx.x / gridDim.x;
+        end = static_cast<u32>(tiles) * (blockIdx.x + 1) / gridDim.x;
+        count = end - begin, first_row = begin / ROW_TILES, rows = (end - 1) / ROW_TILES - first_row + 1;
+        first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
+    }
+    // Loads the plan's entries for the tiles. By all threads of the block, after a barrier.
+    __device__ __forceinline__ void load_heads(BlockMemory& block, const int4* heads) const {
+        for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + ROW_TILES); i += blockDim.x) {
+            const int index = i % ROW_TILES;
+            block.heads[index].load(heads, index);
+            atomicMax(&block.max_elements, block.heads[index].elements);
+        }
+    }
+};
+
 // Header of a warp's part. After it: room for at least one tile.
 struct WarpMemory {
     Scratch scratch;
@@ -34,6 +56,10 @@ struct WarpMemory {
 };
 constexpr int TILES_OFFSET = (sizeof(WarpMemory) - 1) / 128 * 128;
 __device__ __forceinline__ constexpr int round_up_128(int bytes) { return (bytes + 127) / 128 * 128; }
+
+// Most key heads of a block with SHARED_SCORES. The host starts enough blocks that no block has more: a block's tiles
+// are whole rows, and a part of a row at each end.
+constexpr int MAX_SCORES = 128;
 
 // x / y for small positive integers: adding a half keeps the rounded quotient below the next integer.
 __device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(__fdividef(x + 0.5f, y)); }
@@ -192,7 +218,7 @@ __device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpM
         if (QUERY_SLICED && MAP == DENSE) load_rows();
         if (next.reads()) fetch_keys(gates, next);
         if constexpr (QUERY_SLICED) project_slices(arg, buffer, own, first_rows, second_rows, memory.scratch);
-        else project_lanes(arg, buffer, own, x, memory.scratch);
+        else project_lanes<1>(arg, buffer, own, &x, memory.scratch.c, &memory.scratch.y);
         __syncwarp();
         read_values(buffer, own, of.output(tile), memory.scratch);
         __syncwarp();

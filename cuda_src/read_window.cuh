@@ -9,11 +9,10 @@
 #pragma once
 #include "ring.cuh"
 
-// How LANES neighbouring lanes share the value channels: lane l has chunks l, l + LANES, ... of WIDTH neighbours.
-template <int HEAD_LANES> struct ValueShare {
-    static constexpr int WIDTH = V % (8 * HEAD_LANES) == 0 ? 8 : V % (4 * HEAD_LANES) == 0 ? 4 : 2;
-    static constexpr int COUNT = (V / WIDTH + HEAD_LANES - 1) / HEAD_LANES;
-    __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % HEAD_LANES + HEAD_LANES * i); }
+// How the lanes share the value channels: lane l has chunks l, l + 32, ... of WIDTH neighbours.
+struct ValueShare {
+    static constexpr int WIDTH = V % 128 == 0 ? 4 : 2, COUNT = (V / WIDTH + 31) / 32;
+    __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % 32 + 32 * i); }
 };
 
 // Inputs of the window's tokens in shared memory, token after token.

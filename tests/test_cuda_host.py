@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from gpu.cuda_support import (
     EXACT,
+    LAYERS,
+    RANKS,
     RIDGE,
     STORED,
     ReplayEngine,
@@ -16,15 +18,16 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    poisoned,
     round_to,
     run_mixed,
     run_pair,
     slot_table,
+    token,
     tokens_to_device,
     with_blocks,
 )
 from host import fixtures
-from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer

@@ -4,16 +4,19 @@ import numpy as np
 import pytest
 from gpu.cuda_support import (
     EXACT,
+    LAYERS,
+    RANKS,
     STORED,
     ReplayEngine,
     SketchEngine,
     error,
     make_plan,
     make_tokens,
+    poisoned,
+    run_served,
     tokens_to_device,
 )
 from host import fixtures
-from host.kernels import LAYERS, RANKS, poisoned, run_served
 
 from sketchssm.cuda import replay
 from sketchssm.layer.recurrence import FULL_STATE

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from gpu.cuda_support import (
     EXACT,
+    LAYERS,
+    RANKS,
     RIDGE,
     STORED,
     SketchEngine,
@@ -11,6 +13,7 @@ from gpu.cuda_support import (
     error,
     make_plan,
     make_tokens,
+    poisoned,
     round_to,
     run_pair,
     slot_table,
@@ -18,7 +21,6 @@ from gpu.cuda_support import (
     tokens_to_device,
 )
 from host import fixtures, heads
-from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from gpu.cuda_support import (
     EXACT,
+    LAYERS,
+    RANKS,
     RIDGE,
     STORED,
     ReplayEngine,
@@ -14,11 +16,11 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    poisoned,
     slot_table,
     tokens_to_device,
 )
 from host import fixtures, standin
-from host.kernels import LAYERS, RANKS, poisoned
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from gpu.cuda_support import (
     EXACT,
+    LAYERS,
+    RANKS,
     RIDGE,
     STORED,
     ReplayEngine,
@@ -15,12 +17,12 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    poisoned,
     round_to,
     run_pair,
     tokens_to_device,
 )
 from host import fixtures
-from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import FULL_STATE, Layer

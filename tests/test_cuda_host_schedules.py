@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    LAYERS,
+    RANKS,
     RIDGE,
     ReplayEngine,
     SketchEngine,
@@ -10,11 +12,12 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    poisoned,
+    token,
     tokens_to_device,
     with_blocks,
 )
 from host import fixtures, standin
-from host.kernels import LAYERS, RANKS, poisoned, token
 
 from sketchssm.cuda import modules, replay, standard
 from sketchssm.layer.recurrence import FULL_STATE, Layer

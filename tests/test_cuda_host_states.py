@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
+    LAYERS,
+    RANKS,
     RIDGE,
     STORED,
     TIPPED,
@@ -14,6 +16,7 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
+    poisoned,
     run_mixed,
     run_pair,
     slot_table,
@@ -21,7 +24,6 @@ from gpu.cuda_support import (
     with_blocks,
 )
 from host import fixtures
-from host.kernels import LAYERS, RANKS, poisoned
 
 from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer

@@ -38,16 +38,6 @@ def test_all_systems(name):
         assert result.microseconds == pytest.approx(np.mean(result.positions))
 
 
-def test_codes():
-    """Some codes are the neighbours of the reference's: errors as in test_cuda_codes.py."""
-    layer = LAYERS["gdn"]
-    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 5, layer.key_dim), 4, "ridge", sketch_dtype="int8")
-    system = bench.systems(layer, 4, [plan])[-1]
-    result = bench.measure_device("tiny", system, bench.Workload(layer, 3, 4), 1e12, seconds=0, duty=0.5)
-    assert result.error < ROUNDED
-    assert result.state_error < EXACT
-
-
 def test_bandwidth():
     assert 1e11 < bench.device_bandwidth(256, 3) < 1e14
     assert bench.device_name()

@@ -7,7 +7,6 @@ import pytest
 from gpu.cuda_support import (
     EXACT,
     LAYERS,
-    RANKS,
     STORED,
     ReplayEngine,
     SketchEngine,
@@ -17,7 +16,6 @@ from gpu.cuda_support import (
     make_tokens,
     named_gate,
     run_pair,
-    slot_table,
     tokens_to_device,
 )
 
@@ -26,16 +24,6 @@ from sketchssm.reference import engines as reference
 
 # engines without a warmup() compile at their first step
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:loading kernel:RuntimeWarning")]
-
-
-@pytest.fixture(autouse=True)
-def poison(cupy):
-    """Fresh device memory holds NaN."""
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    blocks = [cupy.full(1 << 20, np.nan, dtype=np.float32) for _ in range(8)]
-    del blocks
-    yield
 
 
 @pytest.mark.parametrize("pivots", [1, 2, 3, 5, 8])
@@ -57,41 +45,6 @@ def test_pivot_counts(pivots, dependent, rng, cupy):
     assert error(got, want) < 1e-3 if dependent else error(got, want) < STORED["float32"]
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_graph_replay_with_changing_slots(name, rng, cupy):
-    """One captured step is replayed thousands of times, with slots and inputs changed in place."""
-    layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
-    gate = named_gate(name, layer, rng)
-    eager, captured = (SketchEngine(plan, 6, output_dtype="float32", gate=gate) for _ in range(2))
-    tokens = make_tokens(layer, 4, 1200, "bfloat16", rng, gate=gate)
-    table = slot_table(4, 6, 1200, rng)
-    first = tokens_to_device(type(tokens)(*(x if x is None else x[:, :1] for x in tokens)), "bfloat16", gate)
-    slots = cupy.full(4, -1, dtype=np.int64)
-    out = cupy.empty((4, 1, layer.heads, layer.value_dim), dtype=np.float32)
-    captured.warmup()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        captured.step(first, slots, out)
-        graph = stream.end_capture()
-    cupy.cuda.Device().synchronize()
-    for t in range(1200):
-        now = tokens_to_device(type(tokens)(*(x if x is None else x[:, t : t + 1] for x in tokens)), "bfloat16", gate)
-        expected = cupy.empty_like(out)
-        eager.step(now, cupy.asarray(table[t]), expected)
-        for old, new in zip(first, now, strict=True):
-            if old is not None:
-                old[...] = new
-        slots[...] = cupy.asarray(table[t])
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        if t % 97 == 0 or t > 1180:
-            assert np.array_equal(out.get(), expected.get())
-    assert np.array_equal(captured.state.get(), eager.state.get())
-
-
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_slot_offsets_beyond_32_bits(name, rng, cupy):
     """Six slots of a pool, almost 2 GiB from slot to slot: element offsets pass 2^31 at the last."""
@@ -100,23 +53,15 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
     pool = cupy.full((slots - 1) * stride + math.prod(layer.state_shape), np.nan, dtype=np.float32)
     shape = (slots, *layer.state_shape)
     strides = (4 * stride, 4 * layer.value_dim * layer.key_dim, 4 * layer.key_dim, 4)
-    for build, oracle_type in (
-        (lambda state: StandardEngine(layer, slots, memory={"state": state}, output_dtype="float32"), "standard"),
-        (
-            lambda state: SketchEngine(
-                make_plan(layer, [7] * layer.heads, rng), slots, memory={"state": state}, output_dtype="float32"
-            ),
-            "sketch",
-        ),
+    plan = make_plan(layer, [7] * layer.heads, rng)
+    for kind, of, source in (
+        (StandardEngine, reference.StandardEngine, layer),
+        (SketchEngine, reference.SketchEngine, plan),
     ):
         state = cupy.ndarray(shape, np.float32, pool.data, strides=strides)
         state[...] = 0
-        device = build(state)
-        oracle = (
-            reference.StandardEngine(layer, slots)
-            if oracle_type == "standard"
-            else reference.SketchEngine(device.plan, slots)
-        )
+        device = kind(source, slots, memory={"state": state}, output_dtype="float32")
+        oracle = of(source, slots)
         tokens = make_tokens(layer, 2, 17, "bfloat16", rng)
         table = np.tile(np.array([slots - 1, 0]), (17, 1))
         run_pair(device, oracle, layer, tokens, table, "bfloat16")
@@ -137,11 +82,6 @@ def test_long_runs_stay_exact(rng, cupy):
             out = cupy.empty((2, 4096, layer.heads, layer.value_dim), dtype=np.float32)
             engine.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(2), out)
             at = slice(15, None, 16)
-            figures = error(out.get()[:, at], want[:, at]), error(out.get(), want), error(engine.state.get(), state)
-            print(
-                name,
-                type(engine).__name__,
-                "errors of flush outputs, all outputs, state:",
-                *map("{:.2e}".format, figures),
-            )
-            assert max(figures) < EXACT
+            assert error(out.get()[:, at], want[:, at]) < EXACT
+            assert error(out.get(), want) < EXACT
+            assert error(engine.state.get(), state) < EXACT

@@ -113,13 +113,3 @@ def test_a_thread_that_never_used_the_device(cupy, rng):
     thread.join()
     assert not errors
     assert cupy.array_equal(outputs[0].view(np.uint16), outputs[1].view(np.uint16))
-
-
-def test_refusals(cupy, rng):
-    """The error of an impossible launch names the driver's code, the kernel and its sizes."""
-    module = cupy.RawModule(code='extern "C" __global__ void nothing(int x) {}')
-    run = launch.Launcher(module.get_function("nothing"), (), "i")
-    run(1, 32, 1)
-    with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE") as caught:
-        run(1, 2048, 1)
-    assert caught.value.__notes__ == ["nothing: 1 blocks, 2048 threads, 0 bytes of shared memory"]
