@@ -2,6 +2,10 @@
 
 A state advances 16 rows at a time: predict the values of the rows for all buffered keys (a matrix product), solve for
 the values that the tokens write, and add them (another product). Meanwhile the rows stay in the first-level cache.
+
+A window with a beta above 1 is folded token by token, as standard decode does. A transition then may reverse what a
+state holds along a key and forget nothing. If the key repeats, rounding errors of the Gram matrix are the same in every
+window and add up, so that the matrix would have to be more exact than float32, and the written values too.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from sketchssm.cpu.columns import columns_16, substitute, transpose
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
-from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows
+from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows, dots
 
 __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
@@ -47,7 +51,13 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 
 @njit
 def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
-    """Compute a head's decays over `count` tokens of a window and the Gram matrix that `substitute` needs."""
+    """Compute a head's decays over `count` tokens of a window and the Gram matrix that `substitute` needs.
+
+    For a window that is folded token by token, ``left`` gets kda's decayed keys, or gdn's decays in all channels.
+    """
+    if _reflects(m, slot, head, start, count):
+        _prepare_turns(m, at, buf, slot, head, start, count)
+        return
     if m.kind == KDA:
         _prepare_channels(m, at, buf, slot, head, start, count)
         _scale_gram(m, at, buf, slot, head, start, count)
@@ -78,6 +88,67 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, star
             row = j * m.tokens + i
             store(buf, at.gram + row, load(buf, at.walk + i) * load(buf, at.key_gram + row))
     _scale_gram(m, at, buf, slot, head, start, count)
+
+
+@njit
+def _reflects(m: Record, slot: int, head: int, start: int, count: int) -> bool:
+    """Whether a window has a beta above 1."""
+    if m.kind != MAMBA2:
+        for s in range(start, start + count):
+            if floats(m.beta)[slot * m.beta_stride + s * m.heads + head] > 1:
+                return True
+    return False
+
+
+@njit
+def _prepare_turns(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
+    """`prepare_fold` for a window that is folded token by token."""
+    keys = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
+    gates = slot * m.gate_stride + start * m.gate_row + head * m.keys
+    for s in range(count):
+        left = at.left + s * m.keys
+        buf[at.start + s] = np.float32(1.0)
+        if m.kind == GDN:
+            buf[at.start + s] = math.exp(floats(m.gate)[slot * m.gate_stride + (start + s) * m.heads + head])
+        for c in range(0, m.keys, LANES):
+            decayed = splat(buf[at.start + s])
+            if m.kind == KDA:
+                decayed = load(floats(m.gate), gates + s * m.gate_row + c) * load(
+                    floats(m.k), keys + s * m.key_row + c
+                )
+            store(buf, left + c, decayed)
+
+
+@njit
+def _fold_turns(
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, start: int, count: int,
+    state: Pointer, first: int,
+) -> Any:  # fmt: skip
+    """`fold_block` token by token."""
+    keys = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
+    squares = splat(np.float32(0.0))
+    for s in range(count):
+        left, key, beta = (
+            at.left + s * m.keys,
+            keys + s * m.key_row,
+            slot * m.beta_stride + (start + s) * m.heads + head,
+        )
+        predictor, decays, decay = floats(m.k), buf, left
+        predictor_at = key
+        if m.kind == KDA:
+            predictor, predictor_at = buf, left
+            decays, decay = floats(m.gate), slot * m.gate_stride + (start + s) * m.gate_row + head * m.keys
+        dots(state, first, m.keys, LANES, predictor, predictor_at, 0, 1, m.keys, buf, at.write, 0)
+        value = load(floats(m.v), slot * m.v_stride + (start + s) * m.value_row + head * m.values + block)
+        value = value - splat(buf[at.start + s]) * load(buf, at.write)
+        store(buf, at.write, splat(floats(m.beta)[beta]) * value)
+        squares = splat(np.float32(0.0))
+        for r in range(0, LANES, TILE_ROWS):
+            squares = squares + accumulate_tile_rows(
+                state, first + r * m.keys, m.keys, m.keys, decays, decay, buf, at.write + r, 0, 1,
+                floats(m.k), key, 0, 1
+            )  # fmt: skip
+    return total(squares)
 
 
 @njit
@@ -126,6 +197,8 @@ def fold_block(
     state: Pointer, first: int,
 ) -> Any:  # fmt: skip
     """Advance 16 rows of a state, from element `first` on, through a window; return their squared norm."""
+    if _reflects(m, slot, head, start, count):
+        return _fold_turns(m, at, buf, slot, head, block, start, count, state, first)
     erases = m.kind != MAMBA2
     if erases:
         for s in range(0, count, LANES):
