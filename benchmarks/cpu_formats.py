@@ -44,7 +44,7 @@ def measure(shape: str, rank: int, batch: int, rounds: int, formats: list[str]) 
         got = np.stack([head.step(*token)[:1] for token in steps], axis=1)
         error = relative_error(got, np.asarray(twin.step(*one), dtype=np.float64))
         sketch = next(part.bytes for part in head.parts if part.name == "sketch")
-        modelled = SketchFormat.of(form).bytes(plan.map, plan.ranks, layer.key_dim, layer.value_dim, plan.wide)
+        modelled = SketchFormat.of(form).bytes(plan.map, plan.ranks, layer.key_dim, layer.value_dim)
         heads.append(head)
         rows.append({"shape": shape, "mean_rank": rank, "batch": batch, "sketch_dtype": form,
                      "read_bytes_per_slot": float(modelled.sum()), "sketch_part_bytes": sketch,

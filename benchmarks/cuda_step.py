@@ -5,9 +5,7 @@
 For comparisons of commits. The measurements are those of `sketchssm bench --backend cuda` (see docs/cuda.md); this
 script writes their numbers, for one map, with the names of earlier reports. `--systems standard,peers` leaves replay
 and sketches out and times the other installed libraries. `--raw-gate` gives heads of kda raw gate inputs.
-`--sketch-dtype` and `--mean-rank` list formats of sketches and mean ranks of all shapes; each pair is timed. With
-`--flush-every`, sketches are refreshed every `--window` tokens between flushes. Reads then include the refreshes;
-`plain_read` leaves them out.
+`--sketch-dtype` and `--mean-rank` list formats of sketches and mean ranks of all shapes; each pair is timed.
 """
 
 import argparse
@@ -26,7 +24,7 @@ from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 from sketchssm.study import bench
 
 
-def flat(name, result, refresh_every):
+def flat(name, result):
     """A result's numbers under a system's name."""
     buffered = name in ("replay", "sketch")
     if not buffered:
@@ -37,13 +35,6 @@ def flat(name, result, refresh_every):
             "flush_": (result.flush_microseconds, result.flush_fraction),
         }
     row = {}
-    if buffered and refresh_every < result.window:
-        refreshes = result.positions[refresh_every - 1 : -1 : refresh_every]
-        reads = (sum(result.positions[:-1]) - sum(refreshes)) / (result.window - 1 - len(refreshes))
-        row |= {
-            f"{name}_plain_read_us": round(reads, 2),
-            f"{name}_refresh_us": round(sum(refreshes) / len(refreshes), 2),
-        }
     for part, (microseconds, share) in times.items():
         row |= {f"{name}_{part}us": round(microseconds, 2), f"{name}_{part}floor": round(share, 3)}
     if buffered:
@@ -55,31 +46,28 @@ def measure(shape, batch, state_dtype, bandwidth, args):
     """Rows of one shape and batch: one for the systems without sketches, one for each plan."""
     layer = bench.SHAPES[shape]
     gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
-    every = args.flush_every or args.window
-    work = bench.Workload(layer, batch, every, raw_gate=gate is not None)
+    work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
     pace = {"seconds": args.seconds, "duty": args.duty}
     head = {"shape": shape, "batch": batch, "map": args.map, "state_dtype": state_dtype}
     head |= {} if gate is None else {"raw_gate": True}
-    head |= {} if args.flush_every is None else {"flush_every": every}
     rows = []
     for sketch_dtype, mean in itertools.product(args.sketch_dtype, args.mean_rank):
         ranks = bench.spread_ranks(layer.heads, mean or bench.MEAN_RANKS[shape], args.rank_max or layer.key_dim)
-        plan = bench.random_plan(layer, ranks, args.window, args.map, 0, sketch_dtype, every)
+        plan = bench.random_plan(layer, ranks, args.window, args.map, 0, sketch_dtype)
         row = dict(head)
         row |= {} if sketch_dtype == DEFAULT_FORMAT else {"sketch_dtype": sketch_dtype}
         row |= {} if mean is None else {"mean_rank": mean}
         row |= {} if args.rank_max is None else {"rank_max": args.rank_max}
-        listed = bench.systems(layer, every, [plan], gate, state_dtype)
+        listed = bench.systems(layer, args.window, [plan], gate, state_dtype)
         for name, system in zip(("standard", "replay", "sketch"), listed, strict=True):
             if name in args.systems and not (rows and name != "sketch"):
-                between = args.window if name == "sketch" else every
-                row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace), between)
+                row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
         rows.append(row)
     for peer in bench.PEERS if "peers" in args.systems else ():
         if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
         try:
-            rows[0] |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, **pace), every)
+            rows[0] |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, **pace))
         except RuntimeError as error:
             print(f"{shape}, batch {batch}: {peer.name} was not timed: {error}", flush=True)
     return rows
@@ -101,7 +89,6 @@ def main():
     parser.add_argument("--mean-rank", type=int, nargs="+", default=[None], help="default: each shape's own")
     parser.add_argument("--rank-max", type=int, help="largest rank of a head")
     parser.add_argument("--window", type=int, default=16)
-    parser.add_argument("--flush-every", type=int, help="tokens from flush to flush (default: the window)")
     parser.add_argument("--state-dtypes", default="float32", help="types of states in memory, with commas")
     parser.add_argument("--raw-gate", action="store_true", help="for kda")
     parser.add_argument("--seconds", type=float, default=0.05, help="for each system")

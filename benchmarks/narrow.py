@@ -11,10 +11,9 @@ Without `--backend`, reads are computed in float64 from the equations of `sketch
 heads decode the test text. The errors of their outputs between flushes are the errors of the reads, since the rest of
 an output is exact. Forms that the backend lacks are left out, by name.
 
-`noise` is the error of a code, in float64 alone: the energy by which coding some columns changes the reads through
-these columns, over the energy of these reads, mean over heads and two ranks. Allocation uses their means
-(`sketchssm.layer.formats`). `rotated`, in float64 alone: the energy that mixed sketches would lose with the rows of B
-rotated by its singular vectors instead of sorted by their lengths.
+`noise` is the error of int8, in float64 alone: the energy by which coding some columns changes the reads through
+these columns, over the energy of these reads, mean over heads and two ranks. Allocation uses its mean
+(`sketchssm.layer.formats`).
 
 The table goes to benchmarks/results/narrow.json, with a backend to narrow-BACKEND.json.
 """
@@ -37,7 +36,7 @@ from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.heads.backends import BACKENDS, ENGINES, UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.formats import FP8, INT4, INT8, SketchFormat
+from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.reference import maps, narrow, quantise
 from sketchssm.reference.recurrence import run
@@ -48,15 +47,13 @@ from sketchssm.study.evaluate.measure import rounded
 HERE = Path(__file__).parent
 WINDOW = 16
 SKETCHES = (
-    ("lowrank", "bfloat16", 4, None),
-    *(("ridge", "bfloat16", rank, None) for rank in (4, 8, 16)),
-    *(("ridge", name, rank, None) for name in ("int8", "fp8") for rank in (4, 8, 12, 16)),
-    *(("ridge", "int8+int4", rank, wide) for rank, wide in ((8, 4), (12, 6), (13, 6), (16, 8), (24, 8))),
-    *((name, "int8", rank, None) for name in ("lowrank", "prior", "offline") for rank in (8, 16)),
+    ("lowrank", "bfloat16", 4),
+    *(("ridge", "bfloat16", rank) for rank in (4, 8, 16)),
+    *(("ridge", "int8", rank) for rank in (4, 8, 12, 16)),
+    *((name, "int8", rank) for name in ("lowrank", "prior", "offline") for rank in (8, 16)),
 )
 COPIES = (8, 6, 4)
 NOISE_RANKS = (8, 16)
-ROTATED = ((12, 6), (16, 8), (24, 8))
 
 
 def whole_windows(tokens):
@@ -76,12 +73,12 @@ def bfloat16(x):
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def read_matrix(form, map, states, omega, projection, wide):
+def read_matrix(form, map, states, omega, projection):
     """Matrices ``(n, V, K)`` of sketched reads, with the rounding of bfloat16 too."""
     if form.name == "bfloat16":
         sketch = bfloat16(states.swapaxes(-1, -2) @ omega)
         return sketch @ bfloat16(maps.coefficient_map(map, states, omega, projection))
-    return narrow.sketched_read(form, map, states, omega, projection, wide or 0)
+    return narrow.sketched_read(form, map, states, omega, projection)
 
 
 def shares(windows, make):
@@ -102,11 +99,11 @@ class FromEquations:
     def __init__(self, layer, basis, tokens):
         self.basis, self.windows = basis, collect_windows(layer, tokens)
 
-    def sketch(self, map, dtype, rank, wide):
+    def sketch(self, map, dtype, rank):
         form, columns = SketchFormat.of(dtype), self.basis.columns(rank, weighted=map.weighted)
 
         def make(head, states):
-            return read_matrix(form, map, states, *(x[head] for x in columns), wide)
+            return read_matrix(form, map, states, *(x[head] for x in columns))
 
         return shares(self.windows, make)
 
@@ -131,9 +128,9 @@ class FromHeads:
         missed = to_host(head.step(*self.tokens), "o") - self.output
         return float(np.mean(np.square(missed).sum(axis=(0, 1, 3)) / self.energy))
 
-    def sketch(self, map, dtype, rank, wide):
+    def sketch(self, map, dtype, rank):
         heads, rows = self.layer.heads, len(self.output)
-        plan = SketchPlan(self.basis, [rank] * heads, WINDOW, map, dtype, None if wide is None else [wide] * heads)
+        plan = SketchPlan(self.basis, [rank] * heads, WINDOW, map, dtype)
         return self.lost(SketchHead(plan, rows, self.backend))
 
     def copy(self, bits):
@@ -142,49 +139,20 @@ class FromHeads:
         return self.lost(CopyReadHead(self.layer, len(self.output), self.backend, bits=bits, window=WINDOW))
 
 
-def coded(x, code):
-    """Vectors as their codes hold them."""
-    codes, scale = narrow.encode(x, code)
-    return codes * scale[..., None]
-
-
-def rotated_read(state, omega, wide):
-    """Matrices ``(n, V, K)`` of mixed reads, with the rows of B rotated by its singular vectors."""
-    q, b = narrow.split_form(state, omega, CoefficientMap("ridge").effective_ridge)
-    turn = np.linalg.svd(b)[0]
-    columns, rows = (q @ turn).swapaxes(-1, -2), turn.swapaxes(-1, -2) @ b
-    parts = ((INT8, slice(wide)), (INT4, slice(wide, None)))
-    return sum(coded(columns[:, part], code).swapaxes(-1, -2) @ coded(rows[:, part], code) for code, part in parts)
-
-
-def rotated_shares(windows, basis):
-    """Share of the energy that rotated mixed sketches lose, by their columns in 8 and 4 bits."""
-    found = {}
-    for rank, wide in ROTATED:
-        omega = basis.columns(rank, weighted=False)[0]
-
-        def make(head, states, omega=omega, wide=wide):
-            return rotated_read(states, omega[head], wide)
-
-        found[f"{wide}+{rank - wide}"] = shares(windows, make)
-    return found
-
-
 def coding_noise(windows, basis):
-    """Noise of every code: of 8 bits on the leading half of the columns in order of energy, of 4 bits on the rest."""
+    """Noise of int8 on the half of the columns with more energy."""
     states, queries = windows
-    found = {code.name: [] for code in (INT8, FP8, INT4)}
+    form, found = SketchFormat.of("int8"), []
     for rank in NOISE_RANKS:
         for head, omega in enumerate(basis.columns(rank, weighted=False)[0]):
             q, b = narrow.split_form(states[:, head], omega, CoefficientMap("ridge").effective_ridge)
-            order = narrow.energy_order(b)[..., None]
-            columns, rows = (np.take_along_axis(x, order, axis=-2) for x in (q.swapaxes(-1, -2), b))
-            for code, part in ((INT8, slice(rank // 2)), (FP8, slice(rank // 2)), (INT4, slice(rank // 2, None))):
-                left, right = columns[:, part], rows[:, part]
-                reads = queries[:, head] @ right.swapaxes(-1, -2) @ left
-                change = queries[:, head] @ coded(right, code).swapaxes(-1, -2) @ coded(left, code) - reads
-                found[code.name].append(np.square(change).sum() / np.square(reads).sum())
-    return {name: float(np.mean(shares)) for name, shares in found.items()}
+            order = np.argsort(-np.square(b).sum(axis=-1), axis=-1, kind="stable")[:, : rank // 2, None]
+            left, right = (np.take_along_axis(x, order, axis=-2) for x in (q.swapaxes(-1, -2), b))
+            reads = queries[:, head] @ right.swapaxes(-1, -2) @ left
+            coded = (narrow.stored(form, x) for x in (right, left))
+            change = queries[:, head] @ next(coded).swapaxes(-1, -2) @ next(coded) - reads
+            found.append(np.square(change).sum() / np.square(reads).sum())
+    return {"int8": float(np.mean(found))}
 
 
 def layer_table(traces, backend=None, forms=("*",)):
@@ -204,18 +172,17 @@ def layer_table(traces, backend=None, forms=("*",)):
         except UnsupportedError as error:
             print(f"  {label}: left out, {error}", flush=True)
 
-    for name, dtype, rank, wide in SKETCHES:
+    for name, dtype, rank in SKETCHES:
         map = CoefficientMap(name)
-        label = f"{name} {dtype} {rank}" if wide is None else f"{name} {dtype} {wide}+{rank - wide}"
-        size = SketchFormat.of(dtype).bytes(map, rank, layer.key_dim, layer.value_dim, wide)
-        add(label, size, reads.sketch, map, dtype, rank, wide)
+        size = SketchFormat.of(dtype).bytes(map, rank, layer.key_dim, layer.value_dim)
+        add(f"{name} {dtype} {rank}", size, reads.sketch, map, dtype, rank)
     for bits in COPIES:
         size = (bits * layer.key_dim * layer.value_dim + 16 * (layer.key_dim + layer.value_dim)) / 8
         add(f"copy {bits} bits", size, reads.copy, bits)
     found = {"kind": layer.kind, "key_dim": layer.key_dim, "value_dim": layer.value_dim, "stored": stored}
     if backend:
         return found
-    return found | {"rotated": rotated_shares(reads.windows, basis), "noise": coding_noise(reads.windows, basis)}
+    return found | {"noise": coding_noise(reads.windows, basis)}
 
 
 def main():

@@ -4,8 +4,7 @@
 
 The first table compares sketches of the map in use at 9x to 11x less traffic with the best quantised, pruned or
 key-reduced state at 4x or more. The others: each read-only variant against the best sketches that move no more bytes
-(in bfloat16 with a flush at every window, in any format, and in any format with refreshes), ablations against the
-full method, and the growth of errors over tokens.
+(in bfloat16 and in int8), ablations against the full method, and the growth of errors over tokens.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def headline(layers):
 def copies(layers):
     """Per read-only variant, the best sketches of each form with no more traffic, over that variant's error."""
     for layer in layers:
-        forms = sketches(layer), families(layer, "narrow"), families(layer, "refreshed")
+        forms = sketches(layer), families(layer, "narrow")
         for name, copy in families(layer, "read-only").items():
             row = [layer["name"], f"{name} {copy['reduction']:.1f}x"]
             for own in forms:
@@ -96,7 +95,7 @@ def growths(layers):
 TABLES = {
     headline: ("layer", "sketch, worst to best in the band", "best compressed state", "its error / sketch's",
                "longest half-life"),
-    copies: ("layer", "read-only variant", "sketch, its error over the variant's", "in few bits", "with refreshes"),
+    copies: ("layer", "read-only variant", "sketch, its error over the variant's", "in int8"),
     ablations: ("ablation", "output error over the full method's"),
     growths: ("layer", "family", "error of", "last quarter over first"),
 }  # fmt: skip

@@ -7,7 +7,7 @@
 #include "ptx.cuh"
 
 enum { MAMBA2 = 0, GDN = 1, KDA = 2 };
-enum { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, FP8 = 4, INT8_INT4 = 5 };  // the last three: codes (codes.cuh)
+enum { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };  // INT8: codes (codes.cuh)
 
 constexpr bool ERASES = KIND != MAMBA2;
 constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
@@ -18,8 +18,6 @@ constexpr u32 ALL = 0xffffffffu;
 template <int TYPE> struct Element { typedef u16 type; };
 template <> struct Element<FP32> { typedef float type; };
 template <> struct Element<INT8> { typedef unsigned char type; };
-template <> struct Element<FP8> { typedef unsigned char type; };
-template <> struct Element<INT8_INT4> { typedef unsigned char type; };
 typedef Element<ACT>::type act_t;
 typedef Element<OUT>::type out_t;
 typedef Element<STATE>::type state_t;

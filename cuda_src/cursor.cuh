@@ -8,13 +8,9 @@ constexpr int POSITION_BITS = 127, DUE = 128, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 __device__ __forceinline__ int position_of(int word) { return word & POSITION_BITS; }
 __device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
-// Whether a plain token flushes the row. `window`: tokens of the ring, as in all functions without `ring`.
+// Whether a plain token flushes the row.
 __device__ __forceinline__ bool flushes_now(int word, int window) {
     return word & DUE || position_of(word) == window - 1;
-}
-// Whether a plain token completes a window of a ring with several windows (with refreshes).
-__device__ __forceinline__ bool ends_window(int word, int window) {
-    return word & DUE || position_of(word) % window == window - 1;
 }
 // The word after a plain token.
 __device__ __forceinline__ int after_token(int word, int window) {
@@ -24,15 +20,9 @@ __device__ __forceinline__ int after_token(int word, int window) {
 __device__ __forceinline__ bool folds_before(int word, int length, int window) {
     return word & DUE || position_of(word) + length > window - 1;
 }
-// Position at which the row drafts: 0 if it folds before, or the next window's if its window has no room for them.
-// `ring`: tokens of the ring, whose windows have `window` tokens.
-__device__ __forceinline__ int draft_position(int word, int length, int window, int ring) {
-    if (folds_before(word, length, ring)) return 0;
-    const int position = position_of(word), used = position % window;
-    return window == ring || used + length < window ? position : position - used + window;
-}
-__device__ __forceinline__ int after_draft(int word, int length, int window, int ring) {
-    return draft_position(word, length, window, ring) | length << DRAFTED_SHIFT;
+// The word when a row begins a draft: at position 0 if it folds before.
+__device__ __forceinline__ int after_draft(int word, int length, int window) {
+    return (folds_before(word, length, window) ? 0 : position_of(word)) | length << DRAFTED_SHIFT;
 }
 // The word after a commit.
 __device__ __forceinline__ int after_commit(int word, i64 accepted) {
@@ -65,8 +55,8 @@ struct Clock {
         *word = next | (next == window - 1 ? DUE : 0);
     }
     // Advances the clock by a draft of `length` tokens. By one thread.
-    __device__ __forceinline__ void draft(int length, int window, int ring) const {
-        *word = after_draft(*word, length, window, ring);
+    __device__ __forceinline__ void draft(int length, int window) const {
+        *word = after_draft(*word, length, window);
     }
     // Commits the clock's whole draft. If the window has no room for another draft of this length, the clock and the
     // call's rows become due. Returns that DUE bit. By all threads of a block.

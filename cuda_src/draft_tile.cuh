@@ -25,14 +25,9 @@ struct DraftRows {
 };
 
 // pos: number of the window's tokens before the drafts. bytes: the tile's size in shared memory, 0 if nothing is read.
-// row: -1 past the last tile. first: the ring place of the window's first token.
+// row: -1 past the last tile.
 struct DraftTile {
     int row, index, slot, pos, length, bytes;
-#if WINDOWS > 1
-    int first;
-#else
-    static constexpr int first = 0;
-#endif
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
     __device__ __forceinline__ int head() const { return index * TILE_HEADS; }
 };
@@ -46,7 +41,7 @@ struct DraftScalars {
         const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.head() + lane / SPAN;
         g = beta = 0;
         if (s >= tile.pos + tile.length) return;
-        const Ring ring(arg.memory, tile.slot, head, tile.first);
+        const Ring ring(arg.memory, tile.slot, head);
         const Token token = arg.token(tile.row, max(s - tile.pos, 0), head);
         if constexpr (KIND != KDA) g = s < tile.pos ? ring.g[s] : *token.g;
         if (ERASES) beta = s < tile.pos ? ring.beta[s] : *token.beta;
@@ -125,7 +120,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& b
     char* const gates = buffer.keys + DraftBuffer::gates_at(count, tile.length);
     bulk_copy(
         [&](auto&& copy) {
-            const Ring ring(arg.memory, tile.slot, head, tile.first);
+            const Ring ring(arg.memory, tile.slot, head);
             if (HALF & KEY_HALF) {
                 if (!SHARED_SCORES) copy(buffer.keys, ring.k, pos * KEY);
                 if (GATE) copy(gates, ring.g, pos * GATE);
@@ -133,7 +128,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& b
             if (HALF & VALUE_HALF) {
 #pragma unroll
                 for (int h = 0; h < TILE_HEADS; h++)
-                    copy(buffer.rest + buffer.value_at(h, 0), ring.v + h * RING * V, pos * VALUE);
+                    copy(buffer.rest + buffer.value_at(h, 0), ring.v + h * W * V, pos * VALUE);
                 copy(buffer.rest + buffer.sketches_at(), arg.memory.sketch.of(tile.slot) + heads.from,
                      heads.elements * static_cast<int>(sizeof(sketch_t)));
             }
@@ -177,7 +172,7 @@ __device__ __forceinline__ bool appends_keys(const DraftTile& tile) {
 template <int HALF>
 __device__ __forceinline__ void append(const Arguments& arg, const DraftBuffer& buffer, const DraftTile& tile) {
     const int pos = tile.pos, length = tile.length;
-    const Ring ring(arg.memory, tile.slot, tile.head(), tile.first + pos);
+    const Ring ring(arg.memory, tile.slot, tile.head(), pos);
     auto copy = [](void* to, const void* from, int bytes) {
 #pragma unroll 1
         for (int i = threadIdx.x % 32; i < bytes / 16; i += 32)
@@ -190,7 +185,7 @@ __device__ __forceinline__ void append(const Arguments& arg, const DraftBuffer& 
     if (HALF & VALUE_HALF)
 #pragma unroll
         for (int h = 0; h < TILE_HEADS; h++)
-            copy(ring.v + h * RING * V, buffer.rest + buffer.value_at(h, pos), length * DraftBuffer::VALUE);
+            copy(ring.v + h * W * V, buffer.rest + buffer.value_at(h, pos), length * DraftBuffer::VALUE);
 }
 
 // The same for a tile without sketches, straight from the inputs.
@@ -198,7 +193,7 @@ __device__ __forceinline__ void append_inputs(const Arguments& arg, const DraftT
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     const int pos = tile.pos;
     const Token token = arg.token(tile.row, 0, tile.head());
-    const Ring ring(arg.memory, tile.slot, tile.head(), tile.first + pos);
+    const Ring ring(arg.memory, tile.slot, tile.head(), pos);
     auto move = [](void* to, const char* from) { *static_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from); };
     if (appends_keys(tile))
         for_pieces<KEY>(tile.length, [&](int t, int at) {
@@ -212,7 +207,7 @@ __device__ __forceinline__ void append_inputs(const Arguments& arg, const DraftT
         });
     for_pieces<TILE_HEADS * VALUE>(tile.length, [&](int t, int at) {
         const int turn = swizzle(pos + t) * static_cast<int>(sizeof(act_t));
-        move(reinterpret_cast<char*>(ring.v) + (at / VALUE * RING + t) * VALUE + (at % VALUE ^ turn),
+        move(reinterpret_cast<char*>(ring.v) + (at / VALUE * W + t) * VALUE + (at % VALUE ^ turn),
              bytes_of(Strided<const act_t>{token.v, arg.steps.v}, t) + at);
     });
 }
@@ -258,7 +253,7 @@ struct ColumnFactors {
 
     __device__ __forceinline__ ColumnFactors(const DraftBuffer& buffer, const TileHeads& heads, int h, int column)
         : p(pivots_of(heads.rank[h])) {
-        const SmallPart<const small_t> small(buffer.sketches() + heads.at[h], heads.rank[h], heads.wide(h));
+        const SmallPart<const small_t> small(buffer.sketches() + heads.at[h], heads.rank[h]);
         const float scale = CODED ? widen<SMALL>(small.scale[column]) : 1.f;
         if constexpr (MAP == FACTORS) {
             w = scale * widen<SMALL>(small.w[column]);

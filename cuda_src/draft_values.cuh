@@ -33,13 +33,12 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
     if constexpr (CODED) {
 #pragma unroll 1
         for (int h = 0; h < TILE_HEADS; h++) {
-            const int codes = buffer.sketches_at() + heads.at[h], rank = heads.rank[h], wide = heads.wide(h);
+            const int codes = buffer.sketches_at() + heads.at[h], rank = heads.rank[h];
 #pragma unroll 1
             for (int first = 0; first < rank; first += 16) {
                 u32 slices[2];
                 load_slices(h, first, (rank + 7) / 8 * 8, slices);
-                const CodedColumn column(min(first + place, rank - 1), wide);
-                const NarrowMasks narrow(first + 2 * c, wide, first + 2 * c + 8, wide);
+                const CodedColumn column(min(first + place, rank - 1));
 #pragma unroll
                 for (int channel = 0; channel < V; channel += 32) {
                     u32 x[4];
@@ -49,8 +48,7 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
                         if (channel + 16 * i < V)
 #pragma unroll
                             for (int own = 0; own < TILE_HEADS; own++)
-                                if (own == h)
-                                    multiply_codes(sums[own][channel / 16 + i], x[i], x[2 + i], narrow, i > 0, slices);
+                                if (own == h) multiply_codes(sums[own][channel / 16 + i], x[i], x[2 + i], slices);
                 }
             }
         }
@@ -120,14 +118,13 @@ __device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, cons
         for (int n = 0; n < Own::WIDTH; n++) o[t][i][n] += weight * x[n];
     };
     const sketch_t* const u = buffer.sketches() + heads.at[0];
-    const int wide = heads.wide(0);
 #pragma unroll 2
     for (int j = 0; j < rank; j++)
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
             ColumnShare<Own::WIDTH> x;
-            x.load(u + column_at(j, wide), Own::at(i), j >= wide);
+            x.load(u + j * V + Own::at(i));
 #pragma unroll
             for (int t = 0; t < GROUP; t++) add(x, t, scratch.c[t][j], i);
         }

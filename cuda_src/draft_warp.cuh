@@ -9,7 +9,7 @@
 constexpr int MAX_SCORES = 128;  // most key heads of a block with SHARED_SCORES, as in read.cu
 constexpr int LARGEST_DRAFT =
     DraftBuffer::bytes(BOTH_HALVES, W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS,
-                       TILE_HEADS * sketch_elements(RANK_MAX, RANK_MAX));
+                       TILE_HEADS * sketch_elements(RANK_MAX));
 
 // Header of a warp's part. After it: room for at least one tile.
 struct DraftMemory {
@@ -25,9 +25,9 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
     for (int i = warp; i < count; i += warps) {
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS * HEADS_PER_KEY;
         const int2 entry = own_rows.entry(row);
-        const int pos = in_window(position_of(entry.y)), length = drafted_of(entry.y);
+        const int pos = position_of(entry.y), length = drafted_of(entry.y);
         if (length > 0) {
-            const act_t* const ring = Ring(arg.memory, entry.x, head, window_start(position_of(entry.y))).k;
+            const act_t* const ring = Ring(arg.memory, entry.x, head).k;
             auto token = [&](int t) { return arg.token(row, min(t, length - 1), head); };
             TokenRow tokens[2];
 #pragma unroll
@@ -79,10 +79,7 @@ struct DraftReader {
         }
         const int2 entry = own_rows.entry(tile.row);
         const int elements = heads_of(tile).elements;
-        tile.slot = entry.x, tile.pos = in_window(position_of(entry.y)), tile.length = drafted_of(entry.y);
-#if WINDOWS > 1
-        tile.first = window_start(position_of(entry.y));
-#endif
+        tile.slot = entry.x, tile.pos = position_of(entry.y), tile.length = drafted_of(entry.y);
         if (tile.length > 0 && elements > 0)
             tile.bytes = DraftBuffer::bytes(BOTH_HALVES, tile.pos + tile.length, tile.length, elements);
         return tile;

@@ -12,15 +12,9 @@
 // DRAFT   rows that must fold before they draft (see read_draft.cu): all rows,    no
 //         if the head's clock must
 //
-// DRAFT, with refreshes: rows whose drafts begin at their next window are listed for refresh.cu.
-//
 // `ticks` (STEP): the head's clock moves on.
 //
-// DEFERRED (read.cu): mode STEP folds W - 1 tokens, all from the ring, and writes no output. The flush starts after the
-// read kernel has ended.
-//
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor; for high ranks see BLOCKS).
-constexpr bool SLICES_OF_U = true;  // see sketch_memory.cuh
 #include "flush_roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
@@ -42,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
     };
     auto move_cursors = [&] {
-        if (clock.word && ticks && threadIdx.x == 0) clock.tick(RING);
+        if (clock.word && ticks && threadIdx.x == 0) clock.tick(W);
         if (clock.word) __syncthreads();
         const int stroke = clock.stroke();
-        set_cursors([&](int word) { return after_token(word, RING - DEFERRED) | stroke; });
+        set_cursors([&](int word) { return after_token(word, W) | stroke; });
     };
     // Without full-state heads, the list of due rows is complete before the read kernel has ended: flushes then run
     // beside the reads of other rows.
-    const int listed = FULL_STATE_HEADS == 0 && !DEFERRED && mode == STEP ? schedule->listed_rows() : -1;
+    const int listed = FULL_STATE_HEADS == 0 && mode == STEP ? schedule->listed_rows() : -1;
     // In most steps no row is due. Block 0 stays to move the cursors; the other blocks make room for the next read.
     if (listed == 0 && blockIdx.x > 0) return;
     const bool early = listed >= 0;
@@ -59,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const int warp = threadIdx.x / 32;
     int count = 0;
     const int own = blockIdx.x + threadIdx.x * gridDim.x;  // of the first AHEAD threads: the block's first tiles
-    [[maybe_unused]] DueRow entry{};
+    DueRow entry{};
     auto find = [&] {
-        if (!REFRESHES && threadIdx.x < TileScheduler::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
+        if (threadIdx.x < TileScheduler::AHEAD) entry = schedule->rows[min(own / HEADS, MAX_ROWS - 1)];
     };
     if (mode == STEP) {
         find();  // loaded together with their number; entries past `due` are stale and not used
@@ -76,27 +70,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             return;
         }
     } else {
-        // If the clock has no room for the draft, all rows fold with the clock: no row has room for RING tokens. (The
+        // If the clock has no room for the draft, all rows fold with the clock: no row has room for W tokens. (The
         // vote tells the compiler that all threads agree; without the vote a flush of kda spills two more registers.)
         const bool strikes =
-            __syncthreads_or(mode == DRAFT && clock.word && folds_before(*clock.word, draft_tokens, RING));
-        const Lengths drafts{{strikes ? nullptr : lengths, length_flags}, strikes ? RING : draft_tokens};
+            __syncthreads_or(mode == DRAFT && clock.word && folds_before(*clock.word, draft_tokens, W));
+        const Lengths drafts{{strikes ? nullptr : lengths, length_flags}, strikes ? W : draft_tokens};
         if (mode == DRAFT && no_row_folds(*schedule, memory, SLOTS, drafts, batch)) return;
         count = list_rows(*schedule, memory, SLOTS, drafts, batch, mode, reinterpret_cast<int*>(shared));
-        if constexpr (REFRESHES)
-#pragma unroll 1
-            for (int row = blockIdx.x; mode == DRAFT && row < batch; row += gridDim.x)
-                fill_window(*schedule, memory, row, schedule->slots[row], drafts.of(row));
         if (mode == DRAFT && count == 0) return;
         find();
     }
     if (threadIdx.x == 0) m.init(WARPS, EPILOGUE_TEAM);
-#if WINDOWS == 1
     if (threadIdx.x < TileScheduler::AHEAD)
         m.queue.tiles[threadIdx.x] = own < count * HEADS ? tile_at(own, entry) : NO_TILE;
-#endif
-    if (RAW_KEYS && FULL < WP && warp == SOLVER)
-        for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(FULL);
+    if (RAW_KEYS && W < WP && warp == SOLVER)
+        for (int i = 0; i < KEY_STAGES; i++) m.keys[i].clear(W);
     __syncthreads();
 
     const Flush flush{m,      memory,            gate_input, projection, basis, heads,

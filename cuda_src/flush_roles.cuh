@@ -66,9 +66,7 @@
 // memory starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
 //
 // Numbers of stages in the diagrams are those of W = 16 on sm_90, in the second diagram up to rank 40, in the others up
-// to rank 16. With refreshes a state has several windows, that is, several tiles: the barriers of states and of
-// sketches (rows, state_*, basis, columns_*, sums_*, gram_empty, group_sync) have a phase per state, the others a phase
-// per tile.
+// to rank 16.
 //
 // With high ranks (HIGH_RANKS: dense maps beyond rank 16) all epilogue warps are one team, which computes each map
 // together. Every warp of the team waits and arrives where the table says "epilogue warp".
@@ -76,7 +74,7 @@
 #include "flush_tiles.cuh"
 
 // Fold warp, one tile: folds the window into the warp's row block and reads the output from the updated rows.
-__device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, int state, StateStage& rows) {
+__device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& rows) {
     BlockMemory& m = f.m;
     const int lane = threadIdx.x % 32, block = threadIdx.x / 32, c = lane % 4, folded = f.folded(tile);
     KeyStage& stage = m.keys[n % KEY_STAGES];
@@ -86,10 +84,8 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     auto wait_solve = [&] { m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES); };
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
-    rows.full.wait(state / STATE_STAGES);
-    if constexpr (WIDENED)
-        if (tile.begin() == 0) rows.widen();
-    if (RAW_KEYS && folded < FULL) wait_solve();  // the solver has written zeros in place of missing keys
+    rows.full.wait(n / STATE_STAGES);
+    if (RAW_KEYS && folded < W) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
     if (folded > 0) writes.prepare(rows.state, values, n / VALUE_STAGES, folded, stage, prepared, solve, wait_solve);
     else wait_solve(), values.full.wait(n / VALUE_STAGES);
@@ -100,8 +96,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
         fragment.load(rows.state, step);
         if (folded > 0) {
             writes.fold(fragment, step, stage, prepared);
-            if (WIDENED && tile.is_last()) fragment.store_rounded(rows.state, f.home(tile, block), step);
-            else fragment.store(rows.state, step);
+            fragment.store(rows.state, step);
         }
         float x[4];
         if constexpr (RAW_KEYS) {
@@ -125,11 +120,11 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     }
     fence_async_proxy();
     __syncwarp();
-    if (FOLD_WARPS_SKETCH && tile.is_last()) rows.store(f.home(tile, block));
-    if (SKETCHED_HEADS && MAP != SHARED && tile.is_last()) rows.set_norm(squares);
+    if (FOLD_WARPS_SKETCH) rows.store(f.home(tile, block));
+    if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
-    if (!FOLD_WARPS_SKETCH && tile.is_last()) m.state_folded[state % STATE_STAGES][block].arrive();
-    if (!f.takes_own(tile)) return;
+    if (!FOLD_WARPS_SKETCH) m.state_folded[n % STATE_STAGES][block].arrive();
+    if (!f.takes_own()) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
@@ -142,11 +137,11 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
 // A warp's part of the sketch of a folded state, if the head has a sketch (info.x is its rank); `then` as in
 // sketch_head.
 template <class Then>
-__device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int state,
-                                            int group, int member, int& sketch_n, Then then) {
+__device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group,
+                                            int member, int& sketch_n, Then then) {
 #if SKETCHED_HEADS
     if (info.x > 0) {
-        sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[state % STATE_STAGES], group, member,
+        sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[n % STATE_STAGES], group, member,
                     f.packed(tile, info), info.x, sketch_n, then);
         return;
     }
@@ -169,14 +164,13 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
     if (FOLD_WARPS_SKETCH && tiles.now.exists()) m.keys[0].full.wait(0);
     fetch(tiles.now, 0);
     for (; tiles.now.exists(); tiles.advance()) {
-        const int n = tiles.n, state = tiles.state();
-        const bool is_last = tiles.now.is_last();
-        if (FOLD_WARPS_SKETCH && STATE_STAGES > 1 && is_last) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
-        fold_tile(f, tiles.now, n, state, m.rows[state % STATE_STAGES][block]);
-        if (FOLD_WARPS_SKETCH && is_last)
-            sketch_tile(f, tiles.now, f.head(tiles.now), state, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
+        const int n = tiles.n;
+        if (FOLD_WARPS_SKETCH && STATE_STAGES > 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
+        fold_tile(f, tiles.now, n, m.rows[n % STATE_STAGES][block]);
+        if (FOLD_WARPS_SKETCH)
+            sketch_tile(f, tiles.now, f.head(tiles.now), n, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
                         [&](int) {
-                            if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), state + 1);
+                            if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
                         });
     }
     wait_bulk_stores();  // shared memory must live until the stores have read it
@@ -186,8 +180,8 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
 __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
     if (!tile.exists()) return;
     KeyStage& stage = f.m.keys[n % KEY_STAGES];
-    if (RAW_KEYS && f.folded(tile) < FULL) stage.clear(f.folded(tile));
-    stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
+    if (RAW_KEYS && f.folded(tile) < W) stage.clear(f.folded(tile));
+    stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own());
 }
 
 // Producer warp (not FOLD_WARPS_SKETCH): loads states, stores them when they are folded, and, without RAW_KEYS, loads
@@ -218,23 +212,21 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
         else f.m.first_keys_full.wait(0);
     }
     fetch(tiles.now, 0);
-    if (STATE_STAGES > 1 && !REFRESHES) fetch(tiles.ahead(1), 1);
+    if (STATE_STAGES > 1) fetch(tiles.ahead(1), 1);
     if (tiles.now.exists()) follow(0);
     for (; tiles.now.exists(); tiles.advance()) {
-        const int n = tiles.n, state = tiles.state(), stage = state % STATE_STAGES;
-        const bool follows = tiles.ahead(1).exists(), is_last = tiles.now.is_last();
+        const int n = tiles.n, stage = n % STATE_STAGES;
+        const bool follows = tiles.ahead(1).exists();
         if (PREPARED_STAGES > 1 && follows) follow(n + 1);
-        if (REFRESHES && STATE_STAGES > 1 && is_last) fetch(tiles.ahead(1), state + 1);
         state_t* to = f.home(tiles.now, 0);
 #pragma unroll 1
-        for (int block = 0; block < ROW_BLOCKS && is_last; block++, to += 16 * K) {
-            f.m.state_folded[stage][block].wait(state / STATE_STAGES);
+        for (int block = 0; block < ROW_BLOCKS; block++, to += 16 * K) {
+            f.m.state_folded[stage][block].wait(n / STATE_STAGES);
             f.m.rows[stage][block].store(to);
         }
         if (PREPARED_STAGES == 1 && follows) follow(n + 1);
-        if (!is_last) continue;
         wait_bulk_stores();
-        if (!REFRESHES || STATE_STAGES == 1) fetch(tiles.ahead(STATE_STAGES), state + STATE_STAGES);
+        fetch(tiles.ahead(STATE_STAGES), n + STATE_STAGES);
     }
 }
 
@@ -244,12 +236,11 @@ __device__ __forceinline__ void run_sketch_warp(const Flush& f) {
     const int member = threadIdx.x / 32 - FIRST_SKETCH_WARP;
     int sketch_n = 0;
     for (TileIterator tiles(f); tiles.now.exists(); tiles.advance()) {
-        if (!tiles.now.is_last()) continue;
-        const int state = tiles.state(), stage = state % STATE_STAGES;
+        const int n = tiles.n, stage = n % STATE_STAGES;
         const int4 info = f.head(tiles.now);  // the load overlaps with the wait
         for (int block = member; block < ROW_BLOCKS; block += GROUP_WARPS)
-            f.m.state_folded[stage][block].wait(state / STATE_STAGES);
-        sketch_tile(f, tiles.now, info, state, 0, member, sketch_n,
+            f.m.state_folded[stage][block].wait(n / STATE_STAGES);
+        sketch_tile(f, tiles.now, info, n, 0, member, sketch_n,
                     [&](int block) { f.m.state_empty[stage][block].arrive(); });
     }
 }
@@ -288,13 +279,9 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
 // basis. Waits and signals: see finish_sketch.
 __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
     BlockMemory& m = f.m;
-#if WINDOWS > 1
-    TileClaim claim{f};
-    if (solves) claim.push_first();
-#endif
     auto fetch_values = [&](const FlushTile& tile, int n) {
         if (tile.exists())
-            m.values[n % VALUE_STAGES].fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own(tile));
+            m.values[n % VALUE_STAGES].fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own());
     };
     auto solve = [&](const FlushTile& tile, int n) {
         if (!tile.exists()) return;
@@ -321,9 +308,7 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
     if (member == 0) fetch_basis(head_at(m.queue.get(0)));
 #endif
     TileIterator tiles(f);
-#if WINDOWS == 1
     TileClaim claim{f};
-#endif
     if (solves) {
         if (!RAW_KEYS) claim.begin();
         fetch_keys(f, tiles.now, 0);
@@ -351,12 +336,12 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
             }
         }
 #if SKETCHED_HEADS
-        if (member < 0 || !tiles.now.is_last()) continue;
+        if (member < 0) continue;
         const int4 info = f.head(tiles.now), coming = head_at(tiles.ahead(1));
         if (info.x > 0) {
             if (sketch_n % EPILOGUE_TEAMS == member / EPILOGUE_TEAM)
                 finish_sketch(team, m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z,
-                              info.x, wide_of(info), f.ridge, sketch_n, [&] {
+                              info.x, f.ridge, sketch_n, [&] {
                                   if (team.member == 0) fetch_basis(coming);
                               });
             sketch_n++;

@@ -17,7 +17,7 @@ constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as s
 // while the fold warps work on the next state. With raw keys there are sketch warps if V = 128 and the sketch's
 // workspace leaves no room for a second block.
 constexpr bool FOLD_WARPS_SKETCH =
-    RAW_KEYS && !(HIGH_RANKS && ROW_BLOCKS == 8 && RANK_MAX > 21 && SKETCH == BF16 && STAGED == FP32);
+    RAW_KEYS && !(HIGH_RANKS && ROW_BLOCKS == 8 && RANK_MAX > 21 && SKETCH == BF16 && STATE == FP32);
 // With high ranks all fold warps are one group, because a group's sums take as much memory as the map.
 constexpr int GROUP_WARPS = !RAW_KEYS               ? 4
                             : HIGH_RANKS            ? ROW_BLOCKS
@@ -39,7 +39,6 @@ constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
 constexpr int TRANSFORM_BARRIER = 1, FIRST_GROUP_BARRIER = 2;
 
 constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
-constexpr int FULL = W - DEFERRED;  // tokens that a step's flush folds
 // Rows of RAW_KEYS are operands: padded so that the four rows that a warp reads at once are in different banks.
 constexpr int KEY_ROW = RAW_KEYS ? K + 16 : K;
 constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // the transform warps store WP rows of decays
@@ -132,34 +131,11 @@ struct StateStage {
 
     __device__ __forceinline__ void fetch(const state_t* from) {
         full.expect(PARTS * BYTES);
-        if constexpr (WIDENED) full.copy_contiguous<1>(as_stored(), 0, from, PARTS * BYTES);
-        else full.copy_contiguous<PARTS>(state.data, STRIDE, from, BYTES);
+        full.copy_contiguous<PARTS>(state.data, STRIDE, from, BYTES);
         full.commit();
     }
-    // WIDENED: where the rows lie as they are in memory, until `widen`: in the place of the last rows.
-    __device__ __forceinline__ state_t* as_stored() {
-        static_assert(!WIDENED || (PARTS == 2 && StateBlock::PART * sizeof(staged_t) == PARTS * BYTES));
-        return reinterpret_cast<state_t*>(state.at(PART_ROWS, 0));
-    }
-    // By the fold warp of the rows. From the first row to the last: a row's place has only rows that have been read.
-    __device__ __forceinline__ void widen() {
-        constexpr int ROWS = 4;  // at once
-#pragma unroll 1
-        for (int first = 0; first < 16; first += ROWS) {
-            Packed<STATE, LK> x[ROWS];
-#pragma unroll
-            for (int i = 0; i < ROWS; i++) x[i].load(as_stored() + (first + i) * K + LK * (threadIdx.x % 32));
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < ROWS; i++)
-#pragma unroll
-                for (int c = 0; c < LK; c++) *state.at(first + i, LK * (threadIdx.x % 32) + c) = x[i][c];
-            __syncwarp();
-        }
-    }
-    // WIDENED: the fold warp has stored the rows (store_rounded).
     __device__ __forceinline__ void store(state_t* to) const {
-        if constexpr (!WIDENED) bulk_store<PARTS>(to, state.data, STRIDE, BYTES);
+        bulk_store<PARTS>(to, state.data, STRIDE, BYTES);
     }
     // By the fold warp of the rows. `squares`: the lane's share of the sum of squares.
     __device__ __forceinline__ void set_norm(float squares) {

@@ -12,28 +12,17 @@ enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
 constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
 
-// Work tile: one window of a (row, head), with index = row * HEADS + head. `buffered`: tokens of the window in the
-// ring. slot < 0: past the last tile. With refreshes, the windows of a state are consecutive tiles of one block, and
-// the state stays in its stage from the first window to the last.
-struct alignas(REFRESHES ? 16 : 8) FlushTile {
+// Work tile: a (row, head) with index = row * HEADS + head. `buffered`: tokens in the ring. slot < 0: past the last tile.
+struct alignas(8) FlushTile {
     int slot;
     u32 index : 26, buffered : 6;
-#if WINDOWS > 1
-    int start, behind;  // ring place of the window's first token; number of later windows of the same state
-    __device__ __forceinline__ int begin() const { return start; }
-    __device__ __forceinline__ bool is_last() const { return behind == 0; }
-#else
-    __device__ __forceinline__ int begin() const { return 0; }
-    static constexpr __device__ __forceinline__ bool is_last() { return true; }
-#endif
     __device__ __forceinline__ bool exists() const { return slot >= 0; }
     __device__ __forceinline__ int row() const { return index / HEADS; }
     __device__ __forceinline__ int head() const { return index % HEADS; }
 };
 
 // The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart,
-// and the solver warp then claims one tile at a time for the whole block (with refreshes all tiles). Tiles are claimed,
-// not divided evenly, because memory serves multiprocessors at different speeds and ranks differ: with even shares the
+// and the solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly, because memory serves multiprocessors at different speeds and ranks differ: with even shares the
 // last blocks ended up to 10% after the others.
 struct TileScheduler {
     static constexpr int LENGTH = 8, AHEAD = RAW_KEYS ? 2 : 3, RELEASE_GROUP = 2;
@@ -50,14 +39,13 @@ struct TileScheduler {
     }
     // The block's nth tile. The warp may look at most AHEAD tiles beyond the first one that it has not released.
     __device__ __forceinline__ FlushTile get(int n) {
-        if (REFRESHES) full[n % LENGTH].wait(n / LENGTH);
-        else if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
+        if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
         return tiles[n % LENGTH];
     }
     __device__ __forceinline__ void release(int n) {
         if (n % RELEASE_GROUP == RELEASE_GROUP - 1) empty[n % LENGTH / RELEASE_GROUP].arrive();
     }
-    // By the solver warp, for n = AHEAD, AHEAD + 1, ...; with refreshes, from 0 on.
+    // By the solver warp, for n = AHEAD, AHEAD + 1, ...
     __device__ __forceinline__ void push(int n, const FlushTile& tile) {
         if (n >= LENGTH && n % RELEASE_GROUP == 0) empty[n % LENGTH / RELEASE_GROUP].wait(n / LENGTH - 1);
         if (threadIdx.x % 32 == 0) tiles[n % LENGTH] = tile;
@@ -122,7 +110,7 @@ template <> struct Select<true> { typedef BlockMemoryOf<2> type; };
 constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
-typedef Select<(BLOCKS == 1 || STAGED != FP32 || HIGH_RANKS) &&
+typedef Select<(BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) &&
                sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS)>::type BlockMemory;
 constexpr int STATE_STAGES = BlockMemory::state_stages;
 static_assert(!SLICED || !RAW_KEYS ||
@@ -158,7 +146,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
         if (row < batch) schedule.slots[row] = slot;
         if (blockIdx.x == 0) slots.note(slot);
         const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word);
-        const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), RING));
+        const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), W));
         const bool due = slot >= 0 && (mode == LOAD || folds);
         const u32 ballot = __ballot_sync(ALL, due);
         if (lane == 0) counts[warp] = __popc(ballot);
@@ -176,45 +164,21 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
     return total;
 }
 
-// Before the row's drafts, if they begin at the next window: fills its window with no-op tokens, and lists the row
-// for the refresh. By all threads of a block.
-__device__ __forceinline__ void fill_window(Schedule& schedule, const Memory& memory, int row, int slot, int length) {
-    const int word = slot >= 0 ? *memory.cursor.of(slot) : 0, position = position_of(word);
-    if (draft_position(word, length, W, RING) <= position) return;
-    const int missing = W - position % W, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int head = threadIdx.x / 32; head < HEADS; head += WARPS) {
-        const Ring ring(memory, slot, head, position);
-        auto fill = [&](auto* to, int count, auto x) {
-#pragma unroll 1
-            for (int i = lane; i < count; i += 32) to[i] = x;
-        };
-        if (head % HEADS_PER_KEY == 0) fill(ring.k, missing * K, narrow<ACT>(0.f));
-        fill(ring.v, missing * V, narrow<ACT>(0.f));
-        fill(ring.g, missing * GATES, narrow<GATE_TYPE>(RAW_GATE ? __uint_as_float(0xff800000u) : 0.f));  // decays of 1
-        if (ERASES) fill(ring.beta, missing, 0.f);
-    }
-    if (threadIdx.x == 0)
-        schedule.refreshed[atomicAdd(&schedule.refreshes, 1)] =
-            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position)};
-}
-
-// Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots, and
-// fill windows. By all threads of a block.
+// Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots. By
+// all threads of a block.
 __device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& memory, const CallSlots& slots,
                                              const Lengths& lengths, int batch) {
     bool folds = false;
 #pragma unroll 1
     for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
         const int slot = slots.of(row), word = slot >= 0 ? *memory.cursor.of(slot) : 0;
-        folds |= position_of(word) > 0 && folds_before(word, lengths.of(row), RING);
+        folds |= position_of(word) > 0 && folds_before(word, lengths.of(row), W);
     }
     if (__syncthreads_or(folds)) return false;
 #pragma unroll 1
     for (int row = blockIdx.x; row < batch; row += gridDim.x) {
         const int slot = slots.once_in_block(row, slots.of(row));
         if (threadIdx.x == 0) schedule.slots[row] = slot, slots.note(slot);
-        if constexpr (REFRESHES) fill_window(schedule, memory, row, slot, lengths.of(row));
     }
     return true;
 }
@@ -235,15 +199,13 @@ struct Flush {
     int count;  // rows to flush
 
     // Whether the window's last token is the step's own.
-    __device__ __forceinline__ bool takes_own(const FlushTile& tile) const {
-        return !DEFERRED && mode == STEP && tile.is_last();
-    }
-    __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + takes_own(tile); }
+    __device__ __forceinline__ bool takes_own() const { return mode == STEP; }
+    __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + takes_own(); }
     __device__ __forceinline__ Token token(const FlushTile& tile) const {
         return Token(inputs, tile.row(), tile.head());
     }
     __device__ __forceinline__ Ring ring(const FlushTile& tile) const {
-        return Ring(memory, tile.slot, tile.head(), tile.begin());
+        return Ring(memory, tile.slot, tile.head());
     }
     __device__ __forceinline__ state_t* home(const FlushTile& tile, int block) const {
         return memory.state.of(tile.slot) + (tile.head() * V + 16 * block) * K;
@@ -262,7 +224,7 @@ struct Flush {
     template <class T>
     __device__ __forceinline__ float scalar(const FlushTile& tile, const T* kept, const T* own) const {
         const int lane = threadIdx.x % 32, last = tile.buffered;
-        return lane < last ? kept[lane] : takes_own(tile) && lane == last ? *own : 0.f;
+        return lane < last ? kept[lane] : takes_own() && lane == last ? *own : 0.f;
     }
     __device__ __forceinline__ float beta_of(const FlushTile& tile) const {
         return ERASES ? scalar(tile, ring(tile).beta, token(tile).beta) : 0.f;
@@ -273,32 +235,20 @@ struct Flush {
 };
 
 constexpr FlushTile NO_TILE{-1};
-#if WINDOWS == 1
 // Tile number i of the flush. The tiles of a row are consecutive; `entry` is the row's entry in the schedule.
 __device__ __forceinline__ FlushTile tile_at(int i, const DueRow& entry) {
     return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered};
 }
-#endif
 
 // A warp's iteration over its block's tiles.
 struct TileIterator {
     TileScheduler& queue;
     int n = 0;
     FlushTile now;
-#if WINDOWS > 1
-    int states = 0;  // number of states before the tile's own state
-
-    __device__ __forceinline__ int state() const { return states; }
-#else
-    __device__ __forceinline__ int state() const { return n; }
-#endif
 
     __device__ __forceinline__ explicit TileIterator(const Flush& flush) : queue(flush.m.queue), now(queue.get(0)) {}
     __device__ __forceinline__ FlushTile ahead(int by) const { return queue.get(n + by); }
     __device__ __forceinline__ void advance() {
-#if WINDOWS > 1
-        states += now.is_last();
-#endif
         queue.release(n++);
         now = queue.get(n);
     }
@@ -306,7 +256,6 @@ struct TileIterator {
 
 // The solver's claim of a tile, in three steps: `begin` and `find` start accesses of global memory, and other work can
 // overlap with them.
-#if WINDOWS == 1
 struct TileClaim {
     const Flush& flush;
     int number;
@@ -324,36 +273,3 @@ struct TileClaim {
         flush.m.queue.push(n + TileScheduler::AHEAD, number < flush.count * HEADS ? tile_at(number, entry) : NO_TILE);
     }
 };
-#else
-struct TileClaim {  // of a state, whose windows are pushed one by one
-    const Flush& flush;
-    int number, next = 0, left = 0;  // the ring place of the next window; windows that are not yet pushed
-    DueRow entry;
-
-    __device__ __forceinline__ void begin() {
-        if (left == 0 && threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->next_tile, 1);
-    }
-    __device__ __forceinline__ void find() {
-        if (left > 0) return;
-        number = __shfl_sync(ALL, number, 0);
-        entry = flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: a stale entry, not used
-        const int tokens = entry.buffered + (flush.mode == STEP);
-        left = number < flush.count * HEADS ? max((tokens + W - 1) / W, 1) : 1;
-        next = 0;
-    }
-    __device__ __forceinline__ void push(int n) {
-        FlushTile tile = NO_TILE;
-        if (number < flush.count * HEADS) {
-            tile.slot = entry.slot, tile.index = entry.row * HEADS + number % HEADS;
-            tile.start = next, tile.behind = left - 1;
-            tile.buffered = min(static_cast<int>(entry.buffered) - next, W);
-        }
-        flush.m.queue.push(n + TileScheduler::AHEAD, tile);
-        next += W, left--;
-    }
-    // The first tiles of a block.
-    __device__ __forceinline__ void push_first() {
-        for (int n = -TileScheduler::AHEAD; n < 0; n++) begin(), find(), push(n);
-    }
-};
-#endif

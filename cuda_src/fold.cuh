@@ -18,7 +18,7 @@ __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], 
     float rest[UNROLLED][TOKEN_BLOCKS][2][4] = {};  // independent accumulator chains
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
-        if constexpr (RAW_KEYS && STAGED == BF16) {
+        if constexpr (RAW_KEYS && STATE == BF16) {
             const int lane = threadIdx.x % 32;
             const uint2 state[2] = {StateFragment::words(rows, 0, step), StateFragment::words(rows, 1, step)};
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], 
             for (int t = 0; t < 2; t++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    key.multiply<RAW_KEYS, STAGED != FP32>(i, predicted[b][t], rest[step % UNROLLED][b][t],
+                    key.multiply<RAW_KEYS, STATE != FP32>(i, predicted[b][t], rest[step % UNROLLED][b][t],
                                                           fragment.s[t][2 * i], fragment.s[t][2 * i + 1]);
         }
     }

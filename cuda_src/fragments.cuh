@@ -18,15 +18,8 @@
 // So a thread's four channels of 16 are neighbours: one load or store per row (16 bytes in float32, 8 in 16 bits).
 // Updates have the same lane map and are added register by register. The same registers are right operands of m16n8k8
 // in tf32. A state of 16 bits is exact in tf32.
-//
-// With refreshes, a state of 16 bits is float32 in shared memory, because it stays there for several windows and is
-// rounded after the last.
 #pragma once
 #include "common.cuh"
-
-constexpr int STAGED = WINDOWS > 1 ? FP32 : STATE;  // type of states in shared memory
-constexpr bool WIDENED = STAGED != STATE;
-typedef Element<STAGED>::type staged_t;
 
 constexpr int STEPS = K / 16;        // fragments along K
 constexpr int ROW_BLOCKS = V / 16;
@@ -114,7 +107,7 @@ struct StoredOperand {
 // A row block is stored as PARTS parts of PART_ROWS value rows. Neighbouring rows r of an operand are rows of different
 // parts. In shared memory, neighbouring parts are a multiple of 128 bytes plus or minus 128 / PARTS bytes apart, so
 // that loading a fragment has no bank conflicts.
-constexpr int PARTS = STAGED == FP32 ? 2 : 4, PART_ROWS = 16 / PARTS;
+constexpr int PARTS = STATE == FP32 ? 2 : 4, PART_ROWS = 16 / PARTS;
 
 // The value row that is row r (half 0) or r + 8 (half 1) of a thread's operand.
 __device__ __forceinline__ int value_row(int half) {
@@ -129,9 +122,9 @@ __device__ __forceinline__ int value_at(int half, int e) {
 
 // A row block in shared memory.
 struct StateBlock {
-    static constexpr int PART = PART_ROWS * K, SHIFT = PART + 128 / PARTS / static_cast<int>(sizeof(staged_t));
-    alignas(16) staged_t data[(PARTS - 1) * SHIFT + PART];
-    __device__ __forceinline__ staged_t* at(int row, int channel) {
+    static constexpr int PART = PART_ROWS * K, SHIFT = PART + 128 / PARTS / static_cast<int>(sizeof(state_t));
+    alignas(16) state_t data[(PARTS - 1) * SHIFT + PART];
+    __device__ __forceinline__ state_t* at(int row, int channel) {
         return &data[row / PART_ROWS * SHIFT + row % PART_ROWS * K + channel];
     }
 };
@@ -140,17 +133,17 @@ struct StateBlock {
 struct StateFragment {
     float s[2][4];
 
-    static __device__ __forceinline__ staged_t* place(StateBlock& rows, int half, int step) {
+    static __device__ __forceinline__ state_t* place(StateBlock& rows, int half, int step) {
         return rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4));
     }
     __device__ __forceinline__ void load(StateBlock& rows, int step) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (STAGED == FP32) {
+            if constexpr (STATE == FP32) {
                 const float4 x = *reinterpret_cast<const float4*>(place(rows, half, step));
                 s[half][0] = x.x, s[half][1] = x.y, s[half][2] = x.z, s[half][3] = x.w;
             } else {
-                Packed<STAGED, 4> x;
+                Packed<STATE, 4> x;
                 x.load(place(rows, half, step));
 #pragma unroll
                 for (int e = 0; e < 4; e++) s[half][e] = x[e];
@@ -165,25 +158,14 @@ struct StateFragment {
     __device__ __forceinline__ void store(StateBlock& rows, int step) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (STAGED == FP32) {
+            if constexpr (STATE == FP32) {
                 *reinterpret_cast<float4*>(place(rows, half, step)) =
                     make_float4(s[half][0], s[half][1], s[half][2], s[half][3]);
             } else {
-                Packed<STAGED, 4> x;
+                Packed<STATE, 4> x;
                 x.set_state(s[half]);
                 x.store(place(rows, half, step));
             }
-        }
-    }
-    // WIDENED: rounds the fragment to the state's type, and stores it in `rows` and in memory, where the block's rows
-    // begin at `home`. The registers keep the unrounded numbers.
-    __device__ __forceinline__ void store_rounded(StateBlock& rows, state_t* home, int step) const {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            Packed<STATE, 4> x;
-            x.set_state(s[half]);
-            x.store(home + value_row(half) * K + 16 * step + 4 * (threadIdx.x % 4));
-            *reinterpret_cast<float4*>(place(rows, half, step)) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 };

@@ -270,12 +270,27 @@ __device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory
     }
 }
 
+// Stores Q and B, which have replaced U and the sums, as codes. `missing`: factor that the scales are multiplied by.
+template <int SIZE>
+__device__ __forceinline__ void store_split(const Team<SIZE>& team, const Columns& q, const Sums& b, sketch_t* packed,
+                                            int rank, float missing) {
+    const SmallPart<float> small(packed, rank);
+#pragma unroll 1
+    for (int g = team.member; g < rank; g += SIZE) {
+        const float scale = store_column_codes(q.of[g], g, packed) *
+                            store_row_codes(packed + rank * V + g * K, [&](int channel, float(&x)[4]) {
+                                load_floats(x, b.at(0, g, channel));
+                            });
+        if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
+    }
+}
+
 // Computes and stores the map, by the whole team. Begins with team.sync(), because other warps of the team may still be
 // working on the previous sketch.
 template <int SIZE, class Wait>
 __device__ __forceinline__ void store_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums,
-                                            SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,
-                                            float ridge, float missing, [[maybe_unused]] int sketch_n,
+                                            SketchBarriers& barriers, sketch_t* packed, int rank, float mu, float ridge,
+                                            float missing, [[maybe_unused]] int sketch_n,
                                             Wait wait_sums) {
     team.sync();
     gram_of_columns(team, m, rank, mu, ridge);
@@ -286,7 +301,7 @@ __device__ __forceinline__ void store_dense(const Team<SIZE>& team, SketchMemory
     if constexpr (CODED) {
         split_dense(team, m, sums, rank, mu);
         team.sync();
-        store_split(team, m.columns[0], sums, packed, rank, wide, missing);
+        store_split(team, m.columns[0], sums, packed, rank, missing);
         barriers.columns_empty[0].arrive();
     } else {
         multiply_dense(team, m, sums, packed + rank * V, rank, mu);

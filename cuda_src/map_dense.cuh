@@ -181,7 +181,7 @@ __device__ __forceinline__ void store_products(int rank, float (&largest)[2 * TI
         }
 }
 
-// Q and B, in place of U and of the sums, and their codes (MIXED: not yet). Calls `w_is_read` when W has been read, and
+// Q and B, in place of U and of the sums, and their codes. Calls `w_is_read` when W has been read, and
 // `q_is_stored` when the codes of Q are stored.
 template <int TILES, class Read, class Stored>
 __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, sketch_t* packed, int rank, float missing,
@@ -200,42 +200,36 @@ __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, sketch_
     multiply_in_place<TILES, V>(w, rank, largest_q, load_q, [&](int row, int n, const float(&x)[4]) {
         store_column_word(m.columns[0].of[row], n, x);
     });
-    if constexpr (!MIXED) {
-        store_products<TILES, V>(rank, largest_q, load_q, [&](int row, int byte) {
-            const CodedColumn as(row, rank);
-            return packed + as.at + (byte ^ as.turn);
-        });
-        q_is_stored();
-    }
+    store_products<TILES, V>(rank, largest_q, load_q, [&](int row, int byte) {
+        const CodedColumn as(row);
+        return packed + as.at + (byte ^ as.turn);
+    });
+    q_is_stored();
     multiply_in_place<TILES, K>(
         w, rank, largest_b, [&](int row, int n, float(&x)[4]) { sum_parts(sums, row, 4 * n, x); },
         [&](int row, int n, const float(&x)[4]) {
             *reinterpret_cast<float4*>(sums.at(0, row, 4 * n)) = make_float4(x[0], x[1], x[2], x[3]);
         });
-    if constexpr (!MIXED) {
-        sketch_t* const b = packed + column_at(rank, rank);
-        store_products<TILES, K>(
-            rank, largest_b,
-            [&](int row, int n, float(&x)[4]) {
-                float four[4];
-                load_floats(four, sums.at(0, row, 4 * n));
-                x[0] = four[0], x[1] = four[2], x[2] = four[1], x[3] = four[3];
-            },
-            [&](int row, int byte) { return b + row_at(row, rank) + byte; });
-        const SmallPart<float> small(packed, rank, rank);
+    sketch_t* const b = packed + rank * V;
+    store_products<TILES, K>(
+        rank, largest_b,
+        [&](int row, int n, float(&x)[4]) {
+            float four[4];
+            load_floats(four, sums.at(0, row, 4 * n));
+            x[0] = four[0], x[1] = four[2], x[2] = four[1], x[3] = four[3];
+        },
+        [&](int row, int byte) { return b + row * K + byte; });
+    const SmallPart<float> small(packed, rank);
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            if (r == 0 && rows_of_lane(i) < rank)
-                small.scale[rows_of_lane(i)] = scale_of(largest_q[i]) * scale_of(largest_b[i]) * missing;
-    } else {
-        __syncwarp();
-    }
+    for (int i = 0; i < 2 * TILES; i++)
+        if (r == 0 && rows_of_lane(i) < rank)
+            small.scale[rows_of_lane(i)] = scale_of(largest_q[i]) * scale_of(largest_b[i]) * missing;
 }
 
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(const Team<1>& team, SketchMemory& m, Sums& sums,
-                                            SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,
-                                            float ridge, float missing, int sketch_n, Wait wait_sums) {
+__device__ __forceinline__ void store_tiles(SketchMemory& m, Sums& sums, SketchBarriers& barriers, sketch_t* packed,
+                                            int rank, float mu, float ridge, float missing, int sketch_n,
+                                            Wait wait_sums) {
     gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
         if (!CODED) barriers.columns_empty[0].arrive();
         if (EPILOGUE_TEAMS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
@@ -246,23 +240,17 @@ __device__ __forceinline__ void store_tiles(const Team<1>& team, SketchMemory& m
         if (EPILOGUE_TEAMS > 1) barriers.gram_empty.arrive();
     };
     if constexpr (CODED) {
-        auto q_is_stored = [&] { barriers.columns_empty[0].arrive(); };
-        split_dense<TILES>(m, sums, packed, rank, missing, w_is_read, q_is_stored);
-        if constexpr (MIXED) {
-            store_split(team, m.columns[0], sums, packed, rank, wide, missing);
-            q_is_stored();
-        }
+        split_dense<TILES>(m, sums, packed, rank, missing, w_is_read, [&] { barriers.columns_empty[0].arrive(); });
     } else {
         multiply_dense<TILES>(m, sums, packed + rank * V, rank, w_is_read);
     }
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(const Team<1>& team, SketchMemory& m, Sums& sums,
-                                            SketchBarriers& barriers, sketch_t* packed, int rank, int wide, float mu,
-                                            float ridge, float missing, int sketch_n, Wait wait_sums) {
+__device__ __forceinline__ void store_dense(const Team<1>&, SketchMemory& m, Sums& sums, SketchBarriers& barriers,
+                                            sketch_t* packed, int rank, float mu, float ridge, float missing,
+                                            int sketch_n, Wait wait_sums) {
     if (RANK_MAX > 8 && rank > 8)
-        store_tiles<RANK_MAX <= 8 ? 1 : 2>(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n,
-                                           wait_sums);
-    else store_tiles<1>(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
+        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
+    else store_tiles<1>(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
 }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
                                               Wait wait_sums) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t* const b = packed + rank * V;
-    const SmallPart<small_t> small(packed, rank, rank);
+    const SmallPart<small_t> small(packed, rank);
     const float root = rsqrtf(mu);
     constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; fewer make the code of many roles shorter
     Packed<CODED ? BF16 : SKETCH, MINE> rows[AHEAD];
@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums
             for (int n = 0; n < 4; n++)
                 four[n] = MINE == 4 ? image[i][n % MINE]
                                     : __shfl_sync(ALL, image[i][n % MINE], (2 * lane + n / 2) % 32);
-            const float scale = store_row_codes(b + i * K, false, [&](int, float(&x)[4]) {
+            const float scale = store_row_codes(b + i * K, [&](int, float(&x)[4]) {
 #pragma unroll
                 for (int n = 0; n < 4; n++) x[n] = four[n];
             });

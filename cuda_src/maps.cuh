@@ -77,8 +77,7 @@ template <int SIZE, class Then>
 __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemory& m,
                                               SketchBarriers& barriers, [[maybe_unused]] sketch_t* packed,
                                               [[maybe_unused]] const projection_t* projection, int rank,
-                                              [[maybe_unused]] int wide, [[maybe_unused]] float ridge, int sketch_n,
-                                              Then then) {
+                                              [[maybe_unused]] float ridge, int sketch_n, Then then) {
     barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
@@ -107,7 +106,7 @@ __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemo
     store_factors(m.dots[sketch_n % EPILOGUE_TEAMS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(team, m, sums, barriers, packed, rank, wide, mu, ridge, missing, sketch_n, wait_sums);
+    store_dense(team, m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

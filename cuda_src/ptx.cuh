@@ -368,15 +368,6 @@ __device__ __forceinline__ u32 fma_bf16(u32 x, u32 y, u32 z) {
     return sum;
 }
 
-// A pair rounded to e4m3, the first in the low byte; beyond the largest number, the largest number.
-#if __CUDA_ARCH__ >= 890
-__device__ __forceinline__ u32 floats_to_e4m3(float x, float y) {
-    u16 z;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(z) : "f"(y), "f"(x));
-    return z;
-}
-#endif
-
 // The larger number, or NaN if one is NaN.
 __device__ __forceinline__ float larger(float x, float y) {
     float z;

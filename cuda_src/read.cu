@@ -2,18 +2,15 @@
 //
 // Appends each row's token to the row's ring and computes o = (state read of the effective query x) + (output of the
 // window's tokens). The state read is U C x for a head with a sketch, and S^T x for a full-state head. Replay is the
-// variant in which all heads are full-state heads. Rows whose windows end are only listed in `Schedule`; flush.cu or
-// refresh.cu computes their outputs. flush.cu advances the cursors of all rows.
+// variant in which all heads are full-state heads. Rows whose windows end are only listed in `Schedule`; flush.cu
+// computes their outputs, and advances the cursors of all rows.
 //
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read_warp.cuh).
 //
-// DEFERRED (0 or 1): the read computes the outputs of all rows, at positions 0 to W - 2. Rows that then have W - 1
-// tokens in the ring are listed, and flush.cu folds these tokens later.
-//
-// -D constants besides common.cuh's: W, WINDOWS (of the ring; more than one: refresh.cu), DEFERRED, FULL_STATE_HEADS
-// and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP (form of the map: FACTORS, DENSE or SHARED, in
-// sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32, INT8, FP8 or INT8_INT4, in common.cuh).
+// -D constants besides common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP
+// (form of the map: FACTORS, DENSE or SHARED, in sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32 or
+// INT8, in common.cuh).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"
@@ -38,12 +35,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) arg.out.of(row)[first + i] = narrow<OUT>(0.f);
     };
-    auto ends_now = [](int word) { return !DEFERRED && (REFRESHES ? ends_window(word, W) : flushes_now(word, W)); };
-    auto fills = [](int pos) { return DEFERRED && pos == W - 2; };
     auto list = [&](int slot, int row, int word) {
-        const DueRow entry{slot, static_cast<u32>(row), static_cast<u32>(position_of(word) + DEFERRED)};
-        if (REFRESHES && !flushes_now(word, RING)) schedule->refreshed[atomicAdd(&schedule->refreshes, 1)] = entry;
-        else schedule->rows[atomicAdd(&schedule->due, 1)] = entry;
+        schedule->rows[atomicAdd(&schedule->due, 1)] =
+            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word))};
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
@@ -101,11 +95,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         slot = slots.once_in_warp(row, slot);
         if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
-        if (slot >= 0 && !ends_now(word)) read_state(arg, head, row, slot, position_of(word), part);
+        if (slot >= 0 && !flushes_now(word, W)) read_state(arg, head, row, slot, position_of(word), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && !DEFERRED && i < batch && threadIdx.x == 0) list(slot, row, word);
-        if constexpr (DEFERRED && !SKETCHED_HEADS)
-            if (slot >= 0 && i < batch && threadIdx.x == 0 && fills(position_of(word))) list(slot, row, word);
+        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
     }
 #endif
@@ -120,14 +112,13 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         int word = FULL_STATE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
         if (FULL_STATE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
-        const int pos = slot >= 0 && ends_now(word) ? W - 1 : position_of(word);
+        const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word);
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
-            atomicMax(&block.max_tokens, in_window(pos));
+            atomicMax(&block.max_tokens, pos);
         } else {
             due = true;
         }
-        if constexpr (DEFERRED) due |= slot >= 0 && fills(pos);
         search |= slot == LEFT_OUT;
         if (first_tile_is_own(row)) schedule->slots[row] = slot;
     }
@@ -147,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         for (int i = threadIdx.x; i < rows; i += blockDim.x) {
             const int row = first_row + i, slot = block.rows[i].x;
             const int pos = block.rows[i].y;
-            if (slot >= 0 && (DEFERRED ? fills(pos) : !BlockRows::continues(slot, pos)) && first_tile_is_own(row))
+            if (slot >= 0 && !BlockRows::continues(slot, pos) && first_tile_is_own(row))
                 list(slot, row, *arg.memory.cursor.of(slot));
         }
         __syncthreads();
@@ -155,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     // Let the flush start while the reads continue. By the warp that is likely to finish its copies last.
     if (threadIdx.x == blockDim.x - 1) {
         // with full-state heads, other warps may still need cursors
-        if (FULL_STATE_HEADS == 0 && !DEFERRED) schedule->report_listed();
+        if (FULL_STATE_HEADS == 0) schedule->report_listed();
         allow_next_kernel();
     }
     if (block.max_tokens < 0) return;  // all rows are due

@@ -26,8 +26,8 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
             if (!BlockRows::continues(entry.x, entry.y)) continue;
             x[n] = reinterpret_cast<const Chunk*>(Strided<const T>{input.of(row), step}.of(own_rows.t))[own];
             constexpr int EACH = sizeof(Chunk) / sizeof(T);
-            const int at = own % CHUNKS ^ (VALUES ? swizzle(in_window(entry.y)) / EACH : 0);
-            into[n] = reinterpret_cast<Chunk*>(ring.of(entry.x)) + (own / CHUNKS * RING + entry.y) * CHUNKS + at;
+            const int at = own % CHUNKS ^ (VALUES ? swizzle(entry.y) / EACH : 0);
+            into[n] = reinterpret_cast<Chunk*>(ring.of(entry.x)) + (own / CHUNKS * W + entry.y) * CHUNKS + at;
         }
 #pragma unroll
         for (int n = 0; n < LOADS; n++)
@@ -70,8 +70,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& arg, const Block
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS;
         const int2 entry = own_rows.of(row);
         if (BlockRows::continues(entry.x, entry.y)) {
-            const int pos = in_window(entry.y);
-            const act_t* const ring = arg.memory.keys.of(entry.x) + head * RING * K + window_start(entry.y) * K;
+            const int pos = entry.y;
+            const act_t* const ring = arg.memory.keys.of(entry.x) + head * W * K;
             const act_t* const newest = arg.inputs.k.of(row) + head * K;
             QueryFragment query;
             TokenRow tokens[2];

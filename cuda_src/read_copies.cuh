@@ -14,14 +14,13 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const TileBuffer& bu
         [&](auto&& copy) {
             if (HALF & KEY_HALF) {
                 if (!SHARED_SCORES) {
-                    copy(buffer.keys, memory.keys.of(tile.slot) + key_head * RING * K + tile.first * K, pos * KEY);
+                    copy(buffer.keys, memory.keys.of(tile.slot) + key_head * W * K, pos * KEY);
                     copy(buffer.keys + pos * KEY, inputs.k.of(tile.row) + key_head * K, KEY);
                 }
                 copy(buffer.keys + TileBuffer::query_at(pos), inputs.q.of(tile.row) + key_head * K, KEY);
                 if (GATE) {
                     char* const gates = buffer.keys + TileBuffer::gates_at(pos);
-                    copy(gates, memory.gates.of(tile.slot) + head * RING * GATES + tile.first * GATES,
-                         pos * GATE);
+                    copy(gates, memory.gates.of(tile.slot) + head * W * GATES, pos * GATE);
                     copy(gates + pos * GATE, inputs.g.of(tile.row) + head * GATES, GATE);
                 }
             }
@@ -29,7 +28,7 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const TileBuffer& bu
 #pragma unroll
                 for (int h = 0; h < TILE_HEADS; h++)
                     copy(buffer.rest + h * pos * VALUE,
-                         memory.values.of(tile.slot) + (head + h) * RING * V + tile.first * V, pos * VALUE);
+                         memory.values.of(tile.slot) + (head + h) * W * V, pos * VALUE);
                 copy(buffer.rest + TileBuffer::newest_at(pos), inputs.v.of(tile.row) + head * V, TILE_HEADS * VALUE);
                 copy(buffer.rest + TileBuffer::sketches_at(pos), memory.sketch.of(tile.slot) + heads.from,
                      heads.elements * static_cast<int>(sizeof(sketch_t)));

@@ -1,8 +1,7 @@
 // Draft read: outputs of one to MAX_DRAFTS new tokens of each row, without moving the row's position.
 //
-// The flush kernel runs first (mode DRAFT, flush.cu): it folds the rows whose rings have no room for the drafts. With
-// refreshes, it also lists the rows whose windows have no room, for refresh.cu. This kernel then stores each row's
-// number of drafts, and the position at which they begin, in the cursor word. A draft's output equals the output of a
+// The flush kernel runs first (mode DRAFT, flush.cu): it folds the rows whose rings have no room for the drafts. This
+// kernel then stores each row's number of drafts, and the position at which they begin, in the cursor word. A draft's output equals the output of a
 // read step at the same position. A row's tile is loaded once for all drafts of the row. The drafts' raw inputs are
 // appended to the ring past the position: a commit only advances the position, and later tokens overwrite uncommitted
 // drafts.
@@ -30,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     auto word_of = [&](int row, int slot, bool write) {
         if (slot < 0) return 0;
         int* const word = arg.memory.cursor.of(slot);
-        const int next = after_draft(*word, Lengths{{lengths, length_flags}, tokens}.of(row), W, RING);
+        const int next = after_draft(*word, Lengths{{lengths, length_flags}, tokens}.of(row), W);
         if (write) *word = next;
         return next;
     };
@@ -63,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #endif
     wait_for_previous_kernel();
     allow_next_kernel();
-    if (clock_word && ticks && blockIdx.x == 0 && threadIdx.x == 0) Clock{clock_word}.draft(tokens, W, RING);
+    if (clock_word && ticks && blockIdx.x == 0 && threadIdx.x == 0) Clock{clock_word}.draft(tokens, W);
 #if FULL_STATE_HEADS
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < FULL_STATE_HEADS * batch; i += gridDim.x * groups) {
@@ -80,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int word = word_of(row, slot, row * ROW_TILES >= begin);  // the block with the row's first tile writes
         block.rows[i] = make_int2(slot, word);
         const int length = drafted_of(word);
-        if (length > 0) atomicMax(&block.max_tokens, in_window(position_of(word)) + length);
+        if (length > 0) atomicMax(&block.max_tokens, position_of(word) + length);
     }
     __syncthreads();
 

@@ -76,17 +76,10 @@ template <bool CODES> struct RowFragment {
     static constexpr int LOADS = CODES ? K / 64 : KEY_CHUNKS;
     uint4 x[LOADS];
 
-    // `narrow`: the row has codes of 4 bits, which are unpacked here.
-    __device__ __forceinline__ void load(const void* row, bool narrow = false) {
-        const int c = threadIdx.x % 4;
+    __device__ __forceinline__ void load(const void* row) {
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) {
-            const int piece = MIXED && narrow ? (4 * i + c) / 2 : 4 * i + c;
-            x[i] = CODES ? static_cast<const uint4*>(row)[piece] : chunk(row, i);
-            if constexpr (CODES && MIXED)
-                for (u32* word : {&x[i].x, &x[i].y, &x[i].z, &x[i].w})
-                    *word = unpack_codes(*word, narrow ? ALL : 0, c % 2);
-        }
+        for (int i = 0; i < LOADS; i++)
+            x[i] = CODES ? static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4] : chunk(row, i);
     }
     __device__ __forceinline__ uint4 of(int i) const {
         if constexpr (!CODES) return x[i];
@@ -182,10 +175,8 @@ __device__ __forceinline__ MapRow load_map(const Arguments& arg, const Buffer& b
                                                 int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
     MapRow rows;
-    if (MAP == DENSE) {
-        const int wide = heads.wide(h), at = heads.at[h] + column_at(rank, wide) + row_at(row, wide);
-        rows.load(buffer.sketches() + (rank ? at : 0), MIXED && row >= wide);
-    }
+    const int at = heads.at[h] + rank * V + row * K;
+    if (MAP == DENSE) rows.load(buffer.sketches() + (rank ? at : 0));
     else rows.load(arg.projection + heads.projection[h] + row * K);
     return rows;
 }

@@ -45,16 +45,15 @@ struct BlockRows {
     static constexpr int t = 0;  // the rows' token
 
     __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }
-    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && in_window(pos) + 1 < W; }
+    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
 };
 
 // The plan's entries for the heads of a tile.
 struct TileHeads {
-    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a full-state head; projection of MIXED: columns of 8 bits
+    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a full-state head
     int at[TILE_HEADS];                            // offsets of their sketches in the tile's sketches
     int from, elements;                            // offset of the tile's sketches in a slot, and their length
 
-    __device__ __forceinline__ int wide(int h) const { return MIXED ? projection[h] : rank[h]; }
     __device__ __forceinline__ void load(const int4* heads, int part) {
         from = elements = 0;
 #pragma unroll
@@ -63,20 +62,15 @@ struct TileHeads {
             rank[h] = info.x, projection[h] = info.z;
             if (elements == 0) from = info.y;
             at[h] = elements;
-            elements += sketch_elements(info.x, wide_of(info));
+            elements += sketch_elements(info.x);
         }
     }
 };
 
 // One tile of work. bytes: the tile's size in shared memory, 0 if the row is padding or its window ends. row: -1 past
-// the last tile. first: the ring place of the window's first token.
+// the last tile.
 struct ReadTile {
     int row, index, slot, pos, bytes;  // index: which tile of its row
-#if WINDOWS > 1
-    int first;
-#else
-    static constexpr int first = 0;
-#endif
     __device__ __forceinline__ bool reads() const { return bytes > 0; }
 };
 
@@ -92,8 +86,7 @@ struct TokenScalars {
             g[i] = beta[i] = 0;
             if (s > tile.pos || h >= TILE_HEADS) continue;
             auto get = [&](const auto& ring, const auto& input) -> float {
-                return *(s < tile.pos ? ring.of(tile.slot) + head * RING + s + tile.first
-                                    : input.of(tile.row) + head);
+                return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
             };
             if (KIND != KDA) g[i] = get(arg.memory.gates, arg.inputs.g);
             if (ERASES && !TWO_HALVES) beta[i] = get(arg.memory.betas, arg.inputs.beta);
@@ -107,7 +100,7 @@ struct TokenScalars {
 __device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
     const int s = threadIdx.x % 32;
     if (ERASES && s <= tile.pos)
-        copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * RING + s + tile.first
+        copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * W + s
                                           : arg.inputs.beta.of(tile.row) + tile.index);
     copy_async_commit();
 }

@@ -16,7 +16,7 @@ struct Coefficients {
 
     __device__ __forceinline__ Coefficients(const TileBuffer& buffer, const TileHeads& heads, const Scratch& scratch,
                                             int h)
-        : small(buffer.sketches() + heads.at[h], heads.rank[h], heads.wide(h)),
+        : small(buffer.sketches() + heads.at[h], heads.rank[h]),
           p(pivots_of(heads.rank[h])),
           whole(TWO_HALVES ? 1.f : scratch.window_decay[h]) {
         if (MAP == FACTORS)
@@ -40,24 +40,9 @@ struct Coefficients {
     }
 };
 
-// Masks of the half-words with codes of 4 bits, in a lane's words of two groups of eight columns. The lane's words of
-// the first group have columns `low` and `low` + 1 of a head with `low_wide` columns of 8 bits; likewise `high`.
-struct NarrowMasks {
-    u32 low, high;
-
-    __device__ __forceinline__ NarrowMasks(int low, int low_wide, int high, int high_wide)
-        : low(of(low, low_wide)), high(of(high, high_wide)) {}
-    static __device__ __forceinline__ u32 of(int column, int wide) {
-        return (column >= wide ? 0xffffu : 0u) | (column + 1 >= wide ? 0xffff0000u : 0u);
-    }
-};
 // Adds weights times codes of U: `low` and `high` are words of two groups of eight columns, as `load_transposed`
-// returns them. Bytes 2n and 2n + 1 of 16 codes are channels n and n + 8: rows n and n + 8 of the operand. `upper`:
-// codes of 4 bits are in the upper halves of bytes.
-__device__ __forceinline__ void multiply_codes(float (&sums)[4], u32 low, u32 high, const NarrowMasks& narrow,
-                                               bool upper, const u32 (&weights)[2]) {
-    if constexpr (MIXED)
-        low = unpack_codes(low, narrow.low, upper), high = unpack_codes(high, narrow.high, upper);
+// returns them. Bytes 2n and 2n + 1 of 16 codes are channels n and n + 8: rows n and n + 8 of the operand.
+__device__ __forceinline__ void multiply_codes(float (&sums)[4], u32 low, u32 high, const u32 (&weights)[2]) {
     const u32 x[4] = {widen_codes<false>(low), widen_codes<true>(low), widen_codes<false>(high),
                       widen_codes<true>(high)};
     mma_bf16(sums, x, weights[0], weights[1]);
@@ -120,11 +105,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
         for (; tokens > 0; tokens -= ROWS, end -= ROWS, n += ROWS, weights += ROWS) {
             u32 slices[SERVED][2];
             load_slices(slices);
-            const CodedColumn column(min(n, heads.rank[own] - 1), heads.wide(own));
-            const int first = n - lane % 8 - (TILE_HEADS > 1 ? 0 : lane / 16 * 8) + 2 * c;
-            const NarrowMasks narrow(first, heads.wide(heads.rank[0] > 0 ? 0 : TILE_HEADS - 1),
-                                     first + (TILE_HEADS > 1 ? 0 : 8),
-                                     heads.wide(heads.rank[TILE_HEADS - 1] > 0 ? TILE_HEADS - 1 : 0));
+            const CodedColumn column(min(n, heads.rank[own] - 1));
 #pragma unroll
             for (int channel = 0; channel < V; channel += 32) {
                 u32 x[4];
@@ -132,8 +113,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int at = channel + 16 * i;
-                    if (at < V)
-                        multiply_codes(sums[at / APART], x[i], x[2 + i], narrow, i > 0, slices[at / 16 % SERVED]);
+                    if (at < V) multiply_codes(sums[at / APART], x[i], x[2 + i], slices[at / 16 % SERVED]);
                 }
             }
         }
@@ -176,11 +156,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
 }
 
 // Neighbouring channels of a column of U.
-template <int N, bool CODES = CODED> struct ColumnShare : Packed<SKETCH, N> {
-    __device__ __forceinline__ void load(const sketch_t* column, int channel, bool) {
-        Packed<SKETCH, N>::load(column + channel);
-    }
-};
+template <int N, bool CODES = CODED> struct ColumnShare : Packed<SKETCH, N> {};
 template <int N> struct ColumnShare<N, true> : Codes<N> {};
 
 // Row by row, for other types.
@@ -199,14 +175,13 @@ __device__ __forceinline__ void add_values(const TileBuffer& buffer, const TileH
         for (int n = 0; n < Own::WIDTH; n++) o[i][n] += weight * x[n];
     };
     const sketch_t* const u = buffer.sketches() + heads.at[h];
-    const int wide = heads.wide(h);
 #pragma unroll 4
     for (int j = 0; j < rank; j++) {
 #pragma unroll
         for (int i = 0; i < Own::COUNT; i++) {
             if (Own::at(i) >= V) continue;
             ColumnShare<Own::WIDTH> x;
-            x.load(u + column_at(j, wide), Own::at(i), j >= wide);
+            x.load(u + j * V + Own::at(i));
             add(x, scratch.c[h][j], i);
         }
     }

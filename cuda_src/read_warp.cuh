@@ -13,8 +13,7 @@
 #include "read_backward.cuh"
 #include "read_values.cuh"
 
-// An upper bound: with MIXED codes all columns count as 8 bits. Flushes need several times as much in any case.
-constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX, RANK_MAX));
+constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX));
 constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                           : SHARED_SCORES && V <= 64 ? 20
                                                      : 16;  // limited by registers; multiples of 4
@@ -66,10 +65,7 @@ struct TileReader {
         }
         const int2 entry = own_rows.of(tile.row);
         const int elements = heads_of(tile).elements;
-        tile.slot = entry.x, tile.pos = in_window(entry.y);
-#if WINDOWS > 1
-        tile.first = window_start(entry.y);
-#endif
+        tile.slot = entry.x, tile.pos = entry.y;
         if (BlockRows::continues(entry.x, entry.y) && elements > 0)
             tile.bytes = TileBuffer::bytes(BOTH_HALVES, tile.pos, elements);
         return tile;

@@ -14,15 +14,11 @@ __device__ __forceinline__ constexpr int swizzle(u32 row) {
     return SWIZZLED ? row / (64 / SWIZZLE_SPAN) % (SWIZZLE_SPAN / 8) * 8 : 0;
 }
 
-// Codes (codes.cuh) of 8 bits have half the bytes: 16 bytes of a row are 16 channels. Byte n of column `row` of U is
-// stored at n ^ code_swizzle(row). With 4 bits, 16 bytes are 32 channels, and V_4 bytes a row.
+// Codes (codes.cuh) have half the bytes: 16 bytes of a row are 16 channels. Byte n of column `row` of U is stored at
+// n ^ code_swizzle(row).
 constexpr int CODE_SPAN = V % 128 == 0 ? 128 : V % 64 == 0 ? 64 : V % 32 == 0 ? 32 : 16;
 __device__ __forceinline__ constexpr int code_swizzle(u32 row) {
     return SWIZZLED ? row / (128 / CODE_SPAN) % (CODE_SPAN / 16) * 16 : 0;
-}
-constexpr int NARROW_SPAN = V_4 % 64 == 0 ? 64 : V_4 % 32 == 0 ? 32 : 16;
-__device__ __forceinline__ constexpr int narrow_swizzle(u32 row) {
-    return SWIZZLED ? row / (128 / NARROW_SPAN) % (NARROW_SPAN / 16) * 16 : 0;
 }
 
 // A slot's ring of raw inputs from token `first` on, at one head.
@@ -32,12 +28,8 @@ struct Ring {
     float* beta;
 
     __device__ __forceinline__ Ring(const Memory& memory, int slot, int head, int first = 0)
-        : k(memory.keys.of(slot) + head / HEADS_PER_KEY * RING * K + first * K),
-          v(memory.values.of(slot) + head * RING * V + first * V),
-          g(memory.gates.of(slot) + head * RING * GATES + first * GATES),
-          beta(memory.betas.of(slot) + head * RING + first) {}
-    // Token number s as it lies in the ring: swizzled, and with its key in place of its query.
-    __device__ __forceinline__ Token token(int s) const {
-        return Token(k + s * K, k + s * K, v + s * V, g + s * GATES, beta + s);
-    }
+        : k(memory.keys.of(slot) + head / HEADS_PER_KEY * W * K + first * K),
+          v(memory.values.of(slot) + head * W * V + first * V),
+          g(memory.gates.of(slot) + head * W * GATES + first * GATES),
+          beta(memory.betas.of(slot) + head * W + first) {}
 };

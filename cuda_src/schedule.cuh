@@ -1,17 +1,17 @@
-// Data in global memory that the kernels of a call pass to each other: the lists of rows to flush and to refresh.
+// Data in global memory that the kernels of a call pass to each other: the list of rows to flush.
 #pragma once
 #include "common.cuh"
 
 constexpr int MAX_ROWS = 512;
 
-// A row to flush or to refresh, and the number of tokens in its ring.
+// A row to flush, and the number of tokens in its ring.
 struct alignas(8) DueRow {
     int slot;
     u32 row : 16, buffered : 16;
 };
 
 // An engine has one Schedule for each stream and each captured graph. All fields are zero at first. After every step,
-// all fields except `rows`, `refreshed` and `slots` are zero again.
+// all fields except `rows` and `slots` are zero again.
 struct Schedule {
     int due;                         // number of rows to flush
     int next_tile;                   // next unclaimed tile of the flush; the tiles that blocks begin with do not count
@@ -20,9 +20,6 @@ struct Schedule {
     int listed;                      // when all read blocks have listed their due rows: 1 + number of rows to flush
     int slots[MAX_ROWS];             // checked slots of all rows: negative for padding and for rows that are left out
     DueRow rows[MAX_ROWS];           // in any order
-    int refreshes;                   // number of rows to refresh
-    u32 refreshing_blocks;           // refresh blocks that are done
-    DueRow refreshed[MAX_ROWS];      // in any order
 
     // By one thread of a read block, when the block has listed its due rows and needs no cursor any more.
     __device__ __forceinline__ void report_listed() {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
     float sum[OWN_BLOCKS][2][4] = {}, rest[OWN_BLOCKS][2][4] = {};
 #pragma unroll(2 / OWN_BLOCKS)
     for (int step = 0; step < STEPS; step++) {
-        if constexpr (STAGED == BF16 && BASIS_SLICES == 1) {
+        if constexpr (STATE == BF16 && BASIS_SLICES == 1) {
             StoredOperand basis;
 #pragma unroll
             for (int tile = 0; tile < 2; tile++)
@@ -74,7 +74,7 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int j = 0; j < 2; j++)
-                    basis.multiply<BASIS_SLICES == 1, BASIS_SLICES == 1 || STAGED != FP32>(
+                    basis.multiply<BASIS_SLICES == 1, BASIS_SLICES == 1 || STATE != FP32>(
                         j, sum[i][half], rest[i][half], fragment.s[half][2 * j], fragment.s[half][2 * j + 1]);
         }
     }
@@ -137,10 +137,10 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
 
 // Stores all of U as codes, by one warp. `missing`: factor that the scales are multiplied by.
 __device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* packed, int rank, float missing) {
-    const SmallPart<float> small(packed, rank, rank);
+    const SmallPart<float> small(packed, rank);
 #pragma unroll 2
     for (int g = 0; g < rank; g++) {
-        const float scale = store_column_codes(u.of[g], g, rank, packed);
+        const float scale = store_column_codes(u.of[g], g, packed);
         if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
     }
 }
@@ -176,7 +176,7 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
         for (int own = 0; own < OWN_STEPS; own++) {
             const int step = member + own * GROUP_WARPS;
             if (STEPS % GROUP_WARPS && step >= STEPS) break;
-            if constexpr (STAGED == BF16) {  // exact
+            if constexpr (STATE == BF16) {  // exact
                 const uint2 upper = StateFragment::words(rows[i].state, 0, step),
                             lower = StateFragment::words(rows[i].state, 1, step);
 #pragma unroll

@@ -10,62 +10,45 @@
 //     Q (G, V)  |  B (G, K)   |  scale (G)        split form: C = W^T B and Q = U W^T, with W of map_dense.cuh
 //     U (G, V)  |  scale (G)
 //
-// With MIXED codes the first `wide` rows of Q and of B have 8 bits an element. The others have 4 bits, and V_4 and K_4
-// bytes a row:
-//
-//     Q (wide, V) (G - wide, V_4)  |  B (wide, K) (G - wide, K_4)  |  scale (G)
-//
 // All are padded to a multiple of ALIGN bytes: reads that copy whole memory lines are faster. Rows of U are swizzled
 // like values (ring.cuh).
 //
 // B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu). With B~, the map needs no L:
 // C x = w z + F (B~^T x), z = Pi^T x.
 //
-// `heads[h]` is {rank (0 for a full-state head), offset in a slot, offset of its projection (G, K) (MIXED: `wide`),
-// offset of its basis in fragments}; `order` lists the full-state heads, then the sketched ones.
+// `heads[h]` is {rank (0 for a full-state head), offset in a slot, offset of its projection (G, K), offset of its
+// basis in fragments}; `order` lists the full-state heads, then the sketched ones.
 #pragma once
 #include "common.cuh"
 
 enum { FACTORS = 0, DENSE = 1, SHARED = 2 };
 typedef Element<SKETCH>::type sketch_t;
-constexpr bool CODED = SKETCH == INT8 || SKETCH == FP8 || SKETCH == INT8_INT4, MIXED = SKETCH == INT8_INT4;
+constexpr bool CODED = SKETCH == INT8;
 constexpr int SMALL = CODED ? FP32 : SKETCH;  // type of F and w
 typedef Element<SMALL>::type small_t;
 typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
 constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
-constexpr int V_4 = (V + 31) / 32 * 16, K_4 = K / 2;
 constexpr bool HIGH_RANKS = MAP == DENSE && RANK_MAX > 16;  // dense maps by a team of warps (map_blocks.cuh)
-static_assert(!MIXED || MAP == DENSE, "other maps have no split form");
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
 __device__ __forceinline__ int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
 
-// Columns of a head with codes of 8 bits; without MIXED, all columns.
-__device__ __forceinline__ int wide_of(const int4& head) { return MIXED ? head.z : head.x; }
-// Elements before row g of U, and before row g of B (or of another map).
-__device__ __forceinline__ constexpr int column_at(int g, int wide) {
-    return MIXED && g > wide ? wide * V + (g - wide) * V_4 : g * V;
-}
-__device__ __forceinline__ constexpr int row_at(int g, int wide) {
-    return MIXED && g > wide ? wide * K + (g - wide) * K_4 : g * K;
-}
-
 // Elements of a head's sketch and map, padded; 0 for a full-state head.
-__device__ __forceinline__ constexpr int sketch_elements(int rank, int wide) {
+__device__ __forceinline__ constexpr int sketch_elements(int rank) {
     constexpr int LINE = ALIGN / static_cast<int>(sizeof(sketch_t)), EACH = sizeof(small_t) / sizeof(sketch_t);
     const int p = rank < PIVOTS ? rank : PIVOTS;
     const int small = (MAP == FACTORS ? rank * p + rank : 0) + (CODED ? rank + (MAP == FACTORS ? p : 0) : 0);
-    const int map = MAP == FACTORS ? p * K : MAP == DENSE ? row_at(rank, wide) : 0;
-    return (column_at(rank, wide) + map + small * EACH + LINE - 1) / LINE * LINE;
+    const int map = MAP == FACTORS ? p * K : MAP == DENSE ? rank * K : 0;
+    return (rank * V + map + small * EACH + LINE - 1) / LINE * LINE;
 }
 
 // Parts of a packed head behind U and the map's rows. Scales are factors of the numbers that `widen_codes` returns.
 template <class T> struct SmallPart {
     T *scale, *pivot_scale, *f, *w;
 
-    template <class P> __device__ __forceinline__ SmallPart(P* packed, int rank, int wide) {
+    template <class P> __device__ __forceinline__ SmallPart(P* packed, int rank) {
         const int p = pivots_of(rank);
-        scale = reinterpret_cast<T*>(packed + column_at(rank, wide) + (MAP == DENSE ? row_at(rank, wide) : p * K));
+        scale = reinterpret_cast<T*>(packed + rank * V + (MAP == DENSE ? rank : p) * K);
         pivot_scale = scale + (CODED ? rank : 0), f = pivot_scale + (CODED ? p : 0), w = f + rank * p;
     }
 };

@@ -42,9 +42,8 @@ template <int SIZE> struct Team {
 
 // SLICED: shared memory has U as two bf16 slices, in the order of left operands (flushes with high ranks and bf16
 // sketches). Gram matrix and S U use the same slices, so the map is exact for a U with an error of 2^-17, which is less
-// than the error of U in a bf16 sketch. Refreshes keep U in float32: SLICES_OF_U is true in flush.cu, false in
-// refresh.cu.
-constexpr bool SLICED = SLICES_OF_U && HIGH_RANKS && !CODED && BASIS_SLICES == 1;
+// than the error of U in a bf16 sketch.
+constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
 
 // U and the norms of the state's row blocks. Row g of `of` is column g of U; SLICED: `operands` has U instead.
 struct Columns {
@@ -98,7 +97,7 @@ constexpr int GRAM_ROW = RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0);  // padded wh
 // Shared memory of a block of the flush with high ranks and raw keys, if the block has `states` stages of states and
 // `sums` of S U. flush_tiles.cuh compares this number with the size of BlockMemory.
 constexpr int bytes_with(int states, int sums) {
-    const int rest = 16 * ROW_BLOCKS * states + (REFRESHES ? 384 : 320);  // barriers, tile scheduler
+    const int rest = 16 * ROW_BLOCKS * states + 320;  // barriers, tile scheduler
     return static_cast<int>(states * ROW_BLOCKS * sizeof(StateStage) + KEY_STAGES * sizeof(KeyStage) +
                             VALUE_STAGES * sizeof(ValueStage) + SOLVE_STAGES * sizeof(Solve) + sizeof(PreparedKeys) +
                             2 * sizeof(TransformShared) + sizeof(Basis) + sizeof(Columns) +

@@ -3,15 +3,8 @@
 #include "sketch_layout.cuh"
 #include "token.cuh"
 
-constexpr bool REFRESHES = WINDOWS > 1;  // windows without a flush end with a refresh (refresh.cu)
-constexpr int RING = WINDOWS * W;        // tokens from one flush to the next
-
-// A ring position's place in its window, and the ring place of the window's first token.
-__device__ __forceinline__ int in_window(int position) { return REFRESHES ? position % W : position; }
-__device__ __forceinline__ int window_start(int position) { return REFRESHES ? position / W * W : 0; }
-
-// Arrays of a slot: state (heads, V, K); ring: keys (key_heads, RING, K), values (heads, RING, V), gates (heads, RING,
-// 1 or K), betas (heads, RING); sketch (sketch_layout.cuh); cursor word.
+// Arrays of a slot: state (heads, V, K); ring: keys (key_heads, W, K), values (heads, W, V), gates (heads, W, 1 or K),
+// betas (heads, W); sketch (sketch_layout.cuh); cursor word.
 struct Memory {
     Strided<state_t> state;
     Strided<act_t> keys, values;

@@ -35,7 +35,6 @@ _HOME = {
     "DecodeHead": "heads.head",
     "ExactHead": "heads.exact",
     "SketchHead": "heads.sketch",
-    "overlap_flushes": "heads.overlap",
     "Snapshot": "heads.snapshot",
     "SnapshotFileError": "heads.snapshot",
     "SlotPart": "layer.slots",
@@ -97,7 +96,6 @@ __all__ = [
     "fit_basis",
     "low_rank_plan",
     "models",
-    "overlap_flushes",
     "traffic",
 ]
 
@@ -112,7 +110,6 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.traces import Traces
     from sketchssm.heads.exact import ExactHead
     from sketchssm.heads.head import DecodeHead
-    from sketchssm.heads.overlap import overlap_flushes
     from sketchssm.heads.sketch import SketchHead
     from sketchssm.heads.snapshot import Snapshot, SnapshotFileError
     from sketchssm.heads.standard import ReplayHead, StandardHead

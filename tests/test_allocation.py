@@ -122,23 +122,6 @@ def test_enough_for_all_is_all_full_states(rng):
     assert allocation.objective == allocation.gap == allocation.bound == 0
 
 
-@pytest.mark.parametrize("mean_rank", [2, 5, 8, 30])  # 30: the bytes of a full read, and more
-def test_without_full_reads(mean_rank, rng):
-    """No head reads its full state, and the table is the best of those: an exhaustive search without full reads."""
-    curves = falling(rng, 4, 8)
-    found = ss.allocate_ranks(scores_of(SMALL, curves), mean_rank, "error", full_reads=False)
-    assert (found.ranks > 0).all()
-    budget = 4 * cost_of(SMALL, mean_rank)
-    costs = {G: cost_of(SMALL, G) for G in range(1, 9)}
-    best = min(
-        sum(curves[h, G] for h, G in enumerate(table))
-        for table in itertools.product(costs, repeat=4)
-        if sum(costs[G] for G in table) <= budget
-    )
-    certify(found, best, curves)
-    assert best <= found.objective + 1e-12 * curves.max()
-
-
 def test_needy_heads_get_more(rng):
     curves = 0.5 ** np.arange(11)[None].repeat(4, axis=0) * np.array([[1.0], [10.0], [100.0], [1e-12]])
     ranks = ss.allocate_ranks(scores_of(SMALL, curves), 5).ranks

@@ -60,7 +60,6 @@ def search(**settings):
         (lambda: ss.candidates(maps="ridge"), "maps: expected a sequence of maps, got 'ridge'"),
         (lambda: ss.candidates(sketch_dtypes="int8"), "sketch_dtypes: expected a sequence of formats, got 'int8'"),
         (lambda: ss.candidates(windows=16), "windows: expected a sequence of integers, got 16"),
-        (lambda: ss.candidates(flushes=np.array(4)), r"flushes: expected a sequence of integers, got array\(4\)"),
         (lambda: search(candidates=3), "candidates: expected a sequence of Candidates, got 3"),
         (lambda: search(mean_ranks=4), "mean_ranks: expected a sequence of numbers, got 4"),
         (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces or of pairs"),
@@ -76,8 +75,6 @@ def test_other_classes(call, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     (
-        (lambda: ss.candidates(flushes=(1, -3)), r"flushes: expected a positive integer, got -3"),
-        (lambda: ss.candidates(flushes=(1.5,)), r"flushes: expected a positive integer, got 1\.5"),
         (lambda: StepTimes("cpu", 2.5), r"batch: expected a positive integer, got 2\.5"),
         (lambda: StepTimes("cpu", 2, seconds=0), r"seconds: expected a finite number above 0 or None, got 0"),
         (lambda: StepTimes("cpu", 2, seconds="1"), r"seconds: expected a finite number above 0 or None, got '1'"),
@@ -97,10 +94,8 @@ def test_other_classes(call, message):
         (lambda: BASIS.columns("2"), r"rank: expected a positive integer, got '2'"),
         (lambda: PLAN.reduction_with(sketch_dtype=""), r"sketch_dtype: expected one of float32, .*, got ''"),
         (lambda: ss.Candidate("sparse"), r"map: expected one of exact, .*, got 'sparse'"),
-        (lambda: ss.Candidate("lowrank", "int8+int4"), r"sketch_dtype: 'int8\+int4' serves the maps exact and ridge"),
         (lambda: ss.Candidate("ridge", "int4"), r"sketch_dtype: expected one of float32, .*, got 'int4'"),
         (lambda: ss.Candidate("ridge", window=0), r"window: expected an integer from 2 to 64, got 0"),
-        (lambda: ss.Candidate("ridge", flush_every=24), r"flush_every: expected a multiple of the window \(16\)"),
         (lambda: MOMENTS_OF_KEYS.reduce("0.5"), r"sparsity: expected a number from 0 to below 1, got '0\.5'"),
         (lambda: gdn(scale=np.nan), r"scale: expected a finite number, got nan"),
         (lambda: gdn(scale=np.ones(3)), r"scale: expected a finite number, got array"),
@@ -132,12 +127,6 @@ def test_other_classes(call, message):
 def test_other_values(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
-
-
-def test_candidates_flush_at_every_window():
-    """Unless `flush_every` is given; a map may be a name."""
-    made = ss.Candidate("ridge", window=8)
-    assert (made.map, made.flush_every) == (ss.CoefficientMap("ridge"), 8)
 
 
 def test_times_without_a_device(monkeypatch):

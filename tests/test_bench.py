@@ -155,14 +155,6 @@ class TestHost:
             assert min(found.positions) > 0
             assert found.fraction == pytest.approx(found.bytes / found.microseconds * 1e6 / 1e9)
 
-    def test_refreshes(self):
-        plan = bench.random_plan(SHAPES["gdn"], 3, 4, "ridge", flush_every=12)
-        assert (plan.window, plan.flush_every) == (4, 12)
-        listed = bench.systems(plan.layer, 12, [plan])
-        *_, found = bench.measure_host("tiny", plan.layer, listed, 2, 12, 1e9, seconds=0)
-        assert found.window == 12
-        assert found.error < ROUNDED
-
     def test_raw_gates(self):
         layer = SHAPES["kda"]
         plan, gate = bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2)), bench.random_gate(layer)

@@ -77,15 +77,11 @@ def test_settings_reach_the_plans(folder, tmp_path):
         "--out",
         out,
     ]
-    chosen = ["--map", "offline", "--sketch-dtype", "int8", "--flush-every", 8, "--method", "error"]
-    chosen += ["--rank-max", 3]
-    with pytest.warns(RuntimeWarning, match=r"^rank_max: .* heads have all 3 columns"):
-        invoke("calibrate", *arguments, *chosen, "--weighting", "output")
+    chosen = ["--map", "offline", "--sketch-dtype", "int8", "--method", "error", "--rank-max", 3]
+    invoke("calibrate", *arguments, *chosen)
     plans = st.ModelPlans.load(out)
     assert plans.allocation.method == "error"
-    assert {(x.window, x.flush_every, x.map.name, x.sketch_dtype) for x in plans.values()} == {
-        (4, 8, "offline", "int8")
-    }
+    assert {(x.window, x.map.name, x.sketch_dtype) for x in plans.values()} == {(4, "offline", "int8")}
     assert max(plan.ranks.max() for plan in plans.values()) == 3
 
 

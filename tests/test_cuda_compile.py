@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from gpu.cuda_support import make_plan, stored_as
+from gpu.cuda_support import make_plan
 from host import compiler, standin
 from samples import gate_of
 
@@ -49,7 +49,6 @@ SPILL_BYTES = {
     "read_draft": 216,
     "standard_draft": 8,
     "flush": 320,
-    "refresh": 64,
     "slots": 0,
     "commit": 0,
     "copy": 0,
@@ -132,23 +131,10 @@ def variants():
         engines |= {
             f"{name}-bf16-states": StandardEngine(layer, 1, **stored),
             f"{name}-bf16-states-lowrank": SketchEngine(plan, 1, **stored),
-            f"{name}-deferred": SketchEngine(plan, 1, deferred=True),
         }
-    for name, kind, coded in (
-        ("nemotron-3-super", "ridge", "int8"),
-        ("qwen3-next", "ridge", "fp8"),
-        ("kimi-linear", "lowrank", "int8"),
-        ("qwen3-next", "exact", "int8+int4"),
-        ("kimi-linear", "ridge", "int8+int4"),
-    ):
-        ranks = np.resize([7, 1, 16, 3], LAYERS[name].heads)
-        plan = make_plan(LAYERS[name], ranks, rng, map=kind, **stored_as(coded, ranks))
-        engines[f"{name}-{coded}"] = SketchEngine(plan, 1, coded)
-    for name, stored in (("nemotron-3-super", "int8"), ("qwen3-next", "bfloat16"), ("kimi-linear", "bfloat16")):
-        ranks = np.resize([7, 1, 16, 3], LAYERS[name].heads)
-        plan = make_plan(LAYERS[name], ranks, rng, map="ridge", flush_every=64)
-        engines[f"{name}-refreshed"] = SketchEngine(plan, 1, stored)
-        engines[f"{name}-refreshed-bf16-states"] = SketchEngine(plan, 1, stored, state_dtype="bfloat16")
+    for name, kind in (("nemotron-3-super", "ridge"), ("qwen3-next", "ridge"), ("kimi-linear", "lowrank")):
+        plan = make_plan(LAYERS[name], np.resize([7, 1, 16, 3], LAYERS[name].heads), rng, map=kind)
+        engines[f"{name}-int8"] = SketchEngine(plan, 1, "int8")
     layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
     plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")
     engines |= {
@@ -166,11 +152,7 @@ def variants():
         plan = make_plan(LAYERS[name], np.resize([7, 35, 16, 19], LAYERS[name].heads), rng, map="ridge")
         flush = next(v for v in SketchEngine(plan, 1, stored).variants() if v.operation == "flush")
         chosen[f"{name}-{label}-flush"] = flush
-    drafts = {
-        f"{name}_draft": draft_variant(v)
-        for name, v in chosen.items()
-        if v.operation == "read" and "deferred" not in name
-    }
+    drafts = {f"{name}_draft": draft_variant(v) for name, v in chosen.items() if v.operation == "read"}
     for name, v in chosen.items():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)
@@ -230,7 +212,7 @@ def test_all_variants_compile(compiled):
             assert f"for 'sm_{sm}'" in log, name
 
 
-@pytest.mark.parametrize("operation", ["standard", "read", "flush", "refresh", "read_draft", "standard_draft"])
+@pytest.mark.parametrize("operation", ["standard", "read", "flush", "read_draft", "standard_draft"])
 def test_sources_treat_sm_90_and_sm_100_alike(operation):
     conditions = re.findall(r"^#(?:el)?if (.*__CUDA_ARCH__.*)", source_text(operation), flags=re.MULTILINE)
     assert conditions
@@ -272,27 +254,20 @@ def test_sizes(chosen, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [1, 2])
-def test_room_for_the_default_rank(windows, tmp_path, monkeypatch):
-    """Plans fit into the 227 KB of shared memory that a block has on the H100, H200 and B200.
-
-    At the shapes with the largest states, with a flush at every window and with refreshes.
-    """
+def test_room_for_the_default_rank(tmp_path, monkeypatch):
+    """Plans of the shapes with the largest states fit into the 227 KB that a block has on the H100, H200 and B200."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc, the CUDA compiler, is not installed")
     standin.install(monkeypatch)
 
     def need(layer, window, rank):
-        settings = {"map": "ridge", "window": window, "flush_every": windows * window}
-        plan = make_plan(layer, np.full(layer.heads, rank), np.random.default_rng(0), **settings)
-        sizes = []
-        for variant in SketchEngine(plan, 1, activation_dtype="bfloat16").variants()[1:]:
-            source, ptx = tmp_path / f"{variant.operation}.cu", tmp_path / f"{variant.operation}.ptx"
-            source.write_text(source_text(variant.operation))
-            options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *variant.options)
-            subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
-            sizes.append(int(re.search(rf" {variant.operation}_shared_bytes = (\d+);", ptx.read_text())[1]))
-        return max(sizes)
+        plan = make_plan(layer, np.full(layer.heads, rank), np.random.default_rng(0), map="ridge", window=window)
+        flush = SketchEngine(plan, 1, activation_dtype="bfloat16").variants()[1]
+        source, ptx = tmp_path / "flush.cu", tmp_path / "flush.ptx"
+        source.write_text(source_text("flush"))
+        options = ("-std=c++17", "-ptx", "-arch=sm_90", "-DSIZES_ONLY", *flush.options)
+        subprocess.run(["nvcc", *options, str(source), "-o", str(ptx)], check=True)
+        return int(re.search(r" flush_shared_bytes = (\d+);", ptx.read_text())[1])
 
     for layer, window in (
         (LAYERS["qwen3-next"], 16),
@@ -301,7 +276,7 @@ def test_room_for_the_default_rank(windows, tmp_path, monkeypatch):
         (LAYERS["kimi-linear"], 32),
         (Layer("mamba2", 64, 128, 128, 8), 32),
     ):
-        rank = common_rank(layer, window, windows * window)
+        rank = common_rank(layer, window)
         assert need(layer, window, rank) <= 227 * 1024 - STATIC_SHARED, (layer, window)
 
 
@@ -326,8 +301,6 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
         "qwen3-next-replay-read_draft",
         "qwen3-next-lowrank-flush",
         "kimi-linear-lowrank-flush",
-        "qwen3-next-refreshed-read",
-        "qwen3-next-refreshed-refresh",
     ):
         source = tmp_path / f"{name}.cu"
         source.write_text(source_text(chosen[name].operation))
@@ -350,7 +323,6 @@ def test_what_is_touched_before_the_wait(chosen, tmp_path):
             continue
         assert len(waits) == 1, name
         early = [lines[i].strip() for i in touches if i < waits[0]]
-        sketched = "lowrank" in name or "refreshed" in name
-        allowed = BEFORE_WAIT.get(name.rsplit("-", 1)[1], "nothing") if sketched else "nothing"
+        allowed = BEFORE_WAIT.get(name.rsplit("-", 1)[1], "nothing") if "lowrank" in name else "nothing"
         wrong = [line for line in early if not re.search(allowed, line)]
         assert not wrong, f"{name}: {wrong}"

@@ -1,4 +1,4 @@
-"""CUDA kernels, compiled by g++ and run on the host, against the float64 reference (see tests/host/README.md)."""
+"""CUDA kernels, on the host (see tests/host/README.md) and on a device, against the float64 reference."""
 
 from unittest.mock import Mock
 
@@ -30,7 +30,7 @@ from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-cupy, pytestmark = fixtures.of_kernels, fixtures.cold
+cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 ACTIVATIONS = "bfloat16", "float16", "float32"
 OTHER_RANKS = [9, FULL_STATE, 33, 1, 40]
@@ -257,9 +257,9 @@ def test_output_types(layer, kind, window, stored, output, rng, cupy):
         engine = poisoned(SketchEngine(plan, 3, stored, output_dtype=type_))
         engine.load_state(start, cupy.arange(3))
         shape = (3, window + 1, layer.heads, layer.value_dim)
-        outs.append(cupy.full(shape, np.nan, ml_dtypes.bfloat16 if type_ == "bfloat16" else type_))
+        outs.append(cupy.empty(shape, ml_dtypes.bfloat16 if type_ == "bfloat16" else type_))
         engine.step(tokens, cupy.arange(3), outs[-1])
-    assert np.array_equal(outs[1], outs[0].astype(outs[1].dtype))
+    assert np.array_equal(outs[1].get(), outs[0].get().astype(outs[1].dtype))
 
 
 @pytest.mark.parametrize("neighbour", [FULL_STATE, 4])
@@ -298,12 +298,12 @@ def test_epilogue_warps_in_turn(layer, kind, window, activation, rng, cupy):
 
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
-def test_sketch_in_little_shared_memory(kind, rng, cupy, monkeypatch):
+def test_sketch_in_little_shared_memory(kind, rng, host, monkeypatch):
     """One place for the state and one buffer of prepared keys, as on sm_80."""
     monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
     monkeypatch.setattr(modules, "_modules", {})
     plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng, map=kind, ridge=RIDGE[kind])
-    check_sketch(plan, "bfloat16", "bfloat16", rng, cupy)
+    check_sketch(plan, "bfloat16", "bfloat16", rng, host)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
@@ -322,11 +322,12 @@ def test_padding_and_fresh_slots(name, rng, cupy):
         outs = [cupy.empty((2, 1, layer.heads, layer.value_dim), np.float32) for _ in range(2)]
         fresh.step(tokens, cupy.asarray([-1, 1]), outs[0])
         used.step(tokens, cupy.asarray([-1, 1]), outs[1])
+        outs = [out.get() for out in outs]
         assert not outs[0][0].any() and np.isfinite(outs[0]).all()
         assert np.array_equal(*outs)
         assert used.position.tolist() == [0, (t + 1) % 16, 0]
-    assert np.array_equal(used.state[[0, 2]], before[[0, 2]], equal_nan=True)
-    assert np.array_equal(fresh.state, used.state)
+    assert np.array_equal(used.state.get()[[0, 2]], before[[0, 2]], equal_nan=True)
+    assert np.array_equal(fresh.state.get(), used.state.get())
 
 
 def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
@@ -351,6 +352,6 @@ def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
                     patch.setattr(engines[1], "_flush", [interrupt] * 3)  # of every mode
                     step(1, 0, 1)
             step(which, t, 0)
-        assert np.array_equal(*outs)
-    assert np.array_equal(engines[0].state[0], engines[1].state[0])
-    assert np.isfinite(outs[0]).all()
+        assert np.array_equal(*(out.get() for out in outs))
+    assert np.array_equal(*(engine.state[0].get() for engine in engines))
+    assert np.isfinite(outs[0].get()).all()

@@ -1,4 +1,4 @@
-"""CUDA kernels on the host: the head's clock, and windows of any length."""
+"""CUDA kernels: the head's clock, and windows of any length."""
 
 import numpy as np
 import pytest

@@ -1,11 +1,11 @@
-"""Sketches in codes on the CUDA kernels, run on the host, against the reference of the same format."""
+"""Sketches in codes on the CUDA kernels, against the reference of the same format."""
 
 import numpy as np
 import pytest
 from gpu.cuda_support import (
     EXACT,
-    NEIGHBOURS,
     RIDGE,
+    STORED,
     SketchEngine,
     compare_window,
     error,
@@ -15,7 +15,6 @@ from gpu.cuda_support import (
     run_pair,
     slot_table,
     split_codes,
-    stored_as,
     tokens_to_device,
 )
 from host import fixtures, heads
@@ -25,7 +24,7 @@ import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-cupy, pytestmark = fixtures.of_kernels, fixtures.cold
+cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 # Engine and reference err by the same codes, the kernels also by these roundings. Measured: up to 1.07.
 AS_GOOD = 1.1
@@ -35,8 +34,8 @@ SHAPES = "mamba2", "gdn", "kda", "mamba2-80", "gdn-96", "kda-64"
 class Oracle:
     """The reference in a format; `exact` gets the outputs of one whose sketches are not rounded."""
 
-    def __init__(self, plan, slots, stored):
-        self.coded, self.plain = (reference.SketchEngine(plan, slots, name) for name in (stored, "float32"))
+    def __init__(self, plan, slots):
+        self.coded, self.plain = (reference.SketchEngine(plan, slots, name) for name in ("int8", "float32"))
         self.exact = []
 
     def __getattr__(self, name):
@@ -53,41 +52,31 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    ("layer", "ranks", "kind", "stored", "window", "activation"),
+    ("layer", "ranks", "kind", "window", "activation"),
     [
-        ("mamba2", RANKS["mamba2"], "ridge", "int8", 16, "bfloat16"),
-        ("gdn", RANKS["gdn"], "ridge", "int8", 16, "bfloat16"),
-        ("kda", RANKS["kda"], "ridge", "fp8", 16, "bfloat16"),
-        ("kda", [9, FULL_STATE, 16], "ridge", "int8", 16, "bfloat16"),  # two epilogue warps
-        ("mamba2", RANKS["mamba2"], "lowrank", "int8", 16, "bfloat16"),
-        ("gdn", RANKS["gdn"], "lowrank", "fp8", 16, "bfloat16"),
-        ("kda", [9, FULL_STATE, 16], "lowrank", "int8", 16, "bfloat16"),  # two places for columns of U
-        ("mamba2-80", [9, 33, 1], "lowrank", "fp8", 8, "bfloat16"),
-        ("gdn-96", [9, 33], "exact", "int8", 8, "bfloat16"),
-        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", "int8", 4, "float16"),
-        ("gdn-96", [5, 18], "prior", "int8", 16, "float32"),
-        ("kda-64", [5, 17], "ridge", "int8", 32, "float32"),
-        ("kda-64", [9, 3], "prior", "fp8", 16, "bfloat16"),
-        ("mamba2", [9, 16, FULL_STATE, 40], "offline", "int8", 16, "bfloat16"),
-        ("kda", [9, 16, 1], "offline", "fp8", 8, "bfloat16"),
-        ("mamba2", RANKS["mamba2"], "ridge", "int8+int4", 16, "bfloat16"),
-        ("gdn", RANKS["gdn"], "ridge", "int8+int4", 16, "bfloat16"),
-        ("kda", RANKS["kda"], "ridge", "int8+int4", 16, "bfloat16"),
-        ("kda", [9, FULL_STATE, 16], "exact", "int8+int4", 16, "bfloat16"),  # two epilogue warps
-        ("gdn-96", [9, 33], "ridge", "int8+int4", 8, "bfloat16"),
-        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", "int8+int4", 4, "float16"),
-        ("mamba2-80", [9, 8, 40, 13], "ridge", "int8+int4", 8, "bfloat16"),
-        ("kda-64", [5, 17], "ridge", "int8+int4", 32, "float32"),
+        ("mamba2", RANKS["mamba2"], "ridge", 16, "bfloat16"),
+        ("gdn", RANKS["gdn"], "ridge", 16, "bfloat16"),
+        ("kda", RANKS["kda"], "ridge", 16, "bfloat16"),
+        ("kda", [9, FULL_STATE, 16], "ridge", 16, "bfloat16"),  # two epilogue warps
+        ("mamba2", RANKS["mamba2"], "lowrank", 16, "bfloat16"),
+        ("gdn", RANKS["gdn"], "lowrank", 16, "bfloat16"),
+        ("kda", [9, FULL_STATE, 16], "lowrank", 16, "bfloat16"),  # two places for columns of U
+        ("mamba2-80", [9, 33, 1], "lowrank", 8, "bfloat16"),
+        ("gdn-96", [9, 33], "exact", 8, "bfloat16"),
+        ("mamba2-80", [9, FULL_STATE, 40, 1], "ridge", 4, "float16"),
+        ("gdn-96", [5, 18], "prior", 16, "float32"),
+        ("kda-64", [5, 17], "ridge", 32, "float32"),
+        ("kda-64", [9, 3], "prior", 16, "bfloat16"),
+        ("mamba2", [9, 16, FULL_STATE, 40], "offline", 16, "bfloat16"),
+        ("kda", [9, 16, 1], "offline", 8, "bfloat16"),
     ],
 )
-def test_reads(layer, ranks, kind, stored, window, activation, rng, cupy):
+def test_reads(layer, ranks, kind, window, activation, rng, cupy):
     """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
     layer = LAYERS[layer]
-    ranks = np.resize(ranks, layer.heads)
-    settings = {"map": kind, "ridge": RIDGE[kind], "window": window}
-    plan = make_plan(layer, ranks, rng, **settings, **stored_as(stored, ranks))
-    device = SketchEngine(plan, 5, stored, activation_dtype=activation, output_dtype="float32")
-    oracle = Oracle(plan, 5, stored)
+    plan = make_plan(layer, np.resize(ranks, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
+    device = SketchEngine(plan, 5, "int8", activation_dtype=activation, output_dtype="float32")
+    oracle = Oracle(plan, 5)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(5))
     start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
@@ -105,13 +94,12 @@ def test_reads(layer, ranks, kind, stored, window, activation, rng, cupy):
     if full_state.any():
         assert error(got[:, full_state], want[:, full_state]) < EXACT
     got, want, exact = got[:, ~full_state], want[:, ~full_state], exact[:, ~full_state]
-    assert error(got, want) < NEIGHBOURS[stored]
+    assert error(got, want) < STORED["int8"]
     assert error(got, exact) < AS_GOOD * error(want, exact)
 
 
-@pytest.mark.parametrize("stored", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "mamba2-80", "kda-64"])
-def test_codes_of_what_bf16_holds(name, stored, rng, cupy):
+def test_codes_of_what_bf16_holds(name, rng, cupy):
     """U and its scales are exact here, so that every code is the reference's, also in ties and next to zero.
 
     The error is what two slices of weights and queries leave out.
@@ -119,54 +107,41 @@ def test_codes_of_what_bf16_holds(name, stored, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
     plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
-    device, oracle = SketchEngine(plan, 3, stored, output_dtype="float32"), reference.SketchEngine(plan, 3, stored)
+    device, oracle = SketchEngine(plan, 3, "int8", output_dtype="float32"), reference.SketchEngine(plan, 3, "int8")
     start = rng.standard_normal((3, *layer.state_shape))
     start[1] *= np.linspace(0, 1, layer.value_dim)[:, None] ** 8
     start = round_to(np.clip(start, -3.4, 3.4), "bfloat16")
-    start[:, :, 5] = {"int8": 127 / 32, "fp8": 3.5}[stored]  # the largest number of all columns: scales of 2^-5, 2^-7
+    start[:, :, 5] = 127 / 32  # the largest number of all columns: scales of 2^-5
     assert compare_window(poisoned(device), oracle, start, "bfloat16", rng, cupy) < 1e-5
 
 
-@pytest.mark.parametrize(  # every shape and format with one type, every kind and format with the other
-    ("name", "stored", "activation"),
-    [
-        *((name, stored, "bfloat16") for name in SHAPES for stored in ("int8", "int8+int4")),
-        *((name, "int8", "float32") for name in SHAPES[:3]),
-        *((name, "int8+int4", "float32") for name in SHAPES[3:]),
-    ],
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [*((name, "bfloat16") for name in SHAPES), *((name, "float32") for name in SHAPES[:3])],
 )
-def test_codes_of_the_split_form(name, stored, activation, rng, cupy):
+def test_codes_of_the_split_form(name, activation, rng, cupy):
     """Every code, its place and its scale are the reference's; the error is as above."""
-    device, oracle, start = split_codes(LAYERS[name], stored, activation, rng)
+    device, oracle, start = split_codes(LAYERS[name], activation, rng)
     assert compare_window(poisoned(device), oracle, start, activation, rng, cupy) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "stored"),
-    [
-        ("gdn", "ridge", "int8"),
-        ("mamba2", "lowrank", "fp8"),
-        ("kda", "ridge", "int8"),
-        ("kda", "lowrank", "fp8"),
-        ("mamba2", "ridge", "int8+int4"),
-        ("kda", "ridge", "int8+int4"),
-    ],
+    ("name", "kind"), [("gdn", "ridge"), ("mamba2", "lowrank"), ("kda", "ridge"), ("kda", "lowrank")]
 )
-def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
+def test_scaling_a_state_scales_its_reads(name, kind, rng, host):
     """Also where float32 cannot hold the squares of states. Powers of two change no code."""
     layer = LAYERS[name]
-    ranks = np.resize([7, 16, 3], layer.heads)
-    plan = make_plan(layer, ranks, rng, map=kind, ridge=RIDGE[kind], **stored_as(stored, ranks))
-    engine = poisoned(SketchEngine(plan, 2, stored, output_dtype="float32"))
+    plan = make_plan(layer, np.resize([7, 16, 3], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    engine = poisoned(SketchEngine(plan, 2, "int8", output_dtype="float32"))
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     start[:, :, layer.value_dim // 2 :] *= 2.0**-12  # groups of warps that scale their parts differently
     tokens = make_tokens(layer, 2, 5, "bfloat16", rng, hard_gates=False)
 
     def run(exponent):
-        engine.load_state(cupy.asarray(np.ldexp(start, exponent)), cupy.arange(2))
-        out = cupy.empty((2, 5, layer.heads, layer.value_dim), np.float32)
+        engine.load_state(host.asarray(np.ldexp(start, exponent)), host.arange(2))
+        out = host.empty((2, 5, layer.heads, layer.value_dim), np.float32)
         scaled = tokens_to_device(tokens._replace(v=np.ldexp(tokens.v, exponent)), "bfloat16")
-        engine.step(scaled, cupy.arange(2), out)
+        engine.step(scaled, host.arange(2), out)
         return np.ldexp(out.get(), -exponent)
 
     want = run(0)
@@ -175,36 +150,31 @@ def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(
-    ("kind", "stored"), [("ridge", "int8"), ("ridge", "int8+int4"), ("lowrank", "fp8"), ("offline", "int8")]
-)
-def test_a_state_that_is_not_finite(kind, stored, bad, rng, cupy):
+@pytest.mark.parametrize("kind", ["ridge", "lowrank", "offline"])
+def test_a_state_that_is_not_finite(kind, bad, rng, host):
     """Its reads are NaN; no other head's are."""
     layer = Layer("gdn", 4, 64, 64, 2)
-    settings = stored_as(stored, [7, 5, 3, FULL_STATE])
-    plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map=kind, ridge=RIDGE[kind], window=8, **settings)
-    engine = poisoned(SketchEngine(plan, 2, stored, activation_dtype="bfloat16", output_dtype="float32"))
+    plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map=kind, ridge=RIDGE[kind], window=8)
+    engine = poisoned(SketchEngine(plan, 2, "int8", activation_dtype="bfloat16", output_dtype="float32"))
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     start[1, 1, 5, 7] = bad
-    engine.load_state(cupy.asarray(start), cupy.arange(2))
-    out = cupy.zeros((2, 3, 4, 64), np.float32)
-    engine.step(tokens_to_device(make_tokens(layer, 2, 3, "bfloat16", rng), "bfloat16"), cupy.arange(2), out)
+    engine.load_state(host.asarray(start), host.arange(2))
+    out = host.zeros((2, 3, 4, 64), np.float32)
+    engine.step(tokens_to_device(make_tokens(layer, 2, 3, "bfloat16", rng), "bfloat16"), host.arange(2), out)
     spoilt = ~np.isfinite(out.get())
     assert spoilt[1, :, 1].any()
     spoilt[1, :, 1] = False
     assert not spoilt.any()
 
 
-@pytest.mark.parametrize("stored", ["int8", "int8+int4"])
-def test_a_state_of_zeros_reads_as_zeros(stored, rng, cupy):
+def test_a_state_of_zeros_reads_as_zeros(rng, host):
     layer = Layer("gdn", 4, 64, 64, 2)
-    settings = stored_as(stored, [7, 5, 3, FULL_STATE])
-    plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map="ridge", ridge=1e-3, window=8, **settings)
-    engine = poisoned(SketchEngine(plan, 1, stored, activation_dtype="bfloat16", output_dtype="float32"))
-    engine.load_state(cupy.zeros((1, *layer.state_shape), np.float32), cupy.arange(1))
-    out = cupy.full((1, 1, 4, 64), np.nan, np.float32)
+    plan = make_plan(layer, [7, 5, 3, FULL_STATE], rng, map="ridge", ridge=1e-3, window=8)
+    engine = poisoned(SketchEngine(plan, 1, "int8", activation_dtype="bfloat16", output_dtype="float32"))
+    engine.load_state(host.zeros((1, *layer.state_shape), np.float32), host.arange(1))
+    out = host.full((1, 1, 4, 64), np.nan, np.float32)
     tokens = make_tokens(layer, 1, 1, "bfloat16", rng)
-    engine.step(tokens_to_device(tokens._replace(v=np.zeros_like(tokens.v)), "bfloat16"), cupy.arange(1), out)
+    engine.step(tokens_to_device(tokens._replace(v=np.zeros_like(tokens.v)), "bfloat16"), host.arange(1), out)
     assert not out.get().any()
 
 
@@ -213,25 +183,17 @@ class TestHeads:
     def device(self, monkeypatch):
         yield from heads.install(monkeypatch)
 
-    @pytest.mark.parametrize("stored", ["int8", "fp8", "int8+int4"])
-    def test_bytes(self, stored, rng):
-        """A slot's sketches are the bytes of the format, each head padded to 128.
-
-        Columns of 80 numbers of 4 bits, 40 bytes, are padded to 48.
-        """
-        wide = {"wide": [4, 0]} if stored == "int8+int4" else {}
-        plan = make_plan(heads.LAYER, [8, FULL_STATE], rng, map="ridge", window=4, sketch_dtype=stored, **wide)
+    def test_bytes(self, rng):
+        """A slot's sketches are the bytes of the format, each head padded to 128."""
+        plan = make_plan(heads.LAYER, [8, FULL_STATE], rng, map="ridge", window=4, sketch_dtype="int8")
         head = ss.SketchHead(plan, 2, "cuda", activation_dtype="bfloat16")
         part = {part.name: part for part in head.parts}["sketch"]
         assert part.dtype == "uint8"
-        columns = 8 * 144 if stored != "int8+int4" else 4 * 144 + 4 * (48 + 32)
-        assert part.shape == (-(-(columns + 4 * 8) // 128) * 128,)
+        assert part.shape == (-(-(8 * 144 + 4 * 8) // 128) * 128,)
 
-    @pytest.mark.parametrize("stored", ["int8", "int8+int4"])
-    def test_snapshot_and_copy(self, stored, tmp_path, rng):
+    def test_snapshot_and_copy(self, tmp_path, rng):
         """Codes travel as bytes: the copies decode bitwise as the first slot does."""
-        settings = stored_as(stored, [7, FULL_STATE])
-        plan = make_plan(heads.LAYER, [7, FULL_STATE], rng, map="ridge", window=4, **settings)
+        plan = make_plan(heads.LAYER, [7, FULL_STATE], rng, map="ridge", window=4, sketch_dtype="int8")
         head, other = (ss.SketchHead(plan, 4, "cuda") for _ in range(2))
         for each in (head, other):
             each.warmup("bfloat16")

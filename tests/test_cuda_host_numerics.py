@@ -1,4 +1,4 @@
-"""CUDA kernels on the host at the limits of their arithmetic: scales, gates and weak directions."""
+"""CUDA kernels at the limits of their arithmetic: scales, gates and weak directions."""
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-cupy, pytestmark = fixtures.of_kernels, fixtures.cold
+cupy, machine, pytestmark = fixtures.of_host, fixtures.of_kernels, fixtures.cold
 
 
 @pytest.mark.parametrize("kind", ["ridge", "exact"])
@@ -212,5 +212,5 @@ def test_raw_gates_of_any_size(name, rng, cupy):
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("rate_log", [0.7, 6.0, 20.0, 40.0])
-def test_what_raw_gates_make(rate_log, bound, cupy):
-    check_raw_gates(cupy, rate_log, bound)
+def test_what_raw_gates_make(rate_log, bound, machine):
+    check_raw_gates(machine, rate_log, bound)

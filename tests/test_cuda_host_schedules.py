@@ -1,4 +1,4 @@
-"""CUDA kernels on the host: results do not depend on batches, blocks, room or the order of threads."""
+"""Results of the CUDA kernels do not depend on batches, blocks, room or the order of threads."""
 
 import numpy as np
 import pytest
@@ -19,16 +19,18 @@ from host.kernels import LAYERS, RANKS, poisoned, token
 from sketchssm.cuda import modules, replay, standard
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 
-cupy, pytestmark = fixtures.of_kernels, fixtures.cold
+cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
+@pytest.mark.parametrize(
+    ("name", "stored"), [*((name, "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw")), ("gdn", "int8")]
+)
+def test_several_tokens_and_batches_are_bitwise_single_ones(name, stored, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
     gate = named_gate(name, layer, rng)
     tokens = make_tokens(layer, 6, 20, "bfloat16", rng, gate=gate)
-    at_once, alone = (poisoned(SketchEngine(plan, 6, output_dtype="float32", gate=gate)) for _ in range(2))
+    at_once, alone = (poisoned(SketchEngine(plan, 6, stored, output_dtype="float32", gate=gate)) for _ in range(2))
     for engine in (at_once, alone):
         engine.reset(cupy.arange(6))
     out = cupy.empty((6, 20, layer.heads, layer.value_dim), np.float32)
@@ -36,8 +38,8 @@ def test_several_tokens_and_batches_are_bitwise_single_ones(name, rng, cupy):
     for t in range(20):
         single = cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32)
         alone.step(tokens_to_device(token(tokens, t, slice(4, 5)), "bfloat16", gate), cupy.asarray([2]), single)
-        assert np.array_equal(out[4, t], single[0, 0])
-    assert np.array_equal(at_once.state[4], alone.state[2])
+        assert np.array_equal(out[4, t].get(), single[0, 0].get())
+    assert np.array_equal(at_once.state[4].get(), alone.state[2].get())
 
 
 @pytest.mark.parametrize("name", ["mamba2", "mamba2-80", "gdn", "gdn-96", "kda-raw", "kda-64-bounded"])
@@ -53,7 +55,7 @@ def test_blocks_of_standard_decode_do_not_matter(name, rng, cupy, monkeypatch):
         out = cupy.empty((3, 5, layer.heads, layer.value_dim), np.float32)
         out[...] = np.nan
         engine.step(tokens, cupy.asarray([4, -1, 0]), out)
-        results.append((out, engine.state))
+        results.append((out.get(), engine.state.get()))
     for of_large, of_small in zip(*results, strict=True):
         assert np.array_equal(of_large, of_small)
 
@@ -70,30 +72,31 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
     """Bitwise equal results where one block takes more tiles than its queue holds, and where many take a few.
 
     Few heads have a sketch. Between two of them, warps would get ahead of the warp that finishes sketches by more than
-    a queue's length if the kernel let them. (Blocks run one after the other here: the first takes all tiles.)
+    a queue's length if the kernel let them. (On the host, blocks run one after the other: the first takes all tiles.)
     """
-    layer = (LAYERS | MANY_HEADS)[name]
+    layer, rows = (LAYERS | MANY_HEADS)[name], 5 if cupy is standin else 50
     ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), FULL_STATE, 17)
     plan = make_plan(layer, ranks, rng)
-    tokens = tokens_to_device(make_tokens(layer, 5, 20, "bfloat16", rng), "bfloat16")
-    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
+    tokens = tokens_to_device(make_tokens(layer, rows, 20, "bfloat16", rng), "bfloat16")
+    start = rng.standard_normal((rows, *layer.state_shape)).astype(np.float32)
+    slots = np.array([3, -1, 0, 4, 1, *range(5, rows)])
     results = []
-    for blocks in (None, 1, 40):  # None: a few
-        engine = poisoned(SketchEngine(plan, 5, output_dtype="float32"))
+    for blocks in (None, 1, 8 * rows):  # None: a few
+        engine = poisoned(SketchEngine(plan, rows, output_dtype="float32"))
         if blocks:
             with_blocks(engine, blocks)
-        out = cupy.empty((5, 20, layer.heads, layer.value_dim), np.float32)
-        engine.load_state(cupy.asarray(start), cupy.arange(5))
-        engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), out)
-        engine.flush(cupy.arange(5))
-        results.append((out, engine.state, engine.sketch, engine.position))
+        out = cupy.empty((rows, 20, layer.heads, layer.value_dim), np.float32)
+        engine.load_state(cupy.asarray(start), cupy.arange(rows))
+        engine.step(tokens, cupy.asarray(slots), out)
+        engine.flush(cupy.arange(rows))
+        results.append([x.get() for x in (out, engine.state, engine.sketch, engine.position)])
     for other in results[1:]:
         for array, same in zip(results[0], other, strict=True):
             assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
+def test_shares_of_a_read_step_do_not_matter(name, rng, host, monkeypatch):
     """Bitwise equal results where few warps do everything: one tile after the other in room for one, or ahead.
 
     With room for four, a block may have three tiles at most, so that there are many blocks.
@@ -112,17 +115,17 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, cupy, monkeypatch):
             if room:
                 patch.setattr(replay, "shared_limit", lambda size=room * least: size)
             poisoned(engine)
-        engine.reset(cupy.arange(5))
+        engine.reset(host.arange(5))
         if room:
             _, row_tiles, max_tiles, _ = engine._read_limits
             engine._read_limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
-        outs.append(cupy.empty((5, 18, layer.heads, layer.value_dim), np.float32))
-        engine.step(tokens, cupy.asarray([3, -1, 0, 4, 1]), outs[-1])
+        outs.append(host.empty((5, 18, layer.heads, layer.value_dim), np.float32))
+        engine.step(tokens, host.asarray([3, -1, 0, 4, 1]), outs[-1])
     for other in outs[1:]:
         assert np.array_equal(outs[0], other)
 
 
-def check_orders(plan, rng, cupy, monkeypatch, gate=None):
+def check_orders(plan, rng, host, monkeypatch, gate=None):
     layer = plan.layer
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng, gate=gate), "bfloat16", gate)
@@ -130,9 +133,9 @@ def check_orders(plan, rng, cupy, monkeypatch, gate=None):
     for order in (0, 1, 2, 3):
         monkeypatch.setattr(standin, "order", order)
         engine = poisoned(SketchEngine(plan, 2, output_dtype="float32", gate=gate))
-        engine.load_state(cupy.asarray(start), cupy.arange(2))
-        out = cupy.empty((2, 17, layer.heads, layer.value_dim), np.float32)
-        engine.step(tokens, cupy.arange(2), out)
+        engine.load_state(host.asarray(start), host.arange(2))
+        out = host.empty((2, 17, layer.heads, layer.value_dim), np.float32)
+        engine.step(tokens, host.arange(2), out)
         results.append((out, engine.state, engine.sketch))
     for other in results[1:]:
         for array, same in zip(results[0], other, strict=True):
@@ -141,11 +144,11 @@ def check_orders(plan, rng, cupy, monkeypatch, gate=None):
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
+def test_order_of_threads_does_not_matter(name, kind, rng, host, monkeypatch):
     """Bitwise equal results in any order of the threads, which a missing barrier would break."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
-    check_orders(plan, rng, cupy, monkeypatch, named_gate(name, layer, rng))
+    check_orders(plan, rng, host, monkeypatch, named_gate(name, layer, rng))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +156,12 @@ def test_order_of_threads_does_not_matter(name, kind, rng, cupy, monkeypatch):
     [Layer("mamba2", 3, 128, 64, 1), Layer("gdn", 3, 128, 128, 1), Layer("kda", 3, 128, 128, 3)],
     ids=lambda layer: layer.kind,
 )
-def test_order_of_threads_does_not_matter_at_high_ranks(layer, rng, cupy, monkeypatch):
+def test_order_of_threads_does_not_matter_at_high_ranks(layer, rng, host, monkeypatch):
     """The same with two sums, and with gdn's sketch warps."""
-    check_orders(make_plan(layer, [35, 6, 19], rng, map="ridge", ridge=RIDGE["ridge"]), rng, cupy, monkeypatch)
+    check_orders(make_plan(layer, [35, 6, 19], rng, map="ridge", ridge=RIDGE["ridge"]), rng, host, monkeypatch)
 
 
-def test_decays_that_transform_warps_leave_the_solver(rng, cupy, monkeypatch):
+def test_decays_that_transform_warps_leave_the_solver(rng, host, monkeypatch):
     """One block, all channels decay, at another rate for each token: bitwise equal results in many orders of threads.
 
     A tile's largest decays must stay until the solver has read them: those of another would scale writes by other
@@ -173,9 +176,9 @@ def test_decays_that_transform_warps_leave_the_solver(rng, cupy, monkeypatch):
     for order in range(12):
         monkeypatch.setattr(standin, "order", order)
         engine = poisoned(ReplayEngine(layer, 4, 16, output_dtype="float32"))
-        engine.load_state(cupy.asarray(start), cupy.arange(4))
+        engine.load_state(host.asarray(start), host.arange(4))
         with_blocks(engine, 1)
-        engine.step(moved, cupy.arange(4), cupy.empty((4, 17, layer.heads, layer.value_dim), np.float32))
+        engine.step(moved, host.arange(4), host.empty((4, 17, layer.heads, layer.value_dim), np.float32))
         states.append(engine.state)
     for state in states[1:]:
         assert np.array_equal(states[0].view(np.uint8), state.view(np.uint8))

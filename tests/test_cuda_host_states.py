@@ -1,10 +1,9 @@
-"""16-bit states in the CUDA kernels, run on the host by g++, against the reference, which rounds alike."""
+"""16-bit states in the CUDA kernels against the reference, which rounds alike."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import (
-    REFRESHED,
     RIDGE,
     STORED,
     TIPPED,
@@ -15,7 +14,6 @@ from gpu.cuda_support import (
     make_plan,
     make_tokens,
     named_gate,
-    refreshed_plan,
     run_mixed,
     run_pair,
     slot_table,
@@ -29,7 +27,7 @@ from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
-cupy, pytestmark = fixtures.of_kernels, fixtures.cold
+cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -138,7 +136,7 @@ def test_replay(name, window, activation, stored, rng, cupy):
 
 
 def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, blocks=None):
-    layer, length = plan.layer, 2 * plan.flush_every + 4
+    layer, length = plan.layer, 2 * plan.window + 4
     settings = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
     device = SketchEngine(plan, 5, sketches, **settings)
     oracle = reference.SketchEngine(plan, 5, "float32" if sketches == "bfloat16" else sketches, state_dtype=stored)
@@ -152,14 +150,13 @@ def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, block
     assert np.array_equal(wide(device.state), oracle.state)
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
-    flushes, full_state = where == plan.flush_every - 1, plan.ranks == FULL_STATE
+    flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < TIPPED[stored]
     assert error(wide(device.state), oracle.state) < TIPPED[stored]
     if full_state.any():
         assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < TIPPED[stored]
-    tolerance = (STORED if plan.flush_every == plan.window else REFRESHED)[sketches]
-    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < max(tolerance, TIPPED[stored])
+    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < max(STORED[sketches], TIPPED[stored])
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
     assert error(wide(device.state), oracle.state) < TIPPED[stored]
@@ -181,27 +178,6 @@ def test_sketch(name, kind, sketches, stored, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
     check_sketch(plan, sketches, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "sketches", "window", "windows", "activation", "stored", "blocks"),
-    [
-        ("mamba2", "ridge", "bfloat16", 8, 4, "bfloat16", "bfloat16", None),
-        ("gdn", "ridge", "bfloat16", 16, 2, "bfloat16", "bfloat16", 1),
-        ("gdn", "lowrank", "bfloat16", 8, 3, "bfloat16", "float16", None),
-        ("kda", "ridge", "bfloat16", 16, 3, "bfloat16", "bfloat16", 1),
-        ("kda-raw", "lowrank", "bfloat16", 8, 3, "bfloat16", "float16", None),
-        ("mamba2-80", "exact", "float32", 4, 5, "float16", "bfloat16", 1),
-        ("gdn-96", "offline", "float32", 8, 3, "float32", "float16", None),
-        ("kda-64", "prior", "bfloat16", 32, 2, "float32", "bfloat16", None),
-        ("mamba2-128", "ridge", "int8", 16, 2, "bfloat16", "float16", None),
-    ],
-)
-def test_refreshes(name, kind, sketches, window, windows, activation, stored, blocks, rng, cupy):
-    """A state is rounded once at a flush of several windows; sketches are made of the rounded state."""
-    layer = LAYERS[name]
-    plan = refreshed_plan(layer, RANKS[layer.kind], rng, kind, window, windows, sketches)
-    check_sketch(plan, sketches, stored, activation, rng, cupy, named_gate(name, layer, rng), blocks)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +215,9 @@ def test_steps_of_mixed_sizes(name, stored, rng, cupy):
     assert error(wide(device.state), oracle.state) < TIPPED[stored]
 
 
-def test_in_little_shared_memory(rng, cupy, monkeypatch):
+def test_in_little_shared_memory(rng, host, monkeypatch):
     """As on sm_80."""
     monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
     monkeypatch.setattr(modules, "_modules", {})
     plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng)
-    check_sketch(plan, "bfloat16", "float16", "bfloat16", rng, cupy)
+    check_sketch(plan, "bfloat16", "float16", "bfloat16", rng, host)

@@ -12,7 +12,7 @@ from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import FULL_STATE, KINDS
+from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.files import source_digest
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
@@ -49,7 +49,7 @@ def test_every_kind_has_its_families(study):
     assert len(set(names)) == len(names)
     families = {name.partition("/")[0] for name in names}
     other = "pruned" if study.traces.layer.kind == "gdn" else "key-reduced"
-    assert families == set(FAMILIES) - {"plan", other, "refreshed"}  # too few tokens to flush every four windows
+    assert families == set(FAMILIES) - {"plan", other}
     assert {"exact/standard", "exact/replay", "sketch/ridge-3", f"ablation/{FULL_METHOD}"} <= set(names)
     assert {"quantised/dsq-6-bits", "quantised/dsq-6-bits-with-feedback", "read-only/4-bit-copy"} <= set(names)
 
@@ -110,7 +110,7 @@ def test_selection(tmp_path):
                 "sketch/prior-3",
                 "sketch/offline-3",
                 "sketch/random-basis-3",
-                *(f"narrow/{name}-3" for name in ("int8", "fp8", "int8+int4")),
+                "narrow/int8-3",
             ],
         ),
     ):
@@ -354,30 +354,3 @@ def test_plans_join_in(tmp_path):
 def test_rounded():
     value = {"a": [1 / 3, math.inf, math.nan, 2, None], "b": {"c": "text", "d": True}}
     assert rounded(value) == {"a": [0.333333, None, None, 2, None], "b": {"c": "text", "d": True}}
-
-
-def test_every_format_with_refreshes(study):
-    """A flush only every four windows; sequences of fewer than eight windows have no such systems."""
-    assert not entries(study, ["refreshed"])
-    study = Study(study.traces, Settings(4), ranks=(1, 3), mean_rank=3)
-    found = entries(study, ["refreshed/*-3"])
-    assert [entry.setting for entry in found] == ["bfloat16-3", "int8-3", "fp8-3", "int8+int4-3"]
-    for entry in found:
-        plan = entry.build().plan
-        assert (entry.setting, plan.window, plan.flush_every) == (f"{plan.sketch_dtype}-3", 4, 16)
-        assert (plan.ranks != FULL_STATE).all()
-    own, full = (measure(entry_of(study, name), study, "cpu") for name in ("refreshed/bfloat16-3", "sketch/ridge-3"))
-    assert own.reduction > full.reduction
-    assert own.flush_error < 1e-5  # float32 sums, as at every flush
-
-
-def test_flushes_once_in_several_windows(study):
-    """The ablation has refreshes between flushes, and less traffic; outputs of its flushes are exact."""
-    entry = entry_of(study, f"ablation/flush-every-{2 * WINDOW}")
-    plan = entry.build().plan
-    assert (plan.window, plan.flush_every) == (WINDOW, 2 * WINDOW)
-    assert (plan.ranks != FULL_STATE).all()
-    full, own = (measure(entry_of(study, f"ablation/{name}"), study, "cpu") for name in (FULL_METHOD, entry.setting))
-    assert own.reduction > full.reduction
-    assert own.flush_error < 1e-5
-    assert full.output_error > 0

@@ -167,39 +167,34 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
 
 
 def test_sketches_of_a_format_have_a_name_of_their_own(lm):
-    """The plans are of the format, and its widths are those of the allocation."""
+    """The plans are of the format."""
     model = tiny(lm, "gdn")
     calibrations = lm["systems"].calibrate(model, ids(), window=4)
-    for form in ("bfloat16", "int8", "int8+int4"):
+    for form in ("bfloat16", "int8"):
         (system,) = lm["systems"].sketches(calibrations, [2], 4, sketch_dtype=form)
         assert system.family == ("sketch, ridge map" if form == "bfloat16" else f"sketch, ridge map, {form}")
         for layer in system.layers.values():
             assert layer.plan.sketch_dtype == form
-            assert (layer.plan.wide is not None) == (form == "int8+int4")
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("flush_every", [None, 12])
-def test_sketches_of_a_copys_traffic(form, flush_every, lm):
-    """All heads at this rank, with half of a mixed format's columns in 8 bits, move the bytes of the copy."""
+def test_sketches_of_a_copys_traffic(form, lm):
+    """All heads at this rank move the bytes of the copy."""
     layer = ss.Layer("kda", 4, 128, 64)
-    rank = lm["systems"].rank_of_copy(layer, 5, 4, "ridge", form, flush_every)
-    wide = rank / 2 if form == "int8+int4" else None
-    options = {"sketch_dtype": form, "wide": wide, "flush_every": flush_every}
+    rank = lm["systems"].rank_of_copy(layer, 5, 4, "ridge", form)
     copy = ss.traffic.read_only_copy(layer.key_dim, layer.value_dim, 5, 4)
-    assert ss.traffic.sketch("kda", 128, 64, rank, 4, **options) == pytest.approx(copy, rel=1e-12)
+    assert ss.traffic.sketch("kda", 128, 64, rank, 4, sketch_dtype=form) == pytest.approx(copy, rel=1e-12)
 
 
 def test_sketches_beside_copies_are_listed(lm):
-    """Once for every format and every number of tokens between flushes, at most of the copy's traffic."""
+    """Once for every format, at most of the copy's traffic."""
     calibrations = lm["systems"].calibrate(tiny(lm, "gdn"), ids(), window=4)
     given = ["--systems", "sketch", "copy", "--ranks", "--copy-bits", "4", "--formats", "bfloat16", "int8"]
-    given += ["--flush-every", "4", "8", "--window", "4", "--model", "m", "--tokens", "t"]
+    given += ["--window", "4", "--model", "m", "--tokens", "t"]
     listed = lm["evaluate"].listed(lm["evaluate"].arguments(given), calibrations)
     found = {x.family: x.reduction for x in listed if x.family.startswith("sketch")}
     (copy,) = (x.reduction for x in listed if x.name == "4-bit copy")
-    forms = ("", ", flush every 8", ", int8", ", int8, flush every 8")
-    assert list(found) == [f"sketch, ridge map{form}" for form in forms]
+    assert list(found) == ["sketch, ridge map", "sketch, ridge map, int8"]
     assert min(found.values()) >= copy
 
 

@@ -10,26 +10,21 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
 
 WINDOW = 8
-FORMS = [*((form, name) for form in ("int8", "fp8") for name in MAPS), ("int8+int4", "exact"), ("int8+int4", "ridge")]
-# Error of a read against the sketch in float64: 0.3 of a step of absmax / 127, of 2^-3 of an element, of absmax / 7.
-ERRORS = {"int8": 0.01, "fp8": 0.04, "int8+int4": 0.12}
-# The largest step of a code, relative to the largest element of its vector.
-STEPS = {"int8": 1 / 127, "fp8": 1 / 14, "int8+int4": 1 / 7}
-# V and K of more and of less than a vector; ranks of a vector and more, whose 4-bit rows begin within a group of four
+# Error of a read against the sketch in float64: 0.3 of a step of absmax / 127.
+ERROR = 0.01
+# V and K of more and of less than a vector; ranks of a vector and more
 LAYERS = {
-    "small": ({"heads": 4, "key_dim": 6, "value_dim": 5, "key_heads": 2}, [FULL_STATE, 5, 3, 1], [0, 2, 3, 0]),
-    "odd": ({"heads": 4, "key_dim": 33, "value_dim": 20, "key_heads": 1}, [16, 20, FULL_STATE, 7], [5, 17, 0, 0]),
-    "long": ({"heads": 2, "key_dim": 64, "value_dim": 128, "key_heads": 2}, [9, 3], [6, 1]),
+    "small": ({"heads": 4, "key_dim": 6, "value_dim": 5, "key_heads": 2}, [FULL_STATE, 5, 3, 1]),
+    "odd": ({"heads": 4, "key_dim": 33, "value_dim": 20, "key_heads": 1}, [16, 20, FULL_STATE, 7]),
+    "long": ({"heads": 2, "key_dim": 64, "value_dim": 128, "key_heads": 2}, [9, 3]),
 }
 
 
-def coded(rng, layer, ranks, wide, form, name, **settings):
-    """A plan of a format."""
-    settings |= {"wide": wide} if form == "int8+int4" else {}
-    return plan_of(rng, layer, ranks, window=WINDOW, map=name, sketch_dtype=form, **settings)
+def coded(rng, layer, ranks, name):
+    return plan_of(rng, layer, ranks, window=WINDOW, map=name, sketch_dtype="int8")
 
 
-def agree(got, want, form):
+def agree(got, want):
     """Assert that reads are equal, except after flushes that rounded a number halfway to another code.
 
     Float32 is off by 1e-7 times a condition number, so about one number in 1e4 lies on the other side. A read then
@@ -40,16 +35,16 @@ def agree(got, want, form):
     size = np.sqrt(np.square(want).mean(axis=(0, 1, 3), keepdims=True))
     error = np.abs(got - want).max(axis=-1, keepdims=True) / size
     assert np.quantile(error, 0.75) < 2e-5
-    assert error.max() < 4 * STEPS[form]
+    assert error.max() < 4 / 127  # steps of a code
 
 
-@pytest.mark.parametrize(("form", "name"), FORMS)
+@pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("shape", LAYERS)
-def test_reads(form, name, shape, kind, rng):
+def test_reads(name, shape, kind, rng):
     """Windows, and drafts after a load: 20 tokens flush twice."""
-    sizes, ranks, wide = LAYERS[shape]
+    sizes, ranks = LAYERS[shape]
     layer = Layer(kind, **sizes)
-    plan = coded(rng, layer, ranks, wide, form, name)
+    plan = coded(rng, layer, ranks, name)
     tokens, start = tokens_of(rng, layer, 4, 20, np.float64), states_of(rng, layer, 4)
     drafts = tokens_of(rng, layer, 4, 3, np.float64)
     outputs = []
@@ -58,10 +53,10 @@ def test_reads(form, name, shape, kind, rng):
         head.load_state(start)
         outputs.append(np.concatenate([head.step(*tokens), head.step(*drafts, draft=True)], axis=1))
     got, want, unrounded = outputs
-    agree(got, want, form)
+    agree(got, want)
     sketched = np.array(ranks) != FULL_STATE
     error = relative(got[:, :, sketched], unrounded[:, :, sketched])
-    assert ERRORS[form] / 50 < error < ERRORS[form]
+    assert ERROR / 50 < error < ERROR
 
 
 @pytest.fixture(params=KINDS)
@@ -69,10 +64,10 @@ def kind(request):
     return request.param
 
 
-@pytest.mark.parametrize(("form", "name"), FORMS)
-def test_states_of_any_size(form, name, layer, rng):
+@pytest.mark.parametrize("name", MAPS)
+def test_states_of_any_size(name, layer, rng):
     """A power of two changes only scales, except that norms may round differently, with the effect of a tie."""
-    plan = coded(rng, layer, [FULL_STATE, 5, 3, 1], [0, 2, 3, 0], form, name)
+    plan = coded(rng, layer, [FULL_STATE, 5, 3, 1], name)
     head = ss.SketchHead(plan, 3, "cpu")
     tokens, start = tokens_of(rng, layer, 3, 7), states_of(rng, layer, 3)
     start[1, :, :, 1:] *= 1e-9  # one large direction, as after a window with the same key
@@ -83,17 +78,17 @@ def test_states_of_any_size(form, name, layer, rng):
 
     want = run(0)
     for exponent in (-85, -66, -30, 40, 66, 110):
-        agree(run(exponent), want, form)
+        agree(run(exponent), want)
     for exponent in (-140, -120, -100):
         assert np.isfinite(run(exponent)).all()
     head.load_state(np.zeros_like(start))
     np.testing.assert_array_equal(head.step(*tokens._replace(v=np.zeros_like(tokens.v))), 0)
 
 
-@pytest.mark.parametrize(("form", "name"), FORMS)
-def test_a_state_that_is_not_finite(form, name, layer, rng):
+@pytest.mark.parametrize("name", MAPS)
+def test_a_state_that_is_not_finite(name, layer, rng):
     """Reads of its sketch are NaN, those of other slots unaffected, and a reset clears it."""
-    plan = coded(rng, layer, [FULL_STATE, 5, 3, 1], [0, 2, 3, 0], form, name)
+    plan = coded(rng, layer, [FULL_STATE, 5, 3, 1], name)
     head, twin = (ss.SketchHead(plan, 5, "cpu") for _ in range(2))
     reset_after_nan(head, twin, layer, WINDOW, WINDOW, rng)
     poison = tokens_of(rng, layer, 1, WINDOW)
@@ -103,12 +98,10 @@ def test_a_state_that_is_not_finite(form, name, layer, rng):
     assert np.isnan(head.step(*last, slots=[3])).all()
 
 
-@pytest.mark.parametrize("form", ["int8", "int8+int4"])
-def test_bytes(form):
+def test_bytes():
     """The bytes of sketch and map are those of the byte model where K and V need no padding, but for alignment."""
     layer = Layer("mamba2", 4, 128, 64, 1)
-    plan = coded(np.random.default_rng(0), layer, [12, 8, 7, FULL_STATE], [6, 8, 0, 0], form, "ridge")
+    plan = coded(np.random.default_rng(0), layer, [12, 8, 7, FULL_STATE], "ridge")
     kept = {part.name: part.bytes for part in ss.SketchHead.parts_of(plan, "cpu", state_dtype="float16")}
-    wide = None if plan.wide is None else plan.wide[:3]
-    want = SketchFormat.of(form).bytes(plan.map, plan.ranks[:3], 128, 64, wide)
+    want = SketchFormat.of("int8").bytes(plan.map, plan.ranks[:3], 128, 64)
     assert want.sum() <= kept["sketch"] < want.sum() + 5 * 64

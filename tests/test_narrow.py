@@ -9,11 +9,11 @@ from samples import LAYERS, plan_of, relative, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
-from sketchssm.layer.formats import FORMATS, FP8, INT4, INT8, SketchFormat
+from sketchssm.layer.formats import FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import maps, narrow
 
-CODES = {"int8": INT8, "fp8": FP8, "int4": INT4}
+TOP = 127.0
 
 VECTORS = arrays.arrays(
     np.float64,
@@ -22,82 +22,50 @@ VECTORS = arrays.arrays(
 )
 
 
-def decoded(x, code):
-    codes, scale = narrow.encode(x, code)
+def decoded(x):
+    codes, scale = narrow.encode(x, TOP)
     return codes * scale[..., None]
 
 
-@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 class TestCodes:
     @given(x=VECTORS, exponent=st.integers(-60, 63))
-    def test_codes_are_codes(self, x, exponent, code):
+    def test_codes_are_codes(self, x, exponent):
         """At magnitudes of 1e-18 to 1e19."""
-        codes, scale = narrow.encode(np.ldexp(x, exponent), code)
-        assert (np.abs(codes) <= code.top).all()
+        codes, scale = narrow.encode(np.ldexp(x, exponent), TOP)
+        assert (np.abs(codes) <= TOP).all()
         assert (scale >= 0).all()
         assert (scale[(x == 0).all(axis=-1)] == 0).all()
-        if code is FP8:
-            import ml_dtypes
-
-            np.testing.assert_array_equal(codes, codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))
-        else:
-            np.testing.assert_array_equal(codes, np.rint(codes))
+        np.testing.assert_array_equal(codes, np.rint(codes))
 
     @given(x=VECTORS, exponent=st.integers(-60, 63))
-    def test_error_of_an_element(self, x, exponent, code):
-        """Half a step: of the scale for integers, of 2^-4 of itself for e4m3 (three bits behind the point).
-
-        An e4m3 number below 2^-6 has a step of 2^-9. The searched scale clips; its squared error is at most that of
-        the scale that does not.
-        """
+    def test_error_of_an_element(self, x, exponent):
+        """Half a step of the scale, and the digits of float64."""
         x = np.ldexp(x, exponent)
         largest = np.abs(x).max(axis=-1, keepdims=True)
-        error = np.abs(decoded(x, code) - x)
-        tiny = 1e-12 * largest  # digits of float64
-        if code is INT8:
-            assert (error <= largest / 254 + tiny).all()
-        elif code is FP8:
-            assert (error <= np.maximum(np.abs(x) / 16, largest / 448 * 2.0**-10) + tiny).all()
-        else:
-            plain = np.rint(np.divide(7 * x, largest, out=np.zeros_like(x), where=largest > 0)) * largest / 7
-            assert (np.square(error).sum(-1) <= np.square(plain - x).sum(-1) + (tiny * largest)[..., 0]).all()
+        assert (np.abs(decoded(x) - x) <= (1 / 254 + 1e-12) * largest).all()
 
     @given(x=VECTORS, exponent=st.integers(-60, 60))
-    def test_powers_of_two(self, x, exponent, code):
+    def test_powers_of_two(self, x, exponent):
         """Scaling changes the scale alone."""
-        codes, scale = narrow.encode(x, code)
-        more = narrow.encode(np.ldexp(x, exponent), code)
+        codes, scale = narrow.encode(x, TOP)
+        more = narrow.encode(np.ldexp(x, exponent), TOP)
         np.testing.assert_array_equal(more.codes, codes)
         np.testing.assert_array_equal(more.scale, np.ldexp(scale, exponent))
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_not_finite(self, bad, code, rng):
+    def test_not_finite(self, bad, rng):
         """Only this vector becomes NaN."""
         x = rng.standard_normal((3, 8))
-        want = decoded(x, code)
+        want = decoded(x)
         x[1, 5] = bad
-        got = decoded(x, code)
+        got = decoded(x)
         assert np.isnan(got[1]).all()
         np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
 
-
-class TestRounding:
-    def test_no_scale_of_the_list_is_better(self, rng):
-        x = rng.standard_normal((50, 128)) ** 3
-        codes, scale = narrow.encode(x, INT4)
-        errors = []
-        for shrink in narrow.SHRINKS:
-            step = shrink * np.abs(x).max(axis=-1, keepdims=True) / 7
-            errors.append(np.square(np.clip(np.rint(x / step), -7, 7) * step - x).sum(axis=-1))
-        np.testing.assert_allclose(np.square(codes * scale[:, None] - x).sum(-1), np.min(errors, axis=0), rtol=1e-12)
-        assert len(set(np.argmin(errors, axis=0))) > 1
-
     def test_ties_to_even(self):
-        codes, scale = narrow.encode(np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]), INT8)
+        codes, scale = narrow.encode(np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]), TOP)
         assert scale == 1
         assert codes.tolist() == [127, 0, 2, 2, 0, -2]
-        codes, _ = narrow.encode(np.array([448.0, 1.0625, 1.1875, -1.0625]), FP8)
-        assert codes.tolist() == [448, 1, 1.25, -1]
 
 
 class TestSplitForm:
@@ -135,10 +103,6 @@ class TestSplitForm:
         assert np.isfinite(q[0] @ b[0]).all()
         assert np.isnan(q[1] @ b[1]).all()
 
-    def test_order(self):
-        rows = np.array([[3.0, 0], [0, 5], [4, 3], [0, 0]])
-        assert narrow.energy_order(rows).tolist() == [1, 2, 0, 3]
-
 
 class TestReads:
     """`sketched_read` and reference heads."""
@@ -154,51 +118,32 @@ class TestReads:
     def test_any_shape_and_size(self, name, map, shape, exponent, seed, data):
         """A power of two goes through every format, also where the state has zero columns and rows."""
         form, map = SketchFormat.of(name), CoefficientMap(map)
-        if form.mixed and map.storage != "dense":
-            return
         rank = data.draw(st.integers(1, min(shape)))
-        wide = data.draw(st.integers(0, rank)) if form.mixed else 0
         rng = np.random.default_rng(seed)
         omega = np.linalg.qr(rng.standard_normal((shape[0], rank)))[0]
         state = rng.standard_normal((2, *shape)) * (rng.random((2, shape[0], 1)) < 0.8)
         state *= rng.random((2, 1, shape[1])) < 0.8
-        read = narrow.sketched_read(form, map, state, omega, omega, wide)
+        read = narrow.sketched_read(form, map, state, omega, omega)
         assert read.shape == (2, shape[1], shape[0])
         assert np.isfinite(read).all()
-        much = narrow.sketched_read(form, map, np.ldexp(state, exponent), omega, omega, wide)
+        much = narrow.sketched_read(form, map, np.ldexp(state, exponent), omega, omega)
         # float64 rounds norms differently, which may move a code of a tie by one; float32 scales round alike
         np.testing.assert_allclose(np.ldexp(much, -exponent), read, atol=0.2 * np.abs(read).max(initial=0) + 1e-30)
 
     @pytest.mark.parametrize("map", MAPS)
-    @pytest.mark.parametrize(("name", "error"), [("int8", 0.02), ("fp8", 0.06), ("int8+int4", 0.12)])
-    def test_errors_of_the_formats(self, name, error, map, rng):
-        """Rounding errors add up independently: 0.3 of a step of absmax / 127, 2^-4 / sqrt(12), or absmax / 7 / 4."""
-        form, map = SketchFormat.of(name), CoefficientMap(map)
-        if form.mixed and map.storage != "dense":
-            return
+    def test_errors_of_codes(self, map, rng):
+        """Rounding errors add up independently: 0.3 of a step of absmax / 127."""
+        map = CoefficientMap(map)
         omega = np.linalg.qr(rng.standard_normal((64, 8)))[0]
         state = rng.standard_normal((20, 64, 48)) * 0.8 ** np.arange(64)[:, None]
         want = narrow.sketched_read(SketchFormat.of("float32"), map, state, omega, omega)
-        got = narrow.sketched_read(form, map, state, omega, omega, 2)
-        assert error / 20 < relative(got, want) < error
-
-    def test_wide_columns_come_first(self, rng):
-        """All columns wide are int8; each column less costs accuracy."""
-        omega, state = np.linalg.qr(rng.standard_normal((64, 8)))[0], rng.standard_normal((20, 64, 48))
-        ridge, form = CoefficientMap("ridge"), SketchFormat.of("int8+int4")
-        exact = narrow.sketched_read(SketchFormat.of("float32"), ridge, state, omega, omega)
-        errors = [relative(narrow.sketched_read(form, ridge, state, omega, omega, w), exact) for w in range(9)]
-        assert errors == sorted(errors, reverse=True)
-        whole = narrow.sketched_read(SketchFormat.of("int8"), ridge, state, omega, omega)
-        # sums of the columns in another order
-        assert relative(narrow.sketched_read(form, ridge, state, omega, omega, 8), whole) < 1e-14
+        got = narrow.sketched_read(SketchFormat.of("int8"), map, state, omega, omega)
+        assert 0.001 < relative(got, want) < 0.02
 
     @pytest.mark.parametrize("kind", LAYERS)
-    @pytest.mark.parametrize("name", ["int8", "fp8", "int8+int4"])
-    def test_heads_read_in_the_plan_s_format(self, kind, name, rng):
+    def test_heads_read_in_the_plan_s_format(self, kind, rng):
         layer = LAYERS[kind]
-        wide = [0, 1, 2, 0] if name == "int8+int4" else None
-        plan = plan_of(rng, layer, [FULL_STATE, 2, 3, 1], window=8, sketch_dtype=name, wide=wide)
+        plan = plan_of(rng, layer, [FULL_STATE, 2, 3, 1], window=8, sketch_dtype="int8")
         tokens, start = tokens_of(rng, layer, 2, 7, np.float64), states_of(rng, layer, 2, np.float64)
         tokens.v[...] = 0
         reads = {}

@@ -12,70 +12,39 @@ from sketchssm.plans import traffic
 from sketchssm.plans.files import save_file
 from sketchssm.plans.plan import FORMAT
 
-INT8_INT4 = {"map": "ridge", "sketch_dtype": "int8+int4", "wide": [1, 0, 1, 0]}
-
 
 def test_default(rng):
-    plan = plan_of(rng, LAYER, RANKS)
-    assert (plan.sketch_dtype, plan.wide) == ("bfloat16", None)
+    assert plan_of(rng, LAYER, RANKS).sketch_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "fp8", "map": "prior"}, INT8_INT4])
+@pytest.mark.parametrize("settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "float32", "map": "prior"}])
 def test_file_shards_and_text(settings, rng, tmp_path):
     plan = plan_of(rng, LAYER, RANKS, **settings)
     plan.save(tmp_path / "plan.safetensors")
     same(ss.SketchPlan.load(tmp_path / "plan.safetensors"), plan)
     assert f"sketch_dtype={settings['sketch_dtype']}" in repr(plan)
-    shards = [plan.shard(rank, 2) for rank in range(2)]
-    assert {shard.sketch_dtype for shard in shards} == {plan.sketch_dtype}
-    if plan.wide is not None:
-        np.testing.assert_array_equal(np.concatenate([shard.wide for shard in shards]), plan.wide)
-        assert "wide=0..1" in repr(plan)
+    assert {plan.shard(rank, 2).sketch_dtype for rank in range(2)} == {plan.sketch_dtype}
 
 
-def test_every_format_has_its_fingerprint(rng):
-    made = [{}, {"sketch_dtype": "int8"}, {"sketch_dtype": "fp8"}, INT8_INT4, INT8_INT4 | {"wide": [2, 0, 1, 0]}]
-    prints = {plan_of(np.random.default_rng(0), LAYER, RANKS, **settings).fingerprint for settings in made}
-    assert len(prints) == len(made)
+def test_every_format_has_its_fingerprint():
+    made = ("bfloat16", "int8", "float32")
+    plans = [plan_of(np.random.default_rng(0), LAYER, RANKS, sketch_dtype=form) for form in made]
+    assert len({plan.fingerprint for plan in plans}) == len(made)
 
 
 def test_an_allocation_brings_its_format(rng):
     class Allocation:
-        ranks, sketch_dtype, wide = RANKS, "int8+int4", np.array([1, 0, 1, 0])
+        ranks, sketch_dtype = RANKS, "int8"
 
     basis = Basis(rng, LAYER)
-    plan = ss.SketchPlan(basis, Allocation())
-    assert plan.sketch_dtype == "int8+int4"
-    np.testing.assert_array_equal(plan.wide, Allocation.wide)
-    assert ss.SketchPlan(basis, Allocation(), sketch_dtype="bfloat16").wide is None
-    assert ss.SketchPlan(basis, Allocation(), wide=[3, 0, 0, 0]).wide[0] == 3
+    assert ss.SketchPlan(basis, Allocation()).sketch_dtype == "int8"
+    assert ss.SketchPlan(basis, Allocation(), sketch_dtype="bfloat16").sketch_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sketch_dtype": "int4"}, "sketch_dtype: expected one of float32, bfloat16, int8, fp8, int8+int4, got"),
-        ({"sketch_dtype": 8}, "sketch_dtype: expected one of"),
-        ({"sketch_dtype": ["int8"]}, "sketch_dtype: expected one of"),
-        (INT8_INT4 | {"map": "prior"}, "sketch_dtype: 'int8+int4' serves the maps exact and ridge, got map prior"),
-        (
-            INT8_INT4 | {"map": "offline"},
-            "sketch_dtype: 'int8+int4' serves the maps exact and ridge, got map offline",
-        ),
-        (INT8_INT4 | {"wide": None}, "wide: expected the 8-bit columns of each head for 'int8+int4', got None"),
-        ({"wide": [1, 0, 1, 0]}, "wide: expected None, as sketch_dtype 'bfloat16' has one width"),
-        ({"wide": [1, 0, 1, 0], "sketch_dtype": "int8"}, "wide: expected None, as sketch_dtype 'int8' has one"),
-        (INT8_INT4 | {"wide": [4, 0, 1, 0]}, "wide: expected 0 to 3 for head 0, got 4"),
-        (INT8_INT4 | {"wide": [-1, 0, 1, 0]}, "wide: expected 0 to 3 for head 0, got -1"),
-        (INT8_INT4 | {"wide": [1, 1, 1, 0]}, "wide: expected 0 to 0 for head 1, got 1"),
-        (INT8_INT4 | {"wide": [1, 0, 1]}, "wide: expected 4 integers, got shape (3,)"),
-        (INT8_INT4 | {"wide": 1}, "wide: expected 4 integers, got shape ()"),
-        (INT8_INT4 | {"wide": [1.0, 0.0, 1.0, 0.0]}, "wide: expected 4 integers, got shape (4,) of float64"),
-    ],
-)
-def test_refuses(settings, message, rng):
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        plan_of(rng, LAYER, RANKS, **settings)
+@pytest.mark.parametrize("form", ["int4", 8, ["int8"]])
+def test_refuses(form, rng):
+    with pytest.raises(ValueError, match=r"^sketch_dtype: expected one of float32, bfloat16, int8, got"):
+        plan_of(rng, LAYER, RANKS, sketch_dtype=form)
 
 
 def test_version_2_has_no_format(rng, tmp_path):
@@ -93,52 +62,48 @@ def test_version_2_has_no_format(rng, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked", "message"),
+    ("settings", "message"),
     [
-        ({}, "int8+int4", "sketch_dtype: 'int8+int4' needs a plan of this format, got a plan of 'bfloat16'"),
-        (INT8_INT4, "int8", "sketch_dtype: expected None or 'float32' for a plan of 'int8+int4', got 'int8'"),
+        ({"flush_every": 64}, "flush_every: this version does not have 64; make the plan anew"),
         (
-            INT8_INT4,
-            "bfloat16",
-            "sketch_dtype: expected None or 'float32' for a plan of 'int8+int4', got 'bfloat16'",
+            {"sketch_dtype": "fp8"},
+            "sketch_dtype: this version does not have 'fp8'; make the plan anew, such as with int8",
         ),
-        ({}, "int4", "sketch_dtype: expected one of"),
+        ({"sketch_dtype": "int8+int4", "wide": [1, 0, 1, 0]}, "sketch_dtype: this version does not have 'int8+int4'"),
+        ({"wide": [1, 0, 1, 0]}, "wide: this version does not have [1, 0, 1, 0]"),
     ],
 )
-def test_heads_refuse(settings, asked, message, rng):
-    plan = plan_of(rng, LAYER, RANKS, **settings)
+def test_files_with_settings_that_are_gone(settings, message, rng, tmp_path):
+    """They are refused by name; a file of the same version without them loads."""
+    path = tmp_path / "plan.safetensors"
+    plan = plan_of(rng, LAYER, RANKS)
+    plan.save(path)
+    fields, tensors = parts_of(path)
+    assert (fields["flush_every"], fields["wide"]) == (plan.window, None)  # as every version wrote them
+    save_file(path, FORMAT, tensors, fields | settings)
+    with pytest.raises(ss.PlanFileError, match=re.escape(f"{path}: {message}")):
+        ss.SketchPlan.load(path)
+
+
+@pytest.mark.parametrize(("form", "asked"), [("bfloat16", None), ("bfloat16", "int8"), ("int8", "float32")])
+def test_heads_take_the_plan_s_or_their_own(form, asked, rng):
+    plan = plan_of(rng, LAYER, RANKS, sketch_dtype=form)
+    assert ss.SketchHead(plan, 2, "reference", sketch_dtype=asked).sketch_dtype == (asked or form)
     for make in (ss.SketchHead, lambda *args, **own: ss.SketchHead.parts_of(plan, *args[2:], **own)):
-        with pytest.raises(ValueError, match="^" + re.escape(message)):
-            make(plan, 2, "reference", sketch_dtype=asked)
-
-
-@pytest.mark.parametrize(
-    ("settings", "asked", "stored"),
-    [
-        ({}, None, "bfloat16"),
-        ({}, "int8", "int8"),
-        ({"sketch_dtype": "fp8"}, None, "fp8"),
-        ({"sketch_dtype": "fp8"}, "float32", "float32"),
-        (INT8_INT4, None, "int8+int4"),
-        (INT8_INT4, "float32", "float32"),
-    ],
-)
-def test_heads_take_the_plan_s_or_their_own(settings, asked, stored, rng):
-    head = ss.SketchHead(plan_of(rng, LAYER, RANKS, **settings), 2, "reference", sketch_dtype=asked)
-    assert head.sketch_dtype == stored
+        with pytest.raises(ValueError, match=r"^sketch_dtype: expected one of"):
+            make(plan, 2, "reference", sketch_dtype="int4")
 
 
 def test_traffic_of_a_head_with_its_own_formats(rng):
-    plan = plan_of(rng, LAYER, RANKS, window=8, **INT8_INT4)
+    plan = plan_of(rng, LAYER, RANKS, window=8, sketch_dtype="int8")
     shape = LAYER.kind, LAYER.key_dim, LAYER.value_dim, RANKS, 8, plan.map
-    own = {"sketch_dtype": "int8+int4", "wide": plan.wide}
-    assert plan.reduction == plan.reduction_with() == traffic.reduction(*shape, **own)
-    assert plan.reduction_with("bfloat16") == traffic.reduction(*shape, "bfloat16", **own)
+    assert plan.reduction == plan.reduction_with() == traffic.reduction(*shape, sketch_dtype="int8")
+    assert plan.reduction_with("bfloat16") == traffic.reduction(*shape, "bfloat16", sketch_dtype="int8")
     assert plan.reduction_with("float32", "float32") == traffic.reduction(*shape, sketch_dtype="float32")
 
 
 def test_snapshots_of_another_format_do_not_fit(rng):
     plan = plan_of(rng, LAYER, RANKS)
-    heads = [ss.SketchHead(plan, 2, "reference", sketch_dtype=name) for name in ("int8", "fp8")]
-    with pytest.raises(ValueError, match=r'^snapshot: expected sketch_dtype "fp8", got "int8"'):
+    heads = [ss.SketchHead(plan, 2, "reference", sketch_dtype=name) for name in ("int8", "float32")]
+    with pytest.raises(ValueError, match=r'^snapshot: expected sketch_dtype "float32", got "int8"'):
         heads[1].restore(heads[0].snapshot())

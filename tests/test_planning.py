@@ -16,7 +16,7 @@ from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.cli.plan import _rank_maxes
 from sketchssm.heads.sketch import SketchHead
-from sketchssm.layer.formats import INT4, INT8
+from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
@@ -25,7 +25,7 @@ from sketchssm.study.planning.report import frontier_table
 from sketchssm.study.planning.search import PlanPoint, frontier
 
 WINDOW = 8
-TRIED = candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW), (1,))
+TRIED = candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW))
 RANKS = (1, 2, 4)
 SETTINGS = {"candidates": TRIED, "mean_ranks": RANKS, "backend": "reference"}
 
@@ -99,32 +99,19 @@ def test_traffic_counts_the_ring(search):
     assert by_window[WINDOW] / by_window[2 * WINDOW] < gain  # the byte model of plans leaves the ring out
 
 
-def test_refreshes(layers, search):
-    """A plan that flushes less often moves fewer bytes and errs more; no head then reads its full state."""
-    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1, 2))
-    points = autoplan(layers, error=10.0, **(SETTINGS | {"candidates": tried})).points
-    often, seldom = ([p for p in points if p.candidate == c] for c in tried)
-    assert all((plan.ranks > 0).all() for p in seldom for plan in p.plans)
-    sketched = [all((plan.ranks > 0).all() for plan in p.plans) for p in often]
-    assert any(sketched)
-    for before, after, same in zip(often, seldom, sketched, strict=True):
-        if same:
-            assert after.traffic < before.traffic
-            assert after.error > before.error
-
-
 def test_ranks_are_limited_to_the_room_of_cuda(tmp_path):
     layer = Layer("gdn", 1, 128, 128)
     traces = Traces.load(write_traces(tmp_path / "layer.npz", "gdn", layer=layer))
-    tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (1, 2))
     settings = {"error": 10.0, "mean_ranks": (90,), "backend": "reference"}
-    for rank_max, want in ((None, [70, 56]), (80, [80, 80])):
-        limited = [replace(candidate, rank_max=rank_max) for candidate in tried]
-        [own] = autoplan([traces], candidates=limited, **settings).layers
-        assert [scores.rank_max for _, scores in map(own.calibrated, limited)] == want
+    for rank_max, want in ((None, 70), (80, 80)):
+        candidate = Candidate("ridge", window=WINDOW, rank_max=rank_max)
+        [own] = autoplan([traces], candidates=[candidate], **settings).layers
+        assert own.calibrated(candidate)[1].rank_max == want
     labels = []  # the search must not begin
     with pytest.raises(ValueError, match=r"^candidates: rank_max: expected at most 128 for these layers, got 129$"):
-        autoplan([traces], candidates=[tried[0], replace(tried[0], rank_max=129)], progress=labels.append, **settings)
+        autoplan(
+            [traces], candidates=[candidate, replace(candidate, rank_max=129)], progress=labels.append, **settings
+        )
     assert not labels
 
 
@@ -208,25 +195,25 @@ def test_scores_alone(layers):
     """Without traces, errors are those of the ideal map, and other maps are not tried."""
     own = calibrate(layers[0], WINDOW)
     found = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
-        ("ridge",), ("bfloat16",), (WINDOW,), (1,)))  # fmt: skip
+        ("ridge",), ("bfloat16",), (WINDOW,)))  # fmt: skip
     ranks = found.plans[0].ranks
     heads = np.arange(len(ranks))
     lost = own.scores.paired[heads, ranks] / own.scores.paired[:, 0]
     assert found.chosen.error == pytest.approx(np.sqrt(lost.mean()), rel=1e-12)  # the same float64 numbers
-    mixed = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
-        ("ridge",), ("int8+int4",), (WINDOW,), (1,)))  # fmt: skip
-    ranks, wide = mixed.plans[0].ranks, mixed.plans[0].wide
+    coded = autoplan([(own.basis, own.scores)], error=1.0, mean_ranks=(2,), candidates=candidates(
+        ("ridge",), ("int8",), (WINDOW,)))  # fmt: skip
+    ranks = coded.plans[0].ranks
     curves, reads = own.scores.objective("gradient"), own.scores.noise_objective("gradient")
-    whole, kept, read, wider = curves[:, 0], curves[heads, ranks], reads[heads, ranks], reads[heads, wide]
-    lost = kept + INT8.noise * wider + INT4.noise * (read - wider)
+    whole, kept = curves[:, 0], curves[heads, ranks]
+    lost = kept + SketchFormat.of("int8").noise * reads[heads, ranks]
     assert (ranks > 0).all()
-    assert mixed.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
+    assert coded.chosen.error == pytest.approx(np.sqrt((lost / whole).mean()), rel=1e-12)  # the same float64 numbers
     with pytest.raises(ValueError, match="traces: expected traces"):
         found.test_error()
     with pytest.raises(ValueError, match=r"candidates: without traces, only .* exact and ridge .* got offline"):
         autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[-1].map)])
     with pytest.raises(ValueError, match="candidates: without traces, expected the window"):
-        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4, flush_every=4)])
+        autoplan([(own.basis, own.scores)], error=1.0, candidates=[Candidate(TRIED[0].map, window=4)])
     most = own.scores.rank_max
     beyond = Candidate("ridge", window=WINDOW, rank_max=most + 1)
     with pytest.raises(ValueError, match=f"^candidates: rank_max: expected at most {most} .*, got {most + 1}$"):
@@ -262,16 +249,8 @@ def test_no_layers():
 def test_candidates():
     listed = candidates()
     assert len(set(listed)) == len(listed)
-    assert {c.map.name for c in listed if c.sketch_dtype == "int8+int4"} == {"ridge"}
-    assert {c.flush_every // c.window for c in listed} == {1, 4}
-    assert [c.flush_every for c in candidates(("ridge",), ("int8",), (32, 64), (4,))] == [128]
-    with pytest.raises(ValueError, match=r"candidates: expected a format .* sketch_dtypes int8\+int4, windows 16, 32"):
-        candidates(("lowrank",), ("int8+int4",))
-    with pytest.raises(
-        ValueError, match=r"candidates: .* at most 128 tokens, got .* windows 64, flushes 4, rank_maxes"
-    ):
-        candidates(windows=(64,), flushes=(4,))
-    with pytest.raises(ValueError, match=r"candidates: .* got maps none, sketch_dtypes"):
+    assert {(c.sketch_dtype, c.window) for c in listed} == {(f, w) for f in ("bfloat16", "int8") for w in (16, 32)}
+    with pytest.raises(ValueError, match=r"^maps: expected at least one, got none"):
         candidates(maps=())
     with pytest.raises(ValueError, match="sketch_dtype: expected one of"):
         candidates(sketch_dtypes=("int7",))
@@ -321,7 +300,7 @@ def test_step_times(search):
 
 def test_command(tmp_path):
     paths = [write_traces(tmp_path / f"{kind}.npz", kind) for kind in ("gdn", "kda")]
-    settings = ["--maps", "ridge:0.01,offline", "--sketch-dtypes", "bfloat16", "--windows", "8", "--flushes", "1"]
+    settings = ["--maps", "ridge:0.01,offline", "--sketch-dtypes", "bfloat16", "--windows", "8"]
     settings += ["--mean-ranks", "2,4", "--backend", "reference", "--out", tmp_path / "plans"]
     told = invoke("plan", *paths, *settings, "--error", "10", "--json", tmp_path / "out.json")
     assert "Frontier of 4 points" in told.output
@@ -355,18 +334,7 @@ def test_limits_are_tried_for_times_on_cuda(time_on, dim, want):
 def test_command_draws(tmp_path):
     pytest.importorskip("matplotlib")
     path = write_traces(tmp_path / "gdn.npz", "gdn")
-    settings = [
-        "--maps",
-        "ridge",
-        "--sketch-dtypes",
-        "bfloat16",
-        "--windows",
-        "8",
-        "--flushes",
-        "1",
-        "--mean-ranks",
-        "2,4",
-    ]
+    settings = ["--maps", "ridge", "--sketch-dtypes", "bfloat16", "--windows", "8", "--mean-ranks", "2,4"]
     invoke("plan", path, *settings, "--traffic", "5", "--backend", "reference", "--out", tmp_path / "plan.safetensors",
            "--plots", tmp_path / "frontier.svg")  # fmt: skip
     assert (tmp_path / "frontier.svg").read_bytes().startswith(b"<?xml")

@@ -29,8 +29,7 @@ def backend(request):
 def make(request, backend, layer):
     """A function that makes equal heads of five slots."""
     plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
-    mixed = {"sketch_dtype": "int8+int4", "wide": np.maximum(RANKS - 1, 0)}
-    coded = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW, **mixed)
+    coded = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW, sketch_dtype="int8")
     return {
         "standard": lambda **o: ss.StandardHead(layer, 5, backend, **o),
         "drafts": lambda **o: ss.StandardHead(layer, 5, backend, drafts=3, **o),
@@ -130,7 +129,7 @@ class TestRefusals:
         plan = plan_of(rng, layer, RANKS, window=WINDOW)
         changed = ss.SketchPlan.__new__(ss.SketchPlan)
         tensors = {"omega": plan.omega * 2, "projection": plan.projection, "ranks": plan.ranks}
-        changed._fill(layer, tensors, WINDOW, plan.map, plan.sketch_dtype, plan.wide)
+        changed._fill(layer, tensors, WINDOW, plan.map, plan.sketch_dtype)
         for head, message in (
             (ss.ReplayHead(layer, 5, "reference", window=WINDOW), 'system "ReplayHead", got "SketchHead"'),
             (ss.SketchHead(plan_of(rng, layer, RANKS, window=8), 5, "reference"), "window 8, got 4"),
@@ -161,14 +160,19 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"^snapshot: expected gate"):
             third.restore(first.snapshot())
 
-    def test_positions_of_deferred_heads(self, layer):
-        """A deferred head flushes a slot with W - 1 tokens, so no slot has so many between calls."""
-        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
-        head = ss.SketchHead(plan, 2, "reference", deferred=True)
-        snapshot = head.snapshot()
-        snapshot.arrays["cursor"][0] = WINDOW - 1
-        with pytest.raises(ValueError, match=r"^cursor: expected positions from 0 to 2, got 3"):
-            head.restore(snapshot)
+    @pytest.mark.parametrize(
+        ("name", "value", "good"),
+        [("flush_every", 8, WINDOW), ("deferred", True, False), ("sketch_dtype", "fp8", "int8")],
+    )
+    def test_heads_with_settings_that_are_gone(self, name, value, good, snapshot, tmp_path):
+        """Files of such heads are refused by name; files with the settings that every head had load."""
+        path = tmp_path / "slots.safetensors"
+        for own in (good, value):
+            ss.Snapshot(snapshot.arrays, snapshot.owner | {name: own}).save(path)
+            if own == good:
+                ss.Snapshot.load(path)
+        with pytest.raises(ss.SnapshotFileError, match=f"{name}: this version does not have {value!r}; take a"):
+            ss.Snapshot.load(path)
 
     def test_a_head_knows_the_plan_that_it_was_made_of(self, layer):
         """Changes of the plan object afterwards change neither the head nor what its snapshots belong to."""

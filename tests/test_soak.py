@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from soak.cases import CASES, WINDOW, server
+from soak.cases import CASES, server
 from soak.verdicts import SoakError
 
 from sketchssm.layer.slots import DUE, POSITION
@@ -19,9 +19,7 @@ def test_every_request_sees_its_own_tokens(case, backend):
     """No request is lost, no slot leaks into another, and positions follow the rules."""
     served = server(backend, case, 150, seed=1)
     counts = served.run()
-    assert set(counts) >= (EVENTS - {"drafts", "accepted"} if case.deferred else EVENTS)
-    if case.flush_every > WINDOW:
-        assert min(counts["refreshed"], counts["skipped"]) > 30
+    assert set(counts) >= EVENTS
     assert len(served.free) == 64 - (served.pad == 0)
 
 
@@ -97,13 +95,6 @@ def _without_scales(engine, copy, src, dst):
     engine.memory["sketch"][_scales(engine, dst)] = kept
 
 
-def _without_refreshes(engine, copy, src, dst):
-    copy(src, dst)
-    words = engine.memory["cursor"][dst]
-    engine.adopt(dst)
-    engine.memory["cursor"][dst] = words
-
-
 def _rough_scales(engine, adopt, slots):
     adopt(slots)
     scales = engine.memory["sketch"][_scales(engine, slots)].view(np.float32) * np.float32(1 + 2**-10)
@@ -115,11 +106,10 @@ def _rough_scales(engine, adopt, slots):
     [
         ("copy", _without_sketch, "its last events"),
         ("copy", _without_scales, "its last events"),
-        ("copy", _without_refreshes, "its last events"),
         ("adopt", _rough_scales, "outputs are off by more than"),
     ],
 )
-def test_faults_of_codes_and_refreshes_are_found(name, wrong, message):
+def test_faults_of_codes_are_found(name, wrong, message):
     """Scales that are off by 2^-10 could be neighbouring codes, but there are too many of them."""
     (case,) = (each for each in CASES if each.sketch_dtype == "int8")
     served = server("cpu", case, 200, seed=2)

@@ -12,8 +12,6 @@ torch = pytest.importorskip("torch")
 
 from sketchssm.layer.recurrence import FULL_STATE, Tokens  # noqa: E402
 from sketchssm.reference.recurrence import run  # noqa: E402
-from sketchssm.study.bench import random_plan  # noqa: E402
-from sketchssm.vllm import decoder  # noqa: E402
 from sketchssm.vllm.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
 from sketchssm.vllm.decoder import LayerDecoder, Recipe  # noqa: E402
@@ -32,16 +30,6 @@ def recipe_of(system, kind, drafts, phase):
     if system == "sketch":
         source = plan_of(np.random.default_rng(7), source, RANKS, window=WINDOW)
     return Recipe(system, source, "reference", WINDOW, drafts, phase, activation_dtype=None)
-
-
-def test_layers_with_refreshes_take_turns(monkeypatch):
-    """A clock has a stroke for each token from one flush to the next, so there are as many phases."""
-    phases = []
-    monkeypatch.setattr(decoder, "SketchHead", lambda *_, phase, **others: phases.append(phase))
-    plan = random_plan(LAYERS["gdn"], 2, WINDOW, "lowrank", flush_every=2 * WINDOW)
-    for ordinal in range(12):
-        Recipe("sketch", plan, "reference", WINDOW, 0, ordinal, activation_dtype=None).head(1)
-    assert phases == [*range(10), 0, 1]
 
 
 def oracle(layer, tokens, state=None):

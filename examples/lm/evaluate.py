@@ -207,11 +207,9 @@ def listed(options, calibrations):
     for family in options.systems:
         if family == "sketch":
             layer, window = next(iter(calibrations.values())).layer, options.window
-            for name, form, every in product(options.maps, options.formats, options.flush_every or [window]):
-                beside = [
-                    catalogue.rank_of_copy(layer, bits, window, name, form, every) for bits in options.copy_bits or ()
-                ]
-                settings = window, name, options.method, form, every
+            for name, form in product(options.maps, options.formats):
+                beside = [catalogue.rank_of_copy(layer, bits, window, name, form) for bits in options.copy_bits or ()]
+                settings = window, name, options.method, form
                 systems += catalogue.sketches(calibrations, [*options.ranks, *beside], *settings)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
@@ -257,13 +255,7 @@ def arguments(given=None):
         default="output",
         help="of samples in bases, see sketchssm.Moments",
     )
-    add("--window", type=int, default=16, help="tokens from one sketch to the next")
-    add(
-        "--flush-every",
-        nargs="+",
-        type=int,
-        help="tokens from one flush of the states to the next (default: the window)",
-    )
+    add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: a rank that fits the CUDA kernels)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")

@@ -133,31 +133,27 @@ def graded(model, ids):
     return recorder
 
 
-def rank_of_copy(layer, bits, window=16, map="ridge", sketch_dtype="bfloat16", flush_every=None):
+def rank_of_copy(layer, bits, window=16, map="ridge", sketch_dtype="bfloat16"):
     """Mean rank at which sketches have the traffic of a read-only copy of so many bits."""
 
     def token(rank):
-        wide = rank / 2 if sketch_dtype == "int8+int4" else None
         shape = layer.kind, layer.key_dim, layer.value_dim
-        settings = {"sketch_dtype": sketch_dtype, "wide": wide, "flush_every": flush_every}
-        return float(ss.traffic.sketch(*shape, rank, window, map, **settings))
+        return float(ss.traffic.sketch(*shape, rank, window, map, sketch_dtype=sketch_dtype))
 
     copy = ss.traffic.read_only_copy(layer.key_dim, layer.value_dim, bits, window)
     return (copy - token(0.0)) / (token(1.0) - token(0.0))  # bytes are linear in the rank
 
 
-def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16", flush_every=None):
+def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16"):
     """Sketches of all layers under one budget, at each of several mean ranks."""
     systems = []
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
-        full_reads = flush_every in (None, window)
-        ranked = ss.allocate_ranks(scores, rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=full_reads)
+        ranked = ss.allocate_ranks(scores, rank, method, map=map, sketch_dtype=sketch_dtype)
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
-        family += "" if full_reads else f", flush every {flush_every}"
         name = f"{family}, rank {round(rank, 1):g}"
         layers = {
-            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map, flush_every=flush_every), name)
+            place: sketch_system(ss.SketchPlan(calibration.basis, table, window, map), name)
             for (place, calibration), table in zip(calibrations.items(), ranked.tables, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))

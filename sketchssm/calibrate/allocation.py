@@ -5,13 +5,11 @@ minimises the sum of the scores within the budget (equation *m-allocation*), whi
 a price on traffic instead of the budget, the heads are independent; this gives a lower bound (equation *alloc-dual*)
 and so a limit on the distance of a table from the optimum.
 
-A sketch of "int8+int4" has a second choice: w of its G columns in 8 bits. The score of the pair is the loss of columns
-and of bits,
+A sketch in codes has a noise n (`sketchssm.layer.formats`), which counts as a loss: the score of a rank is
 
-    J(G, w) = J(G) + n8 N(w) + n4 (N(G) - N(w)),
+    J(G) + n N(G),
 
-with the score J(G) of a rank, the noise n8 and n4 of the codes (`sketchssm.layer.formats`), and the score N(G) of noise with
-the energy of a read through G columns (`RankScores.noise_objective`). "int8" and "fp8" are the case w = G.
+with the score N(G) of noise with the energy of a read through G columns (`RankScores.noise_objective`).
 """
 
 from __future__ import annotations
@@ -39,10 +37,9 @@ Choice = npt.NDArray[np.int64]
 
 
 class RankTable(NamedTuple):
-    """Ranks of one layer, for `SketchPlan`: those of an allocation, with its widths and its format."""
+    """Ranks of one layer, for `SketchPlan`: those of an allocation, with its format."""
 
     ranks: Choice
-    wide: Choice | None
     sketch_dtype: str
 
 
@@ -77,8 +74,6 @@ class Allocation:
         Score that the table minimises.
     sketch_dtype : str
         Format of the sketches.
-    wide : ndarray of int64, (heads,), list of them, or None
-        "int8+int4" only: columns in 8 bits of each head, in the form of `ranks`.
     """
 
     ranks: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]
@@ -88,14 +83,12 @@ class Allocation:
     traffic: Traffic
     method: str
     sketch_dtype: str = DEFAULT_FORMAT
-    wide: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]] | None = None
 
     @property
     def tables(self) -> list[RankTable]:
         """Rank table of each layer, for its `SketchPlan`."""
         ranks = self.ranks if isinstance(self.ranks, list) else [self.ranks]
-        wide = self.wide if isinstance(self.wide, list) else [self.wide] * len(ranks)
-        return [RankTable(*own, self.sketch_dtype) for own in zip(ranks, wide, strict=True)]
+        return [RankTable(own, self.sketch_dtype) for own in ranks]
 
     @property
     def gap(self) -> float:
@@ -110,7 +103,6 @@ def allocate_ranks(
     *,
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
-    full_reads: bool = True,
     rank_max: int | None = None,
 ) -> Allocation:
     """Allocate ranks to heads within the read traffic of a mean rank.
@@ -127,11 +119,8 @@ def allocate_ranks(
         if all layers have gradients, else "error".
     map : CoefficientMap or str, default "ridge"
         Coefficient map, which sets the cost of a rank; see `sketchssm.plans.traffic.sketch_read`.
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
-        Format of the sketches, which sets the cost of a rank. For "int8+int4" the budget is the read traffic at the
-        mean rank with half of the columns in 8 bits, and "uniform" gives 8 bits to half of the columns, rounded down.
-    full_reads : bool, default True
-        Whether a head may read its full state; False for plans with refreshes, where no head may.
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
+        Format of the sketches, which sets the cost of a rank.
     rank_max : int, optional
         Largest rank of a head. Default: each layer's largest scored rank.
 
@@ -145,7 +134,7 @@ def allocate_ranks(
     ValueError
         If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
         that can be given, or the method is unknown, or needs gradients that were not given or are all zero. Also if
-        the format is unknown or does not serve the map, or `rank_max` is beyond the scored ranks of all layers.
+        the format is unknown, or `rank_max` is beyond the scored ranks of all layers.
     """
     single = isinstance(scores, RankScores)
     layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")
@@ -170,16 +159,15 @@ def allocate_ranks(
     width = max(layer.rank_max for layer in layers)
     if rank_max is not None and check_size("rank_max", rank_max) > width:
         raise ValueError(f"rank_max: expected at most the largest scored rank, {width}, got {rank_max}")
-    table = _Table.of(layers, default if method == "uniform" else method, cost, full_reads, rank_max or width)
+    table = _Table.of(layers, default if method == "uniform" else method, cost, rank_max or width)
     check_mean_rank(mean_rank)
     if method == "uniform" and mean_rank > table.uniform_limit:
         raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
 
-    half = np.asarray(mean_rank / 2)
-    budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank), half).item() for layer in layers)
+    budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank)).item() for layer in layers)
     if method == "uniform":
         bound = _bisect(table, budget)[2]
-        choice = table.find(int(mean_rank), int(cost.uniform(int(mean_rank))))
+        choice = (table.rank == int(mean_rank)).argmax(axis=1)
     else:
         table = table.front()
         choice, beyond, bound = _bisect(table, budget)
@@ -187,13 +175,12 @@ def allocate_ranks(
 
     objective, used = table.totals(choice)
     rows, ends = np.arange(choice.size), np.cumsum([layer.layer.heads for layer in layers])[:-1]
-    ranks, wide = (np.split(x[rows, choice], ends) for x in (table.rank, table.wide))
-    after = sum(float(cost.token(layer, *own).sum()) for layer, *own in zip(layers, ranks, wide, strict=True))
+    ranks = np.split(table.rank[rows, choice], ends)
+    after = sum(float(cost.token(layer, own).sum()) for layer, own in zip(layers, ranks, strict=True))
     shapes = [layer.layer for layer in layers]
     before = sum(shape.heads * traffic.standard(shape.key_dim, shape.value_dim) for shape in shapes)
-    widths = (wide[0] if single else wide) if cost.form.mixed else None
     spent = Traffic(used, before / after)
-    return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name, widths)
+    return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name)
 
 
 def check_mean_rank(mean_rank: Any) -> None:
@@ -202,74 +189,57 @@ def check_mean_rank(mean_rank: Any) -> None:
 
 
 class _Cost(NamedTuple):
-    """Cost of ranks and widths in a map and format."""
+    """Cost of ranks in a map and format."""
 
     map: CoefficientMap
     form: SketchFormat
 
-    def uniform(self, rank: Any) -> Any:
-        """Columns in 8 bits where all heads have one rank."""
-        return rank // 2 if self.form.mixed else rank
-
-    def read(self, layer: RankScores, rank: npt.NDArray[Any], wide: npt.NDArray[Any]) -> Array:
+    def read(self, layer: RankScores, rank: npt.NDArray[Any]) -> Array:
         """Bytes of a read between flushes."""
-        return traffic.sketch_read(*self._arguments(layer, rank), **self._format(wide))
+        return traffic.sketch_read(*self._arguments(layer, rank), sketch_dtype=self.form.name)
 
-    def token(self, layer: RankScores, rank: npt.NDArray[Any], wide: npt.NDArray[Any]) -> Array:
+    def token(self, layer: RankScores, rank: npt.NDArray[Any]) -> Array:
         """Bytes per token, flushes included."""
-        return traffic.sketch(*self._arguments(layer, rank), **self._format(wide))
+        return traffic.sketch(*self._arguments(layer, rank), sketch_dtype=self.form.name)
 
     def _arguments(self, layer: RankScores, rank: npt.NDArray[Any]) -> Any:
         shape = layer.layer
         return shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, self.map
 
-    def _format(self, wide: npt.NDArray[Any]) -> Any:
-        return {"sketch_dtype": self.form.name, "wide": wide if self.form.mixed else None}
-
 
 @dataclass(frozen=True)
 class _Table:
-    """Score, read bytes, rank and columns in 8 bits ``(N, actions)``: sketches by rising cost, then the full read.
+    """Score, read bytes and rank ``(N, actions)``: sketches by rising cost, then the full read.
 
-    A score is inf for a choice that a head can't take: a sketch of an unscored rank, a sketch with at least the bytes
-    of the full read, and the full read if it is not allowed.
+    A score is inf for a choice that a head can't take: a sketch of an unscored rank, or with at least the bytes of the
+    full read.
     """
 
     score: Array
     cost: Array
     rank: Choice
-    wide: Choice
     uniform_limit: int
 
     @classmethod
-    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost, full_reads: bool, rank_max: int) -> _Table:
+    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: int) -> _Table:
         decay = _shared_decay(layers) if method == "sensitivity" else None
-        pairs = [(g, w) for g in range(1, rank_max + 1) for w in (range(g + 1) if cost.form.mixed else (g,))]
-        ranks, wides = np.array(pairs, dtype=np.int64).T
+        ranks = np.arange(1, rank_max + 1)
         tables, limits = [], []
         for layer in layers:
             heads = layer.layer.heads
-            full = float(cost.read(layer, np.asarray(FULL_STATE), np.asarray(0)))
-            used = cost.read(layer, ranks, wides)
-            order = np.argsort(used, kind="stable")
-            used, rank, wide = used[order], ranks[order], wides[order]
-            fits = (rank <= layer.rank_max) & (used < full)
+            full = float(cost.read(layer, np.asarray(FULL_STATE)))
+            used = cost.read(layer, ranks)
+            fits = (ranks <= layer.rank_max) & (used < full)
             own_decay = None if decay is None else decay[: layer.rank_max + 1]
             curves, reads = layer.objective(method, own_decay), layer.noise_objective(method, own_decay)
-            score = np.full((heads, rank.size + 1), np.inf)
-            noise = cost.form.noise(reads[:, rank[fits]], reads[:, wide[fits]])
-            score[:, :-1][:, fits] = curves[:, rank[fits]] + noise
-            score[:, -1] = 0.0 if full_reads else np.inf
-            own = (np.append(used, full), np.append(rank, FULL_STATE), np.append(wide, 0))
+            score = np.full((heads, ranks.size + 1), np.inf)
+            score[:, :-1][:, fits] = curves[:, ranks[fits]] + cost.form.noise * reads[:, ranks[fits]]
+            score[:, -1] = 0.0
+            own = np.append(used, full), np.append(ranks, FULL_STATE)
             tables.append((score, *(np.broadcast_to(x, score.shape) for x in own)))
-            uniform = fits & (wide == cost.uniform(rank))
-            limits.append(int(rank[uniform].max(initial=0)))
-        scores, costs, rows, widths = (np.concatenate(parts) for parts in zip(*tables, strict=True))
-        return cls(scores, costs, rows, widths, min(limits))
-
-    def find(self, rank: int, wide: int) -> Choice:
-        """The action of a rank and width in every row."""
-        return ((self.rank == rank) & (self.wide == wide)).argmax(axis=1)
+            limits.append(int(ranks[fits].max(initial=0)))
+        scores, costs, rows = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        return cls(scores, costs, rows, min(limits))
 
     def front(self) -> _Table:
         """The same table without the sketches that score no better than a cheaper one."""
@@ -284,7 +254,7 @@ class _Table:
             return np.take_along_axis(x, order, axis=1)
 
         score = np.where(kept, taken(self.score), np.inf)
-        return _Table(score, taken(self.cost), taken(self.rank), taken(self.wide), self.uniform_limit)
+        return _Table(score, taken(self.cost), taken(self.rank), self.uniform_limit)
 
     def totals(self, choice: Choice) -> tuple[float, float]:
         """Objective and read bytes of one action per head."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["Calibrated", "Settings", "calibrate", "mean_retained", "plan_layers", "warn_of_limit"]
+__all__ = ["Calibrated", "Settings", "calibrate", "mean_retained", "plan_layers"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Settings:
     Raises
     ------
     ValueError
-        If the format is unknown or does not serve the map.
+        If the format is unknown.
     """
 
     window: int = 16
@@ -52,12 +51,11 @@ class Settings:
     sketch_dtype: str = DEFAULT_FORMAT
 
     def __post_init__(self) -> None:
-        SketchFormat.of(self.sketch_dtype).check_map(self.map)
+        SketchFormat.of(self.sketch_dtype)
 
     def maps(self) -> list[CoefficientMap]:
-        """Return every map that the format serves: `map` with its parameters, the others with their defaults."""
-        maps = [self.map if name == self.map.name else CoefficientMap(name) for name in MAPS]
-        return [map for map in maps if SketchFormat.of(self.sketch_dtype).serves(map)]
+        """Return every map: `map` with its parameters, the others with their defaults."""
+        return [self.map if name == self.map.name else CoefficientMap(name) for name in MAPS]
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,6 @@ def plan_layers(
     *,
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
-    flush_every: int | None = None,
     rank_max: int | None = None,
 ) -> tuple[list[SketchPlan], Allocation]:
     """Make plans of several layers under one budget.
@@ -168,8 +165,6 @@ def plan_layers(
         Coefficient map.
     sketch_dtype : str, default "bfloat16"
         Format of sketches.
-    flush_every : int, optional
-        Tokens from one flush to the next; default the window. With refreshes no head reads its full state.
     rank_max : int, optional
         Largest rank of a head. Default: each layer's largest scored rank.
 
@@ -180,46 +175,12 @@ def plan_layers(
     allocation : Allocation
         The ranks, and their quality.
     """
-    full_reads = flush_every in (None, scores[0].window)
-    allocation = allocate_ranks(
-        scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, full_reads=full_reads, rank_max=rank_max
-    )
+    allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, rank_max=rank_max)
     tables = zip(bases, allocation.tables, strict=True)
-    return [SketchPlan(basis, table, map=map, flush_every=flush_every) for basis, table in tables], allocation
+    return [SketchPlan(basis, table, map=map) for basis, table in tables], allocation
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:
     """Share of the energy of state reads that least-squares coefficients retain at some ranks, mean over heads."""
     kept = scores.retained[range(len(ranks)), ranks]
     return float(np.where(ranks == FULL_STATE, 1.0, kept).mean())
-
-
-def warn_of_limit(scores: Sequence[RankScores], plans: Sequence[SketchPlan]) -> None:
-    """Warn if heads of plans with refreshes have the largest rank, although their layers have more columns.
-
-    Parameters
-    ----------
-    scores : sequence of RankScores
-        Scores of each layer; their `rank_max` is the largest rank.
-    plans : sequence of SketchPlan
-        Plans of the layers, with one window and number of tokens between flushes.
-
-    Warns
-    -----
-    RuntimeWarning
-        With the number of heads.
-    """
-    every = plans[0].flush_every
-    limited = sum(
-        int((plan.ranks == own.rank_max).sum())
-        for own, plan in zip(scores, plans, strict=True)
-        if own.rank_max < min(own.layer.key_dim, own.layer.value_dim)
-    )
-    if limited and every > plans[0].window:
-        heads, columns = sum(plan.ranks.size for plan in plans), max(own.rank_max for own in scores)
-        warnings.warn(
-            f"rank_max: {limited} of {heads} heads have all {columns} columns, and with flush_every={every} no head "
-            "can read its full state; a larger rank_max may lower the loss",
-            RuntimeWarning,
-            stacklevel=3,  # the caller of the calibration
-        )

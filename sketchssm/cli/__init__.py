@@ -17,7 +17,7 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": "Calibrate, plan, decode and compare on the shipped traces.",
     "calibrate": "Make plans from traces, or of a whole model.",
-    "plan": "Choose map, format, window, flushes and ranks for a target, by measurement.",
+    "plan": "Choose map, format, window and ranks for a target, by measurement.",
     "evaluate": "Compare the sketch with every other system on traces, or check plans.",
     "bench": "Time decode systems on this machine's GPU or CPU.",
     "info": "Describe this installation, or a plan file.",

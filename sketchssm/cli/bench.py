@@ -48,7 +48,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     type=click.Choice(list(FORMATS)),
     multiple=True,
     default=(DEFAULT_FORMAT,),
-    help="Format of sketches and maps; may be repeated. In int8+int4 half of the columns have 8 bits.",
+    help="Format of sketches and maps; may be repeated.",
 )
 @click.option(
     "--plan", "plan_files", type=PATH, multiple=True, help="Time this plan, instead of --shape; may be repeated."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from sketchssm.cli.options import AT_LEAST_ONE, PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
-    from sketchssm.calibrate.refreshes import RefreshErrors
     from sketchssm.cli.output import Output
     from sketchssm.plans.model_plans import AllocationSummary
     from sketchssm.plans.plan import SketchPlan
@@ -32,12 +31,6 @@ __all__ = ["command"]
     help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
 @click.option("--mean-rank", type=AT_LEAST_ONE, default=7.0, help="Budget: the read bytes of all heads at this rank.")
-@click.option(
-    "--flush-every",
-    type=click.IntRange(min=2),
-    help="Tokens from one flush to the next: a multiple of the window, at most 128. Between flushes sketches are "
-    "refreshed without reading the state.  [default: the window]",
-)
 @options.rank_max
 @options.map_settings
 @options.model_options
@@ -46,7 +39,6 @@ def command(
     traces: tuple[Path, ...],
     out: Path,
     mean_rank: float,
-    flush_every: int | None,
     rank_max: int | None,
     settings: Settings,
     source: ModelText | None,
@@ -62,53 +54,45 @@ def command(
     if source is None:
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
-        _from_traces(traces, files, mean_rank, flush_every, rank_max, settings, Output(json_file))
+        _from_traces(traces, files, mean_rank, rank_max, settings, Output(json_file))
         return
     options.check_files({"--text": source.text}, out=out, json=json_file)
-    budget = {"mean_rank": mean_rank, "flush_every": flush_every, "rank_max": rank_max}
-    _of_model(source, out, settings, Output(json_file), **budget)
+    _of_model(source, out, settings, Output(json_file), mean_rank=mean_rank, rank_max=rank_max)
 
 
 def _from_traces(
     traces: tuple[Path, ...],
     files: list[Path],
     mean_rank: float,
-    flush_every: int | None,
     rank_max: int | None,
     settings: Settings,
     output: Output,
 ) -> None:
     """Make one plan for each trace file."""
-    from sketchssm.calibrate.plans import calibrate, mean_retained, plan_layers, warn_of_limit
-    from sketchssm.calibrate.refreshes import refresh_errors
+    from sketchssm.calibrate.plans import calibrate, mean_retained, plan_layers
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
     from sketchssm.heads.backends import common_rank
-    from sketchssm.layer.recurrence import check_flush_every
     from sketchssm.plans.model_plans import AllocationSummary
 
-    every = check_flush_every(flush_every, settings.window)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             with named_errors(recorded):
-                most = rank_max or common_rank(recorded.layer, settings.window, every)
+                most = rank_max or common_rank(recorded.layer, settings.window)
                 layers.append(calibrate(recorded, settings.window, most, settings.weighting))
     bases, scores = [layer.basis for layer in layers], [layer.scores for layer in layers]
-    made: Any = {"map": settings.map, "sketch_dtype": settings.sketch_dtype, "flush_every": every}
+    made: Any = {"map": settings.map, "sketch_dtype": settings.sketch_dtype}
     planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)
-    warn_of_limit(scores, planned)
     save_plans(planned, files)
     names = list(map(str, files))
     retained = [mean_retained(own, plan.ranks) for own, plan in zip(scores, planned, strict=True)]
     tokens = max(math.prod(layer.traces.calib.v.shape[:2]) for layer in layers)  # of the same text
     kept = dict(zip(names, retained, strict=True))
     summary = AllocationSummary(mean_rank, allocation.method, allocation.gap, kept, tokens)
-    pairs = zip(planned, layers, strict=True) if every > settings.window else ()
-    errors = [refresh_errors(plan, *layer.traces.score_part()[0]) for plan, layer in pairs]
-    facts, totals = _show(output, "Plans", "plan", dict(zip(names, planned, strict=True)), summary, errors)
+    facts, totals = _show(output, "Plans", "plan", dict(zip(names, planned, strict=True)), summary)
     output.finish({"plans": [{"plan": name} | own for name, own in facts.items()]} | totals)
 
 
@@ -130,35 +114,21 @@ def _of_model(source: ModelText, out: Path, settings: Settings, output: Output, 
 
 
 def _show(
-    output: Output,
-    title: str,
-    what: str,
-    plans: Mapping[str, SketchPlan],
-    made: AllocationSummary,
-    errors: Sequence[RefreshErrors] = (),
+    output: Output, title: str, what: str, plans: Mapping[str, SketchPlan], made: AllocationSummary
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Print plans by name, with their errors if there are refreshes; return what JSON holds of each and of all."""
+    """Print plans by name; return what JSON holds of each and of all."""
     from sketchssm.plans.plan import total_reduction
-    from sketchssm.study.tables import percent, ranks_text, scientific
+    from sketchssm.study.tables import percent, ranks_text
 
     rows, facts = [], {}
     for name, plan in plans.items():
         kept = made.retained[name]
         rows.append([name, plan.layer.kind, ranks_text(plan.ranks), f"{plan.reduction:.2f}x", percent(kept)])
-        own = {each: getattr(plan, each) for each in ("ranks", "sketch_dtype", "wide", "reduction")}
+        own = {each: getattr(plan, each) for each in ("ranks", "sketch_dtype", "reduction")}
         facts[name] = {"kind": plan.layer.kind, "retained_ideal": kept} | own
-    columns, note = [what, "kind", "ranks", "less traffic", "retained (ideal map)"], ""
-    if errors:
-        columns += [f"error, flush every {plan.window}", f"error, flush every {plan.flush_every}"]
-        note = (
-            "error: norm of the error of all outputs over the norm of the outputs, on the sequences that ranks were "
-            "scored on, in float64; the difference is the error of the refreshes."
-        )
-        for row, own, found in zip(rows, facts.values(), errors, strict=True):
-            row += [scientific(found.flushed), scientific(found.refreshed)]
-            own |= {"output_error_flushed": found.flushed, "output_error": found.refreshed}
+    columns = [what, "kind", "ranks", "less traffic", "retained (ideal map)"]
     settings = f"{plan.map}, {plan.sketch_dtype}, window {plan.window}, by {made.method}"
-    output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, note, words=3)
+    output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, words=3)
     totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}
     output.say(
         f"All layers: {totals['reduction']:.2f}x less state traffic than standard decode; no allocation within the "

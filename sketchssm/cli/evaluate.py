@@ -156,16 +156,15 @@ def command(
 
 def _refuse_ignored(families: set[str]) -> None:
     """Refuse settings of sketches if none of the chosen families has sketches."""
-    every_format = {"narrow", "refreshed"}
-    if not families & {"sketch", *every_format}:
-        options.refuse("without the families sketch, narrow and refreshed", ("ranks",))
+    if not families & {"sketch", "narrow"}:
+        options.refuse("without the families sketch and narrow", ("ranks",))
     if not families & {"ablation", "rounded-states"}:
         options.refuse("without the families ablation and rounded-states", ("mean_rank",))
-    sketched = families & {"sketch", "ablation", "rounded-states", *every_format}
+    sketched = families & {"sketch", "ablation", "rounded-states", "narrow"}
     if not sketched:
         options.refuse("without sketches", [name for name in options.MAP_SETTINGS if name != "window"])
-    if sketched and sketched <= every_format:
-        options.refuse("on the families narrow and refreshed, which have every format", ("sketch_dtype",))
+    if sketched == {"narrow"}:
+        options.refuse("on the family narrow, which has every format", ("sketch_dtype",))
 
 
 def _of_model(source: ModelText, plans_file: Path, backend: str, output: Output) -> None:

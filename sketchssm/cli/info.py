@@ -145,12 +145,10 @@ def _plan(path: Path) -> dict[str, Any]:
         "kind": layer.kind,
         "heads": f"{layer.heads} ({layer.key_heads} key heads), K = {layer.key_dim}, V = {layer.value_dim}",
         "window": plan.window,
-        "flush_every": plan.flush_every,
         "map": f"{plan.map} (stored as {plan.map.storage})",
         "sketch_dtype": plan.sketch_dtype,
         "mean_rank": plan.mean_rank,
         "ranks": plan.ranks.tolist(),
-        "wide": None if plan.wide is None else plan.wide.tolist(),
         "traffic_reduction": plan.reduction,
         "bytes_per_token_and_head": traffic.standard(layer.key_dim, layer.value_dim) / plan.reduction,
     }

@@ -167,7 +167,7 @@ map_settings = gather(
         "--sketch-dtype",
         type=click.Choice(list(FORMATS)),
         default=DEFAULT_FORMAT,
-        help="Format of sketches; int8+int4 serves the maps ridge and exact.",
+        help="Format of sketches.",
     ),
     click.option(
         "--method",

@@ -59,10 +59,9 @@ def _rank_maxes(layers: list[Traces], time_on: str | None) -> tuple[int | None, 
 @click.option(
     "--sketch-dtypes",
     type=Commas("name,name,...", lambda text: SketchFormat.of(text).name),
-    default="bfloat16,int8,int8+int4",
+    default="bfloat16,int8",
 )
-@click.option("--windows", type=NUMBERS, default="16,32", help="Tokens of a window, from one sketch to the next.")
-@click.option("--flushes", type=NUMBERS, default="1,4", help="Windows from one flush to the next.")
+@click.option("--windows", type=NUMBERS, default="16,32", help="Tokens from one flush to the next.")
 @click.option("--mean-ranks", type=NUMBERS, default="2,3,4,6,8,10,12,16")
 @click.option(
     "--rank-max",
@@ -89,7 +88,6 @@ def command(
     maps: tuple[CoefficientMap, ...] | None,
     sketch_dtypes: tuple[str, ...],
     windows: tuple[int, ...],
-    flushes: tuple[int, ...],
     mean_ranks: tuple[int, ...],
     rank_max: tuple[int, ...] | None,
     time_on: str | None,
@@ -98,7 +96,7 @@ def command(
     plots: Path | None,
     json_file: str | None,
 ) -> None:
-    """Choose map, format, window, flushes and ranks for TRACES, one npz file per layer, by measurement.
+    """Choose map, format, window and ranks for TRACES, one npz file per layer, by measurement.
 
     Exactly one of --error, --traffic and --microseconds is the target.
     """
@@ -131,7 +129,6 @@ def command(
         **chosen,
         sketch_dtypes=sketch_dtypes,
         windows=windows,
-        flushes=flushes,
         rank_maxes=rank_max or _rank_maxes(layers, time_on),
     )
     times = None if time_on is None else StepTimes(time_on, batch)

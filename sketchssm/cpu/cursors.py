@@ -11,7 +11,7 @@ from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Record
 from sketchssm.cpu.simd import integers, short_integers
 from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION
 
-__all__ = ["accepted", "advance", "flushes", "position", "refreshes", "room"]
+__all__ = ["accepted", "advance", "flushes", "position"]
 
 
 @njit
@@ -23,7 +23,7 @@ def _word(m: Record, slot: int) -> Any:
 @njit
 def position(m: Record, slot: int) -> int:
     """Tokens that a slot has buffered. The bound is for the caller's memory in which no window has begun."""
-    return min(_word(m, slot) & POSITION, m.flush_every - 1)
+    return min(_word(m, slot) & POSITION, m.window - 1)
 
 
 @njit
@@ -49,39 +49,14 @@ def flushes(m: Record, row: int) -> bool:
 @njit
 def _flushes(m: Record, word: int, tokens: int) -> bool:
     """Whether a word is due, or `tokens` more tokens fill its ring."""
-    return (word & DUE) != 0 or (word & POSITION) + tokens >= m.flush_every
-
-
-@njit
-def _room(m: Record, word: int, tokens: int) -> int:
-    """Position at which a draft begins, if the slot need not flush: the next window if the current has no room."""
-    place = word & POSITION
-    used = place % m.window
-    return place if used + tokens < m.window else place - used + m.window
-
-
-@njit
-def room(m: Record, row: int) -> int:
-    """Position at which the drafts of a row that does not flush begin."""
-    return _room(m, _word(m, integers(m.rows)[row]), integers(m.counts)[row])
-
-
-@njit
-def refreshes(m: Record, row: int) -> bool:
-    """Whether a row that does not flush is refreshed: with the last token of a window, or before its drafts."""
-    slot = integers(m.rows)[row]
-    if slot < 0 or flushes(m, row):
-        return False
-    if m.task == STEP:
-        return (position(m, slot) + 1) % m.window == 0
-    return room(m, row) != position(m, slot)
+    return (word & DUE) != 0 or (word & POSITION) + tokens >= m.window
 
 
 @njit
 def accepted(m: Record, row: int) -> int:
     """Drafts that a row keeps."""
     slot = integers(m.rows)[row]
-    drafted = min(_drafted(_word(m, slot)), m.window - 1 - position(m, slot) % m.window)
+    drafted = min(_drafted(_word(m, slot)), m.window - 1 - position(m, slot))
     return min(max(integers(m.counts)[row], 0), drafted)
 
 
@@ -104,8 +79,6 @@ def advance(m: Record) -> None:
             own = (own & (POSITION | DUE)) + accepted(m, row)
         elif m.task == FLUSH or flushes(m, row):
             own = 0
-        elif m.task == DRAFT:
-            own = room(m, row)
         else:
             own = (own & POSITION) + (1 if m.task == STEP else 0)
         if m.task == DRAFT:
@@ -121,7 +94,7 @@ def _clock(m: Record, word: int) -> int:
         word = 0 if _flushes(m, word, 1) else (word & POSITION) + 1
         return word | (DUE if _flushes(m, word, 1) else 0)
     if m.task == DRAFT:
-        return (0 if _flushes(m, word, m.length) else _room(m, word, m.length)) | m.length << DRAFTED_SHIFT
+        return (0 if _flushes(m, word, m.length) else word & POSITION) | m.length << DRAFTED_SHIFT
     if m.task == COMMIT:
         drafted = _drafted(word)
         word = (word & (POSITION | DUE)) + drafted

@@ -1,24 +1,21 @@
 """The kernel of decode with a buffered window.
 
 Workers write to separate memory, and every head executes the same instructions in any batch. So a row's result does
-not depend on the other rows. A flush or a refresh takes ten times as long as a read. Therefore flushes and refreshes
-on the one hand, and reads on the other, are divided among the workers separately: flushes and refreshes by key head,
-reads by row, or by part of a row if there are few rows.
+not depend on the other rows. A flush takes ten times as long as a read. Therefore flushes and reads are divided among
+the workers separately: flushes by key head, reads by row, or by part of a row if there are few rows.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sketchssm.cpu.cursors import accepted, advance, flushes, position, refreshes, room
+from sketchssm.cpu.cursors import accepted, advance, flushes, position
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import (
     DRAFT,
     FLOAT32,
     FLUSH,
-    KDA,
-    MAMBA2,
     REBUILD,
     STEP,
     Record,
@@ -29,8 +26,7 @@ from sketchssm.cpu.layout import (
 from sketchssm.cpu.maps import advance_sketch, project_block, store_sketch
 from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.read import keep_drafts, read, read_drafts
-from sketchssm.cpu.refresh import refresh
-from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, splat, store, total
+from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, splat, total
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
@@ -76,7 +72,7 @@ def _decode(m: Record, at: Record, worker: int) -> None:
     buf = floats(m.scratch + 4 * worker * at.size)
     flushing = 0
     for row in range(m.batch):
-        flushing += flushes(m, row) or refreshes(m, row)
+        flushing += flushes(m, row)
     parts = min(m.key_heads, -(-PARTS_PER_WORKER * m.workers // m.batch))
     folds, reads = flushing * m.key_heads, (m.batch - flushing) * parts
     # contiguous shares, so that each worker reads memory in order
@@ -86,13 +82,9 @@ def _decode(m: Record, at: Record, worker: int) -> None:
     for row in range(m.batch):
         slot = integers(m.rows)[row]
         cursor = position(m, slot) if slot >= 0 else 0
-        flush = flushes(m, row)
-        if flush or refreshes(m, row):
+        if flushes(m, row):
             for key_head in range(max(fold_from - folded, 0), min(fold_to - folded, m.key_heads)):
-                if flush:
-                    _flush_and_read(m, at, buf, slot, row, cursor, key_head)
-                else:
-                    _refresh_and_read(m, at, buf, slot, row, cursor, key_head)
+                _flush_and_read(m, at, buf, slot, row, cursor, key_head)
             folded += m.key_heads
             continue
         for part in range(max(read_from - passed, 0), min(read_to - passed, parts)):
@@ -126,50 +118,13 @@ def _flush_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, cu
         _fold(m, at, buf, slot, key_head, cursor + 1, place)
 
 
-@pasted
-def _refresh_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, cursor: int, key_head: int) -> None:
-    """Refresh one key head of a row: after the window's last token has read, or before the drafts."""
-    if m.task == DRAFT:
-        begin = room(m, row)
-        for t in range(cursor, begin):
-            _buffer_nothing(m, slot, t, key_head)
-        refresh(m, at, buf, slot, key_head, begin - m.window)
-        place = row * m.length + m.token
-        read_drafts(m, at, buf, slot, place, begin, integers(m.counts)[row], key_head, key_head + 1)
-    else:
-        _read(m, at, buf, slot, row, cursor, key_head, key_head + 1)
-        refresh(m, at, buf, slot, key_head, cursor + 1 - m.window)
-
-
-@njit
-def _buffer_nothing(m: Record, slot: int, cursor: int, key_head: int) -> None:
-    """Put a no-op token into place `cursor` of a key head's ring."""
-    zero = splat(np.float32(0.0))
-    keys, values = slot * m.k_stride + cursor * m.key_row, slot * m.v_stride + cursor * m.value_row
-    for c in range(key_head * m.keys, (key_head + 1) * m.keys, LANES):
-        store(floats(m.k), keys + c, zero)
-    for c in range(key_head * m.group * m.values, (key_head + 1) * m.group * m.values, LANES):
-        store(floats(m.v), values + c, zero)
-    for head in range(key_head * m.group, (key_head + 1) * m.group):
-        if m.kind == KDA:
-            gates = slot * m.gate_stride + cursor * m.gate_row + head * m.keys
-            for c in range(gates, gates + m.keys, LANES):
-                store(floats(m.gate), c, splat(np.float32(1.0)))
-        else:
-            floats(m.gate)[slot * m.gate_stride + cursor * m.heads + head] = np.float32(0.0)
-        if m.kind != MAMBA2:
-            floats(m.beta)[slot * m.beta_stride + cursor * m.heads + head] = np.float32(0.0)
-
-
 @njit
 def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: int, place: int) -> None:
     """Advance the states of a key head's value heads through their rings, and compute their sketches.
 
-    The last token of a ring reads its output from the new state. A ring of several windows is folded window by window;
-    the state stays in the cache.
+    The last token of a ring reads its output from the new state.
     """
-    prepare_keys(m, at, buf, slot, 0, key_head)
-    last = (count - 1) // m.window * m.window
+    prepare_keys(m, at, buf, slot, key_head)
     size = m.values * m.keys
     for head in range(key_head * m.group, (key_head + 1) * m.group):
         sketched = field(m, head, RANK) != FULL_STATE
@@ -177,18 +132,11 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
         if m.state_type != FLOAT32:
             widen(m, m.state, first, buf, at.state, size)
             state, first = buf, at.state
-        for start in range(0, last, m.window):
-            prepare_keys(m, at, buf, slot, start, key_head)
-            prepare_fold(m, at, buf, slot, head, start, m.window)
-            for block in range(0, m.values, LANES):
-                fold_block(m, at, buf, slot, head, block, start, m.window, state, first + block * m.keys)
-        if last > 0:
-            prepare_keys(m, at, buf, slot, last, key_head)
-        prepare_fold(m, at, buf, slot, head, last, count - last)
+        prepare_fold(m, at, buf, slot, head, count)
         norm = 0.0
         for block in range(0, m.values, LANES):
             rows = first + block * m.keys
-            norm += fold_block(m, at, buf, slot, head, block, last, count - last, state, rows)
+            norm += fold_block(m, at, buf, slot, head, block, count, state, rows)
             if place != NO_OUTPUT:
                 dots(state, rows, m.keys, LANES, buf, at.inputs + 2 * key_head * m.keys, m.keys, 1,
                      m.keys, buf, at.output + head * m.values + block, 0)  # fmt: skip

@@ -25,14 +25,11 @@ __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
 
 @njit
-def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, start: int, key_head: int) -> None:
-    """Transpose a window's keys of a key head and compute their Gram matrix, for gdn; its value heads share both.
-
-    The window begins at token `start` of the ring.
-    """
+def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) -> None:
+    """Transpose the keys of a key head and compute their Gram matrix, for gdn; its value heads share both."""
     if m.kind != GDN:
         return
-    first = slot * m.k_stride + start * m.key_row + key_head * m.keys
+    first = slot * m.k_stride + key_head * m.keys
     _across(m, at, buf, floats(m.k), first, m.key_row)
     for j in range(0, m.tokens, LANES):
         for s in range(0, m.tokens, LANES):
@@ -50,19 +47,19 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 
 
 @njit
-def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
-    """Compute a head's decays over `count` tokens of a window and the Gram matrix that `substitute` needs.
+def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
+    """Compute a head's decays over `count` tokens and the Gram matrix that `substitute` needs.
 
-    For a window that is folded token by token, ``left`` gets kda's decayed keys, or gdn's decays in all channels.
+    For a ring that is folded token by token, ``left`` gets kda's decayed keys, or gdn's decays in all channels.
     """
-    if _reflects(m, slot, head, start, count):
-        _prepare_turns(m, at, buf, slot, head, start, count)
+    if _reflects(m, slot, head, count):
+        _prepare_turns(m, at, buf, slot, head, count)
         return
     if m.kind == KDA:
-        _prepare_channels(m, at, buf, slot, head, start, count)
-        _scale_gram(m, at, buf, slot, head, start, count)
+        _prepare_channels(m, at, buf, slot, head, count)
+        _scale_gram(m, at, buf, slot, head, count)
         return
-    gates = slot * m.gate_stride + start * m.heads + head
+    gates = slot * m.gate_stride + head
     forward, backward = np.float32(0.0), np.float32(0.0)
     for s in range(count):
         forward += floats(m.gate)[gates + s * m.heads]
@@ -87,75 +84,65 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, star
         for i in range(0, j + 1, LANES):
             row = j * m.tokens + i
             store(buf, at.gram + row, load(buf, at.walk + i) * load(buf, at.key_gram + row))
-    _scale_gram(m, at, buf, slot, head, start, count)
+    _scale_gram(m, at, buf, slot, head, count)
 
 
 @njit
-def _reflects(m: Record, slot: int, head: int, start: int, count: int) -> bool:
-    """Whether a window has a beta above 1."""
+def _reflects(m: Record, slot: int, head: int, count: int) -> bool:
+    """Whether a ring has a beta above 1."""
     if m.kind != MAMBA2:
-        for s in range(start, start + count):
+        for s in range(count):
             if floats(m.beta)[slot * m.beta_stride + s * m.heads + head] > 1:
                 return True
     return False
 
 
 @njit
-def _prepare_turns(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
-    """`prepare_fold` for a window that is folded token by token."""
-    keys = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
-    gates = slot * m.gate_stride + start * m.gate_row + head * m.keys
+def _prepare_turns(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
+    """`prepare_fold` for a ring that is folded token by token."""
     for s in range(count):
-        left = at.left + s * m.keys
+        key = slot * m.k_stride + s * m.key_row + head // m.group * m.keys
+        gate = slot * m.gate_stride + s * m.gate_row + head * m.keys
         buf[at.start + s] = np.float32(1.0)
         if m.kind == GDN:
-            buf[at.start + s] = math.exp(floats(m.gate)[slot * m.gate_stride + (start + s) * m.heads + head])
+            buf[at.start + s] = math.exp(floats(m.gate)[slot * m.gate_stride + s * m.heads + head])
         for c in range(0, m.keys, LANES):
-            decayed = splat(buf[at.start + s])
+            left = splat(buf[at.start + s])
             if m.kind == KDA:
-                decayed = load(floats(m.gate), gates + s * m.gate_row + c) * load(
-                    floats(m.k), keys + s * m.key_row + c
-                )
-            store(buf, left + c, decayed)
+                left = load(floats(m.gate), gate + c) * load(floats(m.k), key + c)
+            store(buf, at.left + s * m.keys + c, left)
 
 
 @njit
 def _fold_turns(
-    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, start: int, count: int,
-    state: Pointer, first: int,
-) -> Any:  # fmt: skip
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
+) -> Any:
     """`fold_block` token by token."""
-    keys = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
     squares = splat(np.float32(0.0))
     for s in range(count):
-        left, key, beta = (
-            at.left + s * m.keys,
-            keys + s * m.key_row,
-            slot * m.beta_stride + (start + s) * m.heads + head,
-        )
-        predictor, decays, decay = floats(m.k), buf, left
-        predictor_at = key
+        left, key = at.left + s * m.keys, slot * m.k_stride + s * m.key_row + head // m.group * m.keys
+        predictor, predictor_at, decays, decays_at = floats(m.k), key, buf, left
         if m.kind == KDA:
-            predictor, predictor_at = buf, left
-            decays, decay = floats(m.gate), slot * m.gate_stride + (start + s) * m.gate_row + head * m.keys
+            predictor, predictor_at, decays = buf, left, floats(m.gate)
+            decays_at = slot * m.gate_stride + s * m.gate_row + head * m.keys
         dots(state, first, m.keys, LANES, predictor, predictor_at, 0, 1, m.keys, buf, at.write, 0)
-        value = load(floats(m.v), slot * m.v_stride + (start + s) * m.value_row + head * m.values + block)
+        value = load(floats(m.v), slot * m.v_stride + s * m.value_row + head * m.values + block)
         value = value - splat(buf[at.start + s]) * load(buf, at.write)
-        store(buf, at.write, splat(floats(m.beta)[beta]) * value)
+        store(buf, at.write, splat(floats(m.beta)[slot * m.beta_stride + s * m.heads + head]) * value)
         squares = splat(np.float32(0.0))
         for r in range(0, LANES, TILE_ROWS):
+            rows = first + r * m.keys
             squares = squares + accumulate_tile_rows(
-                state, first + r * m.keys, m.keys, m.keys, decays, decay, buf, at.write + r, 0, 1,
-                floats(m.k), key, 0, 1
-            )  # fmt: skip
+                state, rows, m.keys, m.keys, decays, decays_at, buf, at.write + r, 0, 1, floats(m.k), key, 0, 1
+            )
     return total(squares)
 
 
 @njit
-def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
+def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """Replace the decayed Gram matrix A with ``-Diag(beta) A`` below the diagonal and beta on the diagonal."""
     for j in range(count):
-        beta, row = floats(m.beta)[slot * m.beta_stride + (start + j) * m.heads + head], at.gram + j * m.tokens
+        beta, row = floats(m.beta)[slot * m.beta_stride + j * m.heads + head], at.gram + j * m.tokens
         minus = splat(-beta)
         for i in range(row, row + j + 1, LANES):
             store(buf, i, minus * load(buf, i))
@@ -163,10 +150,10 @@ def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, start
 
 
 @njit
-def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, start: int, count: int) -> None:
+def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """`prepare_fold` for per-channel decay."""
-    keys = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
-    gates = slot * m.gate_stride + start * m.gate_row + head * m.keys
+    keys = slot * m.k_stride + head // m.group * m.keys
+    gates = slot * m.gate_stride + head * m.keys
     for c in range(0, m.keys, LANES):
         decay = splat(np.float32(1.0))
         for s in range(count):
@@ -193,19 +180,18 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
 
 @njit
 def fold_block(
-    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, start: int, count: int,
-    state: Pointer, first: int,
-) -> Any:  # fmt: skip
-    """Advance 16 rows of a state, from element `first` on, through a window; return their squared norm."""
-    if _reflects(m, slot, head, start, count):
-        return _fold_turns(m, at, buf, slot, head, block, start, count, state, first)
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
+) -> Any:
+    """Advance 16 rows of a state, from element `first` on, through the ring; return their squared norm."""
+    if _reflects(m, slot, head, count):
+        return _fold_turns(m, at, buf, slot, head, block, count, state, first)
     erases = m.kind != MAMBA2
     if erases:
         for s in range(0, count, LANES):
             columns_16(state, first, m.keys, buf, at.keys_across + s, m.tokens, m.keys,
                        buf, at.write + s * LANES, LANES)  # fmt: skip
     for s in range(count):
-        value = slot * m.v_stride + (start + s) * m.value_row + head * m.values + block
+        value = slot * m.v_stride + s * m.value_row + head * m.values + block
         write = load(floats(m.v), value)
         prefetch(floats(m.v), value + m.values)
         if erases:
@@ -222,7 +208,7 @@ def fold_block(
         for s in range(count):
             store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * load(buf, at.write + s * LANES))
     left, stride = floats(m.k), m.key_row
-    left_at = slot * m.k_stride + start * m.key_row + head // m.group * m.keys
+    left_at = slot * m.k_stride + head // m.group * m.keys
     if m.kind == KDA:
         left, left_at, stride = buf, at.left, m.keys
     squares = splat(np.float32(0.0))

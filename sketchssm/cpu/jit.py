@@ -25,7 +25,6 @@ SOURCES = (
     "layer/formats.py",
     "plans/plan.py",
     "reference/maps.py",
-    "reference/narrow.py",
 )
 """Files that machine code depends on: modules with kernels, and modules whose constants kernels use."""
 

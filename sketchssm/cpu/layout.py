@@ -58,11 +58,10 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
 SIZES = (
     "kind", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values", "tokens",
-    "workers", "key_row", "value_row", "gate_row", "gram_row", "flush_every",
+    "workers", "key_row", "value_row", "gate_row", "gram_row",
 )  # fmt: skip
 """Sizes of a layer. `keys`, `values` and `tokens` are K, V and W padded to whole vectors. `key_row`, `value_row`,
-`gate_row` and `gram_row` are the distances between two tokens in the arrays of the ring, and `flush_every` is the
-number of its tokens."""
+`gate_row` and `gram_row` are the distances between two tokens in the arrays of the ring."""
 
 RUNS = (
     "state", "served", "cursor", "k", "v", "gate", "start", "reach", "beta", "gram", "packed", "factors", "pending",
@@ -95,14 +94,12 @@ CONTEXT = np.dtype(
 AREA_NAMES = (
     "inputs", "x", "scores", "open", "weights", "coefficients", "draft_reach",
     "output", "now", "ones", "decay", "reach", "start", "walk", "keys_across", "key_gram", "gram", "left",
-    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "state", "narrow",
-    "wide_values", "wide_keys", "wide_small", "size",
+    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "state", "narrow", "size",
 )  # fmt: skip
 AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
 """Offsets of one worker's scratch areas, and their total size. ``inputs`` holds the query and the key of a key head
 side by side. ``x``, ``scores`` and ``coefficients`` hold what is computed from both in the same order. ``draft_reach``
-holds the decays of drafts, ``state`` one head's state where memory has the state in 16 bits or must not change, and
-the surrogate of a refresh; ``wide_values``, ``wide_keys`` and ``wide_small`` its factors."""
+holds the decays of drafts, ``state`` one head's state where memory has the state in 16 bits or must not change."""
 
 call_record = pointer_cast(from_dtype(CONTEXT))
 areas_record = pointer_cast(from_dtype(AREAS))
@@ -125,8 +122,6 @@ class Memory:
         The caller's memory for some parts.
     phase : int, optional
         Position at which the clock starts; None for no clock.
-    flush_every : int, optional
-        Tokens of the ring; default one window.
 
     Attributes
     ----------
@@ -146,7 +141,6 @@ class Memory:
         parts: Parts,
         given: Mapping[str, Array] | None = None,
         phase: int | None = None,
-        flush_every: int | None = None,
     ) -> None:
         self.layer = layer
         self.context = np.zeros(1, dtype=CONTEXT)
@@ -157,8 +151,7 @@ class Memory:
         self.set(**dict(zip(SIZES, sizes, strict=False)))
         apart = layer.heads | 1
         self.set(key_row=(layer.key_heads | 1) * keys, value_row=apart * values)
-        every = flush_every or window
-        self.set(gate_row=apart * keys, gram_row=apart * tokens, flush_every=every)
+        self.set(gate_row=apart * keys, gram_row=apart * tokens)
         self.state_size = layer.heads * values * keys
         self.parts = slot_parts(parts)
         own = {part.name: own_part(part, num_slots) for part in self.parts if part.name not in (given or {})}
@@ -177,7 +170,7 @@ class Memory:
         self.clock = self.own("clock", CACHE_LINE // 4, np.int32)[:1]
         if phase is not None:
             self.set(clocked=1)
-            self.clock[0] = phase | (DUE if phase == every - 1 else 0)
+            self.clock[0] = phase | (DUE if phase == window - 1 else 0)
         self.cursor = self.arrays.get("cursor", np.zeros(num_slots, np.int32))
         self.cursor[...] = self.stroke
 
@@ -231,7 +224,6 @@ def scratch_areas(sizes: Any, rank: int, drafts: int = 0) -> Array:
     keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
     heads, key_heads = int(sizes["heads"]), int(sizes["key_heads"])
     columns = padded(rank)
-    wide = columns + tokens if sizes["flush_every"] > sizes["window"] else 0
     narrow = 0 if sizes["state_type"] == FLOAT32 else values * keys
     needs = {
         "inputs": 2 * key_heads * keys, "x": 2 * keys * (heads if sizes["kind"] == KDA else 1),
@@ -245,9 +237,8 @@ def scratch_areas(sizes: Any, rank: int, drafts: int = 0) -> Array:
         "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values,
         "rows": columns * keys, "low": columns * columns,
         "doubles": 2 * (columns**2 + 2 * columns),
-        "state": values * keys if narrow or drafts or sizes["flush_every"] > sizes["window"] else 0,
+        "state": values * keys if narrow or drafts else 0,
         "narrow": narrow // 2 if drafts else 0,
-        "wide_values": wide * values, "wide_keys": wide * keys, "wide_small": wide * columns,
     }  # fmt: skip
     ends = np.cumsum([0, *(needs[name] for name in AREA_NAMES[:-1])])
     areas = np.zeros(1, dtype=AREAS)

@@ -10,15 +10,9 @@ float32  float32
 uint16   bfloat16
 int16    float16
 INT8     8-bit integers
-E4M3     fp8 with 4 bits of exponent and 3 of mantissa, as 2^-8 of its value
-INT4     4-bit integers, two to a byte
 =======  ==================================================================
 
-Codes (the last three) are loaded and stored 16 at a time, from places that are multiples of 16. Of 16 elements of INT4
-the first 8 are the low halves of 8 bytes and the last 8 are the high halves.
-
-An e4m3 code shifted left by 7 bits is a float16 number of 2^-8 times the code's value, subnormals included. CPUs widen
-float16 in one instruction. The factor 2^8 is part of the codes' scale (`E4M3_UNIT`).
+Codes (INT8) are loaded and stored 16 at a time.
 """
 
 from __future__ import annotations
@@ -31,9 +25,6 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 
 __all__ = [
-    "E4M3",
-    "E4M3_UNIT",
-    "INT4",
     "INT8",
     "INT32",
     "LANES",
@@ -44,15 +35,11 @@ __all__ = [
     "fused",
     "load_lanes",
     "parities",
-    "place",
     "store_lanes",
     "vector_type",
 ]
 
 LANES = 16
-
-E4M3_UNIT = 2.0**8
-"""Value of an e4m3 code / number that `load_lanes` returns for the code."""
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
@@ -88,7 +75,7 @@ class CodeModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, fe_type, ir.IntType(8))
 
 
-INT8, E4M3, INT4 = (Code(name=name) for name in ("int8 codes", "e4m3 codes", "int4 codes"))
+INT8 = Code(name="int8 codes")
 
 
 def vector_type(lanes: int = LANES) -> Any:
@@ -113,34 +100,17 @@ def every(number: int, lanes: int = LANES, bits: int = 32) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [kind(number)] * lanes)
 
 
-def place(builder: Any, pointer: Any, index: Any, dtype: Any) -> Any:
-    """Return the address of an element; of INT4, `index` is a multiple of 16."""
-    return builder.gep(pointer, [builder.ashr(index, ir.Constant(index.type, 1)) if dtype == INT4 else index])
-
-
-def load_codes(builder: Any, pointer: Any, dtype: Any) -> Any:
+def load_codes(builder: Any, pointer: Any) -> Any:
     """Load 16 codes and widen them to float32."""
-    wide, size = ir.VectorType(INT32, LANES), LANES // 2 if dtype == INT4 else LANES
-    raw = ir.VectorType(ir.IntType(8), size)
+    raw = ir.VectorType(ir.IntType(8), LANES)
     codes = builder.load(builder.bitcast(pointer, raw.as_pointer()), align=1)
-    if dtype == E4M3:
-        half = ir.VectorType(ir.IntType(16), LANES)
-        moved = builder.shl(builder.sext(codes, half), every(7, bits=16))
-        # the sign was extended over the top bit of the exponent, which is 0
-        moved = builder.and_(moved, every(0xBFFF, bits=16))
-        return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), vector_type())
-    if dtype == INT4:
-        twice = ir.Constant(wide, [INT32(i % size) for i in range(LANES)])
-        pairs = builder.zext(builder.shuffle_vector(codes, codes, twice), wide)
-        up = ir.Constant(wide, [INT32(28 if i < size else 24) for i in range(LANES)])
-        return builder.sitofp(builder.ashr(builder.shl(pairs, up), every(28)), vector_type())
-    return builder.sitofp(builder.sext(codes, wide), vector_type())
+    return builder.sitofp(builder.sext(codes, ir.VectorType(INT32, LANES)), vector_type())
 
 
 def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> Any:
     """Load lanes, widened to float32."""
-    if isinstance(dtype, Code):
-        return load_codes(builder, pointer, dtype)
+    if dtype == INT8:
+        return load_codes(builder, pointer)
     if dtype == types.uint16:
         half = ir.VectorType(ir.IntType(16), lanes)
         raw = builder.load(builder.bitcast(pointer, half.as_pointer()), align=2)
@@ -152,38 +122,18 @@ def load_lanes(builder: Any, pointer: Any, dtype: Any, lanes: int = LANES) -> An
     return builder.load(builder.bitcast(pointer, vector_type(lanes).as_pointer()), align=4)
 
 
-def store_codes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
-    """Store 16 numbers as codes; magnitudes are at most 127, 7 or 448."""
+def store_codes(builder: Any, value: Any, pointer: Any) -> None:
+    """Store 16 numbers as codes; magnitudes are at most 127."""
     wide, narrow = ir.VectorType(INT32, LANES), ir.VectorType(ir.IntType(8), LANES)
-    if dtype == E4M3:
-        bits = builder.bitcast(value, wide)
-        size = builder.and_(bits, every(0x7FFFFFFF))
-        odd = builder.and_(builder.lshr(size, every(20)), every(1))
-        normal = builder.lshr(builder.add(builder.add(size, every(0x7FFFF)), odd), every(20))
-        normal = builder.sub(normal, every(120 << 3))
-        # below the least normal number, 2^-6, codes count multiples of 2^-9: those of float32 numbers from 2^14 on
-        steps = builder.fadd(builder.bitcast(size, vector_type()), constant(2.0**14))
-        steps = builder.sub(builder.bitcast(steps, wide), every((127 + 14) << 23))
-        small = builder.icmp_unsigned("<", size, every((127 - 6) << 23))
-        sign = builder.shl(builder.lshr(bits, every(31)), every(7))
-        codes = builder.or_(builder.select(small, steps, normal), sign)
-    else:
-        # the low bits of a sum with 1.5 * 2^23 are the nearest integer
-        codes = builder.bitcast(builder.fadd(value, constant(12582912.0)), wide)
-    if dtype == INT4:
-        half = ir.VectorType(INT32, LANES // 2)
-        low, high = (ir.Constant(half, [INT32(i + first) for i in range(LANES // 2)]) for first in (0, LANES // 2))
-        low, high = (builder.shuffle_vector(codes, codes, lanes) for lanes in (low, high))
-        low = builder.and_(low, every(15, LANES // 2))
-        codes = builder.or_(low, builder.shl(high, every(4, LANES // 2)))
-        narrow = ir.VectorType(ir.IntType(8), LANES // 2)
+    # the low bits of a sum with 1.5 * 2^23 are the nearest integer
+    codes = builder.bitcast(builder.fadd(value, constant(12582912.0)), wide)
     builder.store(builder.trunc(codes, narrow), builder.bitcast(pointer, narrow.as_pointer()), align=1)
 
 
 def store_lanes(builder: Any, value: Any, pointer: Any, dtype: Any) -> None:
     """Store lanes as float32, or as narrower elements rounded to nearest even."""
-    if isinstance(dtype, Code):
-        store_codes(builder, value, pointer, dtype)
+    if dtype == INT8:
+        store_codes(builder, value, pointer)
         return
     lanes = value.type.count
     if dtype == types.uint16:

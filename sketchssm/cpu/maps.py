@@ -12,11 +12,10 @@ multiplied by a power of two, the *unit*, before anything is squared; T is multi
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from sketchssm.cpu.codes import encode, encode_4
+from sketchssm.cpu.codes import encode
 from sketchssm.cpu.columns import COLUMN_LANES, columns_8
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
@@ -25,7 +24,6 @@ from sketchssm.cpu.packed import (
     EXACT,
     FACTORS,
     INT8,
-    INT8_INT4,
     LOWRANK,
     MAP,
     MASTER,
@@ -36,7 +34,6 @@ from sketchssm.cpu.packed import (
     RIDGE,
     ROWS,
     SKETCH,
-    WIDE,
     field,
 )
 from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
@@ -44,24 +41,12 @@ from sketchssm.cpu.small import cholesky, cholesky_solve
 from sketchssm.cpu.tiles import accumulate, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
-__all__ = [
-    "LEAST_SQUARES",
-    "MOST_SQUARES",
-    "advance_sketch",
-    "begin_map",
-    "end_map",
-    "multiply",
-    "project_block",
-    "store_sketch",
-]
+__all__ = ["advance_sketch", "project_block", "store_sketch"]
 
 lanes_up = njit(padded)
 
 LEAST_SQUARES, MOST_SQUARES = 2.0**-60, 2.0**80
 """Range of squared norms that need no unit. The margins to float32's range are for small and for large columns."""
-
-TAKEN = -1.0
-"""Replaces the norm of a row that already has its place."""
 
 MOST_UNIT = 2.0**100
 """Bound on the unit. The map of a state with a norm below the inverse of this bound goes to zero with the state."""
@@ -106,50 +91,28 @@ def store_sketch(
     The head's state begins at element `first` of `state`. `norm` is the sum of the state's squares in float32, where
     it may have overflowed or underflowed.
     """
-    unit, mu = begin_map(m, at, buf, slot, head, norm, state, first)
-    energy = accumulate(buf, at.rows, m.keys, field(m, head, ROWS), m.keys, buf, at.ones, buf, at.span, 1, m.values,
-                        state, first, m.keys, m.values)  # fmt: skip
-    end_map(m, at, buf, slot, head, unit, mu, energy)
-
-
-@njit
-def begin_map(
-    m: Record, at: Record, buf: Pointer, slot: int, head: int, norm: float, state: Pointer, first: int
-) -> tuple[float, float]:
-    """Store a head's sketch, and compute T of its map in ``span``; return the unit of the state and mu.
-
-    The rows ``T^T S`` then belong into ``rows``, where this writes zeros.
-    """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
-    split = m.sketch_type >= INT8 and (m.map == EXACT or m.map == RIDGE)
+    split = m.sketch_type == INT8 and (m.map == EXACT or m.map == RIDGE)
     scales = slot * m.factors_stride + field(m, head, FACTORS)
     if not split:
         _pack_rows(m, buf, at.sketch, own, rank, m.values, scales)
     if m.tracked:
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
     if rows == 0:
-        return 1.0, 1.0
+        return
     unit, mu = _normalise(m, norm, state, first)
     if unit != 1.0:
-        multiply(buf, at.sketch, rank * m.values, unit)
+        _multiply(buf, at.sketch, rank * m.values, unit)
     if m.map == EXACT or m.map == RIDGE:
         _ridge_span(m, at, buf, rank, mu, unit, split)
     else:
         _pivots(m, at, buf, rows, mu, unit)
     for c in range(0, rows * m.keys, LANES):
         store(buf, at.rows + c, splat(np.float32(0.0)))
-    return unit, mu
-
-
-@njit
-def end_map(m: Record, at: Record, buf: Pointer, slot: int, head: int, unit: float, mu: float, energy: float) -> None:
-    """Store a map from its rows ``T^T S`` in ``rows``, whose squared norm is `energy`."""
-    rank, rows = field(m, head, RANK), field(m, head, ROWS)
-    if rows == 0:
-        return
-    split = m.sketch_type >= INT8 and (m.map == EXACT or m.map == RIDGE)
-    scales = slot * m.factors_stride + field(m, head, FACTORS)
+    # the rows T^T S, and their squared norm
+    energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
+                        state, first, m.keys, m.values)  # fmt: skip
     if m.map == LOWRANK or m.map == PRIOR:
         _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
     if split:
@@ -177,7 +140,7 @@ def _normalise(m: Record, norm: float, state: Pointer, first: int) -> tuple[floa
 
 
 @njit
-def multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
+def _multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
     """Multiply numbers in scratch by a factor."""
     scale = splat(np.float32(factor))
     for c in range(first, first + size, LANES):
@@ -187,9 +150,9 @@ def multiply(buf: Pointer, first: int, size: int, factor: float) -> None:
 @njit
 def _pack_rows(m: Record, buf: Pointer, source: int, target: int, rows: int, width: int, scales: int) -> None:
     """Store rows from scratch, rounded to the sketch's type, and the scales of codes."""
-    if m.sketch_type >= INT8:
+    if m.sketch_type == INT8:
         for i in range(rows):
-            scale = encode(m.sketch_type, buf, source + i * width, width, m.packed + target + i * width)
+            scale = encode(buf, source + i * width, width, m.packed + target + i * width)
             floats(m.factors)[scales + i] = np.float32(scale)
     elif m.sketch_type == BFLOAT:
         for c in range(0, rows * width, LANES):
@@ -200,40 +163,13 @@ def _pack_rows(m: Record, buf: Pointer, source: int, target: int, rows: int, wid
 
 @njit
 def _pack_split(m: Record, at: Record, buf: Pointer, slot: int, head: int, factor: float) -> None:
-    """Store Q and B of the split form as codes; in the mixed form ordered by the norms of the rows of B.
-
-    Scratch has ``Q / factor`` in `span`, and B in `rows`.
-    """
-    rank, wide = field(m, head, RANK), field(m, head, WIDE)
+    """Store Q and B of the split form as codes; scratch has ``Q / factor`` in `span`, and B in `rows`."""
     own, scales = m.packed + slot * m.packed_stride, slot * m.factors_stride + field(m, head, FACTORS)
     column, row = own + field(m, head, SKETCH), own + field(m, head, MAP)
-    norms = doubles(buf, at.doubles)
-    if m.sketch_type == INT8_INT4:
-        for g in range(rank):
-            norms[g] = _inner(buf, at.rows + g * m.keys, at.rows + g * m.keys, m.keys)
-    for place in range(rank):
-        g = place
-        if m.sketch_type == INT8_INT4:
-            g = _largest(norms, rank)
-            norms[g] = TAKEN
-        q, b = at.span + g * m.values, at.rows + g * m.keys
-        if place < wide:
-            scale = encode(m.sketch_type, buf, q, m.values, column) * encode(m.sketch_type, buf, b, m.keys, row)
-            column, row = column + m.values, row + m.keys
-        else:
-            scale = encode_4(buf, q, m.values, column) * encode_4(buf, b, m.keys, row)
-            column, row = column + m.values // 2, row + m.keys // 2
-        floats(m.factors)[scales + place] = np.float32(factor * scale)
-
-
-@njit
-def _largest(norms: Any, count: int) -> int:
-    """Index of the first of the largest norms that are not taken; with NaN, any index."""
-    best = -1
-    for g in range(count):
-        if norms[g] != TAKEN and (best < 0 or norms[g] > norms[best]):
-            best = g
-    return best
+    for g in range(field(m, head, RANK)):
+        scale = encode(buf, at.span + g * m.values, m.values, column + g * m.values)
+        scale *= encode(buf, at.rows + g * m.keys, m.keys, row + g * m.keys)
+        floats(m.factors)[scales + g] = np.float32(factor * scale)
 
 
 @njit
@@ -258,8 +194,8 @@ def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float, unit: flo
             accumulate(buf, residual, 0, 1, m.values, buf, at.ones, buf, at.low, 1, 0, buf, at.span, m.values, i)
         length = math.sqrt(_inner(buf, residual, residual, m.values))
         independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(buf, column, column, m.values))
-        multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
-    multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
+        _multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
+    _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
 
 
 @njit
@@ -271,9 +207,9 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
         dots(buf, at.sketch, m.values, rank, buf, at.span + i * m.values, 0, 1, m.values,
              buf, at.low + i * lanes, 0)  # fmt: skip
     if unit != 1.0:
-        multiply(buf, at.low, rows * lanes, 1.0 / unit)
+        _multiply(buf, at.low, rows * lanes, 1.0 / unit)
     factors = slot * m.factors_stride + field(m, head, FACTORS)
-    if m.sketch_type >= INT8:
+    if m.sketch_type == INT8:
         factors += rank + rows
     inverse = doubles(buf, at.doubles)
     small = doubles(buf, at.doubles + 2 * rank)
@@ -330,7 +266,7 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit:
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, at.low + g * lanes, 1, 0, buf, at.span, v, g)
     for g in range(rank):
         diagonal = gram[g * rank + g]
-        multiply(buf, at.span + g * v, v, unit * share * diagonal * (1.0 if split else diagonal))
+        _multiply(buf, at.span + g * v, v, unit * share * diagonal * (1.0 if split else diagonal))
     if split:
         return
     for g in range(rank - 2, -1, -1):

@@ -21,23 +21,17 @@ z = Pi^T x,
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 
 **Codes** (`sketchssm.reference.narrow`). SKETCH and MAP are bytes; K and V below are padded to multiples of 16. For
-`exact` and `ridge`, SKETCH holds Q and MAP holds B of the split form. With p rows of the map and w columns in 8 bits
-(``w = G`` except in the mixed format), a head's bytes are, in this order:
+`exact` and `ridge`, SKETCH holds Q and MAP holds B of the split form. With p rows of the map, a head's bytes are, in
+this order:
 
 =======================  ===========================  ==============================================
 part                     bytes                        contents
 =======================  ===========================  ==============================================
-SKETCH                   ``w V``                      columns of U or Q, 8 bits an element
-SKETCH, mixed            ``(G - w) V / 2``            the other columns of Q, 4 bits an element
-MAP                      ``min(p, w) K``              rows of the map, 8 bits an element
-MAP, mixed               ``(G - w) K / 2``            the other rows of B, 4 bits an element
+SKETCH                   ``G V``                      columns of U or Q
+MAP                      ``p K``                      rows of the map
 FACTORS                  ``4 G``                      scales of the columns; of Q and B, of their products
 FACTORS, lowrank, prior  ``4 p``, ``4 G``, ``4 G p``  scales of the rows, w, F
 =======================  ===========================  ==============================================
-
-4-bit elements come in groups of 16 in 8 bytes: byte i holds element i in its low half and element i + 8 in its high
-half. Scales of fp8 have the factor `E4M3_UNIT` for each vector that they scale (see `sketchssm.cpu.llvm`). The w
-columns of a mixed sketch are those whose rows of B have the largest norms.
 """
 
 from __future__ import annotations
@@ -51,7 +45,6 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Memory, Record
 from sketchssm.cpu.parts import Array, Run, flat
 from sketchssm.cpu.simd import LANES, integers, padded
-from sketchssm.cpu.tiles import DOT_ROWS
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.recurrence import FULL_STATE, Layer
@@ -61,9 +54,7 @@ __all__ = [
     "BFLOAT",
     "EXACT",
     "FACTORS",
-    "FP8",
     "INT8",
-    "INT8_INT4",
     "LOWRANK",
     "MAP",
     "MASTER",
@@ -75,7 +66,6 @@ __all__ = [
     "RIDGE",
     "ROWS",
     "SKETCH",
-    "WIDE",
     "Packing",
     "field",
     "full_states",
@@ -85,12 +75,12 @@ __all__ = [
 EXACT, RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("exact", "ridge", "lowrank", "prior"))
 
 # Columns of the table: a head's rank, the number of its map's rows, and where its parts begin.
-RANK, ROWS, WIDE, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(10)
-COLUMNS = 10
+RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(9)
+COLUMNS = 9
 
 SKETCH_TYPES = tuple(FORMATS)
-BFLOAT, INT8, FP8, INT8_INT4 = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8", "fp8", "int8+int4"))
-"""Types of stored sketches. From INT8 on, sketches and map rows are codes."""
+BFLOAT, INT8 = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8"))
+"""Types of stored sketches. Of INT8, sketches and map rows are codes."""
 
 
 @njit
@@ -105,9 +95,8 @@ class Packing:
 
     Attributes
     ----------
-    table : ndarray of int64, (heads, 10)
-        A head's rank, the number of its map's rows, the number of its columns that do not have 4 bits, and where its
-        parts begin.
+    table : ndarray of int64, (heads, 9)
+        A head's rank, the number of its map's rows, and where its parts begin.
     omega, pi : ndarray of float32
         Bases and projections of all heads.
     runs : tuple of Run
@@ -165,14 +154,13 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         if rank == FULL_STATE:
             continue
         rows = int(plan.map.rows(rank))
-        wide = rank if kind != INT8_INT4 or plan.wide is None else int(plan.wide[head])
         table[head] = used
-        table[head, [RANK, ROWS, WIDE]] = rank, rows, wide
-        table[head, MAP] = used[SKETCH] + _size(rank, wide, values)
-        used[SKETCH] += _size(rank, wide, values) + _size(rows, min(rows, wide), keys)
+        table[head, [RANK, ROWS]] = rank, rows
+        table[head, MAP] = used[SKETCH] + rank * values
+        used[SKETCH] += rank * values + rows * keys
         used[MASTER] += rank * values if tracked else 0
         used[FACTORS] += int(plan.map.elements(rank, keys)) - rows * keys
-        if kind >= INT8:
+        if kind == INT8:
             # scales; columns and rows of a split form share their scales
             used[FACTORS] += rank + (rows if plan.map.storage == "factors" else 0)
         used[PENDING] += rank if plan.layer.erases else 0
@@ -188,7 +176,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     sizes = {name: int(used[column]) for name, column in (("packed", SKETCH), ("master", MASTER))}
     # kernels load 16 numbers at once, even from a last row of fewer
     sizes |= {"factors": int(used[FACTORS]) + LANES, "pending": plan.window * int(used[PENDING]) + LANES}
-    types = {"packed": (np.float32, np.uint16)[kind] if kind < INT8 else np.uint8}
+    types = {"packed": (np.float32, np.uint16, np.uint8)[kind]}
     # what reads use comes first
     order = ("packed", "factors", "pending", "master")
     runs = tuple(Run(name, (sizes[name],), types.get(name, np.float32)) for name in order)
@@ -199,14 +187,8 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         "ridge": plan.map.effective_ridge,
         "pending_share": int(used[PENDING]),
     }
-    # products of 4-bit rows are written four at a time, behind those of 8-bit rows
-    rank = max(int(plan.ranks.max()), 0) + (DOT_ROWS - 1 if kind == INT8_INT4 else 0)
+    rank = max(int(plan.ranks.max()), 0)
     return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, rank)
-
-
-def _size(rows: int, wide: int, width: int) -> int:
-    """Elements of some rows, of which all but the first `wide` have two elements to a byte."""
-    return wide * width + (rows - wide) * width // 2
 
 
 def _joined(parts: list[Array]) -> Array:

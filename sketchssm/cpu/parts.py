@@ -6,20 +6,17 @@ Each part (`sketchssm.layer.slots.SlotPart`) holds one array or several arrays; 
 part    array    shape                     contents
 ======  =======  ========================  ======================================================================
 state   state    (heads, V, K)             state as of the last flush, in the head's ``state_dtype``
-keys    k        (F, key_heads, K)         ring: keys
-values  v        (F, heads, V)             ring: values
-gates   gate     (F, heads)                ring: log-decays g; for kda ``exp g``, with K channels
+keys    k        (W, key_heads, K)         ring: keys
+values  v        (W, heads, V)             ring: values
+gates   gate     (W, heads)                ring: log-decays g; for kda ``exp g``, with K channels
 gates   start    (W, heads)                ``D_{1:s}``, for scalar gates
 gates   reach    (heads, W)                ``D_{s+1:t}`` up to the newest token t, for scalar gates
-betas   beta     (F, heads)                ring: write gates
+betas   beta     (W, heads)                ring: write gates
 betas   gram     (W, heads, W)             ``<D_{s+1:j} k_s, k_j>``, the matrix A of `sketchssm.reference.window`
 sketch  packed   see `packed`              sketches and map rows, and the other arrays of `sketchssm.cpu.packed`
 sketch  served   (heads, V, K)             the copy for reads of `sketchssm.cpu.quantised.CopyEngine`
 cursor  cursor   ()                        cursor word
 ======  =======  ========================  ======================================================================
-
-The ring has F tokens, from one flush to the next: one window of W tokens, or several with refreshes between them.
-Reads use the tokens of their own window only.
 
 All arrays but packed sketches, 16-bit states and cursors hold float32. K, V and, in keys, reach and gram, W are padded
 to whole vectors. A flush uses the raw inputs only: k, v, beta and gate. Reads reuse start, reach and gram from token
@@ -111,31 +108,24 @@ def standard_parts(layer: Layer, state_dtype: str, drafts: int) -> Parts:
     return parts
 
 
-def window_parts(
-    layer: Layer,
-    window: int,
-    state_dtype: str = "float32",
-    sketch: tuple[Run, ...] = (),
-    flush_every: int | None = None,
-) -> Parts:
+def window_parts(layer: Layer, window: int, state_dtype: str = "float32", sketch: tuple[Run, ...] = ()) -> Parts:
     """Return the parts of the states, of a ring, of sketches if there are any, and of the cursor."""
-    ring = flush_every or window
     keys, values, tokens = map(padded, (layer.key_dim, layer.value_dim, window))
     # an odd number of heads apart
     heads, key_heads = layer.heads | 1, layer.key_heads | 1
     # kernels read 16 keys at once, even where the window has fewer
     parts = standard_parts(layer, state_dtype, 0)
     parts |= {
-        "keys": (Run("k", (ring - window + tokens, key_heads, keys)),),
-        "values": (Run("v", (ring, heads, values)),),
+        "keys": (Run("k", (tokens, key_heads, keys)),),
+        "values": (Run("v", (window, heads, values)),),
     }
     if layer.kind == "kda":
-        parts["gates"] = (Run("gate", (ring, heads, keys)),)
+        parts["gates"] = (Run("gate", (window, heads, keys)),)
     else:
-        each = Run("gate", (ring, layer.heads)), Run("start", (window, layer.heads))
+        each = Run("gate", (window, layer.heads)), Run("start", (window, layer.heads))
         parts["gates"] = *each, Run("reach", (layer.heads, tokens))
     if layer.erases:
-        parts["betas"] = Run("beta", (ring, layer.heads)), Run("gram", (window, heads, tokens))
+        parts["betas"] = Run("beta", (window, layer.heads)), Run("gram", (window, heads, tokens))
     if any(run.bytes for run in sketch):
         parts["sketch"] = sketch
     return parts | {"cursor": (Run("cursor", (), np.int32),)}

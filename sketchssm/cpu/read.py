@@ -14,7 +14,6 @@ from sketchssm.cpu.packed import (
     BFLOAT,
     EXACT,
     FACTORS,
-    FP8,
     INT8,
     LOWRANK,
     MAP,
@@ -25,7 +24,6 @@ from sketchssm.cpu.packed import (
     RIDGE,
     ROWS,
     SKETCH,
-    WIDE,
     field,
 )
 from sketchssm.cpu.simd import (
@@ -33,11 +31,9 @@ from sketchssm.cpu.simd import (
     Pointer,
     bfloats,
     copy,
-    e4m3s,
     exp,
     floats,
     fma,
-    int4s,
     int8s,
     load,
     prefetch,
@@ -68,15 +64,13 @@ def read(
     The decays that reads update from token to token begin at element `reach` of `reaches`.
     """
     buffer_token(m, at, buf, slot, place, cursor, first, last)
-    begin = cursor // m.window * m.window
-    cursor -= begin
-    weigh(m, at, buf, slot, begin, cursor, first, last, reaches, reach)
+    weigh(m, at, buf, slot, cursor, first, last, reaches, reach)
     last *= m.group
     for start in range(first * m.group, last, HEADS_TOGETHER):
         end = min(start + HEADS_TOGETHER, last)
         for head in range(start, end):
             if field(m, head, RANK) != FULL_STATE:
-                _fetch(m, slot, head, begin, cursor)
+                _fetch(m, slot, head, cursor)
                 _see(m, at, buf, slot, head, at.coefficients + 4 * (head - start) * m.columns)
         for head in range(start, end):
             if field(m, head, RANK) != FULL_STATE:
@@ -84,7 +78,7 @@ def read(
             else:
                 _read_rows(m, at, buf, slot, head, full_state_query(m, at, buf, slot, head, cursor))
         for head in range(start, end):
-            _sum(m, at, buf, slot, head, begin, cursor, at.coefficients + 4 * (head - start) * m.columns)
+            _sum(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
             target = (place * m.heads + head) * m.value_dim
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
@@ -117,9 +111,8 @@ def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, cou
     if m.kind == KDA:
         return
     reaches = floats(m.reach)
-    begin = cursor // m.window * m.window
-    for t in range(cursor - begin, cursor - begin + count):
-        copy(buf, at.now, floats(m.gate), slot * m.gate_stride + (begin + t) * m.heads, m.heads)
+    for t in range(cursor, cursor + count):
+        copy(buf, at.now, floats(m.gate), slot * m.gate_stride + t * m.heads, m.heads)
         for head in range(0, m.heads, LANES):
             store(buf, at.now + head, exp(load(buf, at.now + head)))
         for head in range(m.heads):
@@ -127,17 +120,17 @@ def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, cou
 
 
 @njit
-def _fetch(m: Record, slot: int, head: int, begin: int, cursor: int) -> None:
+def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
     """Prefetch the ring of a head, and one head's share of the packed sketches some way ahead.
 
     A head's numbers are too few for the hardware's prefetcher.
     """
-    for s in range(begin, begin + cursor):
+    for s in range(cursor):
         first = slot * m.v_stride + s * m.value_row + head * m.values
         for line in range(first, first + m.values, LANES):
             prefetch(floats(m.v), line)
     # in float32 numbers, 16 to a line
-    share = 4 if m.sketch_type >= INT8 else (2 if m.sketch_type == BFLOAT else 1)
+    share = 4 if m.sketch_type == INT8 else (2 if m.sketch_type == BFLOAT else 1)
     own = (slot * m.packed_stride + field(m, head, SKETCH)) // share + LINES_AHEAD * LANES
     size = (field(m, head, MAP) - field(m, head, SKETCH) + field(m, head, ROWS) * m.keys) // share
     for line in range(own, own + size, LANES):
@@ -159,13 +152,8 @@ def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -
     rows, own = field(m, head, ROWS), slot * m.packed_stride + field(m, head, MAP)
     if m.sketch_type == BFLOAT:
         dots(bfloats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
-    elif m.sketch_type == FP8:
-        dots(e4m3s(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
-    elif m.sketch_type >= INT8:
-        wide = min(field(m, head, WIDE), rows)
-        dots(int8s(m.packed), own, m.keys, wide, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
-        dots(int4s(m.packed + own + wide * m.keys), 0, m.keys, rows - wide, buf, x, m.keys, vectors, m.keys,
-             buf, spot + wide, m.columns)  # fmt: skip
+    elif m.sketch_type == INT8:
+        dots(int8s(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
     else:
         dots(floats(m.packed), own, m.keys, rows, buf, x, m.keys, vectors, m.keys, buf, spot, m.columns)
 
@@ -180,10 +168,10 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
     scales = slot * m.factors_stride + field(m, head, FACTORS)
     if m.map == LOWRANK or m.map == PRIOR:
         factors = scales
-        if m.sketch_type >= INT8:
+        if m.sketch_type == INT8:
             factors += rank + rows
         for result in range(spot, spot + (2 if erases else 1) * m.columns, m.columns):
-            if m.sketch_type >= INT8:
+            if m.sketch_type == INT8:
                 for i in range(rows):
                     buf[result + 2 * m.columns + i] *= floats(m.factors)[scales + rank + i]
             for g in range(0, rank, LANES):
@@ -198,7 +186,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
     weights, pending = at.weights + head * m.tokens, slot * m.pending_stride + field(m, head, PENDING)
     for g in range(0, rank, LANES):
         each = scale
-        if m.sketch_type >= INT8:
+        if m.sketch_type == INT8:
             each = scale * load(floats(m.factors), scales + g)
         value = each * load(buf, spot + g)
         if erases:
@@ -230,27 +218,20 @@ def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int
 
 
 @njit
-def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, begin: int, cursor: int, spot: int) -> None:
+def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
     """Add the weighted values to the read of a sketch or of a full state."""
     rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
     output, weights = at.output + head * m.values, at.weights + head * m.tokens
-    values = slot * m.v_stride + begin * m.value_row + head * m.values
+    values = slot * m.v_stride + head * m.values
     if rank == FULL_STATE:
         combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
     elif m.sketch_type == BFLOAT:
         combine(buf, output, m.values, buf, spot, bfloats(m.packed), own, m.values, rank,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
-    elif m.sketch_type == FP8:
-        combine(buf, output, m.values, buf, spot, e4m3s(m.packed), own, m.values, rank,
+    elif m.sketch_type == INT8:
+        combine(buf, output, m.values, buf, spot, int8s(m.packed), own, m.values, rank,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
-    elif m.sketch_type >= INT8:
-        wide = field(m, head, WIDE)
-        combine(buf, output, m.values, buf, spot, int8s(m.packed), own, m.values, wide,
-                buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
-        if wide < rank:
-            combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
-                    buf, spot + wide, int4s(m.packed + own + wide * m.values), 0, m.values, rank - wide)  # fmt: skip
     else:
         combine(buf, output, m.values, buf, spot, floats(m.packed), own, m.values, rank,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip

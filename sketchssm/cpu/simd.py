@@ -32,8 +32,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from sketchssm.cpu.llvm import (
-    E4M3,
-    INT4,
     INT8,
     INT32,
     LANES,
@@ -44,7 +42,6 @@ from sketchssm.cpu.llvm import (
     fused,
     load_lanes,
     parities,
-    place,
     store_lanes,
     vector_type,
 )
@@ -55,12 +52,10 @@ __all__ = [
     "bfloats",
     "copy",
     "doubles",
-    "e4m3s",
     "exp",
     "floats",
     "fma",
     "halves",
-    "int4s",
     "int8s",
     "integers",
     "load",
@@ -136,7 +131,7 @@ def pointer_cast(kind: Any) -> Any:
 floats = pointer_cast(types.CPointer(types.float32))
 bfloats = pointer_cast(types.CPointer(types.uint16))
 halves = pointer_cast(types.CPointer(types.int16))
-int8s, e4m3s, int4s = (pointer_cast(types.CPointer(codes)) for codes in (INT8, E4M3, INT4))
+int8s = pointer_cast(types.CPointer(INT8))
 integers = pointer_cast(types.CPointer(types.int64))
 short_integers = pointer_cast(types.CPointer(types.int32))
 
@@ -146,7 +141,7 @@ def load(typingctx: Any, pointer: Any, index: Any) -> Any:
     """Read 16 consecutive elements as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return load_lanes(builder, place(builder, args[0], args[1], pointer.dtype), pointer.dtype)
+        return load_lanes(builder, builder.gep(args[0], [args[1]]), pointer.dtype)
 
     return VECTOR(pointer, types.intp), codegen
 
@@ -156,7 +151,7 @@ def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Write 16 consecutive elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store_lanes(builder, args[2], place(builder, args[0], args[1], pointer.dtype), pointer.dtype)
+        store_lanes(builder, args[2], builder.gep(args[0], [args[1]]), pointer.dtype)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, VECTOR), codegen

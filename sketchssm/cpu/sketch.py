@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from sketchssm.cpu.decode import window_kernel
 from sketchssm.cpu.layout import REBUILD, Memory
 from sketchssm.cpu.packed import Packing, pack
-from sketchssm.cpu.parts import Array, Parts, slot_parts, window_parts
+from sketchssm.cpu.parts import Parts, slot_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.standard import Slots
 from sketchssm.cpu.workers import run
-from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import SlotPart
 from sketchssm.plans.plan import SketchPlan
 
@@ -31,11 +28,9 @@ class SketchEngine(ReplayEngine):
     num_slots : int
         Number of state slots.
     sketch_dtype : str
-        Format in which sketches and coefficient maps are stored, of `sketchssm.layer.formats`. A mixed format is the plan's.
+        Format in which sketches and coefficient maps are stored, of `sketchssm.layer.formats`.
     state_dtype, memory, phase
         See `ReplayEngine`.
-    deferred : bool, default False
-        Whether a slot with W - 1 tokens is flushed after its read.
     """
 
     def __init__(
@@ -47,11 +42,10 @@ class SketchEngine(ReplayEngine):
         state_dtype: str = "float32",
         memory: Mapping[str, Any] | None = None,
         phase: int | None = None,
-        deferred: bool = False,
     ) -> None:
         packing, parts = _plan_parts(plan, sketch_dtype, state_dtype)
-        self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase, plan.flush_every), packing)
-        self.plan, self._deferred = plan, deferred
+        self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase), packing)
+        self.plan = plan
 
     @staticmethod
     def parts_of(  # type: ignore[override]
@@ -59,21 +53,6 @@ class SketchEngine(ReplayEngine):
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.heads.engine.Engine`."""
         return slot_parts(_plan_parts(plan, sketch_dtype, state_dtype)[1])
-
-    def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
-        """See `sketchssm.heads.engine.Engine`."""
-        if not self._deferred:
-            super().step(tokens, slots, out)
-            return
-        live = slots[slots >= 0]
-        for t in range(out.shape[1]):
-            token = Tokens(*(None if x is None else np.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
-            output = np.empty_like(out, shape=(len(out), 1, *out.shape[2:]))
-            super().step(token, slots, output)
-            out[:, t] = output[:, 0]
-            full = live[self.position[live] == self.window - 1]
-            if full.size:
-                self.flush(full)
 
     def adopt(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.Engine`."""
@@ -91,7 +70,6 @@ class SketchEngine(ReplayEngine):
 
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
-    # a master copy of U would keep digits that a 16-bit state has lost, and would not include refreshes
-    exact = state_dtype == "float32" and plan.flush_every == plan.window
-    packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and exact)
-    return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs, plan.flush_every)
+    # a master copy of U would keep digits that a 16-bit state has lost
+    packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and state_dtype == "float32")
+    return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)

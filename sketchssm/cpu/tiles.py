@@ -195,7 +195,7 @@ def _tile_combine(chunks: int) -> Any:
                     weight = builder.load(builder.gep(weights, [builder.add(start, loop.index)]))
                     every, place = llvm.broadcast(builder, weight), element(builder, first, (loop.index, step))
                     for chunk, variable in enumerate(accumulators):
-                        pointer = llvm.place(builder, rows, builder.add(place, fixed(LANES * chunk)), kind)
+                        pointer = builder.gep(rows, [builder.add(place, fixed(LANES * chunk))])
                         add_product(builder, variable, every, llvm.load_lanes(builder, pointer, kind))
             for chunk, variable in enumerate(accumulators):
                 pointer = builder.gep(args[0], [builder.add(args[1], fixed(LANES * chunk))])
@@ -259,7 +259,7 @@ def _tile_dots(rows: int, vectors: int) -> Any:
                     for n in range(vectors)
                 ]
                 for row, start in enumerate(starts):
-                    place = llvm.place(builder, args[0], builder.add(start, shift), r.dtype)
+                    place = builder.gep(args[0], [builder.add(start, shift)])
                     value = llvm.load_lanes(builder, place, r.dtype)
                     for n in range(vectors):
                         add_product(builder, accumulators[n * rows + row], value, lanes[n])

@@ -58,30 +58,27 @@ def _buffer_gates(m: Record, source: int, target: int) -> None:
 
 @njit
 def weigh(
-    m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: int, first: int, last: int,
-    reaches: Pointer, reach: int,
-) -> None:  # fmt: skip
+    m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int, reaches: Pointer, reach: int
+) -> None:
     """Compute the buffer weights of the newest queries of some key heads, in ``weights``.
 
-    The window begins at token `start` of the ring, and the newest token is number `cursor` of the window. For kda,
-    ``x`` then holds ``D_{1:t} q`` and ``D_{1:t} k_t`` of every head.
+    The newest token is number `cursor` of the ring. For kda, ``x`` then holds ``D_{1:t} q`` and ``D_{1:t} k_t`` of
+    every head.
     """
     if m.kind == KDA:
-        _channel_scores(m, at, buf, slot, start, cursor, first * m.group, last * m.group)
+        _channel_scores(m, at, buf, slot, cursor, first * m.group, last * m.group)
     else:
-        _key_scores(m, at, buf, slot, start, cursor, first, last)
+        _key_scores(m, at, buf, slot, cursor, first, last)
         _scalar_scores(m, at, buf, slot, cursor, first * m.group, last * m.group, reaches, reach)
     if m.kind != MAMBA2:
-        _solve(m, at, buf, slot, start, cursor, first * m.group, last * m.group)
+        _solve(m, at, buf, slot, cursor, first * m.group, last * m.group)
 
 
 @njit
-def _key_scores(
-    m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: int, first: int, last: int
-) -> None:
+def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Compute ``<k_s, q>`` and ``<k_s, k_t>`` of the buffered keys, without decay."""
     for s in range(0, cursor + 1, DOT_ROWS):
-        row = slot * m.k_stride + (start + s) * m.key_row
+        row = slot * m.k_stride + s * m.key_row
         for key_head in range(first, last):
             dots(floats(m.k), row + key_head * m.keys, m.key_row, min(DOT_ROWS, cursor + 1 - s),
                  buf, at.inputs + 2 * key_head * m.keys, m.keys, 1 if m.kind == MAMBA2 else 2, m.keys,
@@ -122,9 +119,7 @@ def carry_decays(m: Record, reaches: Pointer, own: int, cursor: int, decay: floa
 
 
 @njit
-def _channel_scores(
-    m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: int, first: int, last: int
-) -> None:
+def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Compute scores for per-channel decay: queries and newest keys decay backwards through the ring."""
     size = 2 * m.keys
     for head in range(first, last):
@@ -132,8 +127,8 @@ def _channel_scores(
     newest = slot * m.gram_stride + cursor * m.gram_row
     for s in range(cursor, -1, -1):
         for head in range(first, last):
-            keys = slot * m.k_stride + (start + s) * m.key_row + head // m.group * m.keys
-            gates = slot * m.gate_stride + (start + s) * m.gate_row + head * m.keys
+            keys = slot * m.k_stride + s * m.key_row + head // m.group * m.keys
+            gates = slot * m.gate_stride + s * m.gate_row + head * m.keys
             x = at.x + head * size
             score, product = splat(np.float32(0.0)), splat(np.float32(0.0))
             for c in range(0, m.keys, LANES):
@@ -147,13 +142,13 @@ def _channel_scores(
 
 
 @njit
-def _solve(m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: int, first: int, last: int) -> None:
+def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Solve the unit triangular systems by back substitution, from the newest token to the oldest.
 
     Lanes from j on of a Gram row are undefined, so the weights are in a separate area.
     """
     for j in range(cursor, -1, -1):
-        betas, products = slot * m.beta_stride + (start + j) * m.heads, slot * m.gram_stride + j * m.gram_row
+        betas, products = slot * m.beta_stride + j * m.heads, slot * m.gram_stride + j * m.gram_row
         for head in range(first, last):
             rest = at.open + head * m.tokens
             weight = floats(m.beta)[betas + head] * buf[rest + j]
@@ -165,10 +160,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, start: int, cursor: i
 
 @njit
 def full_state_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
-    """Compute the effective query of a head that reads its full state; return its offset in scratch memory.
-
-    Heads that read full states have rings of one window.
-    """
+    """Compute the effective query of a head that reads its full state; return its offset in scratch memory."""
     keys = slot * m.k_stride + head // m.group * m.keys
     if m.kind == KDA:
         gates, x = slot * m.gate_stride + head * m.keys, at.x + 2 * head * m.keys

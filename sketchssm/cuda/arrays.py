@@ -18,7 +18,6 @@ from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
 from sketchssm.cuda.frameworks import Framework, export
 from sketchssm.cuda.launch import capture_of
 from sketchssm.cuda.pointer import COUNTED, WIDE, Pointer, Slots, StepInputs
-from sketchssm.cuda.side import SideStream
 from sketchssm.cuda.workspaces import stream_key
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.layer.slots import MAX_DRAFTS
@@ -66,7 +65,6 @@ class DeviceArrays(CallArguments):
         self._layout: CallLayout | None = None  # of the last call
         self._stream: Any = None
         self.direct: Any = None  # see `sketchssm.heads.engine.Arrays`
-        self.side: SideStream | None = None  # of an engine with deferred flushes
         self._made: Any = None  # the array that the kernels write
         self._uploaded: tuple[Any, Any] = (None, None)
         self._all: Any = None
@@ -126,8 +124,6 @@ class DeviceArrays(CallArguments):
             self._outer = self._cupy.cuda.get_current_stream()
             self._stream.__enter__()
         self._live = None
-        if self.side is not None:
-            self.side.begin_call()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -141,8 +137,6 @@ class DeviceArrays(CallArguments):
 
     def view(self, state: Any) -> Any:
         """See `sketchssm.heads.engine.Arrays`."""
-        if self.side is not None:
-            self.side.join()
         with self.device:
             stream = self._framework.stream()
             if stream is not None and not capture_of(int(stream.ptr)):

@@ -25,10 +25,10 @@ LEAST_ELEMENTS = 8
 MAPS = {"factors": 0, "dense": 1, "shared": 2}
 """Storage of maps, and its number in the kernels."""
 
-TYPES = {"bfloat16": 0, "float32": 2, "int8": 3, "fp8": 4, "int8+int4": 5}
+TYPES = {"bfloat16": 0, "float32": 2, "int8": 3}
 """Formats of sketches, and their numbers in the kernels; see ``cuda_src/common.cuh``."""
 
-ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8", "fp8": "uint8", "int8+int4": "uint8"}
+ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8"}
 """Type of a slot's sketches in memory, by format."""
 
 
@@ -39,8 +39,7 @@ class PackedPlan:
     Attributes
     ----------
     heads : ndarray of int32, (heads, 4)
-        Rank (0: full state), offset in a slot's sketch, offset of the projection, offset of the basis fragments. In
-        a mixed format, whose kernels read no projection, the third is the number of 8-bit columns.
+        Rank (0: full state), offset in a slot's sketch, offset of the projection, offset of the basis fragments.
     order : ndarray of int32, (heads,)
         Full-state heads, then sketched ones.
     full_state : int
@@ -126,11 +125,8 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     for head, rank in enumerate(map(int, plan.ranks)):
         if rank == FULL_STATE:
             continue
-        wide = None if plan.wide is None or not form.mixed else int(plan.wide[head])
-        heads[head] = rank, offset, rows if wide is None else wide, fragments
-        elements = int(form.bytes(plan.map, rank, layer.key_dim, layer.value_dim, wide)) // size
-        if wide is not None:  # columns of 4 bits begin at multiples of 16 bytes
-            elements += (rank - wide) * (-layer.value_dim // 2 % 16)
+        heads[head] = rank, offset, rows, fragments
+        elements = int(form.bytes(plan.map, rank, layer.key_dim, layer.value_dim)) // size
         offset += -(-elements // align) * align
         projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
         bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))

@@ -1,14 +1,10 @@
-"""How many blocks of a flush share a multiprocessor, and which part of a device deferred flushes have."""
+"""How many blocks of a flush share a multiprocessor."""
 
 from __future__ import annotations
 
 from sketchssm.layer.recurrence import Layer
 
-__all__ = ["FLUSH_SHARE", "blocks_per_multiprocessor"]
-
-FLUSH_SHARE = 3 / 8
-"""Share of the multiprocessors that reads leave to deferred flushes, which otherwise wait for blocks of later reads to
-end. On H200 either 3/8 or 1/2 was the fastest share, depending on the shape."""
+__all__ = ["blocks_per_multiprocessor"]
 
 FLUSH_BLOCKS = {
     ("mamba2", 64): 4,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +15,8 @@ from sketchssm.cuda.layout import MAPS, PackedPlan, pack_full_state
 from sketchssm.cuda.limits import check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import allocate, cursor_part, sketch_part, slot_parts
 from sketchssm.cuda.modules import Variant, size_of
-from sketchssm.cuda.occupancy import FLUSH_SHARE, blocks_per_multiprocessor
+from sketchssm.cuda.occupancy import blocks_per_multiprocessor
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
-from sketchssm.cuda.refreshes import Refresher
-from sketchssm.cuda.side import SideStream
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
 from sketchssm.cuda.workspaces import MAX_ROWS, SLOTS
@@ -51,16 +48,11 @@ class ReplayEngine(StandardEngine):
     num_slots : int
         Number of state slots.
     window : int
-        Tokens of a window (W).
-    flush_every : int, optional
-        Tokens of the ring, from one flush to the next; default one window.
+        Tokens of a window (W), from one flush to the next.
     packed : PackedPlan, optional
         Sketches and their map. Default: no head has a sketch.
     phase : int, optional
         Where the clock begins; None for no clock.
-    deferred : bool, default False
-        Whether reads answer all tokens, and a slot with W - 1 tokens is flushed after its read. Without a clock and
-        refreshes.
     **memory
         See `StandardEngine`.
     """
@@ -71,10 +63,8 @@ class ReplayEngine(StandardEngine):
         num_slots: int,
         window: int,
         *,
-        flush_every: int | None = None,
         packed: PackedPlan | None = None,
         phase: int | None = None,
-        deferred: bool = False,
         **memory: Any,
     ) -> None:
         import cupy
@@ -82,13 +72,10 @@ class ReplayEngine(StandardEngine):
 
         super().__init__(layer, num_slots, **memory)
         check_window(window)
-        self._deferred = deferred
-        if deferred:
-            self.arrays.side = SideStream()
-        self.window, self.flush_every = window, flush_every or window
+        self.window = window
         stroke = 0
         if phase is not None:  # cursor word of a row that takes part in every call
-            stroke = DUE if phase == self.flush_every - 1 else 0
+            stroke = DUE if phase == window - 1 else 0
             self._clock = cupy.full(1, phase | stroke, dtype=np.int32)
         self._packed = packed = pack_full_state(layer) if packed is None else packed
         if packed.full_state < layer.heads:
@@ -111,7 +98,7 @@ class ReplayEngine(StandardEngine):
         self._draft_read: DraftReader | None = None
         self._commit: Committer | None = None
         if self.arrays.activation_dtype is not None:
-            self._make_ring(self.flush_every)
+            self._make_ring(window)
         elif given := {"keys", "values", "gates", "betas"} & self._given.keys():
             raise ValueError(f"activation_dtype: expected a type with memory for {min(given)!r}, got None")
         else:
@@ -122,7 +109,7 @@ class ReplayEngine(StandardEngine):
     def parts(self) -> tuple[SlotPart, ...]:
         """See `sketchssm.heads.engine.ExactEngine`."""
         raw_gate = bool(self._raw_gate)
-        return slot_parts(self.layer, self.flush_every, self._packed, self.state_dtype, self._settled, raw_gate)
+        return slot_parts(self.layer, self.window, self._packed, self.state_dtype, self._settled, raw_gate)
 
     @staticmethod
     def parts_of(  # type: ignore[override]
@@ -142,8 +129,6 @@ class ReplayEngine(StandardEngine):
         packed, layer = self._packed, self.layer
         constants = self._constants() | {
             "W": self.window,
-            "WINDOWS": self.flush_every // self.window,
-            "DEFERRED": int(self._deferred),
             "FULL_STATE_HEADS": packed.full_state,
             "SKETCHED_HEADS": layer.heads - packed.full_state,
             "RANK_MAX": int(max(packed.heads[:, 0].max(), 1)),
@@ -152,9 +137,7 @@ class ReplayEngine(StandardEngine):
         prior = constants.pop("PRIOR")
         raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush_stages.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
-        flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
-        variants = [Variant("read", constants), Variant("flush", flush)]
-        return variants + [Variant("refresh", flush)] * (self.flush_every > self.window)
+        return [Variant("read", constants), Variant("flush", constants | {"PRIOR": prior, "MIN_BLOCKS": blocks})]
 
     def fit(self) -> None:
         """Refuse a device that is too small."""
@@ -165,8 +148,8 @@ class ReplayEngine(StandardEngine):
         import cupy
 
         if not self.ring:
-            self._make_ring(self.flush_every)
-        read, flush, *refreshes = modules
+            self._make_ring(self.window)
+        read, flush = modules
         processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
         memory: list[Any] = []
         for array in (self.state, *self.ring, self.sketch, self.cursor):
@@ -175,13 +158,12 @@ class ReplayEngine(StandardEngine):
         inputs = TOKEN_INPUTS + SLOT_INPUTS
 
         kernel = read.get_function("read_step")
-        shared, left = 0, int(processors * FLUSH_SHARE)
+        shared = 0
         self._read_limits: tuple[int, ...] = ()
         if self._packed.full_state < self.layer.heads:  # a block divides all shared memory among its warps
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
             names = ("read_row_tiles", "read_max_tiles", "read_max_warps")
-            readers = processors - left * self._deferred
-            self._read_limits = (readers, *(size_of(read, name) for name in names))
+            self._read_limits = (processors, *(size_of(read, name) for name in names))
         self._read_memory = (*memory, self._heads, self._order)
         last = (*self._slot_limits, np.int32(shared))
         self._read = Launcher(kernel, self._read_memory, inputs + "Q", last, shared=shared)  # the workspace
@@ -193,7 +175,6 @@ class ReplayEngine(StandardEngine):
             kernel.kernel.ptr, self._flush_threads, shared
         )
         self.flush_blocks = processors * resident  # of one launch, at most
-        self._side_blocks = left * resident  # one more would begin only when another has ended
         clock = np.uint64(0) if self._clock is None else self._clock
         self._flush = [
             Launcher(
@@ -202,19 +183,15 @@ class ReplayEngine(StandardEngine):
                 inputs + "iiQiQ",  # whether the clock moves on; tokens of a draft, and lengths of its rows; workspace
                 (*self._slot_limits, clock, np.int32(mode), np.float32(self._packed.ridge)),
                 shared=shared,
-                overlaps=not (self._deferred and mode == STEP),  # the kernel relies on the end of the read
             )
             for mode in (STEP, FOLD, LOAD, DRAFT)
         ]
-        fixed = *memory, self._basis, self._heads
-        self._refresh = [Refresher(module, fixed, self._packed.ridge, self.layer.heads) for module in refreshes]
         values = (*TOKEN_VALUES, *SLOT_VALUES)
         nothing = "zero", "zero", "zero"  # no draft
         launches = [
             (self._read, (*values, "workspace")),
             (self._flush[STEP], (*values, "one", *nothing, "workspace")),
         ]
-        launches += [(refresh.launcher, refresh.values) for refresh in self._refresh]
         self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots)
         if self._unsketched:
             self._unsketched = False
@@ -235,7 +212,6 @@ class ReplayEngine(StandardEngine):
                 slots = slots.again()
             ticks = 1  # the clock moves on once for all parts of a batch
             for first, end in spans:
-                last = t == length - 1 and end == batch
                 part = slots if end - first == batch else slots.rows(first, end)
                 self._window_step(
                     (
@@ -250,35 +226,24 @@ class ReplayEngine(StandardEngine):
                     ticks,
                     workspace,
                     captured,
-                    last,
                 )
                 ticks = 0
 
-    def _window_step(
-        self, inputs: tuple[int, ...], batch: int, ticks: int, workspace: Any, captured: bool, last: bool
-    ) -> None:
-        """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due.
-
-        `last`: no later launch of the call uses the workspace.
-        """
+    def _window_step(self, inputs: tuple[int, ...], batch: int, ticks: int, workspace: Any, captured: bool) -> None:
+        """Decode one token of up to `MAX_ROWS` rows: reads, then flushes of the rows that are due."""
         if batch not in self._grids:
             self._grids[batch] = *self._read_grid(batch), self._flush_grid(batch)
         blocks, threads, flush_blocks = self._grids[batch]
         try:
             address = workspace.data.ptr
             self._read(blocks, threads, *inputs, address)
-            flush: Any = self._flush[STEP]
-            if last and self.arrays.side is not None:
-                flush = partial(self.arrays.side, flush)
-            flush(flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0, address)
-            for refresh in self._refresh:
-                refresh(batch, inputs, address)
+            self._flush[STEP](flush_blocks, self._flush_threads, *inputs, ticks, 0, 0, 0, address)
         except BaseException:  # the next flush must not take the rows that this read has listed
             workspace.fill(0)
             raise
         if not captured:
             grids = [(blocks, threads), (flush_blocks, self._flush_threads)]
-            self._direct.learn(batch, grids + [refresh.grid(batch) for refresh in self._refresh], address)
+            self._direct.learn(batch, grids, address)
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.heads.engine.Engine`."""
@@ -296,14 +261,7 @@ class ReplayEngine(StandardEngine):
             given = *part.arguments, count, *draft
             checked = address + SLOTS, 0, 0, 0, count, *draft  # slots as the flush leaves them
             blocks, threads = self._read_grid(count)
-            flush_blocks = min(self.flush_blocks, count * self.layer.heads)
-            try:
-                self._flush[DRAFT](flush_blocks, self._flush_threads, *inputs, *given, address)
-                for refresh in self._refresh:
-                    refresh(count, NO_TOKENS, address)
-            except BaseException:  # the next refresh must not take the rows that this flush has listed
-                workspace.fill(0)
-                raise
+            self._flush[DRAFT](self._flush_grid(count), self._flush_threads, *inputs, *given, address)
             read(blocks, threads, *inputs, *tokens.steps, *checked)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
@@ -322,7 +280,7 @@ class ReplayEngine(StandardEngine):
 
     def _load_commit(self) -> Committer:
         if self._commit is None:
-            self._commit = Committer(self.cursor, self._clock, self.flush_every, self._slot_limits)
+            self._commit = Committer(self.cursor, self._clock, self.window, self._slot_limits)
         return self._commit
 
     def _read_grid(self, batch: int) -> tuple[int, int]:
@@ -335,11 +293,8 @@ class ReplayEngine(StandardEngine):
         return blocks, 32 * min(max(-(-tiles // blocks), LEAST_READ_WARPS), max_warps)
 
     def _flush_grid(self, batch: int) -> int:
-        """Blocks of a step's flush."""
-        if not self._deferred:
-            return min(self.flush_blocks, batch * self.layer.heads)
-        # more blocks would find no room beside the reads; few rows are due at one step
-        return min(self._side_blocks, -(-batch // (self.window - 1)) * self.layer.heads)
+        """Blocks of a flush."""
+        return min(self.flush_blocks, batch * self.layer.heads)
 
     def _rebuild(self, slots: Slots, mode: int) -> None:
         """Launch flushes without tokens, to fold rings or to sketch states."""
@@ -347,7 +302,7 @@ class ReplayEngine(StandardEngine):
         for first in range(0, slots.shape[0], MAX_ROWS):
             part = slots.rows(first, first + MAX_ROWS)
             batch = part.shape[0]
-            blocks = min(self.flush_blocks, batch * self.layer.heads)
+            blocks = self._flush_grid(batch)
             self._flush[mode](blocks, self._flush_threads, *NO_TOKENS, *part.arguments, batch, 0, 0, 0, 0, workspace)
 
     def load_state(self, state: Pointer, slots: Slots) -> None:
@@ -383,5 +338,5 @@ class ReplayEngine(StandardEngine):
 
     def _copies(self) -> Copier:
         if not self.ring:
-            self._make_ring(self.flush_every)
+            self._make_ring(self.window)
         return super()._copies()

@@ -18,7 +18,7 @@ __all__ = ["SketchEngine"]
 
 
 class SketchEngine(ReplayEngine):
-    """Exact states, written once in `flush_every` tokens and read through their sketches in between.
+    """Exact states, written once in a window and read through their sketches in between.
 
     Parameters
     ----------
@@ -26,28 +26,15 @@ class SketchEngine(ReplayEngine):
         Bases, ranks and settings of the layer.
     num_slots : int
         Number of state slots.
-    sketch_dtype : {"bfloat16", "float32", "int8", "fp8", "int8+int4"}, default "bfloat16"
+    sketch_dtype : {"bfloat16", "float32", "int8"}, default "bfloat16"
         Format of sketches and maps.
-    phase, deferred
+    **settings
         See `ReplayEngine`.
-    **memory
-        See `StandardEngine`.
     """
 
-    def __init__(
-        self,
-        plan: SketchPlan,
-        num_slots: int,
-        sketch_dtype: str = "bfloat16",
-        *,
-        phase: int | None = None,
-        deferred: bool = False,
-        **memory: Any,
-    ) -> None:
+    def __init__(self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16", **settings: Any) -> None:
         check_plan(plan)
-        packed, every = pack_plan(plan, sketch_dtype), plan.flush_every
-        own: Any = {"flush_every": every, "packed": packed, "phase": phase, "deferred": deferred}
-        super().__init__(plan.layer, num_slots, plan.window, **own, **memory)
+        super().__init__(plan.layer, num_slots, plan.window, packed=pack_plan(plan, sketch_dtype), **settings)
         self.plan = plan
 
     @staticmethod
@@ -62,4 +49,4 @@ class SketchEngine(ReplayEngine):
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         packed = pack_plan(plan, sketch_dtype)
         activation = activation_dtype or "bfloat16"
-        return slot_parts(plan.layer, plan.flush_every, packed, state_dtype, activation, gate is not None)
+        return slot_parts(plan.layer, plan.window, packed, state_dtype, activation, gate is not None)

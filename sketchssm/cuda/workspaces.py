@@ -25,7 +25,7 @@ SLOTS = 4 * HEADER
 PAIRS = SLOTS + 4 * MAX_ROWS + 4
 """Byte at which `Schedule` has room for pairs of slots."""
 
-WORDS = PAIRS // 4 + 2 * MAX_ROWS + 2 + 2 * MAX_ROWS
+WORDS = PAIRS // 4 + 2 * MAX_ROWS
 """Words of `Schedule` in ``cuda_src/schedule.cuh``, with padding for the alignment of its rows."""
 
 READY = 64

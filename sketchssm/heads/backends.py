@@ -58,9 +58,7 @@ OPTIONS = {"state_dtype": "float32", "memory": None, "phase": None, "drafts": 0,
 """Settings of engines that need not support them, with their defaults."""
 
 COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
-REFRESHED_RANKS = {"mamba2": (56, 48), "gdn": (56, 48), "kda": (61, 56)}
-"""Ranks of `common_rank` for backend "cuda" at K = V = 128, with windows of up to 16 and of 32: of plans
-without refreshes, and with them."""
+"""Ranks of `common_rank` for backend "cuda" at K = V = 128, with windows of up to 16 and of 32."""
 
 
 class UnsupportedError(ValueError):
@@ -95,7 +93,7 @@ def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...])
         return LayerInputs(heads, dim, types), TorchArrays(device).stream
 
 
-def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> int:
+def common_rank(layer: Layer, window: int) -> int:
     """A large rank for which backend "cuda" has room on devices with 227 KB of shared memory (H100, H200, B200).
 
     Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
@@ -105,17 +103,14 @@ def common_rank(layer: Layer, window: int, flush_every: int | None = None) -> in
     layer : Layer
         Kind and shape.
     window : int
-        Tokens from one sketch to the next.
-    flush_every : int, optional
-        Tokens from one flush to the next; refreshes between flushes take more room. Default: the window.
+        Tokens from one flush to the next.
 
     Returns
     -------
     int
-        Columns for which flushes and refreshes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
+        Columns for which flushes of `ridge` and `exact` in 16 or 8 bits have room, at most min(K, V).
     """
-    refreshed = flush_every is not None and flush_every > window
-    short, long = (REFRESHED_RANKS if refreshed else COMMON_RANKS)[layer.kind]
+    short, long = COMMON_RANKS[layer.kind]
     return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 

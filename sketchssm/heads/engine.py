@@ -109,10 +109,7 @@ class Engine(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens of a window (W); 1 if every token writes the state.
-
-        The engine of a plan with refreshes flushes every F tokens, a multiple of W. Without refreshes, F is W.
-        """
+        """Tokens of a window (W), from one flush to the next; 1 if every token writes the state."""
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
         """Compile all kernels, those of drafts on request; engines with one activation type ignore the type."""
@@ -120,10 +117,9 @@ class Engine(Protocol):
     def step(self, tokens: Tokens, slots: Any, out: Any) -> None:
         """Run ``(batch, tokens, ...)`` inputs, token by token, and write ``out (batch, tokens, heads, V)``.
 
-        Drafts of the slots are dropped first. A token whose slot is due, or at position F - 1, flushes the slot. Any
-        other token that ends a window refreshes the slot's sketch after the token has read. Then the clock advances by
-        the same rule as a slot. When the clock is at F - 1, the clock and all slots of the call become due. A call
-        without rows does nothing.
+        Drafts of the slots are dropped first. A token whose slot is due, or at position W - 1, flushes the slot. Then
+        the clock advances by the same rule as a slot. When the clock is at W - 1, the clock and all slots of the call
+        become due. A call without rows does nothing.
         """
 
     def load_state(self, state: Any, slots: Any) -> None:
@@ -162,11 +158,10 @@ class ExactEngine(Engine, Protocol):
     def draft(self, tokens: Tokens, lengths: Any, slots: Any, out: Any) -> None:
         """Decode drafts ``(batch, tokens, ...)``, ``lengths[i]`` tokens of row i; outputs past the lengths are zeros.
 
-        First, each slot that is due, or has no room for its row's drafts below position F, folds its committed tokens.
-        If the clock is due, or has no room for n drafts (the tokens axis), all slots of the call fold. Each other slot
-        without room for the drafts in its window (a window has room for W - 1 tokens) fills the window with no-op
-        tokens, refreshes its sketch, and begins the next window. The drafts are buffered past the position. The
-        position does not change; the cursor word holds the number of drafts. The virtual row drafts n tokens.
+        First, each slot that is due, or has no room for its row's drafts (a window has room for W - 1 tokens), folds
+        its committed tokens. If the clock is due, or has no room for n drafts (the tokens axis), all slots of the call
+        fold. The drafts are buffered past the position. The position does not change; the cursor word holds the number
+        of drafts. The virtual row drafts n tokens.
         """
 
     def commit(self, accepted: Any, slots: Any) -> None:

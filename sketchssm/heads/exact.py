@@ -50,8 +50,6 @@ class ExactHead(DecodeHead):
         See `SketchHead`.
     drafts : int, default 0
         See `StandardHead`.
-    deferred : bool, default False
-        See `SketchHead`.
     **settings
         Further settings of the engine.
 
@@ -80,7 +78,6 @@ class ExactHead(DecodeHead):
         state_dtype: str,
         phase: int | None = None,
         drafts: int = 0,
-        deferred: bool = False,
         **settings: Any,
     ) -> None:
         capacity = check_capacity(num_slots)
@@ -102,13 +99,7 @@ class ExactHead(DecodeHead):
             activation_dtype=activation_dtype,
             output_dtype=output_dtype,
             pad_slot=int(pad_slot),
-            options={
-                "state_dtype": state_dtype,
-                "memory": memory,
-                "phase": phase,
-                "drafts": drafts,
-                "deferred": deferred,
-            },
+            options={"state_dtype": state_dtype, "memory": memory, "phase": phase, "drafts": drafts},
             **settings,
         )
         super().__init__(layer, capacity, name, engine)
@@ -116,17 +107,9 @@ class ExactHead(DecodeHead):
         self._source, self._gate = source, gate
         self._fingerprint = None if isinstance(source, Layer) else source.fingerprint
         self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
-        if deferred:
-            self.drafts = 0
 
     def _shown(self) -> dict[str, Any]:
-        refreshed = {"flush_every": self.flush_every} if self.flush_every > self.window else {}
-        return super()._shown() | refreshed | ({} if self.phase is None else {"phase": self.phase})
-
-    @property
-    def flush_every(self) -> int:
-        """Tokens from one flush to the next: the window, or `flush_every` of a plan with refreshes."""
-        return self.window if isinstance(self._source, Layer) else self._source.flush_every
+        return super()._shown() | ({} if self.phase is None else {"phase": self.phase})
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
@@ -222,8 +205,8 @@ class ExactHead(DecodeHead):
     def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
         """Put the slots of a snapshot into slots of this head; the old contents of these slots are dropped.
 
-        System, backend, layer, window, plan, gate, formats and types of the memory, and `deferred` of the head must be
-        those of the snapshot's head. Decoding continues at the same window positions.
+        System, backend, layer, window, plan, gate, formats and types of the memory must be those of the snapshot's
+        head. Decoding continues at the same window positions.
 
         Parameters
         ----------
@@ -252,8 +235,8 @@ class ExactHead(DecodeHead):
     def _owner(self) -> dict[str, Any]:
         """Describe what this head's slots belong to."""
         name, parts = type(self).__name__, self._engine.parts
-        windows, plan = (self.window, self.flush_every), self._fingerprint
-        return owner_of(name, self.backend, self.layer, windows, plan, self._gate, self.state_dtype, parts)
+        about = self.layer, self.window, self._fingerprint, self._gate, self.state_dtype, parts
+        return owner_of(name, self.backend, *about)
 
     def left_out(self) -> int:
         """Return the number of rows left out since the last call; waits for the device.
@@ -297,12 +280,12 @@ def check_state_dtype(state_dtype: Any) -> None:
         raise ValueError(f"state_dtype: expected one of {', '.join(ACTIVATIONS)}, got {state_dtype!r}")
 
 
-def check_phase(phase: Any, flush_every: int) -> int | None:
+def check_phase(phase: Any, window: int) -> int | None:
     """Check the position at which a clock begins; None is no clock."""
     if phase is None:
         return None
-    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < flush_every:
-        raise ValueError(f"phase: expected an integer from 0 to {flush_every - 1} or None, got {phase!r}")
+    if isinstance(phase, bool) or not isinstance(phase, int | np.integer) or not 0 <= phase < window:
+        raise ValueError(f"phase: expected an integer from 0 to {window - 1} or None, got {phase!r}")
     return int(phase)
 
 

@@ -98,11 +98,7 @@ class DecodeHead:
 
     @property
     def position(self) -> Any:
-        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy.
-
-        With refreshes, a draft begins at the next window if the current window has no room for it. The skipped places
-        count as buffered tokens.
-        """
+        """Tokens that each slot has buffered since its last flush, ``(slots,)`` int32: a NumPy or CuPy copy."""
         with self._lock.held(), self._arrays.call() as call:
             return call.handed_out(self._engine.position.copy())
 

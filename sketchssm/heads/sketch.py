@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from sketchssm.heads.backends import load_parts
 from sketchssm.heads.exact import ExactHead, check_phase, check_state_dtype
-from sketchssm.layer.checks import check_bool
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import PAD_SLOT, check_instance
 from sketchssm.layer.slots import SlotPart
@@ -30,10 +29,10 @@ class SketchHead(ExactHead):
         Number of state slots.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to run; "auto" is "cuda" if CuPy sees a device and the kernels support the plan, else "cpu".
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8"}, optional
-        Format in which sketches and maps are stored, instead of the plan's; see `sketchssm.layer.formats`. A plan of
-        "int8+int4" takes only "float32". `reference` stores float64 instead of "float32" and "bfloat16", and rounds to
-        codes as the other backends do. Default: the plan's.
+    sketch_dtype : {"float32", "bfloat16", "int8"}, optional
+        Format in which sketches and maps are stored, instead of the plan's; see `sketchssm.layer.formats`. `reference`
+        stores float64 instead of "float32" and "bfloat16", and rounds to codes as the other backends do. Default: the
+        plan's.
     gate : GateInput, optional
         For kda: the argument g of `step` is then the layer's raw gate input, and the head computes log-decays.
     activation_dtype : {"bfloat16", "float16", "float32"}, optional
@@ -53,14 +52,9 @@ class SketchHead(ExactHead):
         Type of the states. A 16-bit type halves their bytes; a state is rounded when it is written, once a window. In
         float16 a number beyond 65504 becomes infinite.
     phase : int, optional
-        Starts a clock at this position, 0 to ``plan.flush_every - 1``: all rows flush at the same steps, independent
-        of the steps at which their requests began. Refreshes follow each row's own position. Layers with different
-        phases flush at different steps. Default: no clock, each row has its own windows.
-    deferred : bool, default False
-        Whether flushes are deferred: all tokens are read through sketches, and a slot with W - 1 tokens is flushed
-        after its read instead of with its next token. States stay exact. Within `overlap_flushes`, a captured graph
-        runs the flushes beside later kernels. A deferred head takes no clock (`phase`), no plan with refreshes and no
-        drafts.
+        Starts a clock at this position, 0 to ``plan.window - 1``: all rows flush at the same steps, independent of the
+        steps at which their requests began. Layers with different phases flush at different steps. Default: no clock,
+        each row has its own windows.
 
     Raises
     ------
@@ -89,11 +83,9 @@ class SketchHead(ExactHead):
         memory: Mapping[str, Any] | None = None,
         state_dtype: str = "float32",
         phase: int | None = None,
-        deferred: bool = False,
     ) -> None:
         check_instance("plan", plan, SketchPlan)
-        _check_deferred(deferred, plan, phase)
-        form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
+        form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
         super().__init__(
             "sketch",
             plan,
@@ -106,16 +98,12 @@ class SketchHead(ExactHead):
             pad_slot=pad_slot,
             memory=memory,
             state_dtype=state_dtype,
-            phase=check_phase(phase, plan.flush_every),
-            deferred=deferred,
+            phase=check_phase(phase, plan.window),
         )
-        self.plan, self.sketch_dtype, self.deferred = plan, form.name, deferred
-
-    def _shown(self) -> dict[str, Any]:
-        return super()._shown() | ({"deferred": True} if self.deferred else {})
+        self.plan, self.sketch_dtype = plan, form.name
 
     def _owner(self) -> dict[str, Any]:
-        return super()._owner() | {"sketch_dtype": self.sketch_dtype, "deferred": self.deferred}
+        return super()._owner() | {"sketch_dtype": self.sketch_dtype}
 
     @staticmethod
     def parts_of(
@@ -148,15 +136,5 @@ class SketchHead(ExactHead):
         check_instance("plan", plan, SketchPlan)
         check_state_dtype(state_dtype)
         types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
-        form = SketchFormat.of(plan.sketch_dtype).stored_as(sketch_dtype)
+        form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
         return load_parts("sketch", backend, plan, sketch_dtype=form.name, **types)
-
-
-def _check_deferred(deferred: Any, plan: SketchPlan, phase: Any) -> None:
-    """Check whether flushes can be deferred."""
-    check_bool("deferred", deferred)
-    if deferred and phase is not None:
-        raise ValueError(f"deferred: expected False with phase={phase!r}, as a clock's rows flush together, got True")
-    if deferred and plan.flush_every > plan.window:
-        came = f"flush_every {plan.flush_every} with window {plan.window}"
-        raise ValueError(f"deferred: expected a plan without refreshes, got {came}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.slots import SlotPart
 from sketchssm.plans.files import FileFormat, FileFormatError, check_array, load_file, save_file
 
@@ -40,9 +41,8 @@ class Snapshot:
         Each part of the slots by name, ``(count, *shape)``; bfloat16 as uint16 bits. The cursors are the window
         positions.
     owner : dict
-        The head of the arrays: system, backend, layer, window, tokens from one flush to the next, plan (the plan's
-        fingerprint), gate, type of the states, and parts; of a `SketchHead` also the sketch's format, and whether
-        flushes are deferred.
+        The head of the arrays: system, backend, layer, window, plan (the plan's fingerprint), gate, type of the
+        states, and parts; of a `SketchHead` also the sketch's format.
     """
 
     arrays: dict[str, npt.NDArray[Any]]
@@ -86,12 +86,17 @@ class Snapshot:
         FileNotFoundError
             If there is no such file.
         SnapshotFileError
-            If the file is damaged, is no snapshot, is of another version, or contradicts itself.
+            If the file is damaged, is no snapshot, is of another version, contradicts itself, or is of a head with
+            settings that this version does not have.
         """
         return load_file(path, FORMAT, cls._build)
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], owner: dict[str, Any]) -> Snapshot:
+        known = {"flush_every": (owner["window"],), "deferred": (False,), "sketch_dtype": FORMATS}
+        for name, values in known.items():
+            if name in owner and owner[name] not in values:
+                raise ValueError(f"{name}: this version does not have {owner[name]!r}; take a snapshot without it")
         names = [name for name, *_ in owner["parts"]]
         if sorted(names) != sorted(tensors):
             raise ValueError(f"expected the tensors {', '.join(names)}, got {', '.join(tensors)}")
@@ -105,7 +110,7 @@ class Snapshot:
             stored = "uint16" if dtype == "bfloat16" else dtype
             check_array(name, self.arrays[name], (len(self), *shape), stored)
         cursor = self.arrays.get("cursor", np.zeros(1))
-        last = self.owner["flush_every"] - 1 - self.owner.get("deferred", False)
+        last = self.owner["window"] - 1
         wrong = cursor[(cursor < 0) | (cursor > last)]
         if wrong.size:
             raise ValueError(f"cursor: expected positions from 0 to {last}, got {wrong[0]}")
@@ -134,7 +139,7 @@ def owner_of(
     system: str,
     backend: str,
     layer: Layer,
-    windows: tuple[int, int],
+    window: int,
     plan: str | None,
     gate: GateInput | None,
     state_dtype: str,
@@ -150,8 +155,8 @@ def owner_of(
         Where it runs.
     layer : Layer
         Kind and shape.
-    windows : tuple of int
-        Tokens of a window, and from one flush to the next.
+    window : int
+        Tokens of a window.
     plan : str or None
         Fingerprint of a sketch's plan.
     gate : GateInput or None
@@ -170,8 +175,7 @@ def owner_of(
         "system": system,
         "backend": backend,
         "layer": asdict(layer),
-        "window": windows[0],
-        "flush_every": windows[1],
+        "window": window,
         "plan": plan,
         "gate": None if gate is None else _gate_digest(gate),
         "state_dtype": state_dtype,

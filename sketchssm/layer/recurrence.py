@@ -22,7 +22,6 @@ __all__ = [
     "ROUNDING",
     "Layer",
     "Tokens",
-    "check_flush_every",
     "check_instance",
     "check_window",
     "shard_range",
@@ -35,9 +34,6 @@ FULL_STATE = -1
 
 MAX_WINDOW = 64
 """Longest window in tokens: reads work on tables of W x W products."""
-
-MAX_FLUSH_EVERY = 128
-"""Most tokens from one flush to the next: a cursor word has seven bits for the position."""
 
 ROUNDING = 1e-5
 """Relative errors of outputs and states below this value are float32 rounding."""
@@ -280,34 +276,3 @@ def check_instance(name: str, value: Any, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
-
-
-def check_flush_every(flush_every: Any, window: int) -> int:
-    """Check and return the tokens from one flush to the next.
-
-    Parameters
-    ----------
-    flush_every : int or None
-        Tokens from one flush to the next; None for one window.
-    window : int
-        Tokens of a window, checked.
-
-    Returns
-    -------
-    int
-        The tokens.
-
-    Raises
-    ------
-    ValueError
-        Unless the number is a multiple of the window, at least the window and at most `MAX_FLUSH_EVERY`.
-    """
-    if flush_every is None:
-        return window
-    integer = isinstance(flush_every, int | np.integer) and not isinstance(flush_every, bool)
-    if not (integer and window <= flush_every <= MAX_FLUSH_EVERY and flush_every % window == 0):
-        raise ValueError(
-            f"flush_every: expected a multiple of the window ({window}) up to {MAX_FLUSH_EVERY} or None, "
-            f"got {flush_every!r}"
-        )
-    return int(flush_every)

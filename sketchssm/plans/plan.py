@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, Layer, check_flush_every, check_window
+from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.plans import traffic
 from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 
@@ -46,20 +46,12 @@ class SketchPlan:
     ranks : array_like of int, (heads,), Allocation or RankTable
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
-        Tokens of a window (W): after so many buffered tokens, the sketch is computed again. Default: the basis's
-        window.
+        Tokens of a window (W), from one flush to the next. Default: the basis's window.
     map : CoefficientMap or {"exact", "ridge", "lowrank", "prior", "offline"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, optional
+    sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if that
         is an `Allocation`, else "bfloat16".
-    wide : array_like of int, (heads,), optional
-        "int8+int4" only: number of columns of each head in 8 bits, 0 to its rank; the other columns have 4 bits.
-        Default: the widths of `ranks` if that is an `Allocation`.
-    flush_every : int, optional
-        Tokens from one flush to the next: a multiple of the window, at most 128. At the end of a window without a
-        flush, the sketch is refreshed: computed from the old sketch and the buffered tokens, without the state.
-        Default: the window, that is, no refreshes.
 
     Attributes
     ----------
@@ -78,16 +70,11 @@ class SketchPlan:
         As given, with all parameters.
     sketch_dtype : str
         Format of sketches and maps.
-    wide : ndarray of int64, (heads,), or None
-        Columns in 8 bits of "int8+int4"; None for any other format.
-    flush_every : int
-        As given; the window if there are no refreshes.
 
     Raises
     ------
     ValueError
-        If a setting, a rank or a width is out of range, a basis holds NaN, or a head that reads its full state is
-        combined with refreshes.
+        If a setting or a rank is out of range, or a basis holds NaN.
     """
 
     def __init__(
@@ -97,15 +84,11 @@ class SketchPlan:
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
-        wide: npt.ArrayLike | None = None,
-        flush_every: int | None = None,
     ) -> None:
         if not hasattr(basis, "columns"):  # no import of the calibration for a plan that is loaded
             raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
-        if wide is None and sketch_dtype == getattr(ranks, "sketch_dtype", None):
-            wide = getattr(ranks, "wide", None)
         table = np.asarray(getattr(ranks, "ranks", ranks))
         used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
@@ -113,8 +96,7 @@ class SketchPlan:
         map = CoefficientMap.of(map)
         omega, projection = basis.columns(used, weighted=map.weighted)
         tensors = {"omega": omega, "projection": projection, "ranks": table}
-        settings = basis.window if window is None else window, map, sketch_dtype, wide, flush_every
-        self._fill(basis.layer, tensors, *settings)
+        self._fill(basis.layer, tensors, basis.window if window is None else window, map, sketch_dtype)
 
     def _fill(
         self,
@@ -122,13 +104,10 @@ class SketchPlan:
         tensors: dict[str, npt.NDArray[Any]],
         window: int,
         map: CoefficientMap,
-        sketch_dtype: str = DEFAULT_FORMAT,
-        wide: npt.ArrayLike | None = None,
-        flush_every: int | None = None,
+        sketch_dtype: str,
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
-        self.flush_every = check_flush_every(flush_every, self.window)
         self.omega, self.projection = (_columns(layer, name, tensors[name]) for name in ("omega", "projection"))
         if self.omega.shape != self.projection.shape:
             raise ValueError(f"projection: expected omega's shape {self.omega.shape}, got {self.projection.shape}")
@@ -139,18 +118,10 @@ class SketchPlan:
         wrong = ranks[(ranks != FULL_STATE) & ((ranks < 1) | (ranks > limit))]
         if wrong.size:
             raise ValueError(f"ranks: expected FULL_STATE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
-        if self.flush_every > self.window and (ranks == FULL_STATE).any():
-            full = int(np.argmin(ranks != FULL_STATE))
-            raise ValueError(
-                f"flush_every: expected the window ({self.window}), as head {full} reads its full state, "
-                f"got {self.flush_every}"
-            )
         self.layer = layer
         self.ranks = ranks.astype(np.int64)
         self.map = map
-        form = SketchFormat.of(sketch_dtype)
-        form.check_map(map)
-        self.sketch_dtype, self.wide = form.name, form.check_wide(wide, self.ranks)
+        self.sketch_dtype = SketchFormat.of(sketch_dtype).name
 
     @property
     def mean_rank(self) -> float:
@@ -180,9 +151,7 @@ class SketchPlan:
         """
         layer, form = self.layer, self.sketch_dtype if sketch_dtype is None else sketch_dtype
         shape = layer.kind, layer.key_dim, layer.value_dim
-        wide = self.wide if form == self.sketch_dtype else None
-        more: Any = {"sketch_dtype": form, "wide": wide, "flush_every": self.flush_every}
-        return traffic.reduction(*shape, self.ranks, self.window, self.map, state_dtype, **more)
+        return traffic.reduction(*shape, self.ranks, self.window, self.map, state_dtype, sketch_dtype=form)
 
     @property
     def fingerprint(self) -> str:
@@ -195,10 +164,10 @@ class SketchPlan:
         return tensors, {
             "layer": asdict(self.layer),
             "window": self.window,
-            "flush_every": self.flush_every,
+            "flush_every": self.window,  # this and `wide` are constants, which keep fingerprints as they were
             "map": asdict(self.map),
             "sketch_dtype": self.sketch_dtype,
-            "wide": None if self.wide is None else self.wide.tolist(),
+            "wide": None,
         }
 
     def shard(self, rank: int, world: int) -> SketchPlan:
@@ -238,24 +207,19 @@ class SketchPlan:
         columns = max(int(ranks.max()), 1)
         tensors = {name: getattr(self, name)[heads, :, :columns].copy() for name in ("omega", "projection")}
         shard = SketchPlan.__new__(SketchPlan)
-        wide = None if self.wide is None else self.wide[heads]
         layer = self.layer.shard(rank, world)
-        shard._fill(
-            layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype, wide, self.flush_every
-        )
+        shard._fill(layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype)
         return shard
 
     def __repr__(self) -> str:
         """Kind, shape, ranks and settings in one line."""
         sketched = self.ranks[self.ranks != FULL_STATE]
-        flushes = f", flush_every={self.flush_every}" if self.flush_every > self.window else ""
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
-        wide = "" if self.wide is None else f", wide={self.wide.min()}..{self.wide.max()}"
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
             f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
-            f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}{flushes}, map={self.map}, "
-            f"sketch_dtype={self.sketch_dtype}{wide})"
+            f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}, map={self.map}, "
+            f"sketch_dtype={self.sketch_dtype})"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -287,7 +251,8 @@ class SketchPlan:
         FileNotFoundError
             If there is no such file.
         PlanFileError
-            If the file is damaged, is no plan, is of another version, or contradicts itself.
+            If the file is damaged, is no plan, is of another version, contradicts itself, or has settings that this
+            version does not have.
         """
         return load_file(path, FORMAT, cls._build)
 
@@ -302,10 +267,19 @@ class SketchPlan:
         wide: Any,
         flush_every: Any,
     ) -> SketchPlan:
+        for name, value, expected in (
+            ("flush_every", flush_every, (None, window)),
+            ("sketch_dtype", sketch_dtype, FORMATS),
+            ("wide", wide, (None,)),
+        ):
+            if value not in expected:
+                raise ValueError(
+                    f"{name}: this version does not have {value!r}; make the plan anew, such as with int8"
+                )
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
-        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype, wide, flush_every)
+        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype)
         return plan
 
 

@@ -1,15 +1,12 @@
 """The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
 
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
-averaged over the tokens from one flush to the next. A full state is ``D = 4 K V`` bytes in float32, and half of that
+averaged over the tokens of a window. A full state is ``D = 4 K V`` bytes in float32, and half of that
 in 16 bits. As in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases and
-projections that all sequences share. A refresh therefore counts one read of the sketch and its map. `ring_bytes` has
-the ring's memory.
+projections that all sequences share. `ring_bytes` has the ring's memory.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +14,7 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, check_flush_every
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
 
 __all__ = [
     "compressed",
@@ -181,7 +178,6 @@ def sketch_read(
     state_dtype: str = "float32",
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
-    wide: npt.ArrayLike | None = None,
 ) -> Bytes:
     """Bytes that one read between two flushes moves.
 
@@ -201,10 +197,8 @@ def sketch_read(
         ``2 G (V + K + W)`` bytes, and ``2 G (V + K)`` for mamba2.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketchssm.layer.formats`.
-    wide : array_like, optional
-        Columns in 8 bits for "int8+int4", 0 to the rank; None for any other format.
 
     Returns
     -------
@@ -214,7 +208,7 @@ def sketch_read(
     Raises
     ------
     ValueError
-        If the kind, the map, a rank, a width or a type is invalid.
+        If the kind, the map, a rank or a type is invalid.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -224,7 +218,7 @@ def sketch_read(
         raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
     erase = 2 * check_size("window", window) if map.storage == "dense" and kind != "mamba2" else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
-    size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim, wide) + erase * rank
+    size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim) + erase * rank
     return np.where(g == FULL_STATE, state, size)
 
 
@@ -238,8 +232,6 @@ def sketch(
     state_dtype: str = "float32",
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
-    wide: npt.ArrayLike | None = None,
-    flush_every: int | None = None,
 ) -> Bytes:
     """Bytes per token of decode with sketches, flushes included.
 
@@ -257,36 +249,21 @@ def sketch(
         Coefficient map, see `sketch_read`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketch_read`.
-    wide : array_like, optional
-        Columns with 8 bits, see `sketch_read`.
-    flush_every : int, optional
-        Tokens from one flush to the next (F), a multiple of W; default W.
 
     Returns
     -------
     ndarray of float64
-        ``((F - 1) T_G + (F / W - 1) R_G + 2 D) / F`` in the shape of `rank`, with ``T_G`` from `sketch_read` and the
-        bytes ``R_G`` of the sketch and its map, which a refresh reads.
+        ``((W - 1) T_G + 2 D) / W`` in the shape of `rank`, with ``T_G`` from `sketch_read`.
 
     Raises
     ------
     ValueError
-        If the kind, the map, the window, `flush_every`, a rank, a width or a type is invalid, or a head that reads its
-        full state is combined with refreshes.
+        If the kind, the map, the window, a rank or a type is invalid.
     """
-    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide}
-    every = check_flush_every(flush_every, check_size("window", window))
-    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
-    if every == window:
-        refreshed: Any = 0.0
-    elif (np.asarray(rank) == FULL_STATE).any():
-        raise ValueError(f"flush_every: expected the window ({window}) for heads that read full states, got {every}")
-    else:
-        refreshed = SketchFormat.of(sketch_dtype).bytes(CoefficientMap.of(map), rank, key_dim, value_dim, wide)
-    flush = standard(key_dim, value_dim, state_dtype)
-    return ((every - 1) * read + (every // window - 1) * refreshed + flush) / every
+    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, sketch_dtype=sketch_dtype)
+    return ((window - 1) * read + standard(key_dim, value_dim, state_dtype)) / window
 
 
 def reduction(
@@ -299,8 +276,6 @@ def reduction(
     state_dtype: str = "float32",
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
-    wide: npt.ArrayLike | None = None,
-    flush_every: int | None = None,
 ) -> float:
     """Traffic reduction of decode with sketches, relative to standard decode with float32 states.
 
@@ -318,12 +293,8 @@ def reduction(
         Coefficient map, see `sketch_read`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of states in memory.
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketch_read`.
-    wide : array_like, optional
-        Columns with 8 bits, see `sketch_read`.
-    flush_every : int, optional
-        See `sketch`.
 
     Returns
     -------
@@ -333,7 +304,7 @@ def reduction(
     Raises
     ------
     ValueError
-        If the kind, the map, the window, `flush_every`, a rank, a width or a type is invalid.
+        If the kind, the map, the window, a rank or a type is invalid.
 
     Examples
     --------
@@ -342,25 +313,19 @@ def reduction(
     >>> import sketchssm as ss
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
     8.93
-
-    The same with a flush every 64 tokens, and refreshes of the sketch in between:
-
-    >>> round(ss.traffic.reduction("mamba2", 128, 64, 9, flush_every=64), 2)
-    14.28
     """
-    narrow: Any = {"sketch_dtype": sketch_dtype, "wide": wide, "flush_every": flush_every}
-    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, **narrow)
+    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, sketch_dtype=sketch_dtype)
     return float(standard(key_dim, value_dim) / used.mean())
 
 
-def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16", raw_gates: bool = True) -> int:
+def ring_bytes(layer: Layer, window: int, activation_dtype: str = "bfloat16", raw_gates: bool = True) -> int:
     """Memory of one slot's ring of raw tokens, all heads together.
 
     Parameters
     ----------
     layer : Layer
         Kind and shape.
-    flush_every : int
+    window : int
         Tokens of the ring, from one flush to the next.
     activation_dtype : {"bfloat16", "float16", "float32"}, default "bfloat16"
         Type of keys and values.
@@ -383,7 +348,7 @@ def ring_bytes(layer: Layer, flush_every: int, activation_dtype: str = "bfloat16
     keys_and_values = size * (layer.key_heads * layer.key_dim + layer.heads * layer.value_dim)
     gate = size if layer.kind == "kda" and raw_gates else 4
     gates = layer.heads * (gate * layer.gate_channels + (4 if layer.erases else 0))
-    return flush_every * (keys_and_values + gates)
+    return window * (keys_and_values + gates)
 
 
 def _quantised(key_dim: int, value_dim: int, bits: float) -> float:

@@ -44,5 +44,5 @@ class CopyEngine(ReplayEngine):
         super()._begin(slot, word)
         self._copy[slot] = round_trip(self.state[slot], self.bits, zero=False)
 
-    def _read(self, slot: int, start: int, queries: Array) -> Array:
+    def _read(self, slot: int, queries: Array) -> Array:
         return np.einsum("hvk,hk->hv", self._copy[slot], queries)

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from sketchssm.arrays.host_arrays import HostArrays, slot_memory
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
 from sketchssm.plans.plan import SketchPlan
+from sketchssm.reference.narrow import sketched_read
 from sketchssm.reference.recurrence import Array, per_head, step
-from sketchssm.reference.sketched import read_state
 from sketchssm.reference.window import Ring, fold, read_window
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
@@ -40,7 +40,7 @@ class StandardEngine:
     """
 
     arrays = HostArrays(np.float64)
-    window = flush_every = 1
+    window = 1
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StandardEngine:
         """Advance the clock by a plain token; at its stroke, mark these slots due."""
         if self._clock is None:
             return
-        last = self.flush_every - 1
+        last = self.window - 1
         flushes = self._clock & DUE or self._clock & POSITION == last
         position = 0 if flushes else (self._clock & POSITION) + 1
         self._clock = position | (DUE if position == last else 0)
@@ -211,8 +211,6 @@ class ReplayEngine(StandardEngine):
         Number of state slots.
     window : int
         Tokens of a window (W).
-    flush_every : int, optional
-        Tokens of the ring, from one flush to the next; default one window.
     state_dtype, memory
         See `StandardEngine`. A 16-bit state is rounded after its flush's outputs are read.
     phase : int, optional
@@ -225,16 +223,15 @@ class ReplayEngine(StandardEngine):
         num_slots: int,
         window: int,
         *,
-        flush_every: int | None = None,
         state_dtype: str = "float32",
         memory: Mapping[str, Any] | None = None,
         phase: int | None = None,
     ) -> None:
-        self.window, self.flush_every = window, flush_every or window
+        self.window = window
         self.drafts = min(MAX_DRAFTS, window - 1)
-        self._open(layer, num_slots, self.flush_every, state_dtype, memory)
+        self._open(layer, num_slots, self.window, state_dtype, memory)
         if phase is not None:
-            self._clock = phase | (DUE if phase == self.flush_every - 1 else 0)
+            self._clock = phase | (DUE if phase == self.window - 1 else 0)
             self._cursor[:] = self._stroke
 
     @staticmethod
@@ -248,7 +245,7 @@ class ReplayEngine(StandardEngine):
         word = int(self._cursor[slot])
         position = word & POSITION
         self._buffer(slot, position, token)
-        if word & DUE or position == self.flush_every - 1:
+        if word & DUE or position == self.window - 1:
             state = self._fold(slot, position + 1)
             self._begin(slot, 0)
             return np.einsum("hvk,hk->hv", state, self.layer.expand_keys(token.q))
@@ -257,14 +254,13 @@ class ReplayEngine(StandardEngine):
 
     def _output(self, slot: int, count: int, query: Array) -> Array:
         """Output ``(heads, V)`` of the last of so many buffered tokens."""
-        start = (count - 1) // self.window * self.window
-        ring = self._ring(slot, count, start)
+        ring = self._ring(slot, count)
         reads = read_window(self.layer.expand_keys(query)[:, None, :], ring)
         buffer = np.einsum("hs,hsv->hv", reads.weights[:, 0, :], ring.v)
-        return self._read(slot, start, reads.queries[:, 0, :]) + buffer
+        return self._read(slot, reads.queries[:, 0, :]) + buffer
 
-    def _read(self, slot: int, start: int, queries: Array) -> Array:
-        """State-read outputs ``(heads, V)`` of effective queries ``(heads, K)`` of the window from `start` on."""
+    def _read(self, slot: int, queries: Array) -> Array:
+        """State-read outputs ``(heads, V)`` of effective queries ``(heads, K)``."""
         return np.einsum("hvk,hk->hv", self.state[slot], queries)
 
     def _fold(self, slot: int, count: int) -> Array:
@@ -281,37 +277,23 @@ class ReplayEngine(StandardEngine):
             stroke = DUE
         for row in np.flatnonzero(slots >= 0):
             slot, length = slots[row], int(lengths[row])
-            kept, position = self.position[slot], self._room(int(self._cursor[slot]) | stroke, length)
-            if position == 0 and kept:
-                self._fold(slot, kept)
-                self._begin(slot, 0)
-            for name in ("keys", "values", "gates", "betas"):
-                if name in self.memory:
-                    self.memory[name][slot, :, kept:position] = 0.0
+            position = self.position[slot]
+            if self._folds_before(int(self._cursor[slot]) | stroke, length):
+                if position:
+                    self._fold(slot, position)
+                    self._begin(slot, 0)
+                position = 0
             for t in range(length):
                 token = _at(tokens, row, t)
                 self._buffer(slot, position + t, token)
                 out[row, t] = self._output(slot, position + t + 1, token.q)
             self._cursor[slot] = position | length << DRAFTED_SHIFT
         if self._clock is not None and slots.size:
-            length = out.shape[1]
-            self._clock = self._room(self._clock, length) | length << DRAFTED_SHIFT
+            self._clock = (0 if stroke else self._clock & POSITION) | out.shape[1] << DRAFTED_SHIFT
 
     def _folds_before(self, word: int, length: int) -> bool:
         """Whether a slot has to flush before a draft."""
-        return bool(word & DUE) or (word & POSITION) + length > self.flush_every - 1
-
-    def _room(self, word: int, length: int) -> int:
-        """Position of a slot at which a draft may begin: 0 if the slot has to flush first.
-
-        If the current window has no room for the draft, the draft begins at the next window. No-op tokens fill the
-        gap.
-        """
-        position = word & POSITION
-        if self._folds_before(word, length):
-            return 0
-        used = position % self.window
-        return position if used + length < self.window else position - used + self.window
+        return bool(word & DUE) or (word & POSITION) + length > self.window - 1
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
@@ -322,7 +304,7 @@ class ReplayEngine(StandardEngine):
         if self._clock is not None and slots.size:
             length = drafted(self._clock)
             self._clock = (self._clock & (POSITION | DUE)) + length
-            if (self._clock & POSITION) + length > self.flush_every - 1:
+            if (self._clock & POSITION) + length > self.window - 1:
                 self._clock |= DUE
                 self._cursor[index] |= DUE
 
@@ -340,8 +322,7 @@ class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
     Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. A slot's memory has no
-    sketches: every read computes them from the state and the buffered tokens. With `deferred` a slot with W - 1 tokens
-    is flushed after its read.
+    sketches: every read computes them from the state.
     """
 
     def __init__(
@@ -349,13 +330,10 @@ class SketchEngine(ReplayEngine):
         plan: SketchPlan,
         num_slots: int,
         sketch_dtype: str = "float32",
-        *,
-        deferred: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(plan.layer, num_slots, plan.window, flush_every=plan.flush_every, **settings)
+        super().__init__(plan.layer, num_slots, plan.window, **settings)
         self.plan = plan
-        self._deferred = deferred
         self._form = SketchFormat.of(sketch_dtype)
 
     @staticmethod
@@ -363,16 +341,17 @@ class SketchEngine(ReplayEngine):
         plan: SketchPlan, sketch_dtype: str = "float32", *, state_dtype: str = "float32"
     ) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
-        return _parts(plan.layer, plan.flush_every)
+        return _parts(plan.layer, plan.window)
 
-    def _token(self, slot: int, token: Tokens) -> Array:
-        output = super()._token(slot, token)
-        if self._deferred and self.position[slot] == self.window - 1:
-            self.flush(np.array([slot]))
-        return output
-
-    def _read(self, slot: int, start: int, queries: Array) -> Array:
-        return read_state(self.plan, self._form, self.state[slot], self._ring(slot, start), queries)
+    def _read(self, slot: int, queries: Array) -> Array:
+        outputs = super()._read(slot, queries)
+        for head, rank in enumerate(self.plan.ranks):
+            if rank != FULL_STATE:
+                bases = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
+                outputs[head] = (
+                    sketched_read(self._form, self.plan.map, self.state[slot, head].T, *bases) @ queries[head]
+                )
+        return outputs
 
 
 def _at(tokens: Tokens, row: Any, t: int) -> Tokens:

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from sketchssm.calibrate.allocation import METHODS, check_mean_rank
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
-from sketchssm.calibrate.plans import mean_retained, plan_layers, warn_of_limit
+from sketchssm.calibrate.plans import mean_retained, plan_layers
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.heads.backends import common_rank
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import Tokens, check_flush_every, check_window
+from sketchssm.layer.recurrence import Tokens, check_window
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.transformers.modeling import Call, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
@@ -41,7 +41,6 @@ def calibrate(
     length: int | None = None,
     mean_rank: float = 7.0,
     window: int = 16,
-    flush_every: int | None = None,
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
     method: str = "gradient",
@@ -71,11 +70,9 @@ def calibrate(
         Budget: the read traffic of all heads of all layers at this rank.
     window : int, default 16
         Tokens of a window (W).
-    flush_every : int, optional
-        Tokens from one flush to the next, see `SketchPlan`. Default: the window.
     map : CoefficientMap or str, default "ridge"
         Coefficient map of the plans.
-    sketch_dtype : {"float32", "bfloat16", "int8", "fp8", "int8+int4"}, default "bfloat16"
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of the sketches, see `sketchssm.allocate_ranks`.
     method : {"gradient", "error", "sensitivity", "uniform"}, default "gradient"
         Score for the allocation of ranks, see `sketchssm.allocate_ranks`. "gradient" and "sensitivity" use gradients
@@ -83,11 +80,9 @@ def calibrate(
     weighting : {"uniform", "output"}, default "uniform"
         Weight of a sample in the bases, see `sketchssm.Moments`.
     rank_max : int, optional
-        Largest rank to score, where a layer has as many. A head that needs more reads its full state. With a
-        `flush_every` longer than the window it can't; a warning then counts the heads that have all columns. Default:
-        a rank for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70
-        for the other kinds, or 56 with refreshes). Smaller devices need smaller ranks: see *Limits* on the page of the
-        CUDA backend.
+        Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: a rank
+        for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70 for the
+        other kinds). Smaller devices need smaller ranks: see *Limits* on the page of the CUDA backend.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -113,9 +108,9 @@ def calibrate(
     if rank_max is not None and (isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1):
         raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
     map = CoefficientMap.of(map)
-    SketchFormat.of(sketch_dtype).check_map(map)
+    SketchFormat.of(sketch_dtype)
     found = layers(model)
-    every = check_flush_every(flush_every, check_window(window))
+    check_window(window)
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
     check_ids(model, rows)
     step = progress or (lambda label: None)
@@ -131,7 +126,7 @@ def calibrate(
     bases = {}
     for name, sums in moments.items():
         layer = sums.layer
-        most = rank_max or common_rank(layer, window, every)
+        most = rank_max or common_rank(layer, window)
         bases[name] = fit_basis(sums, min(most, layer.key_dim, layer.value_dim))
     scores = {name: RankScores(basis) for name, basis in bases.items()}
     graded = method in ("gradient", "sensitivity")
@@ -145,9 +140,8 @@ def calibrate(
                     run_row(model, row)
 
     scored = list(scores.values())
-    settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "flush_every": every}
+    settings: Any = {"map": map, "sketch_dtype": sketch_dtype}
     planned, allocation = plan_layers(list(bases.values()), scored, mean_rank, method, **settings)
-    warn_of_limit(scored, planned)
     plans = dict(zip(found, planned, strict=True))
     retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}
     tokens = sum(row.size for row in rows)

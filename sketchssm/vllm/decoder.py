@@ -106,14 +106,14 @@ class Recipe:
         common = {"memory": memory, "pad_slot": NULL_BLOCK, **self._types}
         source = self.source
         if isinstance(source, SketchPlan):
-            return SketchHead(source, num_slots, self.backend, phase=self._phase(source.flush_every), **common)
+            return SketchHead(source, num_slots, self.backend, phase=self._phase(source.window), **common)
         if self.system == "replay":
             phase = self._phase(self.window)
             return ReplayHead(source, num_slots, self.backend, window=self.window, phase=phase, **common)
         return StandardHead(source, num_slots, self.backend, drafts=self._tokens, **common)
 
-    def _phase(self, flush_every: int) -> int | None:
-        return None if self.phase is None else self.phase % flush_every
+    def _phase(self, window: int) -> int | None:
+        return None if self.phase is None else self.phase % window
 
     def warm(self, head: ExactHead, device: torch.device) -> None:
         """Load all kernels of a head, those of drafts included, as captured graphs need them.

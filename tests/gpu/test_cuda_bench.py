@@ -94,7 +94,7 @@ def test_arrivals(map):
     plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 5, layer.key_dim), 4, map)
     case = bench.Case("tiny", layer, 6, 4, [plan])
     report = bench.time_arrivals([case], "cuda", layers=2, steps=40, mean_tokens=9, duty=0.5)
-    assert [r.mode for r in report.results] == ["arrivals", "lockstep", "clock", "no clock", "deferred"]
+    assert [r.mode for r in report.results] == ["arrivals", "lockstep", "clock", "no clock"]
     for result in report.results:
         assert result.backend == "cuda"
         assert result.error < ROUNDED

@@ -1,7 +1,5 @@
 """Heads on a device: arrays of every framework, streams, captured graphs, states in given memory."""
 
-import warnings
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from gpu.cuda_support import (
 )
 
 import sketchssm as ss
-from sketchssm.layer.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import Tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -290,91 +288,6 @@ class TestTorch:
         twin.step(*tokens)
         assert error(wide(pool[:, 1]), twin.state) < EXACT
         assert pool[:, 0].isnan().all()
-
-    def test_refusals(self, torch, jax, rng):
-        layer = LAYERS["gdn"]
-        head, _ = heads_of("sketch", layer, 4, rng)
-        good = each(at(make_tokens(layer, 4, 1, "bfloat16", rng), np.s_[:, 0]), on_torch(torch), "bfloat16")
-        for name, bad, kind, message in (
-            ("k", good.k.int(), TypeError, "k: expected a real floating-point array, got dtype torch.int32"),
-            ("v", good.v.to_sparse(), TypeError, "v: expected an array, got Tensor"),
-            ("q", good.q.float(), TypeError, "q: expected bfloat16, which the head's first call or warmup"),
-            ("slots", torch.zeros(3, device="cuda", dtype=torch.int64), ValueError, r"slots: expected shape \(4,\)"),
-            ("slots", torch.zeros(4, device="cuda"), ValueError, "slots: expected integers, got dtype float32"),
-            ("slots", np.array([0, 1, 2, 2]), ValueError, "slots: expected each slot at most once"),
-            ("g", np.ones(good.g.shape, np.float32), ValueError, "g: expected log-decays <= 0"),
-        ):
-            with pytest.raises(kind, match=message):
-                head.step(**(good._asdict() | {name: bad}))
-        for pool, kind in (
-            (np.zeros((4, *layer.state_shape), np.float32), TypeError),
-            (torch.zeros(4, *layer.state_shape), TypeError),
-            (torch.zeros(4, *layer.state_shape, dtype=torch.float64, device="cuda"), TypeError),
-            (torch.zeros(5, *layer.state_shape, device="cuda"), ValueError),
-            (torch.zeros(4, *layer.state_shape, device="cuda").transpose(-1, -2), ValueError),
-        ):
-            with pytest.raises(kind, match=r"^memory\['state'\]: expected"):
-                ss.StandardHead(layer, 4, "cuda", memory={"state": pool})
-        assert head.position.get().tolist() == [0, 0, 0, 0]
-        assert not head.state.get().any()
-
-
-class TestActivations:
-    def test_the_first_call_decides(self, cupy, rng):
-        """bf16 if all three are bf16. A state that was loaded before is sketched then."""
-        layer = LAYERS["gdn"]
-        plan = make_plan(layer, [7, FULL_STATE, 16, 2], rng)
-        for activation, exact in (("bfloat16", ROUNDED), ("float32", EXACT)):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "loading kernel")
-                head = ss.SketchHead(plan, 2, "cuda", sketch_dtype="float32")
-                twin = ss.SketchHead(plan, 2, "reference")
-                start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
-                tokens = make_tokens(layer, 2, 16, activation, rng)
-                head.load_state(cupy.asarray(start))
-                head.flush()
-                twin.load_state(start)
-                output = head.step(*each(tokens, on_cupy(cupy), activation))
-            # maps in float32 hold about 1e-4 of a read; the last token is the flush's
-            want = twin.step(*tokens)
-            assert error(wide(output), want) < max(1e-4, exact)
-            assert error(wide(output)[:, -1], want[:, -1]) < exact
-            with pytest.raises(ValueError, match="activation_dtype: expected"):
-                head.warmup("float16")
-
-    def test_an_activation_that_was_asked_for_rounds(self, cupy, rng):
-        layer = LAYERS["mamba2"]
-        head, twin = heads_of("standard", layer, 2, rng, activation_dtype="bfloat16", output_dtype="float32")
-        tokens = make_tokens(layer, 2, 12, "bfloat16", rng)
-        output = head.step(*each(tokens, on_cupy(cupy), "float32"))
-        assert output.dtype == np.float32
-        assert error(output.get(), twin.step(*tokens)) < EXACT
-
-
-class TestHeads:
-    def test_auto(self, rng):
-        assert ss.StandardHead(LAYERS["gdn"], 2).backend == "cuda"
-        odd = ss.Layer("gdn", 4, 33, 5)
-        with pytest.warns(RuntimeWarning, match=r"^backend: 'auto' takes 'cpu': key_dim: the CUDA kernels don't"):
-            assert ss.StandardHead(odd, 2).backend == "cpu"
-        with pytest.raises(ValueError, match=r"key_dim: the CUDA kernels don't support 33; they support key_dim \(64"):
-            ss.StandardHead(odd, 2, "cuda")
-
-    def test_a_late_kernel_warns_once(self, cupy, rng, monkeypatch):
-        from sketchssm.cuda import modules
-
-        monkeypatch.setattr(modules, "_modules", {})
-        layer = LAYERS["kda-64"]
-        given = each(make_tokens(layer, 2, 1, "bfloat16", rng), on_cupy(cupy), "bfloat16")
-        with pytest.warns(RuntimeWarning, match="loading kernel standard in the middle of decoding") as record:
-            ss.StandardHead(layer, 2, "cuda").step(*given)
-        assert [w.filename for w in record] == [__file__]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ss.StandardHead(layer, 2, "cuda").step(*given)
-            head = ss.ReplayHead(layer, 2, "cuda")
-            head.warmup()
-            head.step(*given)
 
     def test_mixed_frameworks(self, torch, cupy, rng):
         layer = LAYERS["gdn"]

@@ -1,6 +1,5 @@
 """Slots, streams and captured graphs of heads that a server drives, on a device."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_support import LAYERS, make_plan, make_tokens
@@ -94,33 +93,3 @@ def test_graphs_with_other_slots(torch, dtype, rng):
     assert twin.left_out() == 0
     for name, array in head._engine.memory.items():
         np.testing.assert_array_equal(array.view(np.uint8).get(), twin._engine.memory[name].view(np.uint8).get())
-
-
-def test_a_pool_of_blocks(cupy, rng):
-    """One block holds all parts of a slot, with the bits of a head with memory of its own."""
-    layer = LAYERS["kda"]
-    plan = make_plan(layer, [9, 33, 1], np.random.default_rng(1))
-    parts = ss.SketchHead.parts_of(plan, backend="cuda", activation_dtype="bfloat16")
-    ends = np.cumsum([-(-part.bytes // 128) * 128 for part in parts])
-    blocks = cupy.full((6, int(ends[-1]) + 128), 255, np.uint8)
-    memory = {}
-    for part, end in zip(parts, ends, strict=True):
-        begin = int(end) - -(-part.bytes // 128) * 128
-        kind = np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
-        place = cupy.cuda.MemoryPointer(blocks.data.mem, blocks.data.ptr - blocks.data.mem.ptr + begin)
-        inner = np.empty(part.shape, kind).strides
-        memory[part.name] = cupy.ndarray((6, *part.shape), kind, place, (blocks.strides[0], *inner))
-    heads = [
-        ss.SketchHead(plan, 6, "cuda", activation_dtype="bfloat16", **options) for options in ({"memory": memory}, {})
-    ]
-    for head in heads:
-        head.warmup()
-        head.reset()
-    for _ in range(40):
-        tokens = make_tokens(layer, 4, 1, "bfloat16", rng)
-        given = [cupy.asarray(x[:, 0].astype(ml_dtypes.bfloat16) if i < 3 else x[:, 0]) for i, x in enumerate(tokens)]
-        slots = cupy.asarray(rng.permutation(6)[:4].astype(np.int32))
-        outputs = [head.step(*given, slots=slots).view(np.uint16).get() for head in heads]
-        np.testing.assert_array_equal(*outputs)
-    np.testing.assert_array_equal(heads[0].state.get(), heads[1].state.get())
-    assert (blocks[:, int(ends[-1]) :] == 255).all()

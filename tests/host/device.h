@@ -209,9 +209,6 @@ inline unsigned __ballot_sync(unsigned mask, int vote, HOST_PLACE) { return host
 inline int __any_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) != 0; }
 inline int __all_sync(unsigned mask, int vote, HOST_PLACE) { return host::ballot(mask, vote, where) == mask; }
 
-inline unsigned __reduce_min_sync(unsigned mask, unsigned x, HOST_PLACE) {
-    return ~host::joined<host::larger>(mask, ~x, where);
-}
 inline unsigned __reduce_max_sync(unsigned mask, unsigned x, HOST_PLACE) {
     return host::joined<host::larger>(mask, x, where);
 }

@@ -2,10 +2,11 @@
 
 import ml_dtypes
 import numpy as np
+import pytest
 from gpu.cuda_support import make_plan, make_tokens
 
 import sketchssm as ss
-from host import standin
+from host import compiler, standin
 from sketchssm import cuda
 from sketchssm.arrays import interop
 from sketchssm.cuda import modules
@@ -17,9 +18,12 @@ LAYER = Layer("gdn", 2, 64, 80, 1)
 _modules = {}  # compiled once for all tests of a file
 
 
-def install(monkeypatch):
-    """The stand-in for CuPy; every test looks for a device anew."""
+def install(monkeypatch, order=0):
+    """The stand-in for CuPy; every test looks for a device anew. Skips on machines that can't compile the kernels."""
+    if missing := compiler.missing():
+        pytest.skip(missing)
     standin.install(monkeypatch)
+    monkeypatch.setattr(standin, "order", order)
     monkeypatch.setattr(modules, "_modules", _modules)
     found = cuda.importlib.util.find_spec
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name, *given: name == "cupy" or found(name, *given))

@@ -3,8 +3,6 @@
 import numpy as np
 from gpu.cuda_support import make_tokens, slot_table, tokens_to_device
 
-from host import standin
-from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 
 LAYERS = {
@@ -19,16 +17,6 @@ LAYERS = {
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
 RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 40, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
-
-_modules = {}  # compiled once for all tests of a file
-
-
-def install(monkeypatch):
-    """The stand-in for CuPy, with threads in a random order."""
-    standin.install(monkeypatch)
-    monkeypatch.setattr(modules, "_modules", _modules)
-    monkeypatch.setattr(standin, "order", 0x5EED)
-    return standin
 
 
 def poisoned(engine):

@@ -89,10 +89,6 @@ def arange(*args, dtype=None):
     return np.arange(*args, dtype=dtype).view(ndarray)
 
 
-FIRST_SIDE = 1000
-"""Handle of the first side stream."""
-
-
 class RawKernel:
     """One kernel, called as CuPy's, or by the driver's handle."""
 
@@ -104,11 +100,9 @@ class RawKernel:
         _kernels.append(self)
         self.kernel = SimpleNamespace(ptr=len(_kernels))
 
-    def __call__(self, grid, block, args, *, shared_mem=0, stream=0):
+    def __call__(self, grid, block, args, *, shared_mem=0):
         if Stream.recorded is not None:
-            beside = FIRST_SIDE <= stream < FIRST_SIDE + Stream.side_streams
-            queue = Stream.beside.setdefault(stream, []) if beside else Stream.recorded
-            queue.append((self, grid, block, args, shared_mem))
+            Stream.recorded.append((self, grid, block, args, shared_mem))
             return
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise ValueError(f"{shared_mem} bytes of shared memory, but {self.max_dynamic_shared_size_bytes} allowed")
@@ -158,16 +152,16 @@ def launch_kernel(config, function, pointers, extra):
     kernel = _kernels[function - 1]
     if isinstance(pointers, int):  # from C++
         pointers = (ctypes.c_void_p * len(kernel.parameters)).from_address(pointers)
-    kernel(fields[:3], fields[3:6], kernel.arguments(pointers), shared_mem=fields[6], stream=fields[7])
+    kernel(fields[:3], fields[3:6], kernel.arguments(pointers), shared_mem=fields[6])
     return 0
 
 
 def install(monkeypatch):
     """Put this module in CuPy's place, and its launches in the driver's."""
-    from sketchssm.cuda import arrays, call_arguments, launch, side, workspaces
+    from sketchssm.cuda import arrays, call_arguments, launch, workspaces
 
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
-    for module in (arrays, call_arguments, side, workspaces):
+    for module in (arrays, call_arguments, workspaces):
         monkeypatch.setattr(module, "capture_of", lambda stream: current_capture())
     monkeypatch.setattr(launch, "_driver", lambda: launch_kernel)
     monkeypatch.setitem(sys.modules, "sketchssm.cuda._direct", None)  # not built; see driver.py
@@ -221,25 +215,16 @@ class MemoryPointer:
 
 
 class Stream(contextlib.nullcontext):
-    """Kernels run at once and in order; captured kernels run when the graph is launched.
-
-    A stream with a priority is a side stream. Its captured kernels run as late as possible: when another stream waits
-    for its event.
-    """
+    """Kernels run at once and in order; captured kernels run when the graph is launched."""
 
     ptr = 0
     recorded = None
     captures = 0
-    beside: ClassVar = {}  # captured kernels of side streams that no stream has waited for
-    side_streams = 0
     current: ClassVar = []
     from_external = classmethod(lambda cls, handle: cls())
 
-    def __init__(self, non_blocking=False, priority=None):
+    def __init__(self, non_blocking=False):
         super().__init__()
-        if priority is not None:
-            self.ptr = FIRST_SIDE + Stream.side_streams
-            Stream.side_streams += 1
 
     def __enter__(self):
         Stream.current.append(self)
@@ -253,21 +238,14 @@ class Stream(contextlib.nullcontext):
         return event
 
     def wait_event(self, event):
-        if event.capture not in (0, current_capture()):
-            raise RuntimeError("the event belongs to a capture that has ended")
-        if Stream.recorded is not None:
-            Stream.recorded += Stream.beside.pop(event.stream, [])
-            if self.ptr >= FIRST_SIDE:
-                Stream.beside.setdefault(self.ptr, [])
+        pass
 
     def begin_capture(self):
-        Stream.recorded, Stream.beside = [], {}
+        Stream.recorded = []
         Stream.captures += 1
 
     def end_capture(self):
         calls, Stream.recorded = Stream.recorded, None
-        if Stream.beside:
-            raise RuntimeError("a side stream was not joined to the captured stream")
 
         def launch(stream):
             for kernel, grid, block, args, shared in calls:
@@ -286,14 +264,14 @@ def current_capture():
 
 class Event:
     done = True
-    stream = capture = 0
+    stream = 0
 
     def __init__(self, disable_timing=False):
         pass
 
     def record(self, stream=None):
         self.time = time.perf_counter()
-        self.stream, self.capture = 0 if stream is None else stream.ptr, current_capture()
+        self.stream = 0 if stream is None else stream.ptr
 
     def synchronize(self):
         pass

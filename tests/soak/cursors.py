@@ -10,18 +10,14 @@ class Cursors:
     ----------
     window : int
         W; 1 for a head that writes its states at every token.
-    every : int
-        Tokens from one flush to the next; more than W with refreshes.
     phase : int or None
         Where the clock begins; None for no clock.
     slots : int
         Number of slots.
-    deferred : bool, default False
-        Whether a slot flushes behind its token number W - 1.
     """
 
-    def __init__(self, window, every, phase, slots, deferred=False):
-        self.window, self.every, self.clocked = window, every - deferred, phase is not None
+    def __init__(self, window, phase, slots):
+        self.window, self.clocked = window, phase is not None
         # the clock is one more row, behind the slots
         self.position, self.drafted = np.zeros(slots + 1, int), np.zeros(slots + 1, int)
         self.due = np.zeros(slots + 1, bool)
@@ -29,40 +25,33 @@ class Cursors:
         """DUE bits that the clock has had since someone emptied the set."""
         if self.clocked:
             self.position[-1] = phase
-            self.due[:] = phase == every - 1
+            self.due[:] = phase == window - 1
 
     def plain(self, rows):
-        """One token of some slots; returns which of them flush with it, and which refresh their sketches."""
+        """One token of some slots; returns which of them flush with it."""
         every = np.append(rows, -1) if self.clocked else rows
-        flushes = self.due[every] | (self.position[every] == self.every - 1)
+        flushes = self.due[every] | (self.position[every] == self.window - 1)
         self.position[every] = np.where(flushes, 0, self.position[every] + 1)
         self.due[every[flushes]] = False
         self.drafted[every] = 0
-        if self.clocked and self.position[-1] == self.every - 1:
+        if self.clocked and self.position[-1] == self.window - 1:
             self.due[every] = True
         self.strokes.add(bool(self.due[-1]))
-        flushes = flushes[: len(rows)]
-        return flushes, ~flushes & (self.position[rows] % self.window == 0)
+        return flushes[: len(rows)]
 
     def draft(self, rows, lengths, most):
-        """A draft of so many tokens each, and at most `most`.
-
-        Returns which slots flush before the draft, and which begin it at their next window, with a refreshed sketch.
-        """
+        """A draft of so many tokens each, and at most `most`; returns which slots flush before it."""
         every, lengths = (np.append(rows, -1), np.append(lengths, most)) if self.clocked else (rows, lengths)
-        folds = self.due[every] | (self.position[every] + lengths > self.every - 1)
+        folds = self.due[every] | (self.position[every] + lengths > self.window - 1)
         if self.clocked and folds[-1]:  # all slots of the call fold with the clock
             folds[:] = True
         if self.window == 1:
             folds[:] = False
-        used = self.position[every] % self.window
-        skips = ~folds & (used > 0) & (used + lengths >= self.window)
         self.position[every[folds]] = 0
-        self.position[every[skips]] += self.window - used[skips]
         self.due[every[folds]] = False
         self.drafted[every] = lengths
         self.strokes.add(bool(self.due[-1]))
-        return folds[: len(rows)], skips[: len(rows)]
+        return folds[: len(rows)]
 
     def commit(self, rows, accepted):
         """Keep the first tokens of some slots' drafts."""
@@ -72,7 +61,7 @@ class Cursors:
         if self.clocked:
             count, self.drafted[-1] = self.drafted[-1], 0
             self.position[-1] += count
-            if self.position[-1] + count > self.every - 1:
+            if self.position[-1] + count > self.window - 1:
                 self.due[np.append(rows, -1)] = True
             self.strokes.add(bool(self.due[-1]))
 

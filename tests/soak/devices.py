@@ -5,7 +5,6 @@ import contextlib
 import numpy as np
 from samples import at
 
-import sketchssm as ss
 from sketchssm.layer.recurrence import Tokens
 from soak.places import Host
 
@@ -136,8 +135,7 @@ class Device(Host):
     def _record(self, call):
         with self.main:
             self.main.begin_capture()
-            with ss.overlap_flushes():
-                call()
+            call()
             return self.main.end_capture()
 
     def _capture(self, rows):

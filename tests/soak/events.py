@@ -98,15 +98,7 @@ class Events:
             self.cursors.begin(slots)
 
     def end_windows(self, group, why):
-        self._renew(group, self.oracle.fold, why)
-
-    def refresh_windows(self, group, why):
-        self._renew(group, self.oracle.refresh, why)
-        self.counts["skipped"] += len(group)
-
-    @staticmethod
-    def _renew(group, renew, why):
-        for each, past in zip(group, renew([each.past for each in group]), strict=True):
+        for each, past in zip(group, self.oracle.fold([each.past for each in group]), strict=True):
             each.past = past
             each.note(why)
 

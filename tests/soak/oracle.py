@@ -4,8 +4,6 @@ The oracle keeps the state ``S`` after every accepted token, by the plain recurr
 differs from the exact output by ``E x``: the error ``E = U C - S0^T`` of the sketch of the state S0 at the window's
 start, times the effective query ``x = M_{1:t}^T q``. The product ``M_{1:t}`` of the window's transitions is kept
 beside S. So no ring, no slot and no fold takes part.
-
-A refresh sketches what the old sketch stands for after the window's tokens: for a dense map ``S_t^T + E M_{1:t}^T``.
 """
 
 from collections import deque
@@ -27,7 +25,7 @@ class Past(NamedTuple):
     """All that a request's tokens have come to; arrays are never written again.
 
     ``state (heads, K, V)``, ``transitions (heads, K, K)`` of the window, ``missed (heads, V, K)`` by the sketch, and
-    ``size (heads,)``, the largest norm of the state at a window's start since the last flush.
+    ``size (heads,)``, the norm of the state at the window's start.
     """
 
     state: np.ndarray
@@ -65,18 +63,17 @@ class Oracle:
         if self.rounded is not None:
             states = states.astype(self.rounded).astype(np.float64)
         sizes = np.linalg.norm(states, axis=(-2, -1))
-        missed = self._missed(states, states)
+        missed = self._missed(states)
         return [Past(state, self._eye, *rest) for state, *rest in zip(states, missed, sizes, strict=True)]
 
-    def _missed(self, states, shown):
-        """Errors, for each of the states ``(rows, heads, K, V)``, of the sketches of those in `shown`."""
+    def _missed(self, states):
+        """Errors of the sketches of states ``(rows, heads, K, V)``."""
         missed = [self._nothing.copy() if len(self.sketched) else self._nothing for _ in states]
         for head in self.sketched:
             plan, rank = self.plan, int(self.plan.ranks[head])
             omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
-            wide = 0 if plan.wide is None else int(plan.wide[head])
             form = SketchFormat.of(plan.sketch_dtype)
-            read = sketched_read(form, plan.map, shown[:, head], omega, projection, wide)
+            read = sketched_read(form, plan.map, states[:, head], omega, projection)
             for one, error in zip(missed, read - states[:, head].swapaxes(-1, -2), strict=True):
                 one[head] = error
         return missed
@@ -85,22 +82,11 @@ class Oracle:
         """The same pasts, with their windows at their states."""
         return self.begin(np.stack([past.state for past in pasts])) if pasts else []
 
-    def refresh(self, pasts):
-        """The same pasts, with their sketches advanced to their states and a new window begun."""
-        if not pasts:
-            return []
-        states, transitions, missed, sizes = (np.stack(x) for x in zip(*pasts, strict=True))
-        shown = states + transitions @ missed.swapaxes(-1, -2)
-        sizes = np.maximum(sizes, np.linalg.norm(states, axis=(-2, -1)))
-        missed = self._missed(states, shown)
-        return [Past(state, self._eye, *rest) for state, *rest in zip(states, missed, sizes, strict=True)]
-
-    def decode(self, pasts, token, flushes, refreshes=()):
+    def decode(self, pasts, token, flushes):
         """Decode one token ``(rows, ...)`` of each past.
 
         Returns the outputs ``(rows, heads, V)``, norms ``(rows, heads)`` that rounding errors are relative to, and the
-        pasts with the token. A row that flushes reads its output from the state, on which its next window begins; a
-        row that refreshes reads its output through the old sketch.
+        pasts with the token. A row that flushes reads its output from the state, on which its next window begins.
         """
         q, k, v, g, beta = per_head(self.layer, token)
         state, transitions, missed, size = (np.stack(x) for x in zip(*pasts, strict=True))
@@ -114,8 +100,7 @@ class Oracle:
             output[~flushes] += np.einsum("...vj,...j->...v", missed, queries)[~flushes]
         norms = size + np.linalg.norm(state, axis=(-2, -1)) + np.linalg.norm(v, axis=-1)
         after = [Past(*x) for x in zip(state, transitions, missed, size, strict=True)]
-        for renew, which in ((self.fold, flushes), (self.refresh, refreshes)):
-            ends = np.flatnonzero(which)
-            for row, past in zip(ends, renew([after[row] for row in ends]), strict=True):
-                after[row] = past
+        ends = np.flatnonzero(flushes)
+        for row, past in zip(ends, self.fold([after[row] for row in ends]), strict=True):
+            after[row] = past
         return output, norms * np.linalg.norm(q, axis=-1), after

@@ -55,8 +55,7 @@ class Server(Events):
         self.place, self.head, self.layer = place, place.head, layer
         self.seed, self.rng = seed, np.random.default_rng(seed)
         self.oracle = Oracle(layer, plan, state_dtype)
-        self.deferred = getattr(self.head, "deferred", False)
-        self.cursors = Cursors(self.head.window, self.head.flush_every, phase, self.head.num_slots, self.deferred)
+        self.cursors = Cursors(self.head.window, phase, self.head.num_slots)
         self.waiting, self.mean_length = requests, mean_length
         self.pad = getattr(self.head, "pad_slot", -1)
         self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
@@ -234,17 +233,12 @@ class Server(Events):
         want, scale = self.blank(len(rows), count)
         exact = np.zeros((len(rows), count), bool)
         for t in range(count):
-            flushes, refreshes = self.cursors.plain(slots[live])
-            with_token = flushes & (not self.deferred)
-            exact[live, t] = with_token
-            self.counts["refreshed"] += int(refreshes.sum())
+            exact[live, t] = flushes = self.cursors.plain(slots[live])
             token = _rows(seen, live, t)
             pasts = [rows[i].past for i in live]
-            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, with_token, refreshes)
+            want[live, t], scale[live, t], after = self.oracle.decode(pasts, token, flushes)
             for i, past in zip(live, after, strict=True):
                 rows[i].past = past
-            if self.deferred:
-                self.end_windows([rows[i] for i, folds in zip(live, flushes, strict=True) if folds], "flushed")
         for i in live:
             rows[i].left -= count
             rows[i].note("step", count, "position", self.cursors.position[rows[i].slot])
@@ -254,9 +248,8 @@ class Server(Events):
 
     def draft(self, rows, live, seen, lengths, count, slots, fetch):
         """Read drafts, fork between, and keep what a random verification accepts."""
-        folds, skips = self.cursors.draft(slots[live], lengths[live], count)
+        folds = self.cursors.draft(slots[live], lengths[live], count)
         self.end_windows([rows[i] for i, folded in zip(live, folds, strict=True) if folded], "flushed for a draft")
-        self.refresh_windows([rows[i] for i, skips in zip(live, skips, strict=True) if skips], "refreshed for a draft")
         want, scale = self.blank(len(rows), count)
         trails = {i: [rows[i].past] for i in live}
         exact = self.head.window == 1

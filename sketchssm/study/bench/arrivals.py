@@ -20,7 +20,6 @@ from sketchssm.heads.head import DecodeHead
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.heads.standard import StandardHead
 from sketchssm.layer.recurrence import Tokens
-from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.arrivals_device import inputs_on_device, run_on_device
 from sketchssm.study.bench.cases import Case
 from sketchssm.study.bench.device import compile_all, device_name
@@ -30,9 +29,8 @@ from sketchssm.study.evaluate.measure import relative_error
 
 __all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
 
-MODES = ("lockstep", "clock", "no clock", "deferred")
-"""Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock; random, without a
-clock and with deferred flushes."""
+MODES = ("lockstep", "clock", "no clock")
+"""Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock."""
 
 JUDGED_HEADS = 8
 """At least so many heads are compared with float64, if the layer has as many."""
@@ -135,7 +133,7 @@ class Model:
         if self.plan is None:
             return StandardHead(self.case.layer, num_slots, backend, **types)
         phase = index % self.case.window if self.mode == "clock" else None
-        return SketchHead(self.plan, num_slots, backend, phase=phase, deferred=self.mode == "deferred", **types)
+        return SketchHead(self.plan, num_slots, backend, phase=phase, **types)
 
     def judge(self, index: int, inputs: Inputs, requests: Requests, run: Run) -> tuple[float, float]:
         """Compute the errors of some heads of a layer against the same layer in float64, for the first row.
@@ -173,11 +171,6 @@ class Model:
         return relative_error(run.outputs[:, heads], outputs), relative_error(run.state[heads], twin.state[0])
 
 
-def _modes(plan: SketchPlan) -> tuple[str, ...]:
-    """Modes of a plan: flushes of plans with refreshes can't be deferred."""
-    return MODES if plan.flush_every == plan.window else tuple(mode for mode in MODES if mode != "deferred")
-
-
 def measure_arrivals(
     case: Case,
     backend: str,
@@ -202,7 +195,7 @@ def measure_arrivals(
     for plan in (None, *case.plans):
         system = "standard" if plan is None else f"sketch G={plan.mean_rank:g} {plan.map.name}"
         lockstep = math.nan
-        for mode in ("arrivals",) if plan is None else _modes(plan):
+        for mode in ("arrivals",) if plan is None else MODES:
             requests = together if mode == "lockstep" else arriving
             model = Model(case, plan, mode)
             gc.collect()  # frees the memory of the heads before
@@ -271,8 +264,7 @@ def time_arrivals(
     Returns
     -------
     ArrivalsReport
-        For each case standard decode, then the modes of each plan in the order of `MODES`; no mode "deferred" for
-        plans with refreshes.
+        For each case standard decode, then the modes of each plan in the order of `MODES`.
 
     Raises
     ------
@@ -289,11 +281,7 @@ def time_arrivals(
         report.device = device_name()
         listed = {(case.shape, case.window): case.systems() for case in cases}  # batches share kernels
         progress("compiling")
-        needed = [system for own in listed.values() for system in own if system.name != "replay"]
-        sketches: list[Any] = [system for system in needed if system.plan is not None]
-        deferrable = [one for one in sketches if "deferred" in _modes(one.plan)]
-        deferred = [replace(one, build=partial(one.build, deferred=True)) for one in deferrable]
-        compile_all(needed + deferred)
+        compile_all([system for own in listed.values() for system in own if system.name != "replay"])
     for case in cases:
         progress(str(case))
 

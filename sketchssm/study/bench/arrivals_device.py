@@ -14,7 +14,6 @@ import numpy as np
 
 from sketchssm.arrays.interop import to_host
 from sketchssm.heads.head import DecodeHead
-from sketchssm.heads.overlap import overlap_flushes
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.bench.cases import Case
 from sketchssm.study.bench.device import ACTIVATION, Workload
@@ -91,9 +90,8 @@ def run_on_device(heads: Sequence[DecodeHead], inputs: Inputs, requests: Request
             head.load_state(states, slots=joined)
 
     def step() -> None:
-        with overlap_flushes():
-            for head in heads:
-                head.step(*token, slots=slots, out=output)
+        for head in heads:
+            head.step(*token, slots=slots, out=output)
 
     load_graph, step_graph = captured(load, stream), captured(step, stream)
     pace = _Pace(period, duty, stream)

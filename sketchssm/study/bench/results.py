@@ -160,7 +160,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     batch : int
         Rows of a step.
     window : int
-        Tokens from one flush to the next; of a plan with refreshes, its `flush_every`.
+        Tokens from one flush to the next.
     on_device : bool, default False
         Whether q, k, v, raw gate inputs and outputs are bf16 and sketches are packed as in the CUDA kernels. Else
         inputs are float32, and sketches as in the byte model.
@@ -170,7 +170,7 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     StepBytes
         States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs and
         outputs, the ring (a token is written once and read at each later token of the window, and by the flush), and
-        the sketch that a flush or a refresh writes.
+        the sketch that a flush writes.
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
@@ -181,16 +181,13 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     if system.name == "standard":
         return StepBytes(batch * (whole + moved), batch * (whole + moved))
     buffered = taken - activation * sizes["q"]  # queries are not kept
-    read, written, between = whole / 2, 0.0, window
+    read, written = whole / 2, 0.0
     if system.plan is not None:
-        between = system.plan.window
         sketches = _sketch_bytes(system.plan, on_device, system.state_dtype)
         read, written = float(sketches.sum()), float(sketches[system.plan.ranks != FULL_STATE].sum())
-    # means over the positions before the flush: tokens of the window in the ring, refreshes
-    earlier = float(np.mean(np.arange(max(window - 1, 1)) % between))
-    refreshes = (window // between - 1) / max(window - 1, 1)
+    earlier = max(window - 2, 0) / 2  # tokens in the ring, mean over the positions before the flush
     return StepBytes(
-        batch * (read + moved + buffered * (1 + earlier) + refreshes * written),
+        batch * (read + moved + buffered * (1 + earlier)),
         batch * (whole + moved + buffered * (window - 1) + written),
     )
 
@@ -199,9 +196,9 @@ def _sketch_bytes(plan: SketchPlan, on_device: bool, state_dtype: str) -> npt.ND
     """Bytes ``(heads,)`` of each head's sketch and map in a read; padding between heads does not count."""
     layer = plan.layer
     settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype)
-    modelled = traffic.sketch_read(*settings, sketch_dtype=plan.sketch_dtype, wide=plan.wide)
+    modelled = traffic.sketch_read(*settings, sketch_dtype=plan.sketch_dtype)
     if not on_device:
         return modelled
     form = SketchFormat.of(plan.sketch_dtype)
-    packed = form.bytes(plan.map, np.maximum(plan.ranks, 0), layer.key_dim, layer.value_dim, plan.wide)
+    packed = form.bytes(plan.map, np.maximum(plan.ranks, 0), layer.key_dim, layer.value_dim)
     return np.where(plan.ranks == FULL_STATE, modelled, packed)

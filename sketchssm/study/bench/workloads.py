@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sketchssm.arrays.gates import GateInput
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
+from sketchssm.layer.formats import DEFAULT_FORMAT
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System, exact_systems, sketch_system
@@ -156,7 +156,6 @@ def random_plan(
     map: str | CoefficientMap,
     seed: int = 0,
     sketch_dtype: str = DEFAULT_FORMAT,
-    flush_every: int | None = None,
 ) -> SketchPlan:
     """Make a plan with random bases: times do not depend on the values.
 
@@ -167,15 +166,13 @@ def random_plan(
     rank : int or ndarray of int64, (heads,)
         One rank for all heads, or one per head.
     window : int
-        Tokens from one sketch to the next.
+        Tokens of a window.
     map : CoefficientMap or str
         Coefficient map.
     seed : int, default 0
         Seed of the bases.
     sketch_dtype : str, default "bfloat16"
-        Format of sketches and maps. In a mixed format half of a head's columns, rounded up, have 8 bits.
-    flush_every : int, optional
-        Tokens from one flush to the next, with a refresh every `window` tokens. Default: `window`, no refreshes.
+        Format of sketches and maps.
 
     Returns
     -------
@@ -184,8 +181,7 @@ def random_plan(
     """
     ranks = np.broadcast_to(rank, layer.heads)
     basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
-    wide = np.maximum(ranks + 1, 0) // 2 if SketchFormat.of(sketch_dtype).mixed else None
-    return SketchPlan(basis, ranks, window, map, sketch_dtype, wide, flush_every=flush_every)
+    return SketchPlan(basis, ranks, window, map, sketch_dtype)
 
 
 def systems(

@@ -131,7 +131,7 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
     size = np.square(study.output).sum(axis=-1)
     state_lost, state_size = np.moveaxis(np.array(states), 1, 0)
     points = [0, *study.checkpoints[:-1]]
-    every = window if system.plan is None else system.plan.flush_every
+    every = window if system.plan is None else system.plan.window
     flushes = slice(every - 1, None, every)
     whole = study.length // window * window  # reads are counted over whole windows
     reads = study.read_energy(window).sum(axis=0)

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-import numpy as np
-
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.basis import SketchBasis
 from sketchssm.calibrate.traces import named_errors
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.formats import FORMATS, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, MAX_FLUSH_EVERY, Layer, Tokens
+from sketchssm.layer.formats import FORMATS
+from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.evaluate.baselines import (
     key_reduced_systems,
@@ -31,10 +29,6 @@ __all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select"]
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
 WINDOWS = (4, 8, 16, 32)
-RINGS = (2, 4, 8)
-"""Windows from one flush to the next, with refreshes between them."""
-REFRESHED = 4
-"""The same for the family `refreshed`."""
 
 FULL_METHOD = "full-method"
 """The ablation with no part replaced: the base of all others."""
@@ -92,19 +86,9 @@ def _sketches(study: Study) -> list[Entry]:
 
 
 def _narrow(study: Study) -> list[Entry]:
-    """The study's map in every format of few bits that serves it, at every mean rank."""
-    forms = [form for form in FORMATS.values() if form.scaled and form.serves(study.settings.map)]
+    """The study's map in every format of few bits, at every mean rank."""
+    forms = [form for form in FORMATS.values() if form.scaled]
     make = partial(_planned, study, "narrow")
-    return [make(f"{form.name}-{rank}", rank, sketch_dtype=form.name) for form in forms for rank in study.ranks]
-
-
-def _refreshed(study: Study) -> list[Entry]:
-    """The study's map in every format but float32, at every mean rank, with a flush only every `REFRESHED` windows."""
-    every = REFRESHED * study.settings.window
-    if not _has_flushes(study, every):
-        return []
-    forms = [form for form in FORMATS.values() if form.name != "float32" and form.serves(study.settings.map)]
-    make = partial(_planned, study, "refreshed", flush_every=every)
     return [make(f"{form.name}-{rank}", rank, sketch_dtype=form.name) for form in forms for rank in study.ranks]
 
 
@@ -113,18 +97,14 @@ def _ablations(study: Study) -> list[Entry]:
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
     methods = METHODS if graded else ("error", "uniform")
-    found = [make(FULL_METHOD), make("random-basis", random=True)]
-    if SketchFormat.of(study.settings.sketch_dtype).serves(CoefficientMap("offline")):
-        found.append(make("offline-map", same_ranks="offline"))
+    found = [make(FULL_METHOD), make("random-basis", random=True), make("offline-map", same_ranks="offline")]
     found += [make(f"allocation-{method}", method=method) for method in methods]
     for map in study.settings.maps():
         if map.name in ("lowrank", "prior"):
             found += [make(f"{map.name}-pivots-{p}", map=replace(map, pivots=p)) for p in PIVOTS]
         if map.name in ("lowrank", "ridge"):
             found += [make(f"{map.name}-ridge-{r:g}", map=replace(map, ridge=r)) for r in RIDGES]
-    found += [make(f"window-{w}", window=w) for w in WINDOWS if _has_flushes(study, w)]
-    flushes = [count * study.settings.window for count in RINGS]
-    return found + [make(f"flush-every-{f}", flush_every=f) for f in flushes if _has_flushes(study, f)]
+    return found + [make(f"window-{w}", window=w) for w in WINDOWS if _has_flushes(study, w)]
 
 
 def _plan(study: Study) -> list[Entry]:
@@ -148,7 +128,6 @@ FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
     "rounded-states": _rounded_states,
     "sketch": _sketches,
     "narrow": _narrow,
-    "refreshed": _refreshed,
     "quantised": _baseline("quantised", partial(quantised_systems, error_feedback=(False, True))),
     "pruned": _baseline("pruned", pruned_systems),
     "key-reduced": _baseline("key-reduced", key_reduced_systems),
@@ -228,9 +207,9 @@ def _ready(family: str, systems: Iterable[System], window: int) -> list[Entry]:
     return [entry(system) for system in systems]
 
 
-def _has_flushes(study: Study, every: int) -> bool:
-    """Whether a plan may flush so seldom, and the sequences are long enough for two flushes."""
-    return every <= MAX_FLUSH_EVERY and 2 * every <= min(study.length, study.calibration_length)
+def _has_flushes(study: Study, window: int) -> bool:
+    """Whether the sequences are long enough for two flushes."""
+    return 2 * window <= min(study.length, study.calibration_length)
 
 
 def _planned(
@@ -246,12 +225,10 @@ def _planned(
     same_ranks: str | None = None,
     state_dtype: str = "float32",
     sketch_dtype: str | None = None,
-    flush_every: int | None = None,
 ) -> Entry:
     """A sketch with the settings of the study except those given.
 
-    `same_ranks` is a map for the base's ranks. With `flush_every`, heads that would read full states get all columns
-    of the basis instead.
+    `same_ranks` is a map for the base's ranks.
     """
     window = window or study.settings.window
 
@@ -265,9 +242,6 @@ def _planned(
         plan = layer.plan(rank, map or settings.map, method or settings.method, basis, form)
         if same_ranks:
             plan = SketchPlan(basis, plan.ranks, window, same_ranks, form)
-        if flush_every:
-            sketched = np.where(plan.ranks == FULL_STATE, basis.rank_max, plan.ranks)
-            plan = SketchPlan(basis, sketched, window, plan.map, plan.sketch_dtype, plan.wide, flush_every)
         return sketch_system(plan, name, state_dtype=state_dtype)
 
     return Entry(family, name, window, build)

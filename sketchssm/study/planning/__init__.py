@@ -1,4 +1,4 @@
-"""Plans made by measurement: map, widths, window, flushes and ranks of all layers of a model, for one target.
+"""Plans made by measurement: map, format, window and ranks of all layers of a model, for one target.
 
 `candidates` lists the settings to try, `autoplan` makes plans of each at several mean ranks, measures their errors and
 costs, and chooses. `StepTimes` measures the time of a step on this machine.

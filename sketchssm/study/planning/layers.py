@@ -100,7 +100,7 @@ class TracedLayer:
             Measured on `Traces.score_part`.
         """
         window, layer = candidate.window, self.layer
-        columns = max(common_rank(layer, window, candidate.flush_every), candidate.rank_max or 0)
+        columns = max(common_rank(layer, window), candidate.rank_max or 0)
         columns = min(columns, self.rank_limit)
         if (window, columns) not in self._calibrated:
             with named_errors(self.traces):
@@ -163,7 +163,7 @@ class ScoredLayer:
     """Basis and rank scores of one layer, without its traces.
 
     Errors are those of the ideal map, relative to the state reads, which `ridge` nearly attains. The errors of other
-    maps, of other windows and of refreshes are unknown. Codes add their noise, see `sketchssm.layer.formats`.
+    maps and of other windows are unknown. Codes add their noise, see `sketchssm.layer.formats`.
 
     Parameters
     ----------
@@ -184,8 +184,8 @@ class ScoredLayer:
         window = self._scores.window
         if candidate.map.storage != "dense":
             return f"without traces, only the errors of exact and ridge are known, got {candidate.map}"
-        if (candidate.window, candidate.flush_every) != (window, window):
-            return f"without traces, expected the window and flush of the scores, {window} tokens, got {candidate}"
+        if candidate.window != window:
+            return f"without traces, expected the window of the scores, {window} tokens, got {candidate}"
         return ""
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
@@ -197,9 +197,7 @@ class ScoredLayer:
         heads, rank = np.arange(self.layer.heads), np.maximum(plan.ranks, 0)
         method = "gradient" if graded else "error"
         curves, reads = self._scores.objective(method), self._scores.noise_objective(method)
-        noise = SketchFormat.of(plan.sketch_dtype).noise(
-            reads[heads, rank], reads[heads, rank if plan.wide is None else plan.wide]
-        )
+        noise = SketchFormat.of(plan.sketch_dtype).noise * reads[heads, rank]
         lost = np.where(plan.ranks == FULL_STATE, 0.0, curves[heads, rank] + noise)
         return np.stack([lost, curves[:, 0]]) * self._scores.samples
 

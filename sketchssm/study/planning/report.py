@@ -30,14 +30,14 @@ def frontier_table(found: PlanSearch, standard: float | None = None) -> Table:
     def row(point: PlanPoint) -> list[str]:
         own = point.candidate
         arrow = "->" if point is found.chosen else ""
-        cells = [arrow, str(own.map), own.sketch_dtype, str(own.window), str(own.flush_every)]
+        cells = [arrow, str(own.map), own.sketch_dtype, str(own.window)]
         most = max(int(plan.ranks.max()) for plan in point.plans)
         cells += [f"{point.mean_rank:g}", str(most) if most > 0 else "-", f"{point.traffic:.3f}", f"{point.error:.4f}"]
         if standard is not None and point.seconds is not None:
             cells += [f"{1e6 * point.seconds:.1f}", f"{standard / point.seconds:.2f}x"]
         return cells
 
-    columns = ["", "map", "format", "window", "flush", "mean rank", "largest", "traffic", "error"]
+    columns = ["", "map", "format", "window", "mean rank", "largest", "traffic", "error"]
     columns += [] if standard is None else ["step, us", "speed-up"]
     weighted = "weighted by gradients, " if found.graded else ""
     title = f"Frontier of {len(found.points)} points (error of the outputs, {weighted}held-out calibration text)"

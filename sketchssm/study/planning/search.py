@@ -129,7 +129,7 @@ def autoplan(
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> PlanSearch:
-    """Choose map, format, window, flushes and ranks for all layers of a model together, by measurement.
+    """Choose map, format, window and ranks for all layers of a model together, by measurement.
 
     Every candidate is planned at every mean rank. Its plans decode the sequences that ranks were scored on, and the
     outputs are compared with float64.
@@ -265,7 +265,6 @@ def _plans(layers: Sequence[PlannedLayer], candidate: Candidate, mean_rank: floa
         mean_rank,
         map=candidate.map,
         sketch_dtype=candidate.sketch_dtype,
-        flush_every=candidate.flush_every,
         rank_max=candidate.rank_max,
     )
     return tuple(plans)
@@ -288,8 +287,8 @@ def _traffic(plans: Sequence[SketchPlan]) -> float:
     sums = np.zeros(2)
     for plan in plans:
         systems = sketch_system(plan, "sketch"), exact_systems(plan.layer)[0]
-        moved = [step_bytes(own, plan.layer, 1, plan.flush_every, on_device=True) for own in systems]
-        sums += [own.amortised(plan.flush_every) for own in moved]
+        moved = [step_bytes(own, plan.layer, 1, plan.window, on_device=True) for own in systems]
+        sums += [own.amortised(plan.window) for own in moved]
     return float(sums[0] / sums[1])
 
 

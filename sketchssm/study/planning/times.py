@@ -80,7 +80,7 @@ class StepTimes:
         return self._known[name]
 
     def _measured(self, system: System, plan: SketchPlan) -> BenchResult:
-        window = plan.flush_every
+        window = plan.window
         if self.backend == "cuda":
             work = Workload(plan.layer, self.batch, window)
             return measure_device(system.name, system, work, self._bandwidth, seconds=self._seconds)
