@@ -161,6 +161,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
                 DueRow{slot, static_cast<u32>(row), static_cast<u32>(position)};
         __syncthreads();
     }
+    fence_async_proxy();  // bulk copies will overwrite `room`
     return total;
 }
 

@@ -10,7 +10,7 @@
 //
 // -D constants besides common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP
 // (form of the map: FACTORS, DENSE or SHARED, in sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32 or
-// INT8, in common.cuh).
+// INT8, in common.cuh), PACE (read_warp.cuh).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"

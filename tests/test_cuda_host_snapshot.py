@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from host import fixtures
-from host.heads import narrow, sketch, tokens_of
+from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 
@@ -38,6 +38,21 @@ def test_a_restored_slot_follows_the_clock(rng):
     assert head.position[1] == 1
     head.step(*narrow(tokens_of(rng, 2, 1)), slots=[0, 1])
     np.testing.assert_array_equal(np.asarray(head.position)[:2], 0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("system", ["sketch", "standard"])
+def test_copies_and_snapshots_drop_the_drafts_of_their_sources(system, backend, rng):
+    """As every call but `commit` does. A later commit of these slots keeps nothing."""
+    head = (
+        sketch(backend, activation="bfloat16") if system == "sketch" else ss.StandardHead(LAYER, 4, backend, drafts=2)
+    )
+    head.warmup(drafts=True)
+    head.step(*narrow(tokens_of(rng, 4, 1)))
+    head.step(*narrow(tokens_of(rng, 4, 2)), draft=True)
+    head.copy([0, 1], [1, 3])
+    head.snapshot([2])
+    assert (np.asarray(head._engine.memory["cursor"]) == (1 if system == "sketch" else 0)).all()
 
 
 def test_another_backend(rng):
