@@ -134,3 +134,13 @@ def test_any_word_in_the_cursor_of_an_empty_slot(system, word, rng):
     for got, want in zip(run(head, True), run(twin, False), strict=True):
         np.testing.assert_array_equal(got[:3], want[:3])
     np.testing.assert_array_equal(head.state[:3], twin.state[:3])
+
+
+def test_a_plan_without_sketches_is_replay(rng):
+    """Whatever the format of its sketches."""
+    plan = make_plan(LAYER, [FULL_STATE, FULL_STATE], np.random.default_rng(1), window=4)
+    options = {"activation_dtype": "bfloat16"}
+    head, twin = ss.SketchHead(plan, 4, "cuda", sketch_dtype="float32", **options), make("replay", **options)
+    head.warmup()
+    tokens = narrow(tokens_of(rng, 4, 9), standin.asarray)
+    np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
