@@ -91,30 +91,13 @@ def test_refusals():
 @pytest.mark.parametrize("system", ["replay", "sketch", "standard"])
 def test_any_word_in_the_cursor_of_an_empty_slot(system, word, rng):
     """No request stands in slot 3, whose memory the caller has overwritten: no call on it changes other rows."""
-    if system == "standard":
-        make_one = partial(ss.StandardHead, LAYER, 4, "cuda", drafts=3)
-    else:
-        make_one = partial(make, system)
+    make_one = partial(ss.StandardHead, LAYER, 4, "cuda", drafts=3) if system == "standard" else partial(make, system)
     head, twin = (make_one(activation_dtype="bfloat16") for _ in range(2))
     for each in (head, twin):
         each.warmup(drafts=True)
     tokens, drafts = narrow(tokens_of(rng, 4, 8)), narrow(tokens_of(rng, 4, 3), standin.asarray)
     kept = standin.asarray(np.array([2, 3, 0, 3]))
-    calls = (
-        "step",
-        "step",
-        "flush",
-        "step",
-        "draft",
-        "commit",
-        "commit",
-        "step",
-        "step",
-        "draft",
-        "step",
-        "step",
-        "step",
-    )
+    calls = ["step", "step", "flush", "step", "draft", "commit", "commit", *["step"] * 2, "draft", *["step"] * 3]
 
     def run(head, spoil):
         at = iter(range(8))

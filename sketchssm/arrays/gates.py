@@ -77,8 +77,8 @@ class GateInput:
         bias = _numbers("dt_bias", self.dt_bias)
         if self.A_log is None and (self.lower_bound is None or bias.ndim != 2):
             raise ValueError(
-                f"A_log: expected the decay rate of each head, or a lower_bound and a dt_bias of shape (heads, K), got "
-                f"lower_bound {self.lower_bound} and shape {bias.shape}"
+                "A_log: expected the decay rate of each head, or a lower_bound and a dt_bias of shape (heads, K), got "
+                f"None, lower_bound {self.lower_bound} and shape {bias.shape}"
             )
         rate_log = np.zeros(len(bias)) if self.A_log is None else _numbers("A_log", self.A_log)
         heads = rate_log.size

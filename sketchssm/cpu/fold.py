@@ -4,8 +4,8 @@ A state advances 16 rows at a time: predict the values of the rows for all buffe
 the values that the tokens write, and add them (another product). Meanwhile the rows stay in the first-level cache.
 
 A window with a beta above 1 is folded token by token, as standard decode does. A transition then may reverse what a
-state holds along a key and forget nothing. If the key repeats, rounding errors of the Gram matrix are the same in every
-window and add up, so that the matrix would have to be more exact than float32, and the written values too.
+state holds along a key and forget nothing. If the key repeats, rounding errors of the Gram matrix and of the written
+values are the same in every window and add up.
 """
 
 from __future__ import annotations
