@@ -233,3 +233,20 @@ def test_windows_of_reflections_are_as_exact_as_single_tokens(kind, activation, 
         engine.flush(cupy.arange(1))
         errors.append((error(out.get(), want[0]), error(engine.state.get(), want[1])))
     assert (np.array(errors[1]) < 2 * np.array(errors[0])).all()
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_keys_of_zeros_and_tiny_keys(name, rng, cupy):
+    """With beta = 2 and with beta below 1; keys of norm 1e-20 write next to nothing."""
+    layer = LAYERS[name]
+    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    tokens = make_tokens(layer, 2, 40, "bfloat16", rng, hard_gates=False)
+    tokens.k[:, ::3] = 0
+    tokens.k[:, 1::3] = round_to(1e-20 * tokens.k[:, 1::3], "bfloat16")
+    tokens.beta[1] = 2
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (40, 1)), "bfloat16")
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
