@@ -93,7 +93,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     const bool in_turns = folded > 0 && solve.in_turns();
     if (in_turns) squares = fold_in_turns(f, tile, stage, prepared, values, rows.state);
 #pragma unroll UNROLLED
-    for (int step = in_turns ? STEPS : 0; step < STEPS; step++) {
+    for (int step = 0; step < STEPS && !in_turns; step++) {
         StateFragment fragment;
         fragment.load(rows.state, step);
         if (folded > 0) {
