@@ -50,8 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         held[n] = from ? *from : make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
-    if (moves) *cursors.of(pairs[threadIdx.x].x) = word;
-    __syncthreads();
     if (moves) *cursors.of(pairs[threadIdx.x].y) = word;
 #pragma unroll
     for (int n = 0; n < HELD; n++) {

@@ -311,7 +311,7 @@ def kda_inputs(
     bounds = {"lower_bound": lower_bound, "clamp_min": clamp_min}
     if is_raw("g", g, "a", a, needs_rate=lower_bound is None, A_log=A_log, dt_bias=dt_bias, **bounds):
         a = real_array("a", a, (*lead, *channels))
-        rate_log = 0.0 if A_log is None else per_head("A_log", A_log, heads)[:, None]
+        rate_log = per_head("A_log", np.zeros(heads) if A_log is None else A_log, heads)[:, None]
         raw = biased(a, dt_bias, channels)
         if lower_bound is not None:
             wide = bounded_decay(rate_log, raw, lower_bound)

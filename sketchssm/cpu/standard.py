@@ -145,9 +145,9 @@ class StandardEngine:
         """See `sketchssm.heads.engine.Engine`."""
         live = (src >= 0) & (dst >= 0)
         src, dst = src[live], dst[live]
-        self._memory.cursor[src] &= POSITION | DUE
         for array in self.memory.values():
             array[dst] = array[src]
+        self._memory.cursor[dst] &= POSITION | DUE
 
     def rejoin(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.Engine`."""

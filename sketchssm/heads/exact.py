@@ -12,7 +12,7 @@ from sketchssm.heads.backends import ACTIVATIONS, load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.snapshot import Snapshot, owner_of
 from sketchssm.layer.recurrence import Layer, check_instance
-from sketchssm.layer.slots import DUE, MAX_DRAFTS, POSITION, SlotPart
+from sketchssm.layer.slots import MAX_DRAFTS, POSITION, SlotPart
 
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
@@ -159,7 +159,7 @@ class ExactHead(DecodeHead):
             self._engine.adopt(call.slots(slots, None, self.num_slots))
 
     def copy(self, src: Any, dst: Any) -> None:
-        """Copy the contents of slots; drafts of both are dropped.
+        """Copy the contents of slots, except drafts, which the sources keep.
 
         All sources are read before any destination is written, so rows may exchange slots.
 
@@ -180,7 +180,7 @@ class ExactHead(DecodeHead):
             self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))
 
     def snapshot(self, slots: Any = None) -> Snapshot:
-        """Copy the contents of slots to the host, and drop their drafts; waits for the device.
+        """Copy the contents of slots, except drafts, which they keep, to the host; waits for the device.
 
         Parameters
         ----------
@@ -198,9 +198,8 @@ class ExactHead(DecodeHead):
             if (index < 0).any():
                 raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, got {self.pad_slot} (padding)")
             arrays = {name: call.fetch(memory[name], index) for name, *_ in owner["parts"]}
-            if "cursor" in arrays:
-                call.store(memory["cursor"], index, arrays["cursor"] & (POSITION | DUE))
-                arrays["cursor"] &= POSITION
+        if "cursor" in arrays:
+            arrays["cursor"] &= POSITION
         return Snapshot(arrays, owner)
 
     def restore(self, snapshot: Snapshot, slots: Any = None) -> None:

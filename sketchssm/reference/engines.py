@@ -152,9 +152,9 @@ class StandardEngine:
         """See `sketchssm.heads.engine.ExactEngine`."""
         live = (src >= 0) & (dst >= 0)
         src, dst = src[live], dst[live]
-        self._cursor[src] &= POSITION | DUE
         for array in self.memory.values():
             array[dst] = array[src]
+        self._cursor[dst] &= POSITION | DUE
 
     def rejoin(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
