@@ -20,6 +20,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         slots.note(slot);
         if (slot < 0) continue;
         int* const word = Strided<int>{cursor, cursor_stride}.of(slot);
-        *word = window > 1 ? after_commit(*word, kept.of(row)) | stroke : 0;
+        *word = window > 1 ? after_commit(*word, kept.of(row), window) | stroke : 0;
     }
 }

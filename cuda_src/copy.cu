@@ -70,6 +70,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         slots.note(slot);
         if (slot < 0) continue;
         int* const word = Strided<int>{cursor, cursor_stride}.of(slot);
-        *word = position_of(*word) | Clock{clock_word}.stroke();
+        *word = (*word & POSITION_BITS) | Clock{clock_word}.stroke();
     }
 }

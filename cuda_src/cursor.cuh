@@ -5,30 +5,31 @@
 
 constexpr int POSITION_BITS = 127, DUE = 128, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 
-__device__ __forceinline__ int position_of(int word) { return word & POSITION_BITS; }
+// Tokens in the ring. The bound is for the caller's memory in which no window has begun and which may hold any word.
+__device__ __forceinline__ int position_of(int word, int window) { return min(word & POSITION_BITS, window - 1); }
 __device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
 // Whether a plain token flushes the row.
 __device__ __forceinline__ bool flushes_now(int word, int window) {
-    return word & DUE || position_of(word) == window - 1;
+    return word & DUE || position_of(word, window) == window - 1;
 }
 // The word after a plain token.
 __device__ __forceinline__ int after_token(int word, int window) {
-    return flushes_now(word, window) ? 0 : position_of(word) + 1;
+    return flushes_now(word, window) ? 0 : position_of(word, window) + 1;
 }
 // Whether a row must fold its committed tokens before it drafts `length` tokens.
 __device__ __forceinline__ bool folds_before(int word, int length, int window) {
-    return word & DUE || position_of(word) + length > window - 1;
+    return word & DUE || position_of(word, window) + length > window - 1;
 }
 // The word when a row begins a draft: at position 0 if it folds before.
 __device__ __forceinline__ int after_draft(int word, int length, int window) {
-    return (folds_before(word, length, window) ? 0 : position_of(word)) | length << DRAFTED_SHIFT;
+    return (folds_before(word, length, window) ? 0 : position_of(word, window)) | length << DRAFTED_SHIFT;
 }
 // The word after a commit.
-__device__ __forceinline__ int after_commit(int word, i64 accepted) {
-    const int drafted = drafted_of(word);
+__device__ __forceinline__ int after_commit(int word, i64 accepted, int window) {
+    const int position = position_of(word, window), drafted = min(drafted_of(word), window - 1 - position);
     const int kept = accepted < 0 ? 0 : accepted < drafted ? static_cast<int>(accepted) : drafted;
-    return (word & (POSITION_BITS | DUE)) + kept;
+    return (word & DUE) + position + kept;
 }
 
 // Lengths of a draft call's rows, at most `tokens` each; `rows` null: every row drafts `tokens`.
@@ -62,8 +63,8 @@ struct Clock {
     // call's rows become due. Returns that DUE bit. By all threads of a block.
     __device__ __forceinline__ int commit(int window) const {
         if (word == nullptr) return 0;
-        const int drafted = drafted_of(*word), next = after_commit(*word, drafted);
-        const int stroke = position_of(next) + drafted > window - 1 ? DUE : 0;
+        const int drafted = drafted_of(*word), next = after_commit(*word, drafted, window);
+        const int stroke = position_of(next, window) + drafted > window - 1 ? DUE : 0;
         __syncthreads();
         if (threadIdx.x == 0) *word = next | stroke;
         return stroke;

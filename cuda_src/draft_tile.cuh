@@ -20,7 +20,7 @@ struct DraftRows {
     // {slot, position} of draft t; no slot if the row has fewer drafts.
     __device__ __forceinline__ int2 of(int row) const {
         const int2 x = entry(row);
-        return t < drafted_of(x.y) ? make_int2(x.x, position_of(x.y) + t) : make_int2(-1, 0);
+        return t < drafted_of(x.y) ? make_int2(x.x, position_of(x.y, W) + t) : make_int2(-1, 0);
     }
 };
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
     for (int i = warp; i < count; i += warps) {
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS * HEADS_PER_KEY;
         const int2 entry = own_rows.entry(row);
-        const int pos = position_of(entry.y), length = drafted_of(entry.y);
+        const int pos = position_of(entry.y, W), length = drafted_of(entry.y);
         if (length > 0) {
             const act_t* const ring = Ring(arg.memory, entry.x, head).k;
             auto token = [&](int t) { return arg.token(row, min(t, length - 1), head); };
@@ -78,7 +78,7 @@ struct DraftReader {
         }
         const int2 entry = own_rows.entry(tile.row);
         const int elements = heads_of(tile).elements;
-        tile.slot = entry.x, tile.pos = position_of(entry.y), tile.length = drafted_of(entry.y);
+        tile.slot = entry.x, tile.pos = position_of(entry.y, W), tile.length = drafted_of(entry.y);
         if (tile.length > 0 && elements > 0)
             tile.bytes = DraftBuffer::bytes(BOTH_HALVES, tile.pos + tile.length, tile.length, elements);
         return tile;

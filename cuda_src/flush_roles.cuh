@@ -71,7 +71,7 @@
 // With high ranks (HIGH_RANKS: dense maps beyond rank 16) all epilogue warps are one team, which computes each map
 // together. Every warp of the team waits and arrives where the table says "epilogue warp".
 #pragma once
-#include "flush_tiles.cuh"
+#include "fold_turns.cuh"
 
 // Fold warp, one tile: folds the window into the warp's row block and reads the output from the updated rows.
 __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& rows) {
@@ -90,8 +90,10 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (folded > 0) writes.prepare(rows.state, values, n / VALUE_STAGES, folded, stage, prepared, solve, wait_solve);
     else wait_solve(), values.full.wait(n / VALUE_STAGES);
     float squares = 0, read[2] = {0, 0};
+    const bool in_turns = folded > 0 && solve.in_turns();
+    if (in_turns) squares = fold_in_turns(f, tile, stage, prepared, values, rows.state);
 #pragma unroll UNROLLED
-    for (int step = 0; step < STEPS; step++) {
+    for (int step = 0; step < STEPS && !in_turns; step++) {
         StateFragment fragment;
         fragment.load(rows.state, step);
         if (folded > 0) {
@@ -99,17 +101,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
             fragment.store(rows.state, step);
         }
         float x[4];
-        if constexpr (RAW_KEYS) {
-            Packed<ACT, 4> packed;
-            packed.load(&stage.q[16 * step + 4 * c]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) x[e] = packed[e];
-        } else {
-            Packed<FP32, 4> packed;
-            packed.load(&prepared.query[16 * step + 4 * c]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) x[e] = packed[e];
-        }
+        load_query(x, stage, prepared, 16 * step + 4 * c);
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -124,7 +116,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
     if (!FOLD_WARPS_SKETCH) m.state_folded[n % STATE_STAGES][block].arrive();
-    if (!f.takes_own()) return;
+    if (!f.takes_own() || in_turns) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);

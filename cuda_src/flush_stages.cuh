@@ -73,9 +73,11 @@ struct KeyStage {
         }
         full.commit();
     }
-    // Zeros for missing tokens, because RAW_KEYS operands read all WP rows. By one warp.
+    // Zeros for missing tokens, because RAW_KEYS operands read all WP rows. Copies of later tiles overwrite them. By one
+    // warp.
     __device__ __forceinline__ void clear(int count) {
         for (int i = count * KEY_ROW + threadIdx.x % 32; i < WP * KEY_ROW; i += 32) (&k[0][0])[i] = 0;
+        fence_async_proxy();
     }
 };
 

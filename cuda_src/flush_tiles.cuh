@@ -142,7 +142,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
         const int slot = slots.once_by_thread(row, row < batch ? slots.of(row) : PADDING, room);
         if (row < batch) schedule.slots[row] = slot;
         if (blockIdx.x == 0) slots.note(slot);
-        const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word);
+        const int word = slot >= 0 && mode != LOAD ? *memory.cursor.of(slot) : 0, position = position_of(word, W);
         const bool folds = position > 0 && (mode == FOLD || folds_before(word, lengths.of(row), W));
         const bool due = slot >= 0 && (mode == LOAD || folds);
         const u32 ballot = __ballot_sync(ALL, due);
@@ -158,6 +158,7 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
                 DueRow{slot, static_cast<u32>(row), static_cast<u32>(position)};
         __syncthreads();
     }
+    fence_async_proxy();  // bulk copies will overwrite `room`
     return total;
 }
 
@@ -169,7 +170,7 @@ __device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& m
 #pragma unroll 1
     for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
         const int slot = slots.of(row), word = slot >= 0 ? *memory.cursor.of(slot) : 0;
-        folds |= position_of(word) > 0 && folds_before(word, lengths.of(row), W);
+        folds |= position_of(word, W) > 0 && folds_before(word, lengths.of(row), W);
     }
     if (__syncthreads_or(folds)) return false;
 #pragma unroll 1

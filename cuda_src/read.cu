@@ -10,7 +10,7 @@
 //
 // -D constants besides common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP
 // (form of the map: FACTORS, DENSE or SHARED, in sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32 or
-// INT8, in common.cuh).
+// INT8, in common.cuh), PACE (read_warp.cuh).
 #include "cursor.cuh"
 #include "schedule.cuh"
 #include "call_slots.cuh"
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     };
     auto list = [&](int slot, int row, int word) {
         schedule->rows[atomicAdd(&schedule->due, 1)] =
-            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word))};
+            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word, W))};
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         slot = slots.once_in_warp(row, slot);
         if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
-        if (slot >= 0 && !flushes_now(word, W)) read_state(arg, head, row, slot, position_of(word), part);
+        if (slot >= 0 && !flushes_now(word, W)) read_state(arg, head, row, slot, position_of(word, W), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
         else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         int word = FULL_STATE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
         if (FULL_STATE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
-        const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word);
+        const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word, W);
         block.rows[i] = make_int2(slot, pos);
         if (slot < 0 || BlockRows::continues(slot, pos)) {
             atomicMax(&block.max_tokens, pos);

@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     for (int i = blockIdx.x * groups + group; group < groups && i < FULL_STATE_HEADS * batch; i += gridDim.x * groups) {
         const int row = i % batch, slot = slots.of(row);
         const int word = word_of(row, slot, !SKETCHED_HEADS && i < batch && threadIdx.x == 0);
-        read_state_drafts(arg, order[i / batch], row, slot, position_of(word), drafted_of(word), tokens,
+        read_state_drafts(arg, order[i / batch], row, slot, position_of(word, W), drafted_of(word), tokens,
                           warp % QUARTERS);
     }
 #endif
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         const int word = word_of(row, slot, row * ROW_TILES >= begin);  // the block with the row's first tile writes
         block.rows[i] = make_int2(slot, word);
         const int length = drafted_of(word);
-        if (length > 0) atomicMax(&block.max_tokens, position_of(word) + length);
+        if (length > 0) atomicMax(&block.max_tokens, position_of(word, W) + length);
     }
     __syncthreads();
 

@@ -66,8 +66,6 @@ __device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(
 
 // Bytes per cycle that the warps of a block request at first, one warp after the other. PACE is slightly less than the
 // memory delivers: with a faster start, all tiles arrive at once and all warps then wait again at the same time.
-// Measured on H200.
-constexpr int PACE = 16;
 
 // The block's tiles, `begin` to `begin + count - 1`. Warp i starts with tile i; then each warp claims its next tile.
 struct TileReader {

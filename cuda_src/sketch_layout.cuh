@@ -29,6 +29,7 @@ typedef Element<SMALL>::type small_t;
 typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
 constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
 constexpr bool HIGH_RANKS = MAP == DENSE && RANK_MAX > 16;  // dense maps by a team of warps (map_blocks.cuh)
+static_assert(PIVOTS <= 8, "as in sketchssm/cuda/limits.py");
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
 __device__ __forceinline__ int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }

@@ -156,6 +156,10 @@ struct SketchMemory {
 // Whether map_blocks.cuh may read rows of S U past the rank, where W has zeros: the numbers must be finite. With
 // SLICED, rows past the rank are zeros; rows past Sums::ROWS lie in the Gram matrix, unless they reach beyond its end.
 constexpr bool FINITE_PAST_RANK = SLICED && sizeof(float) * (RANKS - Sums::ROWS) * K <= sizeof(SketchMemory::gram);
+static_assert(!FINITE_PAST_RANK || ((SUM_STAGES == 1 || Sums::ROWS == RANKS) &&
+                                    sizeof(SketchMemory) == sizeof(Basis) + sizeof(Columns) * COLUMN_STAGES +
+                                                                sizeof(Sums) * SUM_STAGES + sizeof(SketchMemory::gram)),
+              "the Gram matrix begins where the last sums end");
 #endif
 
 struct SketchBarriers {

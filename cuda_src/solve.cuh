@@ -79,10 +79,12 @@ __device__ __forceinline__ constexpr int place_in_tile(int s) { return RAW_KEYS 
 // right-hand side is Diag(weight) (v - predictions).
 struct Solve {
     alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
-    float weight[WP];  // power of two by which a column of Diag(d) N is divided
+    float weight[WP];  // power of two by which a column of Diag(d) N is divided; weight[0] is negative if in_turns
     static constexpr int SCALARS = KIND == KDA ? 1 : WP;
     float upto[SCALARS], after[SCALARS];  // scalar decays D_{1:s} and D_{s+1:n}
 
+    // Whether the fold warps fold the window token by token (fold_turns.cuh): if a beta is above 1.
+    __device__ __forceinline__ bool in_turns() const { return ERASES && weight[0] < 0; }
     // N as right operands, stored over the Gram matrix: a lane has columns 2c, 2c+1, 8+2c, 9+2c of row r, in two fp16
     // slices.
     __device__ __forceinline__ uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
@@ -121,6 +123,16 @@ __device__ __forceinline__ LeftOperand load_keys(const KeyStage& stage, const Pr
         }
     }
     return keys;
+}
+
+// Four neighbouring channels of the query.
+__device__ __forceinline__ void load_query(float (&x)[4], const KeyStage& stage, const PreparedKeys& m, int channel) {
+    constexpr int TYPE = RAW_KEYS ? ACT : FP32;
+    const void* const from = RAW_KEYS ? static_cast<const void*>(&stage.q[channel]) : &m.query[channel];
+    Packed<TYPE, 4> packed;
+    packed.load(static_cast<const Element<TYPE>::type*>(from));
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] = packed[e];
 }
 
 // Gram matrix of the raw keys (kinds with scalar decays), in 16 x 16 blocks on and below the diagonal. By one warp.
@@ -226,6 +238,11 @@ __device__ __forceinline__ void solve_window(Solve& solve, const KeyStage& stage
         }
     } else {
         left = solve.set_decays(gate);
+    }
+    if (ERASES && __any_sync(ALL, beta > 1.f)) {
+        if (threadIdx.x % 32 == 0) solve.weight[0] = -1;
+        __syncwarp();
+        return;
     }
     if (ERASES && KIND != KDA) {
         gram_of_keys(solve, stage, m);

@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const int slot = slots.once_in_warp(part.row, slots.of(part.row));
     if (part.head == 0 && part.value == 0 && threadIdx.x % 32 == 0) slots.note(slot);
     if (slot < 0) return;
-    const int word = *Strided<int>{cursor, cursor_stride}.of(slot);
-    const int kept = position_of(after_commit(word, Numbers{accepted, accepted_flags}.of(part.row)));
+    const int word = *Strided<int>{cursor, cursor_stride}.of(slot) & ~POSITION_BITS;
+    const int kept = after_commit(word, Numbers{accepted, accepted_flags}.of(part.row), DRAFTS + 1) & POSITION_BITS;
     if (kept == 0) return;
     state_t* const home = home_of({state, state_stride}, part, slot);
     StateRegisters rows;

@@ -103,11 +103,6 @@ def mamba2_inputs(
         raise ValueError(f"dt_limit: expected 0 <= low <= high, got {dt_limit}")
     low, high = limits
 
-    dt = real_array("dt", dt, (*lead, heads))
-    step = biased(dt, dt_bias, (heads,))
-    log_step = log_softplus(step) if dt_softplus else log_steps(step)
-    with np.errstate(divide="ignore"):  # log(0) = -inf is the limit meant
-        log_step = np.clip(log_step, np.log(low), np.log(high))
     if is_raw("A", A, "A_log", A_log):
         rate_log = per_head("A_log", A_log, heads)
     else:
@@ -116,6 +111,11 @@ def mamba2_inputs(
             raise ValueError(f"A: expected numbers <= 0, got {rate.max()}")
         with np.errstate(divide="ignore"):  # a rate of 0 decays nothing
             rate_log = np.log(-rate)
+    dt = real_array("dt", dt, (*lead, heads))
+    step = biased(dt, dt_bias, (heads,))
+    log_step = log_softplus(step) if dt_softplus else log_steps(step)
+    with np.errstate(divide="ignore"):  # log(0) = -inf is the limit meant
+        log_step = np.clip(log_step, np.log(low), np.log(high))
 
     return tokens_like(
         given,
@@ -137,7 +137,7 @@ def mamba2_output(o: npt.ArrayLike, x: npt.ArrayLike, D: npt.ArrayLike) -> Any:
     x : array_like
         The layer's values as given to `mamba2_inputs` (not multiplied by ``dt``), the shape of `o`.
     D : array_like
-        Skip weight, shape ``(heads,)`` or, per channel, ``(heads, V)``.
+        Skip weight, shape ``(heads,)`` or, per channel, ``(heads, V)`` or ``(heads * V,)``.
 
     Returns
     -------
@@ -153,9 +153,9 @@ def mamba2_output(o: npt.ArrayLike, x: npt.ArrayLike, D: npt.ArrayLike) -> Any:
     o, lead, heads, value_dim = values("o", o)
     x = real_array("x", x, (*lead, heads, value_dim))
     D = real_array("D", D)
-    if D.shape not in ((heads,), (heads, value_dim)):
+    if D.shape not in ((heads,), (heads, value_dim), (heads * value_dim,)):
         raise ValueError(f"D: expected shape ({heads},) or ({heads}, {value_dim}), got {D.shape}")
-    skip = D[:, None] if D.ndim == 1 else D
+    skip = D.reshape(heads, -1)
     dtype = np.result_type(o, x, np.float32)
     return to_kind(o.astype(dtype) + skip.astype(dtype) * x.astype(dtype), given)
 
@@ -223,8 +223,8 @@ def gdn_inputs(
     q, k = queries_keys(q, k, lead, heads, scale, l2norm, eps)
     if is_raw("g", g, "a", a, A_log=A_log, dt_bias=dt_bias):
         a = real_array("a", a, (*lead, heads))
-        raw = biased(a, dt_bias, (heads,))
-        decay = rounded(scaled_decay(per_head("A_log", A_log, heads), log_softplus(raw)), a)
+        rate_log = per_head("A_log", A_log, heads)
+        decay = rounded(scaled_decay(rate_log, log_softplus(biased(a, dt_bias, (heads,)))), a)
     else:
         decay = finished_decay(g, (*lead, heads))
     beta = write_gate(b, beta, (*lead, heads), allow_neg_eigval)
@@ -266,7 +266,7 @@ def kda_inputs(
         Raw write gate before its sigmoid, shape ``(batch, [tokens,] heads)``.
     A_log : array_like, optional
         Logarithm of the decay rate, shape ``(heads,)``, or ``(1, 1, heads, 1)`` as in checkpoints of Kimi Linear;
-        needed with `a`.
+        needed with `a`, except with a `lower_bound`, whose gate without a rate is that with a rate of 1.
     dt_bias : array_like, optional
         Added to `a` first, shape ``(heads, K)`` or, as in checkpoints, ``(heads * K,)``.
     scale : float, optional
@@ -309,10 +309,10 @@ def kda_inputs(
 
     channels = heads, k.shape[-1]
     bounds = {"lower_bound": lower_bound, "clamp_min": clamp_min}
-    if is_raw("g", g, "a", a, A_log=A_log, dt_bias=dt_bias, **bounds):
+    if is_raw("g", g, "a", a, needs_rate=lower_bound is None, A_log=A_log, dt_bias=dt_bias, **bounds):
         a = real_array("a", a, (*lead, *channels))
+        rate_log = per_head("A_log", np.zeros(heads) if A_log is None else A_log, heads)[:, None]
         raw = biased(a, dt_bias, channels)
-        rate_log = per_head("A_log", A_log, heads)[:, None]
         if lower_bound is not None:
             wide = bounded_decay(rate_log, raw, lower_bound)
         else:

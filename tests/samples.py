@@ -43,6 +43,26 @@ def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
     return Tokens(*(None if x is None else x.astype(np.float32).astype(dtype) for x in (q, k, v, g, beta)))
 
 
+REPEATED = "one", "four in turn", "correlated"
+"""Keys of `reflections`."""
+
+
+def reflections(rng, layer, keys, length):
+    """Float32 tokens of one row with beta = 2: every window reverses what a state holds along its keys, which repeat.
+
+    Nothing is forgotten, so that an error which is the same in every window adds up.
+    """
+    tokens = tokens_of(rng, layer, 1, length)
+    k = tokens.k
+    if keys == "correlated":
+        k[...] = k[:, :1] + np.sqrt(1 / 0.999**2 - 1) * k
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    else:
+        k[...] = k[:, np.arange(length) % (1 if keys == "one" else 4)]
+    tokens.g[...], tokens.beta[...] = -1e-6, 2
+    return tokens
+
+
 def gate_of(rng, layer, lower_bound=None):
     """A kda layer's gate. With inputs of `raw_of` some channels hardly decay and some decay within a few tokens."""
     rate_log = np.log(rng.uniform(1, 16, layer.heads))

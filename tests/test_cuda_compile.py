@@ -61,8 +61,8 @@ SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 444, "kimi-linear-replay-read":
 SPILL_OF_HIGH_RANKS = {
     "nemotron-3-super-high-flush": (0, 12),
     "qwen3-next-high-flush": (0, 36),
-    "kimi-linear-high-flush": (72, 124),
-    "kimi-linear-high-int8-flush": (76, 104),
+    "kimi-linear-high-flush": (88, 140),
+    "kimi-linear-high-int8-flush": (88, 120),
 }
 
 LAYERS = {

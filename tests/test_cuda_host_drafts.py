@@ -266,3 +266,23 @@ def test_graph(kind, phase, stored, rng, cupy):
         )
     head.warmup(drafts=True)
     check_graph(cupy, head, twin, rng, 60 if cupy is standin else 1000, STORED[stored or "float32"])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tokens_past_a_row_s_length_may_be_anything(several, rng, cupy):
+    """Also on the host, whose arrays are checked: NaN log-decays there are neither refused nor read."""
+    layer, length = Layer("gdn", 2, 64, 80, 1), 3 if several else 1
+    head, twin = (ss.ReplayHead(layer, 3, "cuda", window=4, activation_dtype="float32") for _ in range(2))
+    tokens, lengths = make_tokens(layer, 3, length, "float32", rng), np.array([1, 0, length])
+
+    def draft(head, tokens, slots):
+        one = tokens if several else Tokens(*(x[:, 0] for x in tokens))
+        return head.step(*one, slots=slots, draft=True, lengths=lengths)
+
+    spoilt = Tokens(*(x.copy() for x in tokens))
+    for x in spoilt:
+        x[np.arange(length) >= lengths[:, None]] = np.nan
+        x[2] = np.nan  # padding
+    np.testing.assert_array_equal(draft(head, spoilt, [2, 0, -1]), draft(twin, tokens, [2, 0, -1]))
+    with pytest.raises(ValueError, match=r"^g: expected"):
+        draft(head, spoilt, [2, 0, 1])

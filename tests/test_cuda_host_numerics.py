@@ -23,10 +23,12 @@ from gpu.cuda_support import (
     tokens_to_device,
 )
 from host import fixtures
+from samples import REPEATED, reflections
 
 from sketchssm.arrays.gates import GateInput
-from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference import engines as reference
+from sketchssm.reference.recurrence import run
 
 cupy, machine, pytestmark = fixtures.of_host, fixtures.of_kernels, fixtures.cold
 
@@ -215,3 +217,37 @@ def test_raw_gates_of_any_size(name, rng, cupy):
 @pytest.mark.parametrize("rate_log", [0.7, 6.0, 20.0, 40.0])
 def test_what_raw_gates_make(rate_log, bound, machine):
     check_raw_gates(machine, rate_log, bound)
+
+
+@pytest.mark.parametrize("keys", REPEATED)
+@pytest.mark.parametrize(("kind", "activation"), [("gdn", "bfloat16"), ("gdn", "float32"), ("kda", "bfloat16")])
+def test_windows_of_reflections_are_as_exact_as_single_tokens(kind, activation, keys, rng, cupy):
+    """Folds by matrices erred by 10 to 50 times as much as standard decode after these tokens."""
+    layer, length = Layer(kind, 1, 128, 128, 1), 512
+    q, k, v, *gates = reflections(rng, layer, keys, length)
+    tokens = Tokens(*(round_to(x, activation) for x in (q, k, v)), *gates)
+    want = run(layer, *(x.astype(np.float64) for x in tokens))
+    options, errors = {"activation_dtype": activation, "output_dtype": "float32"}, []
+    for engine in (StandardEngine(layer, 1, **options), ReplayEngine(layer, 1, 16, **options)):
+        out = cupy.empty(tokens.v.shape, np.float32)
+        engine.step(tokens_to_device(tokens, activation), cupy.arange(1), out)
+        engine.flush(cupy.arange(1))
+        errors.append((error(out.get(), want[0]), error(engine.state.get(), want[1])))
+    assert (np.array(errors[1]) < 2 * np.array(errors[0])).all()
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_keys_of_zeros_and_tiny_keys(name, rng, cupy):
+    """With beta = 2 and with beta below 1; keys of norm 1e-20 write next to nothing."""
+    layer = LAYERS[name]
+    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
+    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.arange(2))
+    oracle.load_state(start.astype(np.float64), np.arange(2))
+    tokens = make_tokens(layer, 2, 40, "bfloat16", rng, hard_gates=False)
+    tokens.k[:, ::3] = 0
+    tokens.k[:, 1::3] = round_to(1e-20 * tokens.k[:, 1::3], "bfloat16")
+    tokens.beta[1] = 2
+    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (40, 1)), "bfloat16")
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT

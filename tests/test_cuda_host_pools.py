@@ -1,5 +1,7 @@
 """Memory of slots in the caller's arrays on the CUDA backend, on the host build of the kernels."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from gpu.cuda_support import make_plan
@@ -83,3 +85,45 @@ def test_refusals():
     refused(ValueError, r"^memory: expected separate .* 'keys' and 'sketch' overlap", **good | {"keys": shared})
     swapped = standin.zeros(good["state"].shape, good["state"].dtype.newbyteorder())
     refused(TypeError, r"^memory\['state'\]: expected float32, got >f4", state=swapped)
+
+
+@pytest.mark.parametrize("word", [100, 127 << 8 | 100, -1, 3 << 8 | 128])
+@pytest.mark.parametrize("system", ["replay", "sketch", "standard"])
+def test_any_word_in_the_cursor_of_an_empty_slot(system, word, rng):
+    """No request stands in slot 3, whose memory the caller has overwritten: no call on it changes other rows."""
+    make_one = partial(ss.StandardHead, LAYER, 4, "cuda", drafts=3) if system == "standard" else partial(make, system)
+    head, twin = (make_one(activation_dtype="bfloat16") for _ in range(2))
+    for each in (head, twin):
+        each.warmup(drafts=True)
+    tokens, drafts = narrow(tokens_of(rng, 4, 8)), narrow(tokens_of(rng, 4, 3), standin.asarray)
+    kept = standin.asarray(np.array([2, 3, 0, 3]))
+    calls = ["step", "step", "flush", "step", "draft", "commit", "commit", *["step"] * 2, "draft", *["step"] * 3]
+
+    def run(head, spoil):
+        at = iter(range(8))
+        for call in calls:
+            if spoil and head.state.any():
+                head._engine.memory["cursor"][3] = word
+            if call == "step":
+                t = next(at)
+                yield head.step(*(standin.asarray(x[:, t]) for x in tokens))
+            elif call == "draft":
+                yield head.step(*drafts, draft=True)
+            elif call == "commit":
+                head.commit(kept)
+            else:
+                head.flush()
+
+    for got, want in zip(run(head, True), run(twin, False), strict=True):
+        np.testing.assert_array_equal(got[:3], want[:3])
+    np.testing.assert_array_equal(head.state[:3], twin.state[:3])
+
+
+def test_a_plan_without_sketches_is_replay(rng):
+    """Whatever the format of its sketches."""
+    plan = make_plan(LAYER, [FULL_STATE, FULL_STATE], np.random.default_rng(1), window=4)
+    options = {"activation_dtype": "bfloat16"}
+    head, twin = ss.SketchHead(plan, 4, "cuda", sketch_dtype="float32", **options), make("replay", **options)
+    head.warmup()
+    tokens = narrow(tokens_of(rng, 4, 9), standin.asarray)
+    np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))

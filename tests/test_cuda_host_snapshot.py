@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from host import fixtures
-from host.heads import narrow, sketch, tokens_of
+from host.heads import LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
 
@@ -38,6 +38,27 @@ def test_a_restored_slot_follows_the_clock(rng):
     assert head.position[1] == 1
     head.step(*narrow(tokens_of(rng, 2, 1)), slots=[0, 1])
     np.testing.assert_array_equal(np.asarray(head.position)[:2], 0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("system", ["sketch", "standard"])
+def test_copies_and_snapshots_leave_the_drafts_of_their_sources(system, backend, rng):
+    """A request may be forked before its commit; the copies have no drafts."""
+    make = {"sketch": lambda: sketch(backend), "standard": lambda: ss.StandardHead(LAYER, 4, backend, drafts=2)}[
+        system
+    ]
+    head, twin = make(), make()
+    drafts, tokens = narrow(tokens_of(rng, 2, 2)), narrow(tokens_of(rng, 2, 1))
+    for each in (head, twin):
+        each.warmup(drafts=True)
+        each.step(*drafts, draft=True)
+        if each is head:
+            each.copy([0, 1], [2, 3])
+            copies = each.snapshot([0]).arrays["cursor"], np.asarray(each._engine.memory["cursor"])[2:]
+            assert not any(word.any() for word in copies)
+        each.commit([1, 2], [0, 1])
+    got, want = (np.asarray(each.step(*tokens)).astype(float) for each in (head, twin))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_another_backend(rng):

@@ -11,6 +11,7 @@ import pytest
 from host import standin
 
 from sketchssm.cuda import launch
+from sketchssm.cuda.occupancy import read_pace
 
 FUNCTION, STREAM = 0x1234, 0x5678
 TYPES = "QqifQQqif"
@@ -134,3 +135,15 @@ def test_refusals(driver):
     with pytest.raises(KeyError):
         launch.Launcher(kernel(), (1.5,), "Q")
     assert len(driver.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "bits", "clock", "processors", "pace"),
+    [(3201, 6144, 1980, 132, 16), (2619, 5120, 1980, 132, 16), (3996, 8192, 1965, 148, 23)],  # H200, H100, B200
+)
+def test_the_pace_of_first_reads_follows_the_memory(memory, bits, clock, processors, pace):
+    """Devices that deliver more than an H200 per cycle and multiprocessor are not held to its pace."""
+    given = 1000 * memory, bits, 1000 * clock, processors
+    names = "MemoryClockRate", "GlobalMemoryBusWidth", "ClockRate", "MultiProcessorCount"
+    assert read_pace(dict(zip(names, given, strict=True))) == pace
+    assert read_pace({}) == 16

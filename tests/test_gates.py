@@ -43,6 +43,10 @@ class TestFormulas:
         with np.errstate(invalid="ignore"):
             got = gate.log_decays([[-np.inf, -1e30, 0.0, np.inf, np.nan]])
         np.testing.assert_allclose(got, [[0, 0, half, least, np.nan]], rtol=1e-15)
+        if bound is not None:  # without a rate
+            np.testing.assert_array_equal(
+                ss.GateInput(None, gate.dt_bias, bound).log_decays([[1.0] * 5]), gate.log_decays([[1.0] * 5])
+            )
 
     def test_parameters_of_any_framework(self, torch, rng):
         gate = gate_of(rng, LAYER)
@@ -88,11 +92,17 @@ class TestRefusals:
             ({"A_log": [0, 0, 41.0, 0]}, ValueError, "A_log: expected numbers from -40 to 40, got 41"),
             ({"A_log": np.zeros(4, int)}, TypeError, "A_log: expected a real floating-point array, got dtype int64"),
             ({"A_log": "0000"}, TypeError, "A_log: expected an array, got str"),
-            ({"dt_bias": np.zeros((3, 6))}, ValueError, "dt_bias: expected shape (4, K), got (3, 6)"),
             ({"dt_bias": np.zeros((4, 0))}, ValueError, "dt_bias: expected shape (4, K), got (4, 0)"),
             ({"dt_bias": np.zeros(6)}, ValueError, "dt_bias: expected shape (4, K), got (6,)"),
             ({"dt_bias": np.full((4, 6), np.inf)}, ValueError, "dt_bias: expected finite float32 numbers"),
             ({"dt_bias": np.full((4, 6), 1e39)}, ValueError, "dt_bias: expected finite float32 numbers"),
+            (
+                {"dt_bias": np.zeros((3, 6))},
+                ValueError,
+                "dt_bias: expected shape (4, K), got (3, 6); A_log has 4 heads",
+            ),
+            ({"A_log": None}, ValueError, "A_log: expected the decay rate of each head, or a lower_bound and"),
+            ({"A_log": None, "lower_bound": -5.0, "dt_bias": np.zeros(24)}, ValueError, "A_log: expected the decay"),
             ({"lower_bound": 0.0}, ValueError, "lower_bound: expected a negative number, got 0.0"),
             ({"lower_bound": -np.inf}, ValueError, "lower_bound: expected a negative number, got -inf"),
             ({"lower_bound": np.nan}, ValueError, "lower_bound: expected a negative number, got nan"),

@@ -51,9 +51,10 @@ class TestExactness:
             assert np.isfinite(output).all()
         np.testing.assert_array_equal(head.state[3:], 0)
 
-    def test_values_that_are_not_a_multiple_of_anything(self, system, backend, rng):
-        """V = 80, K = 33 and three heads per key head."""
-        layer = Layer("gdn", 6, 33, 80, key_heads=2)
+    @pytest.mark.parametrize(("kind", "K"), [("gdn", 33), ("kda", 48), ("kda", 60), ("gdn", 96), ("kda", 100)])
+    def test_keys_that_are_not_a_multiple_of_anything(self, system, backend, kind, K, rng):
+        """V = 80 and three heads per key head. NaN lies behind the inputs, which are slices."""
+        layer = Layer(kind, 6, K, 80, key_heads=2)
         plan = plan_of(rng, layer, [FULL_STATE, 1, 4, 33, 5, FULL_STATE], window=WINDOW)
         head = {
             "standard": lambda: ss.StandardHead(layer, 2, backend),
@@ -62,7 +63,10 @@ class TestExactness:
             "copy": lambda: ss.CopyReadHead(layer, 2, backend, window=WINDOW),
         }[system]()
         tokens = tokens_of(rng, layer, 2, 2 * WINDOW, np.float64)
-        output = singly(head, tokens)
+        behind = [np.full((*x.shape[:-1], x.shape[-1] + 7), np.nan)[..., :-7] for x in tokens]
+        for x, y in zip(behind, tokens, strict=True):
+            x[...] = y
+        output = singly(head, Tokens(*behind))
         want, state = run(layer, *tokens)
         assert relative(head.state, state) < EXACT[backend]
         assert relative(output[:, WINDOW - 1 :: WINDOW], want[:, WINDOW - 1 :: WINDOW]) < EXACT[backend]

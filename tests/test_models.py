@@ -256,6 +256,8 @@ def test_kda_bounds(rng):
     raw = given["a"].astype(np.float64) + given["dt_bias"]
     bounded = -5.0 * each(sigmoid, np.exp(given["A_log"].astype(np.float64))[:, None] * raw)
     np.testing.assert_allclose(kda_inputs(**given, lower_bound=-5.0).g, bounded, rtol=ONCE_ROUNDED)
+    without_rate = kda_inputs(**given | {"A_log": None}, lower_bound=-5.0).g
+    np.testing.assert_allclose(without_rate, -5.0 * each(sigmoid, raw), rtol=ONCE_ROUNDED)
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -366,6 +368,11 @@ FINISHED = {"a": None, "A_log": None, "dt_bias": None}
         bad("gdn", r"a: expected a or g, got none", a=None),
         bad("gdn", r"b: expected b or beta, got both", beta=np.ones((2, 3, 4))),
         bad("gdn", r"A_log: expected the decay rate for a, got None", A_log=None),
+        bad("kda", r"A_log: expected the decay rate for a, got None", A_log=None, clamp_min=-5),
+        # parameters of 8 stored heads, 4 of them active
+        bad("gdn", r"A_log: expected shape \(4,\), got \(8,\)", A_log=np.ones(8), dt_bias=np.ones(8)),
+        bad("kda", r"A_log: expected shape \(4,\), got \(8,\)", A_log=np.ones(8), dt_bias=np.ones((8, 16))),
+        bad("mamba2", r"A_log: expected shape \(8,\), got \(9,\)", A_log=np.ones(9), dt_bias=np.ones(9)),
         bad("gdn", r"A_log: expected None with g", a=None, g=-np.ones((2, 3, 4))),
         bad("gdn", r"dt_bias: expected None with g", a=None, A_log=None, g=-np.ones((2, 3, 4))),
         bad("gdn", r"g: expected shape \(2, 3, 4\), got \(2, 3\)", **FINISHED, g=-np.ones((2, 3))),
@@ -388,6 +395,8 @@ def test_bad_input_is_named(rng, kind, changes, message):
 
 def test_bad_skip_is_named(rng):
     o = rng.standard_normal((2, 8, 80))
+    D = rng.standard_normal((8, 80))
+    np.testing.assert_array_equal(mamba2_output(o, o, D.ravel()), mamba2_output(o, o, D))
     with pytest.raises(ValueError, match=r"^x: expected shape \(2, 8, 80\), got \(2, 8, 64\)"):
         mamba2_output(o, o[..., :64], np.ones(8))
     with pytest.raises(ValueError, match=r"^D: expected shape \(8,\) or \(8, 80\), got \(80,\)"):

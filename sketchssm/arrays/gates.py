@@ -54,8 +54,8 @@ class GateInput:
 
     Parameters
     ----------
-    A_log : array, (heads,)
-        Logarithm of each head's decay rate, from -40 to 40; kept as float64.
+    A_log : array, (heads,), or None
+        Logarithm of each head's decay rate, from -40 to 40; kept as float64. None, with a `lower_bound`: a rate of 1.
     dt_bias : array, (heads, K)
         Added to the activation; ``(heads * K,)``, the shape in checkpoints, is accepted too. Kept as float64.
     lower_bound : float, optional
@@ -74,7 +74,13 @@ class GateInput:
     lower_bound: float | None = None
 
     def __post_init__(self) -> None:
-        rate_log, bias = _numbers("A_log", self.A_log), _numbers("dt_bias", self.dt_bias)
+        bias = _numbers("dt_bias", self.dt_bias)
+        if self.A_log is None and (self.lower_bound is None or bias.ndim != 2):
+            raise ValueError(
+                "A_log: expected the decay rate of each head, or a lower_bound and a dt_bias of shape (heads, K), got "
+                f"None, lower_bound {self.lower_bound} and shape {bias.shape}"
+            )
+        rate_log = np.zeros(len(bias)) if self.A_log is None else _numbers("A_log", self.A_log)
         heads = rate_log.size
         if heads == 0 or max(rate_log.shape, default=1) != heads:
             raise ValueError(f"A_log: expected shape (heads,), got {rate_log.shape}")
@@ -83,7 +89,7 @@ class GateInput:
             raise ValueError(f"A_log: expected numbers from {-LARGEST:g} to {LARGEST:g}, got {worst}")
         flat = bias.ndim == 1 and bias.size % heads == 0
         if bias.size == 0 or not (flat or (bias.ndim == 2 and bias.shape[0] == heads)):
-            raise ValueError(f"dt_bias: expected shape ({heads}, K), got {bias.shape}")
+            raise ValueError(f"dt_bias: expected shape ({heads}, K), got {bias.shape}; A_log has {heads} heads")
         if not (np.abs(bias) <= np.finfo(np.float32).max).all():
             raise ValueError("dt_bias: expected finite float32 numbers, got NaN, infinity or one beyond them")
         bound = self.lower_bound

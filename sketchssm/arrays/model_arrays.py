@@ -36,7 +36,9 @@ def tokens_like(like: Any, **arrays: Array | None) -> Tokens:
     return Tokens(**{name: x if x is None else to_kind(x, like) for name, x in arrays.items()})
 
 
-def is_raw(finished_name: str, finished: Any, raw_name: str, raw: Any, **parts: Any) -> bool:
+def is_raw(
+    finished_name: str, finished: Any, raw_name: str, raw: Any, *, needs_rate: bool = True, **parts: Any
+) -> bool:
     """Check that a gate is given either raw or computed; `parts` are the parameters of the raw gate."""
     if (raw is None) == (finished is None):
         got = "none" if raw is None else "both"
@@ -44,7 +46,7 @@ def is_raw(finished_name: str, finished: Any, raw_name: str, raw: Any, **parts: 
     for name, part in parts.items():
         if finished is not None and part is not None:
             raise ValueError(f"{name}: expected None with {finished_name}, which is computed with it already")
-    if raw is not None and parts and parts["A_log"] is None:
+    if raw is not None and needs_rate and parts and parts["A_log"] is None:
         raise ValueError(f"A_log: expected the decay rate for {raw_name}, got None")
     return raw is not None
 

@@ -2,6 +2,10 @@
 
 A state advances 16 rows at a time: predict the values of the rows for all buffered keys (a matrix product), solve for
 the values that the tokens write, and add them (another product). Meanwhile the rows stay in the first-level cache.
+
+A window with a beta above 1 is folded token by token, as standard decode does. A transition then may reverse what a
+state holds along a key and forget nothing. If the key repeats, rounding errors of the Gram matrix and of the written
+values are the same in every window and add up.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from sketchssm.cpu.columns import columns_16, substitute, transpose
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
-from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows
+from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows, dots
 
 __all__ = ["fold_block", "prepare_fold", "prepare_keys"]
 
@@ -44,7 +48,13 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 
 @njit
 def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """Compute a head's decays over `count` tokens and the Gram matrix that `substitute` needs."""
+    """Compute a head's decays over `count` tokens and the Gram matrix that `substitute` needs.
+
+    For a ring that is folded token by token, ``left`` gets kda's decayed keys, or gdn's decays in all channels.
+    """
+    if _reflects(m, slot, head, count):
+        _prepare_turns(m, at, buf, slot, head, count)
+        return
     if m.kind == KDA:
         _prepare_channels(m, at, buf, slot, head, count)
         _scale_gram(m, at, buf, slot, head, count)
@@ -75,6 +85,57 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
             row = j * m.tokens + i
             store(buf, at.gram + row, load(buf, at.walk + i) * load(buf, at.key_gram + row))
     _scale_gram(m, at, buf, slot, head, count)
+
+
+@njit
+def _reflects(m: Record, slot: int, head: int, count: int) -> bool:
+    """Whether a ring has a beta above 1."""
+    if m.kind != MAMBA2:
+        for s in range(count):
+            if floats(m.beta)[slot * m.beta_stride + s * m.heads + head] > 1:
+                return True
+    return False
+
+
+@njit
+def _prepare_turns(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
+    """`prepare_fold` for a ring that is folded token by token."""
+    for s in range(count):
+        key = slot * m.k_stride + s * m.key_row + head // m.group * m.keys
+        gate = slot * m.gate_stride + s * m.gate_row + head * m.keys
+        buf[at.start + s] = np.float32(1.0)
+        if m.kind == GDN:
+            buf[at.start + s] = math.exp(floats(m.gate)[slot * m.gate_stride + s * m.heads + head])
+        for c in range(0, m.keys, LANES):
+            left = splat(buf[at.start + s])
+            if m.kind == KDA:
+                left = load(floats(m.gate), gate + c) * load(floats(m.k), key + c)
+            store(buf, at.left + s * m.keys + c, left)
+
+
+@njit
+def _fold_turns(
+    m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
+) -> Any:
+    """`fold_block` token by token."""
+    squares = splat(np.float32(0.0))
+    for s in range(count):
+        left, key = at.left + s * m.keys, slot * m.k_stride + s * m.key_row + head // m.group * m.keys
+        predictor, predictor_at, decays, decays_at = floats(m.k), key, buf, left
+        if m.kind == KDA:
+            predictor, predictor_at, decays = buf, left, floats(m.gate)
+            decays_at = slot * m.gate_stride + s * m.gate_row + head * m.keys
+        dots(state, first, m.keys, LANES, predictor, predictor_at, 0, 1, m.keys, buf, at.write, 0)
+        value = load(floats(m.v), slot * m.v_stride + s * m.value_row + head * m.values + block)
+        value = value - splat(buf[at.start + s]) * load(buf, at.write)
+        store(buf, at.write, splat(floats(m.beta)[slot * m.beta_stride + s * m.heads + head]) * value)
+        squares = splat(np.float32(0.0))
+        for r in range(0, LANES, TILE_ROWS):
+            rows = first + r * m.keys
+            squares = squares + accumulate_tile_rows(
+                state, rows, m.keys, m.keys, decays, decays_at, buf, at.write + r, 0, 1, floats(m.k), key, 0, 1
+            )
+    return total(squares)
 
 
 @njit
@@ -122,6 +183,8 @@ def fold_block(
     m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
 ) -> Any:
     """Advance 16 rows of a state, from element `first` on, through the ring; return their squared norm."""
+    if _reflects(m, slot, head, count):
+        return _fold_turns(m, at, buf, slot, head, block, count, state, first)
     erases = m.kind != MAMBA2
     if erases:
         for s in range(0, count, LANES):

@@ -166,6 +166,18 @@ class DeviceArrays(CallArguments):
         """See `sketchssm.heads.engine.Call`; None stands for all tokens."""
         return None if lengths is None else self._counts("lengths", lengths, slots.shape[0], tokens)
 
+    def _leave_out(self, shape: tuple[int, ...], several: bool) -> None:
+        """Do not check tokens past the lengths of a draft's rows, which may hold anything, like padding."""
+        if isinstance(self._live, slice):
+            self._live = np.ones(shape[0], dtype=bool)
+        counts = self._host_counts
+        if counts is None:
+            self._live = None
+        elif self._live is not None:
+            self._live = self._live & (counts > 0)
+            if several:
+                self._live = self._live[:, None] & (np.arange(shape[1]) < counts[:, None])
+
     def accepted(self, accepted: Any, slots: Slots, cursor: Any) -> Slots:
         """See `sketchssm.heads.engine.Call`; the kernel compares with the cursors."""
         return self._counts("accepted", accepted, slots.shape[0], MAX_DRAFTS)
@@ -176,6 +188,7 @@ class DeviceArrays(CallArguments):
         shape = tuple(np.shape(counts)) if found is None else tuple(counts.shape)
         if shape != (batch,):
             raise ValueError(f"{name}: expected shape ({batch},), got {shape}")
+        self._host_counts = None
         if found is not None:
             framework, array, dtype = found
             if not dtype.startswith("int"):
@@ -189,6 +202,7 @@ class DeviceArrays(CallArguments):
             if live.size and not 0 <= live.min() <= live.max() <= most:
                 raise ValueError(f"{name}: expected 0 to {most}, got {live.min()} to {live.max()}")
             self.check_uncaptured(name, DEVICE, HOST)
+            self._host_counts = host
             self._kept.append(self._cupy.asarray(host.astype(np.int32)))
             address, flags = int(self._kept[-1].data.ptr), 0
         return Slots(address, (batch,), flags)
@@ -208,6 +222,8 @@ class DeviceArrays(CallArguments):
         """See `sketchssm.heads.engine.Call`."""
         shape = given.v.shape
         index = self.slots(slots, shape[0], capacity)
+        if lengths is not None:
+            self._leave_out(shape, several)
         activation = self._activation_dtype or self._narrowest(given)
         layout = self._layout
         if layout is None or shape != layout.v_shape or self._activation_dtype is None:

@@ -48,7 +48,8 @@ class CallArguments:
         self._kept: list[Any] = []  # converted arrays, alive until the kernels are launched
         self._foreign: dict[int, tuple[Any, Any]] = {}  # other frameworks' arrays by id, and CuPy's views of them
         self._pending: deque[tuple[Any, Any]] = deque()
-        self._live: Any = None  # rows without padding, if the slots are on the host
+        self._live: Any = None  # rows or tokens without padding, if slots and lengths are on the host
+        self._host_counts: Any = None  # lengths or accepted counts of the call, if they are on the host
         self._outer: Any = None  # CuPy's stream around the call, if the call runs on another framework's stream
 
     @property

@@ -115,6 +115,8 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
         Arrays and constants of the kernels.
     """
     layer, form = plan.layer, SketchFormat.of(sketch_dtype)
+    if (plan.ranks == FULL_STATE).all():
+        return pack_full_state(layer)
     dtype = ELEMENTS[form.name]
     size, slices = np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize, 2 if dtype == "float32" else 1
     heads = np.zeros((layer.heads, 4), dtype=np.int32)

@@ -13,10 +13,10 @@ __all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
-MAX_PIVOTS = 8
+KERNEL_PIVOTS = 8
 SUPPORTED = (
     f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
-    f"up to {MAX_PIVOTS} pivots"
+    f"up to {KERNEL_PIVOTS} pivots"
 )
 STATIC_SHARED = 128
 """Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
@@ -46,7 +46,7 @@ def check_plan(plan: SketchPlan) -> None:
     """Refuse a plan, or a plan's layer, that the kernels do not support."""
     check_layer(plan.layer)
     check_window(plan.window)
-    if (plan.map.pivots or 0) > MAX_PIVOTS:
+    if (plan.map.pivots or 0) > KERNEL_PIVOTS:
         _refuse("pivots", plan.map.pivots)
 
 

@@ -55,8 +55,9 @@ class Variant:
 
 
 def _source_folder() -> Any:
-    checkout = Path(__file__).parents[2] / "cuda_src"
-    return checkout if checkout.is_dir() else resources.files("sketchssm") / "cuda_src"
+    """Sources of the installed package, or else of the checkout; another package may have a folder of this name."""
+    installed = resources.files("sketchssm") / "cuda_src"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "cuda_src"
 
 
 @cache

@@ -1,10 +1,12 @@
-"""How many blocks of a flush share a multiprocessor."""
+"""How many blocks of a flush share a multiprocessor, and how fast the first reads of a block follow one another."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sketchssm.layer.recurrence import Layer
 
-__all__ = ["blocks_per_multiprocessor"]
+__all__ = ["blocks_per_multiprocessor", "read_pace"]
 
 FLUSH_BLOCKS = {
     ("mamba2", 64): 4,
@@ -41,3 +43,30 @@ def blocks_per_multiprocessor(layer: Layer, raw_keys: bool, dense: bool) -> int:
     """
     blocks = FLUSH_BLOCKS.get((layer.kind, layer.value_dim), 1) if raw_keys else 1
     return min(blocks, MOST_DENSE_BLOCKS) if dense else blocks
+
+
+LEAST_PACE = 16
+"""Bytes per cycle and multiprocessor at which the first reads of a block follow one another. Measured on H200, which
+delivers 18.8, and kept for devices that deliver less."""
+
+PACE_SHARE = 0.85
+"""The same as a share of what memory delivers, for faster devices."""
+
+
+def read_pace(attributes: Mapping[str, int]) -> int:
+    """Bytes per cycle that the warps of a block of the read request at first; PACE in ``read_warp.cuh``.
+
+    Parameters
+    ----------
+    attributes : mapping of str to int
+        `cupy.cuda.Device.attributes`.
+
+    Returns
+    -------
+    int
+        At least `LEAST_PACE`.
+    """
+    names = "MemoryClockRate", "GlobalMemoryBusWidth", "ClockRate", "MultiProcessorCount"
+    memory_clock, bits, clock, processors = (attributes.get(name, 0) for name in names)
+    delivered = memory_clock * 2 * bits / 8 / (clock * processors) if clock * processors else 0.0
+    return max(LEAST_PACE, int(PACE_SHARE * delivered))

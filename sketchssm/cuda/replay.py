@@ -15,7 +15,7 @@ from sketchssm.cuda.layout import MAPS, PackedPlan, pack_full_state
 from sketchssm.cuda.limits import check_shared, check_window, shared_limit
 from sketchssm.cuda.memory import allocate, cursor_part, sketch_part, slot_parts
 from sketchssm.cuda.modules import Variant, size_of
-from sketchssm.cuda.occupancy import blocks_per_multiprocessor
+from sketchssm.cuda.occupancy import blocks_per_multiprocessor, read_pace
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SlotWriter, part_of
 from sketchssm.cuda.standard import SLOT_INPUTS, SLOT_VALUES, TOKEN_INPUTS, TOKEN_VALUES, StandardEngine
@@ -126,6 +126,8 @@ class ReplayEngine(StandardEngine):
 
     def variants(self) -> list[Variant]:
         """Every kernel that the engine may launch: read and flush."""
+        import cupy
+
         packed, layer = self._packed, self.layer
         constants = self._constants() | {
             "W": self.window,
@@ -137,7 +139,9 @@ class ReplayEngine(StandardEngine):
         prior = constants.pop("PRIOR")
         raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush_stages.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
-        return [Variant("read", constants), Variant("flush", constants | {"PRIOR": prior, "MIN_BLOCKS": blocks})]
+        pace = read_pace(cupy.cuda.Device().attributes)
+        flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
+        return [Variant("read", constants | {"PACE": pace}), Variant("flush", flush)]
 
     def fit(self) -> None:
         """Refuse a device that is too small."""

@@ -160,7 +160,7 @@ class ExactHead(DecodeHead):
             self._engine.adopt(call.slots(slots, None, self.num_slots))
 
     def copy(self, src: Any, dst: Any) -> None:
-        """Copy the contents of slots, except drafts.
+        """Copy the contents of slots, except drafts, which the sources keep.
 
         All sources are read before any destination is written, so rows may exchange slots.
 
@@ -181,7 +181,7 @@ class ExactHead(DecodeHead):
             self._engine.copy(sources, call.slots(dst, count, self.num_slots, "dst"))
 
     def snapshot(self, slots: Any = None) -> Snapshot:
-        """Copy the contents of slots, except drafts, to the host; waits for the device.
+        """Copy the contents of slots, except drafts, which they keep, to the host; waits for the device.
 
         Parameters
         ----------

@@ -145,7 +145,7 @@ class DecodeHead:
         """Decode one token, or several in order, for each row of a batch.
 
         With ``draft=True`` the tokens are drafts: the outputs are the same, but a slot keeps no token until `commit`
-        accepts the first ones. Any other call that uses a slot drops its drafts.
+        accepts the first ones. Any other call that changes a slot drops its drafts.
 
         On ``cuda``, arrays on the device are used in place if their last axes, (heads, dim), are contiguous, all rows
         and tokens are aligned to 16 bytes, and the type is right: q, k and v of the activations' type, g and beta

@@ -5,6 +5,7 @@ import pytest
 from gpu.cuda_support import LAYERS, make_plan, make_tokens
 
 import sketchssm as ss
+from sketchssm.layer.recurrence import Layer, Tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -93,3 +94,48 @@ def test_graphs_with_other_slots(torch, dtype, rng):
     assert twin.left_out() == 0
     for name, array in head._engine.memory.items():
         np.testing.assert_array_equal(array.view(np.uint8).get(), twin._engine.memory[name].view(np.uint8).get())
+
+
+def test_many_blocks(cupy, rng):
+    """4096 rows of 64 heads; the first rows decode like those of a small head."""
+    layer = Layer("gdn", 64, 64, 64, 64)
+    heads = [ss.ReplayHead(layer, rows, "cuda", window=4, activation_dtype="bfloat16") for rows in (4096, 8)]
+    tokens = make_tokens(layer, 4096, 6, "bfloat16", rng)
+    accepted = np.arange(4096) % 3
+    outputs = []
+    for head in heads:
+        head.warmup(drafts=True)
+        own = Tokens(*(cupy.asarray(x[: head.num_slots]) for x in tokens))
+        first = head.step(*(x[:, :4] for x in own))
+        drafts = head.step(*(x[:, 4:] for x in own), draft=True)
+        head.commit(accepted[: head.num_slots])
+        for start in range(0, head.num_slots, 512):
+            head.copy(np.arange(start, start + 8), np.arange(start, start + 8)[::-1].copy())
+        head.flush()
+        outputs.append([x[:8].get() for x in (first, drafts)])
+    for of_many, of_few in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(of_many, of_few)
+    np.testing.assert_array_equal(heads[0].state[:8].get(), heads[1].state.get())
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_column_of_a_table_names_the_slots(torch, batch, rng):
+    """An int32 column of a table of 17 columns, whose numbers change between a graph's replays."""
+    layer = LAYERS["gdn"]
+    head, twin = (make_head("gdn", 12) for _ in range(2))
+    table = torch.zeros(batch, 17, dtype=torch.int32, device="cuda")
+    given = on_device(torch, layer, rng, batch)
+    for each in (head, twin):
+        each.step(*given, slots=torch.arange(batch, device="cuda"))
+        each.reset()
+    graph = torch.cuda.CUDAGraph()
+    table[:, 3] = torch.arange(batch, device="cuda")
+    with torch.cuda.graph(graph):
+        output = head.step(*given, slots=table[:, 3])
+    for t in range(20):
+        table[:, 3] = torch.randperm(12, device="cuda")[:batch]
+        graph.replay()
+        want = twin.step(*given, slots=table[:, 3].contiguous())
+        torch.cuda.synchronize()
+        assert torch.equal(output, want), t
+    assert head.left_out() == 0
