@@ -36,11 +36,13 @@ class Call(NamedTuple):
     Attributes
     ----------
     tokens : Tokens
-        Inputs of the recurrence, as tensors in the activations' type (gates in float32).
+        Inputs of the recurrence, in float32: functions of transformers compute in float32 after the convolution.
     skip : Tensor or None
-        Added to outputs: the term ``D x`` of mamba2.
+        Added to outputs: the term ``D x`` of mamba2, in float32.
     state : Tensor or None
         State before the call, in the cache's layout.
+    dtype : torch.dtype
+        Type of the activations.
     z : Tensor or None
         Output gate of mamba2: outputs are multiplied by ``silu(z)``.
     """
@@ -48,12 +50,12 @@ class Call(NamedTuple):
     tokens: Tokens
     skip: torch.Tensor | None
     state: torch.Tensor | None
+    dtype: torch.dtype
     z: torch.Tensor | None = None
 
     def finished(self, out: torch.Tensor) -> torch.Tensor:
         """Output of the function for the recurrence's output."""
-        if self.skip is not None:
-            out = out + self.skip.to(out.dtype)
+        out = (out if self.skip is None else out + self.skip).to(self.dtype)
         return out if self.z is None else out * F.silu(self.z)
 
 
@@ -87,12 +89,10 @@ class Rule:
 
 
 def _delta_call(given: dict[str, Any], decoding: bool) -> Call:
-    q, k, v, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
-    kind = v.dtype
+    q, k, v, g, beta = (given[name].float() for name in ("query", "key", "value", "g", "beta"))
     if given.get("use_qk_l2norm_in_kernel"):
-        q, k = (_normalised(x.float()) for x in (q, k))
-    q = (q.float() * q.shape[-1] ** -0.5).to(kind)
-    return Call(Tokens(q, k.to(kind), v, g.float(), beta.float()), None, given["initial_state"])
+        q, k = _normalised(q), _normalised(k)
+    return Call(Tokens(q * q.shape[-1] ** -0.5, k, v, g, beta), None, given["initial_state"], given["value"].dtype)
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
@@ -111,15 +111,14 @@ def _mamba_call(given: dict[str, Any], decoding: bool) -> Call:
         dt = F.softplus(dt)
     if not decoding:
         dt = dt.clamp(*given["dt_limit"])
-    v = (x.float() * dt.float()[..., None]).to(x.dtype)
-    tokens = Tokens(given["C"], given["B"], v, rate.float() * dt.float(), None)
-    z = None
+    x, dt, kind, z = x.float(), dt.float(), x.dtype if decoding else torch.float32, None
+    tokens = Tokens(given["C"].float(), given["B"].float(), x * dt[..., None], rate.float() * dt, None)
     if decoding:
         tokens = Tokens(*(y if y is None else y[:, None] for y in tokens))
         x = x[:, None]
         z = given["z"] if given["z"] is None else given["z"][:, None]
-    term = None if skip is None else skip[:, None] * x
-    return Call(tokens, term, given["state"] if decoding else given["initial_states"], z)
+    term = None if skip is None else skip.float()[:, None] * x
+    return Call(tokens, term, given["state"] if decoding else given["initial_states"], kind, z)
 
 
 RULES = (
