@@ -66,8 +66,8 @@ def test_streamed_sums_are_those_of_recorded_traces(name):
     assert plans.allocation.gap == pytest.approx(allocation.gap, abs=1e-6)
     assert plans.reduction == pytest.approx(allocation.traffic.reduction, rel=1e-12)
     for sums, ranks, got in zip(scores, allocation.ranks, plans.allocation.retained.values(), strict=True):
-        shares = [1 if rank == ss.FULL_STATE else sums.retained[head, rank] for head, rank in enumerate(ranks)]
-        assert got == pytest.approx(np.mean(shares), rel=1e-5)  # inputs are float32
+        lost = sum(0 if rank == ss.FULL_STATE else sums.error[head, rank] for head, rank in enumerate(ranks))
+        assert got == pytest.approx(1 - lost / sums.error[:, 0].sum(), rel=1e-5)  # inputs are float32
 
 
 def test_the_model_is_left_as_it_was(qwen):
