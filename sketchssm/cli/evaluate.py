@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, OLD_FILE, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -23,6 +23,9 @@ TRACE_OPTIONS = (
     *options.MAP_SETTINGS,
 )
 """Names of the options that have no effect on a model."""
+
+
+EXACT = ("standard", "replay")
 
 
 @click.command("evaluate")
@@ -70,7 +73,7 @@ TRACE_OPTIONS = (
     help="Write everything as one page of HTML (needs matplotlib).",
 )
 @options.model_options
-@click.option("--plans", type=OLD_FILE, help="Plans of --model, from sketchssm calibrate --model.")
+@click.option("--plans", help="For --model: file or folder of plans, or the exact systems standard or replay.")
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -87,7 +90,7 @@ def command(
     suffix: str,
     report: Path | None,
     source: ModelText | None,
-    plans: Path | None,
+    plans: str | None,
     json_file: str | None,
 ) -> None:
     """Decode the test sequences of TRACES with every system and report retained energy, traffic and errors.
@@ -100,10 +103,11 @@ def command(
     if source is not None:
         options.refuse("with --model", TRACE_OPTIONS)
         if plans is None:
-            raise click.UsageError("--plans: expected plans of the model")
+            raise click.UsageError("--plans: expected plans of the model, standard or replay")
         from sketchssm.cli.output import Output
 
-        options.check_files({"--text": source.text, "--plans": plans}, json=json_file)
+        reads = {"--text": source.text} if plans in EXACT else {"--text": source.text, "--plans": plans}
+        options.check_files(reads, json=json_file)
         _of_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
@@ -168,28 +172,31 @@ def _refuse_ignored(families: set[str]) -> None:
         options.refuse("on the families narrow and refreshed, which have every format", ("sketch_dtype",))
 
 
-def _of_model(source: ModelText, plans_file: Path, backend: str, output: Output) -> None:
-    """Compare a model with and without heads."""
+def _of_model(source: ModelText, plans: str, backend: str, output: Output) -> None:
+    """Compare a model with heads with the model itself, and with exact heads: theirs is the part of the arithmetic."""
+    from sketchssm.plans.model_plans import load_plans
     from sketchssm.study.tables import percent
-    from sketchssm.transformers import ModelPlans, evaluate
+    from sketchssm.transformers import evaluate
 
-    plans = ModelPlans.load(plans_file)
+    given = plans if plans in EXACT else load_plans(plans)
     model, rows = source.load(least=1)
-    with output.progress("evaluating", len(rows)) as step:
-        found = evaluate(model, rows, plans, backend=backend, progress=step)
+    with output.progress("evaluating", 2 * len(rows)) as step:
+        found = evaluate(model, rows, given, backend=backend, progress=step)
+        exact = evaluate(model, rows, "standard", backend=backend, progress=step)
     columns = ["", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "KL (nats)"]
-    losses = [f"{found.patched_loss:.4f}", f"{found.patched_perplexity:.2f}"]
-    compared = [f"{found.increase:+.4f} ± {found.increase_error:.4f}", percent(found.agreement)]
-    systems = [
-        ["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""],
-        ["with plans", f"{found.reduction:.2f}x", *losses, *compared, f"{found.divergence:.2e}"],
-    ]
-    output.table(f"{plans.fingerprint.model} on {found.tokens} tokens, with {plans_file}", columns, systems)
-    columns = ["layer", "kind", "mean rank", "standard, kB/token", "with plans, kB/token", "less traffic"]
+    systems = [["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""]]
+    for name, own in (("exact heads", exact), (f"with {plans}" if plans in EXACT else "with plans", found)):
+        error = f" ± {own.increase_error:.4f}" if len(rows) > 1 else ""
+        losses = [f"{own.patched_loss:.4f}", f"{own.patched_perplexity:.2f}", f"{own.increase:+.4f}{error}"]
+        systems.append([name, f"{own.reduction:.2f}x", *losses, percent(own.agreement), f"{own.divergence:.2e}"])
+    output.table(f"{type(model).__name__} on {found.tokens} tokens, with {plans}", columns, systems)
+    columns = ["layer", "standard, kB/token", "with heads, kB/token", "less traffic"]
     layers = []
     for name, cost in found.layers.items():
         kilobytes = [f"{cost.standard / 1e3:.1f}", f"{cost.patched / 1e3:.1f}", f"{cost.standard / cost.patched:.2f}x"]
-        layers.append([name, plans[name].layer.kind, f"{plans[name].mean_rank:.2f}", *kilobytes])
-    output.table("State traffic of one sequence", columns, layers, words=2)
+        layers.append([name, *kilobytes])
+    output.table("State traffic of one sequence", columns, layers, words=1)
     facts = ("increase", "perplexity", "patched_perplexity", "reduction")
-    output.finish({"plans": str(plans_file)} | {name: getattr(found, name) for name in facts} | vars(found))
+    known = {name: getattr(found, name) for name in facts} | vars(found)
+    compared = {name: getattr(exact, name) for name in ("patched_loss", "increase", "agreement", "divergence")}
+    output.finish({"plans": plans} | known | {"exact": compared})

@@ -26,6 +26,9 @@ LEAST_VERSION, NEXT_VERSION = (5, 20), (6,)
 NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers."""
 
+COMPILED = "_orig_mod"
+"""Name of a module within its result of `torch.compile`."""
+
 CACHE_NAMES = ("cache", "cache_params")
 """Argument of a mixer's forward that takes the cache. Version 5.24 renamed `cache_params`, and still accepts it."""
 
@@ -53,6 +56,11 @@ class Call(NamedTuple):
     dtype: torch.dtype
     z: torch.Tensor | None = None
 
+    def last(self, count: int) -> Call:
+        """Return the call of the last tokens alone, after a state that is not known."""
+        tokens = Tokens(*(x if x is None else x[:, -count:] for x in self.tokens))
+        return self._replace(tokens=tokens, skip=self.skip if self.skip is None else self.skip[:, -count:], state=None)
+
     def finished(self, out: torch.Tensor) -> torch.Tensor:
         """Output of the function for the recurrence's output."""
         out = (out if self.skip is None else out + self.skip).to(self.dtype)
@@ -75,6 +83,8 @@ class Rule:
         Returns the `Call` of a function's bound arguments; the flag tells decoding.
     state : str
         Argument that holds the state before the call.
+    tokens : tuple of str
+        Arguments of `prefill` with an axis of tokens, the second.
     transposed : bool
         Whether states are ``(heads, K, V)``.
     """
@@ -85,11 +95,15 @@ class Rule:
     shape: Callable[[Any], Layer]
     call: Callable[[dict[str, Any], bool], Call]
     state: str
+    tokens: tuple[str, ...]
     transposed: bool
 
 
+DELTA_TOKENS = ("query", "key", "value", "g", "beta")
+
+
 def _delta_call(given: dict[str, Any], decoding: bool) -> Call:
-    q, k, v, g, beta = (given[name].float() for name in ("query", "key", "value", "g", "beta"))
+    q, k, v, g, beta = (given[name].float() for name in DELTA_TOKENS)
     if given.get("use_qk_l2norm_in_kernel"):
         q, k = _normalised(q), _normalised(k)
     return Call(Tokens(q * q.shape[-1] ** -0.5, k, v, g, beta), None, given["initial_state"], given["value"].dtype)
@@ -129,6 +143,7 @@ RULES = (
         lambda m: Layer("gdn", m.num_v_heads, m.head_k_dim, m.head_v_dim, m.num_k_heads),
         _delta_call,
         "initial_state",
+        DELTA_TOKENS,
         True,
     ),
     Rule(
@@ -138,6 +153,7 @@ RULES = (
         lambda m: Layer("kda", m.num_heads, m.head_dim, m.head_dim, m.num_heads),
         _delta_call,
         "initial_state",
+        DELTA_TOKENS,
         True,
     ),
     Rule(
@@ -147,6 +163,7 @@ RULES = (
         lambda m: Layer("mamba2", m.num_heads, m.ssm_state_size, m.head_dim, m.n_groups),
         _mamba_call,
         "initial_states",
+        ("hidden_states", "dt", "B", "C"),
         False,
     ),
 )
@@ -183,12 +200,12 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     Parameters
     ----------
     model : torch.nn.Module
-        A model of transformers.
+        A model of transformers; it, or a part, may be a result of `torch.compile`.
 
     Returns
     -------
     dict of str to RecurrentLayer
-        Layers by the names of their modules, in the order of the model.
+        Layers by the names of their modules before `torch.compile`, in the order of the model.
 
     Raises
     ------
@@ -201,7 +218,8 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a model, as from_pretrained returns it, got {type(model).__name__}")
     found = {}
-    for name, module in model.named_modules():
+    for full, module in model.named_modules():
+        name = ".".join(part for part in full.split(".") if part != COMPILED)
         names = inspect.unwrap(type(module).forward).__code__.co_names
         for rule in RULES:
             if rule.decode in names and rule.prefill in names:
@@ -209,9 +227,14 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     if not found:
         raise ValueError(
             f"model: expected layers of gated delta rule, Kimi Delta Attention or Mamba-2, found none in "
-            f"{type(model).__name__}"
+            f"{type(uncompiled(model)).__name__}"
         )
     return found
+
+
+def uncompiled(model: torch.nn.Module) -> Any:
+    """Return the model that `torch.compile` has wrapped, or the model itself."""
+    return getattr(model, COMPILED, model)
 
 
 def check_version() -> None:
