@@ -255,13 +255,23 @@ def test_assistants(model, patched):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**BASE | ATTENTION | {"num_hidden_layers": 2})
     target, ids = transformers.LlamaForCausalLM(config).eval(), prompt(1)
-    if type(model).__name__ == "Mamba2ForCausalLM":
-        with pytest.raises(ValueError, match="`get_seq_length` can only be called on Attention layers"):
-            generate(target, ids, assistant_model=model)
-        return
-    want = generate(target, ids).sequences
-    with mock.patch.object(target, "forward", wraps=target.forward) as spied:
+    refused = {
+        "Mamba2ForCausalLM": pytest.raises(
+            ValueError, match="`get_seq_length` can only be called on Attention layers"
+        ),
+        # its steps keep no past of the convolution, patched or not
+        "KimiLinearForCausalLM": pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input"),
+    }
+    want, got = generate(target, ids).sequences, None
+    always = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 3}
+    with (
+        mock.patch.multiple(model.generation_config, create=True, **always),
+        mock.patch.object(target, "forward", wraps=target.forward) as spied,
+        refused.get(type(model).__name__, nullcontext()),
+    ):
         got = generate(target, ids, assistant_model=model).sequences
+    if got is None:
+        return
     assert torch.equal(got, want)
     given = [call.kwargs["input_ids"] for call in spied.call_args_list]
     known, most = ids.shape[1], 0

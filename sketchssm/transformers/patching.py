@@ -373,8 +373,8 @@ class _Rows:
         kept = decoded + tokens_to_remove
         if kept < 0 and handler is not None and getattr(place, "record_past", False):
             raise ValueError(
-                f"tokens_to_remove: expected at least {-decoded}, as heads have decoded {decoded} tokens since the last "
-                f"crop, got {tokens_to_remove}"
+                f"tokens_to_remove: expected at least {-decoded}, as heads have decoded {decoded} tokens since the "
+                f"last crop, got {tokens_to_remove}"
             )
         type(place).crop(place, tokens_to_remove)  # type: ignore[union-attr]
         if handler is not None and kept < decoded:
