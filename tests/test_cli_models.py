@@ -100,8 +100,25 @@ def test_evaluate(folder, plans):
     assert report["divergence"] == pytest.approx(want.divergence, abs=1e-6)
     assert report["agreement"] == want.agreement
     assert report["layers"]["model.layers.0.linear_attn"]["standard"] == 3072
+    assert report["exact"]["divergence"] < min(1e-6, report["divergence"])  # rounding of float32
+    assert "exact heads" in result.stderr
     assert f"{want.patched_perplexity:.2f}" in result.stderr
     assert "3.1" in result.stderr  # kB
+
+
+def test_evaluate_other_plans(folder, plans, tmp_path):
+    """An exact system, and a folder of plans by the layers' names; without an error from one row."""
+    arguments = ["--model", folder, "--text", folder / "text.npy", "--length", 24, "--rows", 1, "--device", "cpu"]
+    for name, plan in st.ModelPlans.load(plans[0]).items():
+        plan.save(tmp_path / f"{name}.safetensors")
+    divergences = []
+    for given in ("replay", tmp_path, plans[0]):
+        result = invoke("evaluate", *arguments, "--backend", "cpu", "--plans", given, "--json", "-")
+        divergences.append(json.loads(result.stdout)["divergence"])
+        assert "exact heads" in result.stderr
+        assert "nan" not in result.stderr
+    assert divergences[0] < 1e-6  # rounding of float32
+    assert divergences[1] == divergences[2] != divergences[0]
 
 
 def test_info(plans):
@@ -187,7 +204,10 @@ def test_types_of_parameters(folder, plans):
             ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/text.npy", "--rows", "1"],
             "rows: expected at least 2, got 1",
         ),
-        (["evaluate", "--model", "{}", "--text", "{}/text.npy"], "--plans: expected plans of the model"),
+        (
+            ["evaluate", "--model", "{}", "--text", "{}/text.npy"],
+            "--plans: expected plans of the model, standard or replay",
+        ),
         (
             ["evaluate", "--model", "{}", "--text", "{}/text.npy", "--window", "8"],
             "--window: has no effect with --mod",

@@ -118,7 +118,6 @@ def calibrate(
     found = layers(model)
     every = check_flush_every(flush_every, check_window(window))
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
-    model = uncompiled(model)
     check_ids(model, rows)
     step = progress or (lambda label: None)
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
@@ -214,7 +213,6 @@ class _Stream:
         self._take = take
         self._gradients = gradients
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         tokens = host_inputs(call, cache, self._layer)
@@ -253,7 +251,7 @@ def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -
         model.eval()
         for parameter in wanted:
             parameter.requires_grad_(False)
-        with intercepted(dict(handlers), found):
+        with torch.compiler.set_stance("force_eager"), intercepted(dict(handlers), found):
             yield
     finally:
         for module in training:

@@ -17,7 +17,7 @@ from sketchssm.heads.standard import ReplayHead
 from sketchssm.plans import traffic
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import exact_systems
-from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers, uncompiled
+from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
@@ -137,7 +137,6 @@ def evaluate(
         If `patch` or `calibrate` would refuse an argument.
     """
     rows = token_rows(text, tokenizer, length, least=2)
-    model = uncompiled(model)
     check_ids(model, rows)
     step = progress or (lambda label: None)
     found = layers(model)
@@ -149,7 +148,7 @@ def evaluate(
         model.eval()
         for i, row in enumerate(rows):
             step(f"row {i + 1} of {len(rows)}")
-            with torch.no_grad():
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 parts.append(_compared(model, row, decoders, found))
     finally:
         for module in training:
@@ -187,7 +186,6 @@ class _Decoder:
     def __init__(self, head: ExactHead) -> None:
         self._head = head
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         self._head.reset()

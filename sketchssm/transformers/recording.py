@@ -155,6 +155,7 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
         for layer in found.values():
             hook = layer.module.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
             stack.callback(hook.remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(intercepted(dict(recording._handlers), found))
         yield recording
 
@@ -189,7 +190,6 @@ class _Recorder:
         self.gradients: dict[int, Array] = {}
         self.wants_gradients = gradients
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         first = len(self.tokens)
