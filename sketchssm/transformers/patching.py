@@ -15,7 +15,7 @@ from sketchssm.heads.exact import ExactHead
 from sketchssm.heads.head import check_capacity
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.heads.standard import ReplayHead, StandardHead
-from sketchssm.plans.model_plans import ModelPlans
+from sketchssm.plans.model_plans import ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.torch import DecodeLayer
 from sketchssm.transformers.calibration import fingerprint
@@ -102,7 +102,7 @@ def build_heads(
     if plans not in ("standard", "replay") and isinstance(plans, str | os.PathLike):
         if not os.path.exists(plans):
             raise FileNotFoundError(f"plans: expected plans, their file, 'standard' or 'replay', got {str(plans)!r}")
-        plans = ModelPlans.load(plans)
+        plans = load_plans(plans)
     if isinstance(plans, ModelPlans):
         plans.check(fingerprint(model))
     if not isinstance(plans, str) and not (isinstance(plans, Mapping) and plans):
