@@ -323,7 +323,7 @@ def test_scores_that_are_no_sums_of_squares(name, wrong, rng):
     curves = falling(rng, 4, 6)
     layers = [scores_of(SMALL, curves.copy(), curves.copy()) for _ in range(2)]
     getattr(layers[1], name).flat[3] = wrong
-    with pytest.raises(ValueError, match="^scores: expected finite sums of at least 0, .* layer 1: are the keys norm"):
+    with pytest.raises(ValueError, match=r"^scores: expected finite sums of at least 0, .* layer 1: are the keys"):
         ss.allocate_ranks(layers, 3)
 
 

@@ -208,7 +208,8 @@ def test_slots_run_out(qwen):
         with pytest.raises(ValueError, match=r"slots: expected room for 3 sequences, got 2 free slots of 2"):
             generate(qwen, prompt(3))
         assert patch.free == 2
-        assert_same(generate(qwen, prompt(2)), unpatched(qwen, prompt(2)))
+        for model in (qwen, plain(qwen)):  # no layer is still active
+            assert_same(generate(model, prompt(2)), unpatched(qwen, prompt(2)))
 
 
 @pytest.mark.parametrize("positional", (False, True))
@@ -243,7 +244,7 @@ def test_no_known_layers():
 
 
 def test_bad_plans(qwen):
-    with pytest.raises(FileNotFoundError, match=r"plans: expected 'standard', .*, got 'sketch'"):
+    with pytest.raises(FileNotFoundError, match=r"plans: expected plans, their file, 'standard' or .*, got 'sketch'"):
         st.patch(qwen, "sketch")
     with pytest.raises(ValueError, match=r"plans: expected names among model\.layers\.0\.linear_attn, .* got 'x'"):
         st.patch(qwen, {"x": None})

@@ -210,15 +210,6 @@ def test_going_on_after_an_exception(model, patched):
     torch.testing.assert_close(after, expected, **TOLERANCE)
 
 
-def test_exceptions_leave_no_layer_active(qwen):
-    """A call that fails within a layer does not mislead the next call."""
-    with st.patch(qwen, "standard", slots=2, backend="reference") as patch:
-        with pytest.raises(ValueError, match=r"slots: "):
-            generate(qwen, prompt(3))
-        assert_same(generate(plain(qwen), prompt()), unpatched(qwen, prompt()))
-        assert patch.free == 2
-
-
 def test_reset_caches(model, patched):
     """A cache that is reset begins from zero, with slots in use or not."""
 

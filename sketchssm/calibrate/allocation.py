@@ -143,9 +143,10 @@ def allocate_ranks(
     Raises
     ------
     ValueError
-        If there are no scores or no samples of a layer, a score is not finite, the mean rank is below 1 or, for "uniform", beyond the ranks
-        that can be given, or the method is unknown, or needs gradients that were not given or are all zero. Also if
-        the format is unknown or does not serve the map, or `rank_max` is beyond the scored ranks of all layers.
+        If there are no scores or no samples of a layer, a score is not finite, the mean rank is below 1 or, for
+        "uniform", beyond the ranks that can be given, or the method is unknown, or needs gradients that were not given
+        or are all zero. Also if the format is unknown or does not serve the map, or `rank_max` is beyond the scored
+        ranks of all layers.
     """
     single = isinstance(scores, RankScores)
     layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")

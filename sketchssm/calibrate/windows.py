@@ -89,8 +89,8 @@ def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Toke
 def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
     """Running sums of an object with some more added, by their names.
 
-    The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes before
-    or after it.
+    The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes
+    before or after it.
 
     Raises
     ------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUM
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
     from sketchssm.cli.output import Output
+    from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
 __all__ = ["command"]
@@ -40,7 +42,8 @@ EXACT = ("standard", "replay")
     "--plan",
     "plan_file",
     type=PATH,
-    help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems.",
+    help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems. For "
+    "several TRACES: the plans of a model, or a folder; their names are those of the trace files.",
 )
 @click.option("--ranks", type=NUMBERS, default="2,4,6,8,12,16", help="Mean ranks of the sketches.")
 @click.option("--mean-rank", type=AT_LEAST_ONE, default=8.0, help="Mean rank of the ablations.")
@@ -106,8 +109,7 @@ def command(
             raise click.UsageError("--plans: expected plans of the model, standard or replay")
         from sketchssm.cli.output import Output
 
-        reads = {"--text": source.text} if plans in EXACT else {"--text": source.text, "--plans": plans}
-        options.check_files(reads, json=json_file)
+        options.check_files({"--text": source.text, "--plans": None if plans in EXACT else plans}, json=json_file)
         _of_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
@@ -115,12 +117,9 @@ def command(
         raise click.UsageError("--plots: expected --out FOLDER to draw into")
     if not plots:
         options.refuse("without --plots", ("suffix",))
-    if plan_file is not None and len(traces) > 1:
-        raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
-    from sketchssm.plans.plan import SketchPlan
     from sketchssm.study.evaluate import Study, evaluate, select
     from sketchssm.study.evaluate.evaluation import RESULT_FILES
     from sketchssm.study.evaluate.tables import all_tables
@@ -131,15 +130,17 @@ def command(
         files += picture_files(out, f".{suffix}")
     options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, report=report, json=json_file)
     output = Output(json_file)
-    plan = None if plan_file is None else SketchPlan.load(plan_file)
+    plans_of = [None for _ in traces] if plan_file is None else _plans_of(traces, plan_file)
     names = [name.strip() for names in systems for name in names.split(",")]
-    if plan is not None and not names:
+    alone = plan_file is not None and not names
+    if alone:
         options.refuse("with --plan unless --systems asks for sketches", ("ranks", "mean_rank", *options.MAP_SETTINGS))
-        names, settings = ["exact", "plan"], replace(settings, window=plan.window)
+        names = ["exact", "plan"]
     studies = []
-    for recorded in map(Traces.load, traces):
+    for recorded, plan in zip(map(Traces.load, traces), plans_of, strict=True):
+        own = replace(settings, window=plan.window) if alone and plan is not None else settings
         with named_errors(recorded):
-            studies.append(Study(recorded, settings, ranks, mean_rank, seed, plan, every))
+            studies.append(Study(recorded, own, ranks, mean_rank, seed, plan, every))
     chosen = select(studies, names)
     _refuse_ignored({entry.family for own in chosen for entry in own})
     if not any("random-basis" in entry.name for own in chosen for entry in own):
@@ -156,6 +157,19 @@ def command(
         written.append(write_page(found, report))
     if written:
         output.say("\nWritten: " + ", ".join(map(str, written)))
+
+
+def _plans_of(traces: Sequence[Path], file: Path) -> list[SketchPlan]:
+    """The plan of each trace file: by its name, or the only plan for the only file."""
+    from sketchssm.plans.model_plans import load_plans
+
+    plans, names = load_plans(file), [path.stem for path in traces]
+    if len(plans) == len(names) == 1:
+        return list(plans.values())
+    if lacking := [name for name in names if name not in plans]:
+        had = ", ".join(plans)
+        raise click.UsageError(f"--plan: expected plans named as the trace files, {', '.join(lacking)}, got {had}")
+    return [plans[name] for name in names]
 
 
 def _refuse_ignored(families: set[str]) -> None:
@@ -175,7 +189,7 @@ def _refuse_ignored(families: set[str]) -> None:
 def _of_model(source: ModelText, plans: str, backend: str, output: Output) -> None:
     """Compare a model with heads with the model itself, and with exact heads: theirs is the part of the arithmetic."""
     from sketchssm.plans.model_plans import load_plans
-    from sketchssm.study.tables import percent
+    from sketchssm.study.tables import number, percent
     from sketchssm.transformers import evaluate
 
     given = plans if plans in EXACT else load_plans(plans)
@@ -186,7 +200,7 @@ def _of_model(source: ModelText, plans: str, backend: str, output: Output) -> No
     columns = ["", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "KL (nats)"]
     systems = [["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""]]
     for name, own in (("exact heads", exact), (f"with {plans}" if plans in EXACT else "with plans", found)):
-        error = f" ± {own.increase_error:.4f}" if len(rows) > 1 else ""
+        error = number(own.increase_error, ".4f", " of one row", " ± ")
         losses = [f"{own.patched_loss:.4f}", f"{own.patched_perplexity:.2f}", f"{own.increase:+.4f}{error}"]
         systems.append([name, f"{own.reduction:.2f}x", *losses, percent(own.agreement), f"{own.divergence:.2e}"])
     output.table(f"{type(model).__name__} on {found.tokens} tokens, with {plans}", columns, systems)

@@ -104,17 +104,15 @@ def check_writes(layer: Layer, k: npt.NDArray[Any], beta: npt.NDArray[Any] | Non
         return
     if not ((beta >= 0) & (beta <= 2)).all():
         worst = beta.min() if (beta < 0).any() else beta.max()
-        raise ValueError(
-            f"beta: expected write gates from 0 to 2, got {worst:g}: are these logits before the sigmoid?"
-        )
-    wide = np.asarray(k, np.float64 if k.dtype == np.float64 else np.float32)
-    with np.errstate(over="ignore"):
+        raise ValueError(f"beta: expected write gates from 0 to 2, got {worst:g}: are these logits, not gates?")
+    wide: Any = np.asarray(k, np.float64 if k.dtype == np.float64 else np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
         squares = np.repeat(np.einsum("...k,...k->...", wide, wide), layer.group, axis=-1)
         erased = beta.astype(squares.dtype) * squares
     if not (erased <= LARGEST_ERASE).all():
+        worst = np.nan_to_num(erased, nan=np.inf, posinf=np.inf).max()
         raise ValueError(
-            f"k: expected keys with beta |k|^2 <= 2, or states grow, got {np.nan_to_num(erased, nan=np.inf, posinf=np.inf).max():g}: are the keys "
-            "L2-normalised?"
+            f"k: expected keys with beta |k|^2 <= 2, or states grow, got {worst:g}: are the keys L2-normalised?"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from sketchssm.layer.recurrence import Layer
-from sketchssm.plans.files import FileFormat, load_file, save_file
+from sketchssm.plans.files import FileFormat, format_of, load_file, save_file
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
 
@@ -268,35 +268,36 @@ class ModelPlans(Mapping[str, SketchPlan]):
 
 
 def load_plans(path: str | os.PathLike[str]) -> Mapping[str, SketchPlan]:
-    """Read the plans of a model.
+    """Read plans of any form, by the names of their layers.
 
     Parameters
     ----------
     path : str or PathLike
-        A file of `ModelPlans`, or a folder with a plan ``NAME.safetensors`` for each layer.
+        A file of `ModelPlans`, the file of one plan, or a folder with a plan ``NAME.safetensors`` for each layer.
 
     Returns
     -------
     mapping of str to SketchPlan
-        Plans by the layers' names.
+        The `ModelPlans`, or plans by the names of their files.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file or folder.
     PlanFileError
-        If a file is damaged or holds something else.
-    ValueError
-        If the folder has no plans.
+        If a file is damaged or holds something else, or the folder has no plans.
     """
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(
-            f"plans: expected 'standard', 'replay', or a file or folder of plans, got {str(place)!r}"
-        )
-    if not place.is_dir():
+        raise FileNotFoundError(f"plans: expected a file or folder of plans, got {place}, which does not exist")
+    if not place.is_dir() and format_of(place) == FORMAT.name:
         return ModelPlans.load(place)
-    plans = {file.name.removesuffix(".safetensors"): file for file in sorted(place.glob("*.safetensors"))}
-    if not plans:
-        raise ValueError(f"plans: expected files NAME.safetensors in {path}, got none")
-    return {name: SketchPlan.load(file) for name, file in plans.items()}
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files:
+        raise PlanFileError(f"plans: expected files NAME.safetensors in {place}, got none")
+    wrong = [file for file in files if format_of(file) not in (PLAN_FORMAT.name, None)]  # None: damaged, or foreign
+    if wrong:
+        raise PlanFileError(
+            f"{wrong[0]}: expected the plan of a layer, from sketchssm calibrate or plan, got {format_of(wrong[0])}"
+        )
+    return {file.name.removesuffix(".safetensors"): SketchPlan.load(file) for file in files}

@@ -250,10 +250,11 @@ class SketchPlan:
         sketched = self.ranks[self.ranks != FULL_STATE]
         flushes = f", flush_every={self.flush_every}" if self.flush_every > self.window else ""
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
+        mean = f" (mean {self.mean_rank:.2f})" if sketched.size else ""
         wide = "" if self.wide is None else f", wide={self.wide.min()}..{self.wide.max()}"
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
-            f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
+            f"V={self.layer.value_dim}, ranks={span}{mean}, "
             f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}{flushes}, map={self.map}, "
             f"sketch_dtype={self.sketch_dtype}{wide})"
         )

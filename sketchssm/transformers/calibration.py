@@ -20,7 +20,7 @@ from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import Tokens, check_flush_every, check_window
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
-from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers, uncompiled
+from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
@@ -188,7 +188,7 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
     identities = {
         name: LayerFingerprint(type(x.module).__name__, x.layer, _digest(name, x.module)) for name, x in found.items()
     }
-    return ModelFingerprint(type(uncompiled(model)).__name__, identities)
+    return ModelFingerprint(type(getattr(model, COMPILED, model)).__name__, identities)
 
 
 def _digest(layer: str, module: torch.nn.Module) -> str:

@@ -227,14 +227,9 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     if not found:
         raise ValueError(
             f"model: expected layers of gated delta rule, Kimi Delta Attention or Mamba-2, found none in "
-            f"{type(uncompiled(model)).__name__}"
+            f"{type(getattr(model, COMPILED, model)).__name__}"
         )
     return found
-
-
-def uncompiled(model: torch.nn.Module) -> Any:
-    """Return the model that `torch.compile` has wrapped, or the model itself."""
-    return getattr(model, COMPILED, model)
 
 
 def check_version() -> None:

@@ -108,6 +108,8 @@ def build_heads(
     if window is not None and plans != "replay":
         raise ValueError(f"window: expected None, as only 'replay' takes a window, got {window!r}")
     if plans not in ("standard", "replay") and isinstance(plans, str | os.PathLike):
+        if not os.path.exists(plans):
+            raise FileNotFoundError(f"plans: expected plans, their file, 'standard' or 'replay', got {str(plans)!r}")
         plans = load_plans(plans)
     if isinstance(plans, ModelPlans):
         plans = plans.of(fingerprint(model))
