@@ -253,9 +253,7 @@ def test_damaged_and_other_files(plans, qwen, tmp_path):
     next(iter(plans.values())).save(path)
     with pytest.raises(ss.PlanFileError, match=r"expected format 'sketchssm-model-plans', got 'sketchssm-plan'"):
         ModelPlans.load(path)
-    with pytest.raises(
-        ValueError, match=r"^plans: expected names among model\.layers\.0\.linear_attn, .* got 'plans'"
-    ):
+    with pytest.raises(ValueError, match=r"^plans: expected names among model\..*, got 'plans'"):
         st.patch(qwen, path)  # the plan of a layer with the name of its file
     with pytest.raises(FileNotFoundError, match=r"no sketchssm-model-plans file"):
         ModelPlans.load(tmp_path / "none")
