@@ -52,13 +52,6 @@ def bounds(study, reduction):
     return {"bound": max(ours.bound, 0) / whole, "found": ours.objective / whole, "test": max(theirs.bound, 0) / whole}
 
 
-def lost(study, entry, backend="auto"):
-    """Share of the energy of all heads' state reads that a system loses."""
-    reads = study.read_energy(entry.window).sum(axis=0)
-    found = measure(entry, study, backend)
-    return float((1 - np.array(found.head_retained)) @ reads / reads.sum()), found.reduction
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path)
@@ -69,7 +62,8 @@ def main():
     for path in arguments.traces:
         study = Study(Traces.load(path), Settings(arguments.window))
         for entry in entries(study, ["read-only"]):
-            share, reduction = lost(study, entry)
+            found = measure(entry, study)
+            share, reduction = 1 - found.retained, found.reduction
             if limits := bounds(study, reduction):
                 shares = (share, limits["bound"], limits["found"], limits["test"])
                 print(

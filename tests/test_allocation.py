@@ -300,6 +300,16 @@ def test_scores_of_any_range():
     assert sorted(allocation.ranks[1:]) == [6, 6, 7]
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("name", ["error", "paired", "weighted", "sensitivity"])
+def test_scores_that_are_no_sums_of_squares(name, wrong, rng):
+    curves = falling(rng, 4, 6)
+    layers = [scores_of(SMALL, curves.copy(), curves.copy()) for _ in range(2)]
+    getattr(layers[1], name).flat[3] = wrong
+    with pytest.raises(ValueError, match=r"^scores: expected finite sums of at least 0, .* layer 1: are the keys"):
+        ss.allocate_ranks(layers, 3)
+
+
 def test_no_layers():
     with pytest.raises(ValueError, match="at least one layer"):
         ss.allocate_ranks([], 4)

@@ -96,8 +96,25 @@ def test_evaluate(folder, plans):
     assert report["divergence"] == pytest.approx(want.divergence, abs=1e-6)
     assert report["agreement"] == want.agreement
     assert report["layers"]["model.layers.0.linear_attn"]["standard"] == 3072
+    assert report["exact"]["divergence"] < min(1e-6, report["divergence"])  # rounding of float32
+    assert "exact heads" in result.stderr
     assert f"{want.patched_perplexity:.2f}" in result.stderr
     assert "3.1" in result.stderr  # kB
+
+
+def test_evaluate_other_plans(folder, plans, tmp_path):
+    """An exact system, and a folder of plans by the layers' names; without an error from one row."""
+    arguments = ["--model", folder, "--text", folder / "text.npy", "--length", 24, "--rows", 1, "--device", "cpu"]
+    for name, plan in st.ModelPlans.load(plans[0]).items():
+        plan.save(tmp_path / f"{name}.safetensors")
+    divergences = []
+    for given in ("replay", tmp_path, plans[0]):
+        result = invoke("evaluate", *arguments, "--backend", "cpu", "--plans", given, "--json", "-")
+        divergences.append(json.loads(result.stdout)["divergence"])
+        assert "exact heads" in result.stderr
+        assert "nan" not in result.stderr
+    assert divergences[0] < 1e-6  # rounding of float32
+    assert divergences[1] == divergences[2] != divergences[0]
 
 
 def test_info(plans):
@@ -117,87 +134,39 @@ def test_types_of_parameters(folder, plans):
     assert report["patched_loss"] == pytest.approx(report["loss"], abs=0.1)
 
 
+CALIBRATE = "calibrate --out x --model {} --text {}/text.npy"
+EVALUATE = "evaluate --model {} --text {}/text.npy"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        (["calibrate", "--out", "x"], "TRACES: expected trace files, or --model DIR"),
-        (["calibrate", "--out", "x", "--rows", "3"], "--rows: has no effect without --model"),
-        (["calibrate", "--out", "x", "--model", "{}"], "--text: expected a text for the model to read"),
-        (["calibrate", "--out", "x", "--model", "{}", "{}/text.npy"], "--model: expected no trace files with"),
+        ("calibrate --out x", "TRACES: expected trace files, or --model DIR"),
+        ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
+        ("calibrate --out x --model {}", "--text: expected a text for the model to read"),
+        ("calibrate --out x --model {} {}/text.npy", "--model: expected no trace files with"),
+        ("calibrate --out {} --model {} --text {}/text.npy", "--out: expected a file, got the folder"),
+        ("calibrate --out {}/text.npy --model {} --text {}/text.npy", "--out: expected a separate file"),
+        (CALIBRATE, "text.npy: text: expected at least 2 rows, got 0"),
+        ("calibrate --out x --model {} --text {}/model.safetensors", "text: expected UTF-8 text or an npy file"),
         (
-            ["calibrate", "--out", "{}", "--model", "{}", "--text", "{}/text.npy"],
-            "--out: expected a file, got the folder",
-        ),
-        (
-            ["calibrate", "--out", "{}/text.npy", "--model", "{}", "--text", "{}/text.npy"],
-            "--out: expected a separate file",
-        ),
-        (
-            ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/text.npy"],
-            "text.npy: text: expected at least 2 rows, got 0",
-        ),
-        (
-            ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/model.safetensors"],
-            "text: expected UTF-8 text or an npy file",
-        ),
-        (
-            ["calibrate", "--out", "x", "--model", "{}/..", "--text", "{}/text.npy", "--length", "24"],
+            "calibrate --out x --model {}/.. --text {}/text.npy --length 24",
             "model: AutoModelForCausalLM of transformers can't read",
         ),
-        (
-            [
-                "calibrate",
-                "--out",
-                "x",
-                "--model",
-                "{}",
-                "--text",
-                "{}/text.npy",
-                "--length",
-                "24",
-                "--device",
-                "none",
-            ],
-            "device: 'none' can't be used",
-        ),
         *(
-            (
-                [
-                    "calibrate",
-                    "--out",
-                    "x",
-                    "--model",
-                    "{}",
-                    "--text",
-                    "{}/text.npy",
-                    "--length",
-                    "24",
-                    "--device",
-                    device,
-                ],
-                f"device: '{device}' can't be used",
-            )
-            for device in ("meta", "cuda:99")
+            (f"{CALIBRATE} --length 24 --device {device}", f"device: '{device}' can't be used")
+            for device in ("none", "meta", "cuda:99")
         ),
-        (
-            ["calibrate", "--out", "x", "--model", "{}", "--text", "{}/text.npy", "--rows", "1"],
-            "rows: expected at least 2, got 1",
-        ),
-        (["evaluate", "--model", "{}", "--text", "{}/text.npy"], "--plans: expected plans of the model"),
-        (
-            ["evaluate", "--model", "{}", "--text", "{}/text.npy", "--window", "8"],
-            "--window: has no effect with --mod",
-        ),
-        (["evaluate", "--model", "{}", "--text", "{}/text.npy", "--out", "x"], "--out: has no effect with --model"),
-        (["evaluate", "{}/text.npy", "--plans", "{}/text.npy"], "--plans: has no effect without --model"),
-        (
-            ["evaluate", "--model", "{}", "--text", "{}/text.npy", "--plans", "{}/text.npy"],
-            "text.npy: not a whole safetensors file",
-        ),
+        (f"{CALIBRATE} --rows 1", "rows: expected at least 2, got 1"),
+        (EVALUATE, "--plans: expected plans of the model, standard or replay"),
+        (f"{EVALUATE} --window 8", "--window: has no effect with --mod"),
+        (f"{EVALUATE} --out x", "--out: has no effect with --model"),
+        ("evaluate {}/text.npy --plans {}/text.npy", "--plans: has no effect without --model"),
+        (f"{EVALUATE} --plans {{}}/text.npy", "text.npy: not a whole safetensors file"),
     ),
 )
 def test_errors(folder, arguments, message):
-    result = invoke(*(argument.format(folder) for argument in arguments), code=2)
+    result = invoke(*(argument.format(folder) for argument in arguments.split()), code=2)
     assert message in " ".join(result.stderr.split())
 
 

@@ -1,5 +1,8 @@
 """Second moments: which samples count, and sums that do not depend on how traces are divided."""
 
+import copy
+
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from sketchssm.calibrate.windows import Carry, walk
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.files import FileFormatError, save_file
 from sketchssm.reference.recurrence import per_head, run
-from sketchssm.reference.window import Ring, effective_query
+from sketchssm.reference.window import Ring, effective_query, fold
 
 W = 5  # short windows keep the brute force cheap; nothing depends on 16
 SUMS = ("state_gram", "query_gram")
@@ -24,6 +27,11 @@ def make_traces(layer, batch, length, seed, harsh=False):
 
 def moments_of(layer, **settings):
     return ss.Moments(layer, window=W, **settings)
+
+
+def accumulators(layer):
+    """New sums of both classes."""
+    return {"moments": moments_of(layer), "scores": ss.RankScores(ss.SketchBasis.random(layer, 4, window=W))}
 
 
 def close(a, b):
@@ -218,23 +226,63 @@ def test_only_like_moments_add(other):
         ss.Moments(**base) + 1
 
 
+@pytest.mark.parametrize("made", ["moments", "scores"])
 @pytest.mark.parametrize(
     ("spoil", "error", "match"),
     [
         (lambda t: t._replace(g=t.g + 10), ValueError, "g: "),
         (lambda t: t._replace(v=t.v * np.nan), ValueError, "v: "),
         (lambda t: t._replace(beta=t.beta * np.inf), ValueError, "beta: "),
+        (lambda t: t._replace(beta=t.beta - 1), ValueError, r"beta: .* 0 to 2, got -0\..*logits, not gates"),
+        (lambda t: t._replace(beta=4 * t.beta), ValueError, r"beta: .* 0 to 2, got 3\..*logits, not gates"),
+        (lambda t: t._replace(k=8 * t.k), ValueError, r"k: .*got \d\d\.\d+: are the keys L2-normalised"),
+        (lambda t: t._replace(k=1e200 * t.k), ValueError, r"k: .*got inf: are the keys L2-normalised"),
+        (
+            lambda t: t._replace(v=1e60 * t.v),
+            ValueError,
+            "q, k, v: .*at most 1e.100, got .*are keys normalised",
+        ),
+        (lambda t: t._replace(v=1e180 * t.v), ValueError, "q, k, v: .*at most 1e.100, got"),
         (lambda t: t._replace(q=t.q[..., :-1]), ValueError, "q: "),
         (lambda t: at(t, np.s_[:, 0]), ValueError, "v: expected shape"),
         (lambda t: t._replace(k=t.k.astype(complex)), TypeError, "k: "),
     ],
 )
-def test_refusals_leave_no_trace(spoil, error, match):
+def test_refusals_leave_no_trace(spoil, error, match, made):
+    owner = accumulators(LAYERS["gdn"])[made]
+    before = copy.deepcopy(vars(owner))
+    with pytest.raises(error, match=f"^{match}"):
+        owner.update(*spoil(make_traces(owner.layer, 2, 2 * W, 9)))
+    np.testing.assert_equal(vars(owner), before)
+
+
+@pytest.mark.parametrize("made", ["moments", "scores"])
+def test_an_interrupted_update_adds_nothing(made, monkeypatch):
+    """So that the call can be repeated."""
+    owner, calls = accumulators(LAYERS["gdn"])[made], []
+    before = copy.deepcopy(vars(owner))
+
+    def interrupted(*inputs):
+        calls.append(fold(*inputs))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr("sketchssm.calibrate.windows.fold", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        owner.update(*make_traces(owner.layer, 2, 4 * W, 9))
+    np.testing.assert_equal(vars(owner), before)
+
+
+def test_keys_at_the_ends_of_the_range():
+    """A gate of 2 with keys of norm 1 in bfloat16, gates of 0, and keys of mamba2 of any norm."""
     layer = LAYERS["gdn"]
-    moments = moments_of(layer)
-    with pytest.raises(error, match=match):
-        moments.update(*spoil(make_traces(layer, 2, 2 * W, 9)))
-    assert not moments.samples.any() and not any(getattr(moments, name).any() for name in SUMS)
+    tokens = make_traces(layer, 2, 2 * W, 9)
+    keys = tokens.k.astype(ml_dtypes.bfloat16).astype(np.float32)
+    moments_of(layer).update(*tokens._replace(k=keys, beta=np.full_like(tokens.beta, 2.0)))
+    moments_of(layer).update(*tokens._replace(k=60 * keys, beta=0 * tokens.beta))
+    tokens = make_traces(LAYERS["mamba2"], 2, 2 * W, 9)
+    moments_of(LAYERS["mamba2"]).update(*tokens._replace(k=60 * tokens.k))
 
 
 def test_carry_refusals():

@@ -261,15 +261,17 @@ def test_error_only(rng):
 
 
 def test_mean_retained(rng):
-    """Of the heads' ranks; a head that reads its full state retains all."""
+    """Of the energy of all heads at their ranks; a head that reads its full state retains all."""
     layer = LAYERS["gdn"]
     scores = scores_of(layer)
-    scores.update(*tokens_of(rng, layer, 2, 20))
-    kept = scores.retained
-    assert kept.max() < 1
-    ranks = np.array([FULL_STATE, 1, 4, 2])
-    # a mean of four float64
-    assert mean_retained(scores, ranks) == pytest.approx((1 + kept[1, 1] + kept[2, 4] + kept[3, 2]) / 4, rel=1e-14)
+    assert mean_retained(scores, np.ones(4, dtype=int)) == 1  # nothing to lose
+    tokens = tokens_of(rng, layer, 2, 20)
+    tokens.v[:, :, 3] *= 1e-9
+    scores.update(*tokens)
+    ranks, energy = np.array([FULL_STATE, 1, 4, 2]), scores.error[:, 0]
+    lost = scores.error[1, 1] + scores.error[2, 4]  # head 3 does not count
+    # sums of a few float64
+    assert mean_retained(scores, ranks) == pytest.approx(1 - lost / energy.sum(), rel=1e-14)
 
 
 def test_refusals(rng):

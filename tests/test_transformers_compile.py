@@ -95,3 +95,28 @@ def test_prompts_and_unpatched_steps(static):
     with st.patch(model, "replay", window=4, backend="reference"):
         ids = answer(step, prompt(), cache, 6)
     assert torch.equal(answer(step, ids, cache, 2), want)
+
+
+@pytest.mark.parametrize("inner", (False, True))
+def test_compiled_models(inner):
+    """`torch.compile` wraps a model or a part of it: names and fingerprints stay, and so do results."""
+    model, text = make("Qwen3_5"), prompt(3, 12)
+    compiled = make("Qwen3_5")
+    if inner:
+        compiled.model = torch.compile(compiled.model, backend="eager")
+    else:
+        compiled = torch.compile(compiled, backend="eager")
+    assert list(st.layers(compiled)) == list(st.layers(model))
+    assert st.fingerprint(compiled) == st.fingerprint(model)
+    plans, recordings = [], []
+    for each in (model, compiled):
+        plans.append(st.calibrate(each, text, mean_rank=3, window=4))
+        with st.record(each) as recording, torch.no_grad():
+            each(text, use_cache=False)
+        recordings.append([row.v for name in recording.layers for row in recording.tokens(name)])
+    assert [x.fingerprint for x in plans[0].values()] == [x.fingerprint for x in plans[1].values()]
+    assert all((x == y).all() for x, y in zip(*recordings, strict=True))
+    assert st.evaluate(compiled, text, "standard", backend="reference").divergence < 1e-6  # rounding of float32
+    want = generate(model, prompt())
+    with st.patch(compiled, "replay", slots=2, window=4, backend="reference"):
+        assert_same(generate(compiled, prompt()), want)

@@ -123,7 +123,7 @@ def test_rows_of_different_lengths_and_progress(qwen):
 
 
 def test_bad_arguments(qwen, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"plans: expected plans, their file, 'standard' or 'replay', got 'x'"):
+    with pytest.raises(FileNotFoundError, match=r"plans: expected plans, their file, 'standard' or .*, got 'x'"):
         st.evaluate(qwen, text(), "x")
     with pytest.raises(ValueError, match=r"text: expected token ids from 0 to 63, got -\d+"):
         st.evaluate(qwen, text() - 64, "standard")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.scores import SCORES, RankScores
+from sketchssm.calibrate.scores import SCORES, SUMS, RankScores
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
@@ -119,9 +119,9 @@ def allocate_ranks(
     Raises
     ------
     ValueError
-        If there are no scores or no samples of a layer, the mean rank is below 1 or, for "uniform", beyond the ranks
-        that can be given, or the method is unknown, or needs gradients that were not given or are all zero. Also if
-        the format is unknown, or `rank_max` is beyond the scored ranks of all layers.
+        If there are no scores or no samples of a layer, a score is not finite, the mean rank is below 1 or, for
+        "uniform", beyond the ranks that can be given, or the method is unknown, or needs gradients that were not given
+        or are all zero. Also if the format is unknown, or `rank_max` is beyond the scored ranks of all layers.
     """
     single = isinstance(scores, RankScores)
     layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")
@@ -133,6 +133,10 @@ def allocate_ranks(
             raise ValueError(
                 f"scores: expected samples of at least one head of every layer, got none for layer {index}: sequences "
                 f"must be longer than the window of {layer.window} tokens and write a state"
+            )
+        if not all((np.isfinite(x) & (x >= 0)).all() for x in (getattr(layer, name) for name in SUMS)):
+            raise ValueError(
+                f"scores: expected finite sums of at least 0, got others for layer {index}: are the keys normalised?"
             )
     cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype))
     default = "gradient" if all(layer.graded for layer in layers) else "error"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sketchssm.calibrate.moments import FORMAT, Moments
+from sketchssm.calibrate.windows import added
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,7 +35,7 @@ def all_reduce_moments(moments: Moments, group: ProcessGroup | None = None) -> M
     Raises
     ------
     ValueError
-        On every process, if layer or window differ between processes.
+        On every process, if layer or window differ between processes, or a total is above 1e100.
     """
     import torch
     from torch import distributed
@@ -51,8 +52,8 @@ def all_reduce_moments(moments: Moments, group: ProcessGroup | None = None) -> M
                 )
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
     total = Moments(**{"kind" if name == "layer" else name: value for name, value in settings.items()})
-    for name in FORMAT.tensors:
-        summed = torch.from_numpy(getattr(moments, name)).to(device, copy=True)
+    sums = {name: torch.from_numpy(getattr(moments, name)).to(device, copy=True) for name in FORMAT.tensors}
+    for summed in sums.values():
         distributed.all_reduce(summed, group=group)
-        setattr(total, name, summed.cpu().numpy())
+    total.__dict__.update(added(total, {name: summed.cpu().numpy() for name, summed in sums.items()}))
     return total

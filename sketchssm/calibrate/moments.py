@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, walk
+from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, walk
 from sketchssm.layer.recurrence import Layer, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.reference.recurrence import Array
@@ -99,21 +99,26 @@ class Moments:
         ------
         ValueError
             Naming the argument, before anything is added: a wrong shape, a gate above 0 or NaN, an input that is not
-            finite, a carry that does not fit.
+            finite, a write gate outside 0 to 2, keys that let a state grow, moments above 1e100, a carry that does not
+            fit.
         TypeError
             If an argument is not a real floating-point array.
         """
-        return walk(self.layer, host_tokens(self.layer, q, k, v, g, beta), self.window, carry, self._add)
+        sums = {name: np.zeros_like(getattr(self, name)) for name in FORMAT.tensors}
+        tokens = host_tokens(self.layer, q, k, v, g, beta)
+        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, sums))
+        self.__dict__.update(added(self, sums))
+        return carry
 
-    def _add(self, reads: SketchReads) -> None:
+    def _add(self, reads: SketchReads, sums: dict[str, npt.NDArray[Any]]) -> None:
         count = reads.queries.shape[-2]
         x = np.where(reads.live[..., None, None], reads.queries, 0.0)
         heads, key_dim = self.layer.heads, self.layer.key_dim
         columns = reads.state.transpose(1, 2, 0, 3).reshape(heads, key_dim, -1)
         rows = x.swapaxes(0, 1).reshape(heads, -1, key_dim)
-        self.state_gram += count * (columns @ columns.swapaxes(-1, -2))
-        self.query_gram += rows.swapaxes(-1, -2) @ rows
-        self.samples += count * reads.live.sum(axis=0)
+        sums["state_gram"] += count * (columns @ columns.swapaxes(-1, -2))
+        sums["query_gram"] += rows.swapaxes(-1, -2) @ rows
+        sums["samples"] += count * reads.live.sum(axis=0)
 
     def __add__(self, other: Moments) -> Moments:
         """Moments of both sets of traces; ValueError unless layer and window agree."""
@@ -125,8 +130,7 @@ class Moments:
                     f"moments: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
                 )
         total = Moments(self.layer, window=self.window)
-        for name in FORMAT.tensors:
-            setattr(total, name, getattr(self, name) + getattr(other, name))
+        total.__dict__.update(added(self, {name: getattr(other, name) for name in FORMAT.tensors}))
         return total
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -174,10 +178,7 @@ class Moments:
         if weighting != "uniform":
             raise ValueError(f"weighting: this version does not have {weighting!r}; collect the moments anew")
         moments = cls(shape, window=window)
-        for name, array in tensors.items():
-            if not np.isfinite(array).all():
-                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
-            setattr(moments, name, array)
+        moments.__dict__.update(added(moments, tensors))
         return moments
 
 

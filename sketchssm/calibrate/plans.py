@@ -177,6 +177,6 @@ def plan_layers(
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:
-    """Share of the energy of state reads that least-squares coefficients retain at some ranks, mean over heads."""
-    kept = scores.retained[range(len(ranks)), ranks]
-    return float(np.where(ranks == FULL_STATE, 1.0, kept).mean())
+    """Share of the energy of all heads' state reads that least-squares coefficients retain at some ranks."""
+    lost = np.where(ranks == FULL_STATE, 0.0, scores.error[range(len(ranks)), ranks]).sum()
+    return float(1.0 - lost / (scores.error[:, 0].sum() or 1.0))

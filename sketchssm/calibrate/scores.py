@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import Carry, SketchReads, host_tokens, take_array, walk
+from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, take_array, walk
 from sketchssm.layer.recurrence import check_instance, check_window
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
@@ -21,6 +21,8 @@ __all__ = ["SCORES", "RankScores", "prefix_basis"]
 
 SCORES = ("gradient", "error", "sensitivity")
 """Methods of `RankScores.objective`."""
+
+SUMS = ("error", "paired", "weighted", "sensitivity", "samples")
 
 DEPENDENT = 1e-7
 """Relative distance of a sketch column from the span of the columns before it. A closer column adds only the rounding
@@ -121,11 +123,12 @@ class RankScores:
         host = None if grad is None else take_array(grad, "grad")
         if host is not None and host.shape != tokens.v.shape:
             raise ValueError(f"grad: expected shape {tokens.v.shape}, got {host.shape}")
-        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, host))
-        self.graded = host is not None
+        sums = {name: np.zeros_like(getattr(self, name)) for name in SUMS}
+        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, host, sums))
+        self.__dict__.update(added(self, sums), graded=host is not None)
         return carry
 
-    def _add(self, reads: SketchReads, grad: npt.NDArray[Any] | None) -> None:
+    def _add(self, reads: SketchReads, grad: npt.NDArray[Any] | None, sums: dict[str, npt.NDArray[Any]]) -> None:
         output = reads.queries @ reads.state  # zero where the state is
         basis = prefix_basis(reads.state.swapaxes(-1, -2) @ self._omega)
         seen = output @ basis
@@ -133,18 +136,18 @@ class RankScores:
         # rounding may make the difference of two nearly equal energies negative
         read = np.cumsum(np.square(seen), axis=-1)
         lost = np.maximum(energy - read, 0.0)
-        self.error += np.concatenate([energy, lost], axis=-1).sum(axis=(0, 2))
-        self.samples += reads.queries.shape[-2] * reads.live.sum(axis=0)
+        sums["error"] += np.concatenate([energy, lost], axis=-1).sum(axis=(0, 2))
+        sums["samples"] += reads.queries.shape[-2] * reads.live.sum(axis=0)
         if grad is None:
             return
         slope = np.asarray(grad[reads.rows, reads.tokens], dtype=np.float64).swapaxes(1, 2)
         slope = np.where(reads.live[..., None, None], slope, 0.0)
         whole = (slope * output).sum(axis=-1, keepdims=True)
         missed = whole - np.cumsum((slope @ basis) * seen, axis=-1)
-        self.paired += np.square(np.concatenate([whole, missed], axis=-1)).sum(axis=(0, 2))
+        sums["paired"] += np.square(np.concatenate([whole, missed], axis=-1)).sum(axis=(0, 2))
         sensitivity = np.square(slope).sum(axis=-1, keepdims=True)
-        self.weighted[:, 1:] += (sensitivity * read).sum(axis=(0, 2))
-        self.sensitivity += sensitivity.sum(axis=(0, 2, 3))
+        sums["weighted"][:, 1:] += (sensitivity * read).sum(axis=(0, 2))
+        sums["sensitivity"] += sensitivity.sum(axis=(0, 2, 3))
 
     @property
     def retained(self) -> Array:
@@ -233,8 +236,7 @@ class RankScores:
         total = RankScores.__new__(RankScores)
         total.__dict__.update(self.__dict__)
         total.graded = other.graded if self.graded is None else self.graded
-        for name in ("error", "paired", "weighted", "sensitivity", "samples"):
-            setattr(total, name, getattr(self, name) + getattr(other, name))
+        total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
         return total
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_gates, check_tokens
+from sketchssm.layer.checks import check_gates, check_tokens, check_writes
 from sketchssm.layer.recurrence import KINDS, Layer, Tokens, check_choice, check_instance
 from sketchssm.plans.files import write_whole
 
@@ -198,11 +198,11 @@ class Traces:
         if "calib_grad" in archive:
             _check_grad("calib_grad", layer, archive.header("calib_grad", "fiu").shape, *headers["calib_v"].shape[:2])
             grad = archive.array("calib_grad")
-        calib, test = (_read_tokens(archive, part, fields) for part in ("calib", "test"))
+        calib, test = (_read_tokens(archive, layer, part, fields) for part in ("calib", "test"))
         return cls(layer, calib, test, grad, name, archive.text("provenance") or "")
 
     def fit_part(self) -> Tokens:
-        """Calibration sequences that fit the basis: the first two thirds, at least one.
+        """Calibration sequences that fit the basis: all but the last third, which is rounded down to at least one.
 
         Returns
         -------
@@ -342,11 +342,12 @@ def _check_grad(name: str, layer: Layer, shape: tuple[int, ...], rows: int, leng
         )
 
 
-def _read_tokens(archive: _Archive, part: str, fields: list[str]) -> Tokens:
-    """Read one part of the file."""
+def _read_tokens(archive: _Archive, layer: Layer, part: str, fields: list[str]) -> Tokens:
+    """Read one part of the file and check its gates and keys."""
     arrays = {field: archive.array(f"{part}_{field}") for field in fields}
     try:
         check_gates(arrays["g"], None)
+        check_writes(layer, arrays["k"], arrays.get("beta"))
     except ValueError as error:
         raise ValueError(f"{part}_{error}") from error
     return Tokens(*(arrays.get(field) for field in Tokens._fields))

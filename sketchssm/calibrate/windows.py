@@ -15,15 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays import interop
-from sketchssm.layer.checks import check_gates, check_state, check_tokens
+from sketchssm.layer.checks import check_gates, check_state, check_tokens, check_writes
 from sketchssm.layer.recurrence import Layer, Tokens, check_instance
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.window import Ring, fold, read_window
 
-__all__ = ["Carry", "SketchReads", "host_tokens", "take_array", "walk"]
+__all__ = ["Carry", "SketchReads", "added", "host_tokens", "take_array", "walk"]
 
 BLOCK_BYTES = 2**27
 """Batch rows are walked in groups. The largest array of a group (states, or decays between tokens) is below this."""
+
+LARGEST_SUM = 1e100
+"""Largest moment or score: the product of two, over all heads, still has room in float64."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,31 @@ def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Toke
     given = zip(Tokens._fields, (q, k, v, g, beta), strict=True)
     tokens = Tokens(*(None if x is None else take_array(x, name) for name, x in given))
     check_gates(tokens.g, tokens.beta)
+    check_writes(layer, tokens.k, tokens.beta)
     return tokens
+
+
+def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
+    """Running sums of an object with some more added, by their names.
+
+    The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes
+    before or after it.
+
+    Raises
+    ------
+    ValueError
+        If a sum is not finite, or so large that products of sums could overflow.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        totals = {name: getattr(owner, name) + more for name, more in sums.items()}
+        for name, total in totals.items():
+            if not (np.abs(total) <= LARGEST_SUM).all():
+                cause = "grad" if name in ("paired", "weighted", "sensitivity") else "q, k, v"
+                raise ValueError(
+                    f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got {np.abs(total).max():g}: "
+                    "are keys normalised, and values and gradients scaled?"
+                )
+    return totals
 
 
 def walk(
@@ -114,7 +141,8 @@ def walk(
     row_bytes = 8 * layer.heads * max(layer.gate_channels * window**2, layer.key_dim * layer.value_dim)
     step = max(1, BLOCK_BYTES // row_bytes)
     starts = range(0, max(batch, 1), step)  # the position of an empty batch advances too
-    ends = [_walk_rows(layer, tokens, window, carry, visit, slice(start, start + step)) for start in starts]
+    with np.errstate(over="ignore", invalid="ignore"):  # `added` refuses sums that are not finite
+        ends = [_walk_rows(layer, tokens, window, carry, visit, slice(start, start + step)) for start in starts]
     states, rings = zip(*ends, strict=True)
     return Carry(np.concatenate([state.swapaxes(-1, -2) for state in states]), _joined(rings, axis=0))
 

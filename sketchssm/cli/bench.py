@@ -51,7 +51,11 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     help="Format of sketches and maps; may be repeated.",
 )
 @click.option(
-    "--plan", "plan_files", type=PATH, multiple=True, help="Time this plan, instead of --shape; may be repeated."
+    "--plan",
+    "plan_files",
+    type=PATH,
+    multiple=True,
+    help="Time this plan, or each plan of a model or a folder, instead of --shape; may be repeated.",
 )
 @click.option("--seconds", type=NOT_NEGATIVE, help="Time per measurement.  [default: 0.5, on a GPU 0.05]")
 @click.option(
@@ -121,7 +125,7 @@ def command(
     options.check_files({"--plan": plan_files}, json=json_file)
 
     if plan_files:
-        cases = [bench.Case.of_plan(path) for path in plan_files]
+        cases = [case for path in plan_files for case in bench.Case.of_plans(path)]
     else:
         chosen = [CoefficientMap(name, pivots) for name in maps]
         cases = [

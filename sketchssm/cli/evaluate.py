@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, OLD_FILE, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, PATH
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
     from sketchssm.cli.output import Output
+    from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
 __all__ = ["command"]
@@ -23,6 +25,9 @@ TRACE_OPTIONS = (
     *options.MAP_SETTINGS,
 )
 """Names of the options that have no effect on a model."""
+
+
+EXACT = ("standard", "replay")
 
 
 @click.command("evaluate")
@@ -37,7 +42,8 @@ TRACE_OPTIONS = (
     "--plan",
     "plan_file",
     type=PATH,
-    help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems.",
+    help="Measure this plan, as the system plan/given; without --systems, only this plan and the exact systems. For "
+    "several TRACES: the plans of a model, or a folder; their names are those of the trace files.",
 )
 @click.option("--ranks", type=NUMBERS, default="2,4,6,8,12,16", help="Mean ranks of the sketches.")
 @click.option("--mean-rank", type=AT_LEAST_ONE, default=8.0, help="Mean rank of the ablations.")
@@ -70,7 +76,7 @@ TRACE_OPTIONS = (
     help="Write everything as one page of HTML (needs matplotlib).",
 )
 @options.model_options
-@click.option("--plans", type=OLD_FILE, help="Plans of --model, from sketchssm calibrate --model.")
+@click.option("--plans", help="For --model: file or folder of plans, or the exact systems standard or replay.")
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -87,7 +93,7 @@ def command(
     suffix: str,
     report: Path | None,
     source: ModelText | None,
-    plans: Path | None,
+    plans: str | None,
     json_file: str | None,
 ) -> None:
     """Decode the test sequences of TRACES with every system and report retained energy, traffic and errors.
@@ -100,10 +106,10 @@ def command(
     if source is not None:
         options.refuse("with --model", TRACE_OPTIONS)
         if plans is None:
-            raise click.UsageError("--plans: expected plans of the model")
+            raise click.UsageError("--plans: expected plans of the model, standard or replay")
         from sketchssm.cli.output import Output
 
-        options.check_files({"--text": source.text, "--plans": plans}, json=json_file)
+        options.check_files({"--text": source.text, "--plans": None if plans in EXACT else plans}, json=json_file)
         _of_model(source, plans, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans",))
@@ -111,12 +117,9 @@ def command(
         raise click.UsageError("--plots: expected --out FOLDER to draw into")
     if not plots:
         options.refuse("without --plots", ("suffix",))
-    if plan_file is not None and len(traces) > 1:
-        raise click.UsageError(f"--plan: expected one trace file, got {len(traces)}")
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import Output
     from sketchssm.cli.page import write_page
-    from sketchssm.plans.plan import SketchPlan
     from sketchssm.study.evaluate import Study, evaluate, select
     from sketchssm.study.evaluate.evaluation import RESULT_FILES
     from sketchssm.study.evaluate.tables import all_tables
@@ -127,15 +130,17 @@ def command(
         files += picture_files(out, f".{suffix}")
     options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, report=report, json=json_file)
     output = Output(json_file)
-    plan = None if plan_file is None else SketchPlan.load(plan_file)
+    plans_of = [None for _ in traces] if plan_file is None else _plans_of(traces, plan_file)
     names = [name.strip() for names in systems for name in names.split(",")]
-    if plan is not None and not names:
+    alone = plan_file is not None and not names
+    if alone:
         options.refuse("with --plan unless --systems asks for sketches", ("ranks", "mean_rank", *options.MAP_SETTINGS))
-        names, settings = ["exact", "plan"], replace(settings, window=plan.window)
+        names = ["exact", "plan"]
     studies = []
-    for recorded in map(Traces.load, traces):
+    for recorded, plan in zip(map(Traces.load, traces), plans_of, strict=True):
+        own = replace(settings, window=plan.window) if alone and plan is not None else settings
         with named_errors(recorded):
-            studies.append(Study(recorded, settings, ranks, mean_rank, seed, plan, every))
+            studies.append(Study(recorded, own, ranks, mean_rank, seed, plan, every))
     chosen = select(studies, names)
     _refuse_ignored({entry.family for own in chosen for entry in own})
     if not any("random-basis" in entry.name for own in chosen for entry in own):
@@ -154,6 +159,19 @@ def command(
         output.say("\nWritten: " + ", ".join(map(str, written)))
 
 
+def _plans_of(traces: Sequence[Path], file: Path) -> list[SketchPlan]:
+    """The plan of each trace file: by its name, or the only plan for the only file."""
+    from sketchssm.plans.model_plans import load_plans
+
+    plans, names = load_plans(file), [path.stem for path in traces]
+    if len(plans) == len(names) == 1:
+        return list(plans.values())
+    if lacking := [name for name in names if name not in plans]:
+        had = ", ".join(plans)
+        raise click.UsageError(f"--plan: expected plans named as the trace files, {', '.join(lacking)}, got {had}")
+    return [plans[name] for name in names]
+
+
 def _refuse_ignored(families: set[str]) -> None:
     """Refuse settings of sketches if none of the chosen families has sketches."""
     if not families & {"sketch", "narrow"}:
@@ -167,28 +185,31 @@ def _refuse_ignored(families: set[str]) -> None:
         options.refuse("on the family narrow, which has every format", ("sketch_dtype",))
 
 
-def _of_model(source: ModelText, plans_file: Path, backend: str, output: Output) -> None:
-    """Compare a model with and without heads."""
-    from sketchssm.study.tables import percent
-    from sketchssm.transformers import ModelPlans, evaluate
+def _of_model(source: ModelText, plans: str, backend: str, output: Output) -> None:
+    """Compare a model with heads with the model itself, and with exact heads: theirs is the part of the arithmetic."""
+    from sketchssm.plans.model_plans import load_plans
+    from sketchssm.study.tables import number, percent
+    from sketchssm.transformers import evaluate
 
-    plans = ModelPlans.load(plans_file)
+    given = plans if plans in EXACT else load_plans(plans)
     model, rows = source.load(least=1)
-    with output.progress("evaluating", len(rows)) as step:
-        found = evaluate(model, rows, plans, backend=backend, progress=step)
+    with output.progress("evaluating", 2 * len(rows)) as step:
+        found = evaluate(model, rows, given, backend=backend, progress=step)
+        exact = evaluate(model, rows, "standard", backend=backend, progress=step)
     columns = ["", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "KL (nats)"]
-    losses = [f"{found.patched_loss:.4f}", f"{found.patched_perplexity:.2f}"]
-    compared = [f"{found.increase:+.4f} ± {found.increase_error:.4f}", percent(found.agreement)]
-    systems = [
-        ["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""],
-        ["with plans", f"{found.reduction:.2f}x", *losses, *compared, f"{found.divergence:.2e}"],
-    ]
-    output.table(f"{plans.fingerprint.model} on {found.tokens} tokens, with {plans_file}", columns, systems)
-    columns = ["layer", "kind", "mean rank", "standard, kB/token", "with plans, kB/token", "less traffic"]
+    systems = [["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""]]
+    for name, own in (("exact heads", exact), (f"with {plans}" if plans in EXACT else "with plans", found)):
+        error = number(own.increase_error, ".4f", " of one row", " ± ")
+        losses = [f"{own.patched_loss:.4f}", f"{own.patched_perplexity:.2f}", f"{own.increase:+.4f}{error}"]
+        systems.append([name, f"{own.reduction:.2f}x", *losses, percent(own.agreement), f"{own.divergence:.2e}"])
+    output.table(f"{type(model).__name__} on {found.tokens} tokens, with {plans}", columns, systems)
+    columns = ["layer", "standard, kB/token", "with heads, kB/token", "less traffic"]
     layers = []
     for name, cost in found.layers.items():
         kilobytes = [f"{cost.standard / 1e3:.1f}", f"{cost.patched / 1e3:.1f}", f"{cost.standard / cost.patched:.2f}x"]
-        layers.append([name, plans[name].layer.kind, f"{plans[name].mean_rank:.2f}", *kilobytes])
-    output.table("State traffic of one sequence", columns, layers, words=2)
+        layers.append([name, *kilobytes])
+    output.table("State traffic of one sequence", columns, layers, words=1)
     facts = ("increase", "perplexity", "patched_perplexity", "reduction")
-    output.finish({"plans": str(plans_file)} | {name: getattr(found, name) for name in facts} | vars(found))
+    known = {name: getattr(found, name) for name in facts} | vars(found)
+    compared = {name: getattr(exact, name) for name in ("patched_loss", "increase", "agreement", "divergence")}
+    output.finish({"plans": plans} | known | {"exact": compared})

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sketchssm.cli import options
+
+if TYPE_CHECKING:
+    from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["command"]
 
@@ -34,20 +39,19 @@ PACKAGES = (
 @click.argument("plan", required=False, type=options.PATH)
 @options.output
 def command(plan: Path | None, json_file: str | None) -> None:
-    """Describe this installation or, given a file, a PLAN or the plans of a model."""
+    """Describe this installation or, given a file or a folder, a PLAN or the plans of a model."""
     from sketchssm.cli.output import Output
-    from sketchssm.plans.files import format_of
-    from sketchssm.plans.model_plans import FORMAT
+    from sketchssm.plans.model_plans import ModelPlans, load_plans
     from sketchssm.study.tables import ranks_text
 
     options.check_files({"PLAN": plan}, json=json_file)
     output = Output(json_file)
     if plan is None:
         title, report = "sketchssm", _installation()
-    elif format_of(plan) == FORMAT.name:
-        title, report = "Plans of a model", _model(plan)
+    elif len(plans := load_plans(plan)) > 1 or isinstance(plans, ModelPlans):
+        title, report = "Plans of a model", _plans(plan, plans)
     else:
-        title, report = "Plan", _plan(plan)
+        title, report = "Plan", _plan(plan, *plans.values())
     rows = [[name.replace("_", " "), _text(value)] for name, value in report.items() if name != "layers"]
     output.table(title, ["", ""], rows, words=2)
     layers = [
@@ -58,28 +62,25 @@ def command(plan: Path | None, json_file: str | None) -> None:
     output.finish(report)
 
 
-def _model(path: Path) -> dict[str, Any]:
+def _plans(path: Path, plans: Mapping[str, SketchPlan]) -> dict[str, Any]:
     from sketchssm.plans.model_plans import ModelPlans
+    from sketchssm.plans.plan import total_reduction
 
-    plans = ModelPlans.load(path)
-    made = plans.allocation
+    made, kept = {}, {}
+    if isinstance(plans, ModelPlans):
+        made = {"model": plans.fingerprint.model} | vars(plans.allocation)
+        kept = {name: {"retained_ideal": share} for name, share in made.pop("retained").items()}
+        del made["gap"]
     return {
         "file": str(path),
-        "model": plans.fingerprint.model,
-        "mean_rank": made.mean_rank,
-        "method": made.method,
-        "tokens": made.tokens,
+        **made,
         "windows": sorted({plan.window for plan in plans.values()}),
         "maps": sorted({str(plan.map) for plan in plans.values()}),
         "sketch_dtypes": sorted({plan.sketch_dtype for plan in plans.values()}),
-        "traffic_reduction": plans.reduction,
+        "traffic_reduction": total_reduction(plans.values()),
         "layers": {
-            name: {
-                "kind": plan.layer.kind,
-                "ranks": plan.ranks,
-                "traffic_reduction": plan.reduction,
-                "retained_ideal": made.retained[name],
-            }
+            name: {"kind": plan.layer.kind, "ranks": plan.ranks, "traffic_reduction": plan.reduction}
+            | kept.get(name, {})
             for name, plan in plans.items()
         },
     }
@@ -134,11 +135,9 @@ def _cache_folder() -> str:
     return named or str(Path(sketchssm.cpu.__file__).parent / "__pycache__")
 
 
-def _plan(path: Path) -> dict[str, Any]:
+def _plan(path: Path, plan: SketchPlan) -> dict[str, Any]:
     from sketchssm.plans import traffic
-    from sketchssm.plans.plan import SketchPlan
 
-    plan = SketchPlan.load(path)
     layer = plan.layer
     return {
         "file": str(path),
@@ -147,7 +146,7 @@ def _plan(path: Path) -> dict[str, Any]:
         "window": plan.window,
         "map": f"{plan.map} (stored as {plan.map.storage})",
         "sketch_dtype": plan.sketch_dtype,
-        "mean_rank": plan.mean_rank,
+        "mean_rank": None if math.isnan(plan.mean_rank) else plan.mean_rank,
         "ranks": plan.ranks.tolist(),
         "traffic_reduction": plan.reduction,
         "bytes_per_token_and_head": traffic.standard(layer.key_dim, layer.value_dim) / plan.reduction,

@@ -142,7 +142,7 @@ def plan_paths(traces: Sequence[Path], out: Path) -> list[Path]:
     paths = [out / f"{path.stem}.safetensors" for path in traces]
     if twice := sorted({path.name for path in paths if paths.count(path) > 1}):
         raise click.UsageError(f"TRACES: expected files with different names, got {', '.join(twice)} twice")
-    if out.is_file():
+    if out.is_file() or (out.suffix == ".safetensors" and not out.is_dir()):
         raise click.UsageError(f"--out: expected a folder for {len(traces)} trace files, got the file {out}")
     return paths
 

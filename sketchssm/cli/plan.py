@@ -38,11 +38,21 @@ def _rank_maxes(layers: list[Traces], time_on: str | None) -> tuple[int | None, 
     return None, *(rank for rank in FAST_RANKS if rank < most and time_on == "cuda")
 
 
+def _needs_traces(context: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Say what to do for a model."""
+    if value is not None:
+        raise click.UsageError(
+            "--model: expected trace files of the model's layers, which sketchssm.transformers.record makes; evaluate "
+            "--model --plans and bench --plan take the folder of --out"
+        )
+
+
 @click.command("plan")
 @options.trace_files
 @click.option(
     "--out", required=True, type=PATH, help="Plan file or, for several trace files, a folder with one plan each."
 )
+@click.option("--model", hidden=True, expose_value=False, callback=_needs_traces)
 @click.option("--error", type=POSITIVE, help="Target: at most this error of the outputs.")
 @click.option(
     "--traffic",
@@ -114,7 +124,7 @@ def command(
     from sketchssm.calibrate.traces import Traces
     from sketchssm.cli.output import Output, plan_paths, save_plans
     from sketchssm.study import figures
-    from sketchssm.study.planning import StepTimes, autoplan, candidates
+    from sketchssm.study.planning import StepTimes, UnmetTargetError, autoplan, candidates
     from sketchssm.study.planning.report import describe, frontier_table
     from sketchssm.study.plots import draw_frontier
 
@@ -132,21 +142,27 @@ def command(
         rank_maxes=rank_max or _rank_maxes(layers, time_on),
     )
     times = None if time_on is None else StepTimes(time_on, batch)
-    with output.progress("planning", len(tried) * len(mean_ranks)) as step:
-        found = autoplan(
-            layers,
-            error=error,
-            traffic=traffic,
-            seconds=None if microseconds is None else 1e-6 * microseconds,
-            candidates=tried,
-            mean_ranks=mean_ranks,
-            time_of=times,
-            backend=backend,
-            progress=step,
-        )
-    save_plans(found.plans, files)
+    unmet = None
+    try:
+        with output.progress("planning", len(tried) * len(mean_ranks)) as step:
+            found = autoplan(
+                layers,
+                error=error,
+                traffic=traffic,
+                seconds=None if microseconds is None else 1e-6 * microseconds,
+                candidates=tried,
+                mean_ranks=mean_ranks,
+                time_of=times,
+                backend=backend,
+                progress=step,
+            )
+    except UnmetTargetError as caught:
+        unmet, found = caught, caught.found
     standard = None if times is None else times.standard(found.plans)
-    output.table(*frontier_table(found, standard))
+    output.table(*frontier_table(found, standard, met=unmet is None))
+    if unmet is not None:
+        raise unmet
+    save_plans(found.plans, files)
     if plots is not None:
         output.say(f"\nWritten: {draw_frontier(found, plots)}")
     output.finish(describe(found, files, standard))

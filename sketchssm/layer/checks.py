@@ -24,11 +24,15 @@ __all__ = [
     "check_slots",
     "check_state",
     "check_tokens",
+    "check_writes",
     "no_memory",
 ]
 
 ACTIVATIONS = ("bfloat16", "float16", "float32")
 """Types in which a device may hold q, k, v and outputs."""
+
+LARGEST_ERASE = 2 * (1 + 2.0**-6)
+"""Largest ``beta |k|^2`` that does not let a state grow, with room for keys rounded to bfloat16 (squares: 2^-7)."""
 
 
 class UnsupportedError(ValueError):
@@ -98,6 +102,30 @@ def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> No
         raise ValueError(f"g: expected log-decays <= 0 (-inf allowed), got a value of {worst}")
     if beta is not None and not np.isfinite(beta).all():
         raise ValueError("beta: expected finite numbers, got NaN or infinity")
+
+
+def check_writes(layer: Layer, k: npt.NDArray[Any], beta: npt.NDArray[Any] | None) -> None:
+    """Check that no token of a layer that erases lets the state grow: beta in [0, 2] and ``beta |k|^2`` at most 2.
+
+    Raises
+    ------
+    ValueError
+        Naming beta or k, the value and the likely cause.
+    """
+    if beta is None or not beta.size:
+        return
+    if not ((beta >= 0) & (beta <= 2)).all():
+        worst = beta.min() if (beta < 0).any() else beta.max()
+        raise ValueError(f"beta: expected write gates from 0 to 2, got {worst:g}: are these logits, not gates?")
+    wide: Any = np.asarray(k, np.float64 if k.dtype == np.float64 else np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.repeat(np.einsum("...k,...k->...", wide, wide), layer.group, axis=-1)
+        erased = beta.astype(squares.dtype) * squares
+    if not (erased <= LARGEST_ERASE).all():
+        worst = np.nan_to_num(erased, nan=np.inf, posinf=np.inf).max()
+        raise ValueError(
+            f"k: expected keys with beta |k|^2 <= 2, or states grow, got {worst:g}: are the keys L2-normalised?"
+        )
 
 
 def check_slots(

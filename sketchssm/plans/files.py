@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -39,6 +39,15 @@ T = TypeVar("T")
 
 KEY = "sketchssm"
 """Metadata key of the JSON document."""
+
+READERS = {
+    "sketchssm-plan": "SketchPlan",
+    "sketchssm-model-plans": "ModelPlans",
+    "sketchssm-moments": "Moments",
+    "sketchssm-basis": "SketchBasis",
+    "sketchssm-snapshot": "Snapshot",
+}
+"""The class that reads each format, for messages."""
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -108,7 +117,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file all or nothing: the new file replaces an existing one when it is complete.
 
     The new file has the permissions of the old one. A symbolic link stays, and its target is replaced. A device or a
-    pipe, such as /dev/null, is written in place.
+    pipe, such as /dev/null, is written in place. A process that is killed while it writes leaves a file
+    ``.sketchssm-*.tmp`` in the folder, which may be deleted.
 
     Parameters
     ----------
@@ -123,14 +133,14 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         If the file can't be written; it names the path.
     """
     path = os.path.realpath(os.fsdecode(path))
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:  # an error for a folder
-            file.write(data)
-        return
-    scratch = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
+    in_place = os.path.exists(path) and not os.path.isfile(path)
+    # of a length of its own: the name of the file may be as long as the file system allows
+    scratch = os.path.join(os.path.dirname(path), f".sketchssm-{secrets.token_hex(8)}.tmp")
     try:
-        with open(scratch, "wb") as file:
+        with open(path if in_place else scratch, "wb") as file:  # an error for a folder
             file.write(data)
+            if in_place:
+                return
             file.flush()
             os.fsync(file.fileno())
         if os.path.exists(path):
@@ -139,8 +149,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     except BaseException as error:
         with suppress(OSError):
             os.unlink(scratch)
-        if isinstance(error, OSError) and error.filename == scratch:
-            error.filename = path
+        if isinstance(error, OSError) and error.errno is not None:
+            raise type(error)(error.errno, error.strerror, path) from error
         raise
 
 
@@ -241,7 +251,9 @@ def _document(form: FileFormat, metadata: Mapping[str, str]) -> dict[str, Any]:
     document = json.loads(metadata[KEY]) if KEY in metadata else dict(metadata)
     name = document.get("format") if isinstance(document, dict) else document
     if name != form.name:
-        raise ValueError(f"expected format {form.name!r}, got {name!r}")
+        reader = READERS.get(str(name))
+        hint = f": {reader}.load reads it" if reader else ""
+        raise ValueError(f"expected format {form.name!r}, got {name!r}{hint}")
     version = document.get("version")
     if version not in (form.version, *form.older):
         raise ValueError(f"expected version {form.version} of {form.name}, got {version!r}: {form.remedy}")

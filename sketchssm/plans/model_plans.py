@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import Layer
-from sketchssm.plans.files import FileFormat, load_file, save_file
+from sketchssm.plans.files import FileFormat, format_of, load_file, save_file
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
 
-__all__ = ["AllocationSummary", "LayerFingerprint", "ModelFingerprint", "ModelPlans"]
+__all__ = ["AllocationSummary", "LayerFingerprint", "ModelFingerprint", "ModelPlans", "load_plans"]
 
 FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError)
 """The version is that of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
@@ -57,6 +58,9 @@ class ModelFingerprint:
     def difference(self, other: ModelFingerprint) -> str | None:
         """Describe the first difference of another model.
 
+        Models of two classes with the same recurrent layers are the same, such as a language model alone and within a
+        vision-language model, whose layers have longer names.
+
         Parameters
         ----------
         other : ModelFingerprint
@@ -67,16 +71,18 @@ class ModelFingerprint:
         str or None
             What was expected and what the other model has, and in which layer. None if the models are the same.
         """
-        if self.model != other.model:
+        own, others = self.places(), other.places()
+        modules = [{x.module for x in each.layers.values()} for each in (self, other)]
+        if self.model != other.model and modules[0] != modules[1]:
             return f"expected a {self.model}, got a {other.model}"
-        for name in self.layers:
-            if name not in other.layers:
+        for place, name in own.items():
+            if place not in others:
                 return f"expected a recurrent layer {name}, got none"
-        for name in other.layers:
-            if name not in self.layers:
+        for place, name in others.items():
+            if place not in own:
                 return f"expected no recurrent layer {name}, got one"
-        for name, want in self.layers.items():
-            got = other.layers[name]
+        for place, name in own.items():
+            want, got = self.layers[name], other.layers[others[place]]
             if want.module != got.module:
                 return f"layer {name}: expected a {want.module}, got a {got.module}"
             if want.layer != got.layer:
@@ -87,6 +93,10 @@ class ModelFingerprint:
                     f"got {got.parameters[:8]}..."
                 )
         return None
+
+    def places(self) -> dict[str, str]:
+        """Names of the layers' modules, by their places within the language model."""
+        return {name[max(name.find("layers."), 0) :]: name for name in self.layers}
 
 
 @dataclass(frozen=True)
@@ -174,22 +184,29 @@ class ModelPlans(Mapping[str, SketchPlan]):
         """Traffic reduction of all layers together: how many times fewer bytes than standard decode."""
         return total_reduction(self.values())
 
-    def check(self, model: ModelFingerprint) -> None:
-        """Check that the plans belong to a model.
+    def of(self, model: ModelFingerprint) -> dict[str, SketchPlan]:
+        """Plans by the names that the layers have in a model.
 
         Parameters
         ----------
         model : ModelFingerprint
-            The model, see `sketchssm.transformers.fingerprint`.
+            The model, see `sketchssm.transformers.fingerprint`; it may be of another class with the same layers.
+
+        Returns
+        -------
+        dict of str to SketchPlan
+            The plans.
 
         Raises
         ------
         ValueError
-            Naming the first layer that differs.
+            If the plans were made for another model, naming the first layer that differs.
         """
         difference = self.fingerprint.difference(model)
         if difference is not None:
             raise ValueError(f"plans: made for another model: {difference}")
+        own = self.fingerprint.places()
+        return {name: self[own[place]] for place, name in model.places().items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all plans to one safetensors file, all or nothing.
@@ -251,3 +268,39 @@ class ModelPlans(Mapping[str, SketchPlan]):
         for name, value in (("mean_rank", summary.mean_rank), ("gap", summary.gap), *summary.retained.items()):
             check_number(f"allocation: {name}", value, "a number", lambda number: True)
         return cls(plans, ModelFingerprint(str(model), identities), summary)
+
+
+def load_plans(path: str | os.PathLike[str]) -> Mapping[str, SketchPlan]:
+    """Read plans of any form, by the names of their layers.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        A file of `ModelPlans`, the file of one plan, or a folder with a plan ``NAME.safetensors`` for each layer.
+
+    Returns
+    -------
+    mapping of str to SketchPlan
+        The `ModelPlans`, or plans by the names of their files.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file or folder.
+    PlanFileError
+        If a file is damaged or holds something else, or the folder has no plans.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"plans: expected a file or folder of plans, got {place}, which does not exist")
+    if not place.is_dir() and format_of(place) == FORMAT.name:
+        return ModelPlans.load(place)
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files:
+        raise PlanFileError(f"plans: expected files NAME.safetensors in {place}, got none")
+    wrong = [file for file in files if format_of(file) not in (PLAN_FORMAT.name, None)]  # None: damaged, or foreign
+    if wrong:
+        raise PlanFileError(
+            f"{wrong[0]}: expected the plan of a layer, from sketchssm calibrate or plan, got {format_of(wrong[0])}"
+        )
+    return {file.name.removesuffix(".safetensors"): SketchPlan.load(file) for file in files}

@@ -225,9 +225,10 @@ class SketchPlan:
         """Kind, shape, ranks and settings in one line."""
         sketched = self.ranks[self.ranks != FULL_STATE]
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
+        mean = f" (mean {self.mean_rank:.2f})" if sketched.size else ""
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
-            f"V={self.layer.value_dim}, ranks={span} (mean {self.mean_rank:.2f}), "
+            f"V={self.layer.value_dim}, ranks={span}{mean}, "
             f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}, map={self.map}, "
             f"sketch_dtype={self.sketch_dtype})"
         )

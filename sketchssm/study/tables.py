@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from sketchssm.layer.recurrence import FULL_STATE
 
-__all__ = ["Table", "percent", "ranks_text", "ruled", "scientific"]
+__all__ = ["Table", "number", "percent", "ranks_text", "ruled", "scientific"]
 
 T = TypeVar("T")
 
@@ -28,6 +29,11 @@ def ruled(items: Iterable[T], key: Callable[[T], Hashable], row: Callable[[T], l
     for item in items:
         groups.setdefault(key(item), []).append(row(item))
     return [each for group in groups.values() for each in ([], *group)][1:]
+
+
+def number(value: float, form: str = "g", missing: str = "-", before: str = "") -> str:
+    """Format a number after some text; `missing` stands for NaN, as a mean rank is if no head has a sketch."""
+    return missing if math.isnan(value) else f"{before}{value:{form}}"
 
 
 def percent(share: float, digits: int = 2) -> str:

@@ -18,7 +18,7 @@ from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.transformers.calibration import calibrate, fingerprint
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
 from sketchssm.transformers.modeling import RecurrentLayer, layers
-from sketchssm.transformers.patching import Patch, patch
+from sketchssm.transformers.patching import Patch, patch, unpatch
 from sketchssm.transformers.recording import Recording, record
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "layers",
     "patch",
     "record",
+    "unpatch",
 ]

@@ -20,7 +20,7 @@ from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import Tokens, check_window
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
-from sketchssm.transformers.modeling import Call, intercepted, layers
+from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
@@ -92,7 +92,8 @@ def calibrate(
     ------
     ValueError
         If a setting or a token id is out of range, there are fewer than two rows of text, a row is not longer than
-        the window, or the model has no known layers.
+        the window, the model has no known layers, inputs of a layer would let its state grow, or a layer's output has
+        no gradient and the method needs one.
 
     Examples
     --------
@@ -112,6 +113,9 @@ def calibrate(
     check_ids(model, rows)
     step = progress or (lambda label: None)
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    graded = method in ("gradient", "sensitivity")
+    if graded:
+        _check_gradients(model, score[0][: window + 2], method, list(found))
 
     moments = {name: Moments(x.layer, window=window) for name, x in found.items()}
     with _streamed(model, {name: _adder(sums) for name, sums in moments.items()}, False):
@@ -126,7 +130,6 @@ def calibrate(
         most = rank_max or common_rank(layer, window)
         bases[name] = fit_basis(sums, min(most, layer.key_dim, layer.value_dim))
     scores = {name: RankScores(basis) for name, basis in bases.items()}
-    graded = method in ("gradient", "sensitivity")
     with _streamed(model, {name: _adder(sums) for name, sums in scores.items()}, graded):
         for i, row in enumerate(score):
             step(f"scores, row {i + 1} of {len(score)}")
@@ -155,7 +158,7 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
     """Identity of a model and its recurrent layers.
 
     A digest covers the parameters of a layer's module, as many as `SAMPLES` values of each at even distances, rounded
-    to bfloat16: the same weights loaded in float32 and in bfloat16 have the same digest.
+    to bfloat16 and to float16: weights of a file in bfloat16 have the same digest in every type.
 
     Parameters
     ----------
@@ -176,7 +179,7 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
     identities = {
         name: LayerFingerprint(type(x.module).__name__, x.layer, _digest(name, x.module)) for name, x in found.items()
     }
-    return ModelFingerprint(type(model).__name__, identities)
+    return ModelFingerprint(type(getattr(model, COMPILED, model)).__name__, identities)
 
 
 def _digest(layer: str, module: torch.nn.Module) -> str:
@@ -187,7 +190,7 @@ def _digest(layer: str, module: torch.nn.Module) -> str:
         values = parameter.detach().reshape(-1)
         values = values[:: -(-values.numel() // SAMPLES) or 1]
         if values.is_floating_point():
-            values = values.to(torch.bfloat16).view(torch.int16)
+            values = values.to(torch.bfloat16).to(torch.float16).view(torch.int16)
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
         digest.update(values.cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -196,27 +199,30 @@ def _digest(layer: str, module: torch.nn.Module) -> str:
 class _Stream:
     """Passes one layer's inputs on during the forward pass, and runs the recurrence of transformers."""
 
-    def __init__(self, take: Take, gradients: bool) -> None:
+    def __init__(self, layer: RecurrentLayer, take: Take, gradients: bool) -> None:
+        self._layer = layer
         self._take = take
         self._gradients = gradients
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
-        tokens = host_inputs(call, cache)
+        tokens = host_inputs(call, cache, self._layer)
         result = run(**given)
         if not self._gradients:
             self._take(tokens, None)
             return result
         out = result[0] if isinstance(result, tuple) else result
-        out.register_hook(lambda grad: self._pass_on(tokens, grad))
+        if out.requires_grad:
+            out.register_hook(lambda grad: self._pass_on(tokens, grad))
         return result
 
     def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         raise AssertionError("rows run without a cache")
 
-    def _pass_on(self, tokens: Tokens, grad: torch.Tensor) -> None:
-        self._take(tokens, grad.detach().float().cpu().numpy())
+    def _pass_on(self, tokens: Tokens, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            self._take(tokens, grad.detach().float().cpu().numpy())
 
 
 def _adder(sums: Moments | RankScores) -> Take:
@@ -228,20 +234,34 @@ def _adder(sums: Moments | RankScores) -> Take:
 @contextmanager
 def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -> Iterator[None]:
     """Pass the inputs of layers on while a model runs, in evaluation mode and without gradients of parameters."""
-    handlers = {name: _Stream(take, gradients) for name, take in takes.items()}
+    found = layers(model)
+    handlers = {name: _Stream(found[name], take, gradients) for name, take in takes.items()}
     training = [module for module in model.modules() if module.training]
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         model.eval()
         for parameter in wanted:
             parameter.requires_grad_(False)
-        with intercepted(dict(handlers), layers(model)):
+        with torch.compiler.set_stance("force_eager"), intercepted(dict(handlers), found):
             yield
     finally:
         for module in training:
             module.training = True
         for parameter in wanted:
             parameter.requires_grad_(True)
+
+
+def _check_gradients(model: Any, row: Ids, method: str, names: list[str]) -> None:
+    """Refuse, before any moments, a model whose backward pass does not reach the output of every layer."""
+    reached: set[str] = set()
+    with _streamed(model, {name: lambda *given, name=name: reached.add(name) for name in names}, True):
+        _backward(model, row)
+    for name in names:
+        if name not in reached:
+            raise ValueError(
+                f"method: {method!r} needs gradients of the layers' outputs, but the backward pass gives {name} none; "
+                "expected weights that are not quantised, or the method 'error' or 'uniform'"
+            )
 
 
 def _backward(model: Any, row: Ids) -> None:
@@ -251,6 +271,8 @@ def _backward(model: Any, row: Ids) -> None:
     try:
         with torch.enable_grad():
             logits, ids = run_row(model, row)
-            F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum").backward()
+            loss = F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
+            if loss.requires_grad:
+                loss.backward()
     finally:
         start.remove()

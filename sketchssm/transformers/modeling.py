@@ -26,6 +26,9 @@ LEAST_VERSION, NEXT_VERSION = (5, 20), (6,)
 NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers."""
 
+COMPILED = "_orig_mod"
+"""Name of a module within its result of `torch.compile`."""
+
 CACHE_NAMES = ("cache", "cache_params")
 """Argument of a mixer's forward that takes the cache. Version 5.24 renamed `cache_params`, and still accepts it."""
 
@@ -36,11 +39,13 @@ class Call(NamedTuple):
     Attributes
     ----------
     tokens : Tokens
-        Inputs of the recurrence, as tensors in the activations' type (gates in float32).
+        Inputs of the recurrence, in float32: functions of transformers compute in float32 after the convolution.
     skip : Tensor or None
-        Added to outputs: the term ``D x`` of mamba2.
+        Added to outputs: the term ``D x`` of mamba2, in float32.
     state : Tensor or None
         State before the call, in the cache's layout.
+    dtype : torch.dtype
+        Type of the activations.
     z : Tensor or None
         Output gate of mamba2: outputs are multiplied by ``silu(z)``.
     """
@@ -48,12 +53,17 @@ class Call(NamedTuple):
     tokens: Tokens
     skip: torch.Tensor | None
     state: torch.Tensor | None
+    dtype: torch.dtype
     z: torch.Tensor | None = None
+
+    def last(self, count: int) -> Call:
+        """Return the call of the last tokens alone, after a state that is not known."""
+        tokens = Tokens(*(x if x is None else x[:, -count:] for x in self.tokens))
+        return self._replace(tokens=tokens, skip=self.skip if self.skip is None else self.skip[:, -count:], state=None)
 
     def finished(self, out: torch.Tensor) -> torch.Tensor:
         """Output of the function for the recurrence's output."""
-        if self.skip is not None:
-            out = out + self.skip.to(out.dtype)
+        out = (out if self.skip is None else out + self.skip).to(self.dtype)
         return out if self.z is None else out * F.silu(self.z)
 
 
@@ -73,6 +83,8 @@ class Rule:
         Returns the `Call` of a function's bound arguments; the flag tells decoding.
     state : str
         Argument that holds the state before the call.
+    tokens : tuple of str
+        Arguments of `prefill` with an axis of tokens, the second.
     transposed : bool
         Whether states are ``(heads, K, V)``.
     """
@@ -83,16 +95,18 @@ class Rule:
     shape: Callable[[Any], Layer]
     call: Callable[[dict[str, Any], bool], Call]
     state: str
+    tokens: tuple[str, ...]
     transposed: bool
 
 
+DELTA_TOKENS = ("query", "key", "value", "g", "beta")
+
+
 def _delta_call(given: dict[str, Any], decoding: bool) -> Call:
-    q, k, v, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
-    kind = v.dtype
+    q, k, v, g, beta = (given[name].float() for name in DELTA_TOKENS)
     if given.get("use_qk_l2norm_in_kernel"):
-        q, k = (_normalised(x.float()) for x in (q, k))
-    q = (q.float() * q.shape[-1] ** -0.5).to(kind)
-    return Call(Tokens(q, k.to(kind), v, g.float(), beta.float()), None, given["initial_state"])
+        q, k = _normalised(q), _normalised(k)
+    return Call(Tokens(q * q.shape[-1] ** -0.5, k, v, g, beta), None, given["initial_state"], given["value"].dtype)
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
@@ -111,15 +125,14 @@ def _mamba_call(given: dict[str, Any], decoding: bool) -> Call:
         dt = F.softplus(dt)
     if not decoding:
         dt = dt.clamp(*given["dt_limit"])
-    v = (x.float() * dt.float()[..., None]).to(x.dtype)
-    tokens = Tokens(given["C"], given["B"], v, rate.float() * dt.float(), None)
-    z = None
+    x, dt, kind, z = x.float(), dt.float(), x.dtype if decoding else torch.float32, None
+    tokens = Tokens(given["C"].float(), given["B"].float(), x * dt[..., None], rate.float() * dt, None)
     if decoding:
         tokens = Tokens(*(y if y is None else y[:, None] for y in tokens))
         x = x[:, None]
         z = given["z"] if given["z"] is None else given["z"][:, None]
-    term = None if skip is None else skip[:, None] * x
-    return Call(tokens, term, given["state"] if decoding else given["initial_states"], z)
+    term = None if skip is None else skip.float()[:, None] * x
+    return Call(tokens, term, given["state"] if decoding else given["initial_states"], kind, z)
 
 
 RULES = (
@@ -130,6 +143,7 @@ RULES = (
         lambda m: Layer("gdn", m.num_v_heads, m.head_k_dim, m.head_v_dim, m.num_k_heads),
         _delta_call,
         "initial_state",
+        DELTA_TOKENS,
         True,
     ),
     Rule(
@@ -139,6 +153,7 @@ RULES = (
         lambda m: Layer("kda", m.num_heads, m.head_dim, m.head_dim, m.num_heads),
         _delta_call,
         "initial_state",
+        DELTA_TOKENS,
         True,
     ),
     Rule(
@@ -148,6 +163,7 @@ RULES = (
         lambda m: Layer("mamba2", m.num_heads, m.ssm_state_size, m.head_dim, m.n_groups),
         _mamba_call,
         "initial_states",
+        ("hidden_states", "dt", "B", "C"),
         False,
     ),
 )
@@ -184,12 +200,12 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     Parameters
     ----------
     model : torch.nn.Module
-        A model of transformers.
+        A model of transformers; it, or a part, may be a result of `torch.compile`.
 
     Returns
     -------
     dict of str to RecurrentLayer
-        Layers by the names of their modules, in the order of the model.
+        Layers by the names of their modules before `torch.compile`, in the order of the model.
 
     Raises
     ------
@@ -202,7 +218,8 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a model, as from_pretrained returns it, got {type(model).__name__}")
     found = {}
-    for name, module in model.named_modules():
+    for full, module in model.named_modules():
+        name = ".".join(part for part in full.split(".") if part != COMPILED)
         names = inspect.unwrap(type(module).forward).__code__.co_names
         for rule in RULES:
             if rule.decode in names and rule.prefill in names:
@@ -210,7 +227,7 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
     if not found:
         raise ValueError(
             f"model: expected layers of gated delta rule, Kimi Delta Attention or Mamba-2, found none in "
-            f"{type(model).__name__}"
+            f"{type(getattr(model, COMPILED, model)).__name__}"
         )
     return found
 

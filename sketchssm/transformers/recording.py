@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sketchssm.calibrate.traces import Traces
-from sketchssm.layer.checks import check_items
+from sketchssm.layer.checks import check_items, check_writes
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
@@ -39,7 +39,7 @@ class Recording:
 
     def __init__(self, found: dict[str, RecurrentLayer], gradients: bool) -> None:
         self.layers = found
-        self._handlers = {name: _Recorder(gradients) for name in found}
+        self._handlers = {name: _Recorder(layer, gradients) for name, layer in found.items()}
 
     def __len__(self) -> int:
         """Sequences recorded."""
@@ -137,7 +137,7 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
     ------
     ValueError
         If the model has no known layers or mamba2 layers are in training mode, where a fused kernel may replace the
-        recurrence; and at a call with a cache.
+        recurrence; and at a call with a cache or with padding, or if inputs of a layer would let its state grow.
 
     Examples
     --------
@@ -151,21 +151,41 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
     if training:
         raise ValueError(f"model: expected evaluation mode, model.eval(), got layer {training[0]} in training mode")
     recording = Recording(found, gradients)
-    with intercepted(dict(recording._handlers), found):
+    with ExitStack() as stack:
+        for layer in found.values():
+            hook = layer.module.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(intercepted(dict(recording._handlers), found))
         yield recording
 
 
-def host_inputs(call: Call, cache: Any) -> Tokens:
+def _refuse_padding(module: torch.nn.Module, args: Any, named: dict[str, Any]) -> None:
+    """Refuse padding, which the recurrence of transformers takes for tokens: a forward hook of mixers."""
+    mask = named.get("attention_mask")
+    if mask is not None and not mask.all():
+        raise ValueError(
+            f"attention_mask: expected no padding while layers are recorded, got {(mask == 0).sum()} padded tokens"
+        )
+
+
+def host_inputs(call: Call, cache: Any, layer: RecurrentLayer) -> Tokens:
     """Inputs of a call without a cache, as float32 arrays ``(batch, tokens, ...)``."""
     if cache is not None:
         raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
-    return Tokens(*(None if x is None else x.detach().float().cpu().numpy() for x in call.tokens))
+    tokens = Tokens(*(None if x is None else x.detach().float().cpu().numpy() for x in call.tokens))
+    try:
+        check_writes(layer.layer, tokens.k, tokens.beta)
+    except ValueError as error:
+        raise ValueError(f"layer {layer.name}: {error}") from None
+    return tokens
 
 
 class _Recorder:
     """Keeps one layer's inputs, and runs the recurrence of transformers."""
 
-    def __init__(self, gradients: bool) -> None:
+    def __init__(self, layer: RecurrentLayer, gradients: bool) -> None:
+        self._layer = layer
         self.tokens: list[Tokens] = []
         self.gradients: dict[int, Array] = {}
         self.wants_gradients = gradients
@@ -173,7 +193,7 @@ class _Recorder:
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         first = len(self.tokens)
-        inputs = host_inputs(call, cache)
+        inputs = host_inputs(call, cache, self._layer)
         for row in range(inputs.v.shape[0]):
             self.tokens.append(Tokens(*(None if x is None else x[row].copy() for x in inputs)))
         result = run(**given)

@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from sketchssm.layer.recurrence import Layer
-from sketchssm.plans.model_plans import ModelPlans
+from sketchssm.plans.model_plans import load_plans
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["load_plans", "plan_of", "sharded"]
 
 NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
-
-
-def load_plans(path: str) -> Mapping[str, SketchPlan]:
-    """Read the plans of a model.
-
-    Parameters
-    ----------
-    path : str
-        A file of `ModelPlans`, or a folder with a plan ``NAME.safetensors`` for each layer.
-
-    Returns
-    -------
-    mapping of str to SketchPlan
-        Plans by the layers' names.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file or folder.
-    PlanFileError
-        If a file is damaged or holds something else.
-    ValueError
-        If the folder has no plans.
-    """
-    place = Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"plans: expected 'standard', 'replay', or a file or folder of plans, got {path!r}")
-    if not place.is_dir():
-        return ModelPlans.load(place)
-    plans = {file.name.removesuffix(".safetensors"): file for file in sorted(place.glob("*.safetensors"))}
-    if not plans:
-        raise ValueError(f"plans: expected files NAME.safetensors in {path}, got none")
-    return {name: SketchPlan.load(file) for name, file in plans.items()}
 
 
 def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import host_tokens
+from sketchssm.calibrate.windows import added, host_tokens
 from sketchssm.layer.checks import check_bool
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array
@@ -150,9 +150,8 @@ class KeyMoments:
         )
         length = np.linalg.norm(q, axis=-1, keepdims=True)
         q = np.divide(q, length, out=np.zeros_like(q), where=length > 0)
-        self.key_gram += k.swapaxes(-1, -2) @ k
-        self.query_gram += q.swapaxes(-1, -2) @ q
-        self.tokens += int(np.prod(tokens.v.shape[:2]))
+        grams = {"key_gram": k.swapaxes(-1, -2) @ k, "query_gram": q.swapaxes(-1, -2) @ q}
+        self.__dict__.update(added(self, grams | {"tokens": int(np.prod(tokens.v.shape[:2]))}))
 
     def __add__(self, other: KeyMoments) -> KeyMoments:
         """Moments of both sets of traces; ValueError unless the layers agree."""

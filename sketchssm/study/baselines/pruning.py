@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import host_tokens
+from sketchssm.calibrate.windows import added, host_tokens
 from sketchssm.layer.checks import as_array, check_state
 from sketchssm.layer.recurrence import Layer, Tokens, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step
@@ -98,8 +98,8 @@ class ChannelScores:
             token = Tokens(*(x if x is None else x[:, t] for x in inputs))
             current, _ = step(current, *token)
             energy += (np.square(current).sum(axis=-1) * np.square(token.q)).sum(axis=0)
-        self.energy += energy.reshape(layer.key_heads, layer.group, layer.key_dim).sum(axis=1)
-        self.tokens += batch * length
+        energy = energy.reshape(layer.key_heads, layer.group, layer.key_dim).sum(axis=1)
+        self.__dict__.update(added(self, {"energy": energy, "tokens": batch * length}))
         return np.ascontiguousarray(current.swapaxes(-1, -2))
 
     def __add__(self, other: ChannelScores) -> ChannelScores:

@@ -26,6 +26,7 @@ from sketchssm.study.bench.device import compile_all, device_name
 from sketchssm.study.bench.requests import Requests
 from sketchssm.study.bench.runs import Inputs, Run, run_on_host
 from sketchssm.study.evaluate.measure import relative_error
+from sketchssm.study.tables import number
 
 __all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
 
@@ -193,7 +194,7 @@ def measure_arrivals(
     together = Requests.together(case.batch, length)
     arriving = Requests.arriving(case.batch, length, window, mean_tokens, seed)
     for plan in (None, *case.plans):
-        system = "standard" if plan is None else f"sketch G={plan.mean_rank:g} {plan.map.name}"
+        system = "standard" if plan is None else f"sketch G={number(plan.mean_rank)} {plan.map.name}"
         lockstep = math.nan
         for mode in ("arrivals",) if plan is None else MODES:
             requests = together if mode == "lockstep" else arriving

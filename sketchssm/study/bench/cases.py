@@ -10,6 +10,7 @@ from pathlib import Path
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.model_plans import load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.study.bench.host import copy_bandwidth, measure_host
@@ -104,10 +105,9 @@ class Case:
         return cls(shape, layer, 1, window, plans)
 
     @classmethod
-    def of_plan(cls, path: Path) -> Case:
-        """Case of one row with the plan of a file, named by the file."""
-        plan = SketchPlan.load(path)
-        return cls(path.stem, plan.layer, 1, plan.window, [plan])
+    def of_plans(cls, path: Path) -> list[Case]:
+        """Cases of one row with the plans of a file or folder, named by the layers; see `load_plans`."""
+        return [cls(name, plan.layer, 1, plan.window, [plan]) for name, plan in load_plans(path).items()]
 
     def with_raw_gate(self, seed: int = 0) -> Case:
         """Return the case with raw gate inputs if its layer is kda, else the case itself."""

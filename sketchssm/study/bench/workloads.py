@@ -15,6 +15,7 @@ from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System, exact_systems, sketch_system
+from sketchssm.study.tables import number
 
 __all__ = [
     "MEAN_RANKS",
@@ -219,4 +220,4 @@ def systems(
 def _name(plan: SketchPlan) -> str:
     """Name of a sketch in tables."""
     form = "" if plan.sketch_dtype == DEFAULT_FORMAT else f" {plan.sketch_dtype}"
-    return f"sketch G={plan.mean_rank:g} {plan.map.name}{form}"
+    return f"sketch G={number(plan.mean_rank)} {plan.map.name}{form}"

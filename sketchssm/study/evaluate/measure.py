@@ -44,9 +44,9 @@ class Measurement:
     state_error : float
         Error of the states after the last token (of systems with windows: after the last flush).
     retained : float
-        Retained energy of the state reads, mean over heads: 1 minus the error's energy over the energy of the state
-        reads between flushes. For a sketch, the share of the energy that it retains. Negative if the error has more
-        energy than the reads.
+        Retained energy of all heads' state reads: 1 minus the error's energy over the energy of the state reads
+        between flushes. For a sketch, the share of the energy that it retains. Negative if the error has more energy
+        than the reads.
     head_output_error, head_state_error, head_retained : list of float
         The same errors per head.
     drift : dict of str to list
@@ -146,7 +146,7 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
         output_error=float(_ratio(lost.sum(), size.sum())),
         flush_error=float(_ratio(*(x[:, flushes].sum(axis=-1) for x in (lost, size))).max()),
         state_error=float(_ratio(state_lost[-1].sum(), state_size[-1].sum())),
-        retained=float(retained.mean()),
+        retained=float(1.0 - missed.sum() / (reads.sum() or 1.0)),
         head_output_error=_ratio(*(x.sum(axis=(0, 1)) for x in (lost, size))).tolist(),
         head_state_error=_ratio(state_lost[-1], state_size[-1]).tolist(),
         head_retained=retained.tolist(),

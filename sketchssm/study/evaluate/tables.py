@@ -52,7 +52,7 @@ def details(layers: Sequence[LayerResults], times: Mapping[tuple[str, str], floa
     columns = ["layer", "system", "less traffic", "output error", "at flush", "state error", "retained"]
     note = (
         f"{ERRORS}. at flush: the largest error of the token of a flush. retained: share of the energy of the "
-        "state reads, mean over heads."
+        "state reads of all heads."
     )
     if times is not None:
         columns += ["us/token", "speed"]

@@ -5,7 +5,7 @@ costs, and chooses. `StepTimes` measures the time of a step on this machine.
 """
 
 from sketchssm.study.planning.candidate import Candidate, candidates
-from sketchssm.study.planning.search import PlanPoint, PlanSearch, autoplan
+from sketchssm.study.planning.search import PlanPoint, PlanSearch, UnmetTargetError, autoplan
 from sketchssm.study.planning.times import StepTimes
 
-__all__ = ["Candidate", "PlanPoint", "PlanSearch", "StepTimes", "autoplan", "candidates"]
+__all__ = ["Candidate", "PlanPoint", "PlanSearch", "StepTimes", "UnmetTargetError", "autoplan", "candidates"]

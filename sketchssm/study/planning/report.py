@@ -11,7 +11,7 @@ from sketchssm.study.tables import Table
 __all__ = ["describe", "frontier_table"]
 
 
-def frontier_table(found: PlanSearch, standard: float | None = None) -> Table:
+def frontier_table(found: PlanSearch, standard: float | None = None, met: bool = True) -> Table:
     """List the points of the frontier; the chosen one has an arrow.
 
     Parameters
@@ -20,6 +20,8 @@ def frontier_table(found: PlanSearch, standard: float | None = None) -> Table:
         The search.
     standard : float, optional
         Seconds of standard decode, for searches with measured times.
+    met : bool, default True
+        Whether the chosen point meets the target.
 
     Returns
     -------
@@ -41,7 +43,8 @@ def frontier_table(found: PlanSearch, standard: float | None = None) -> Table:
     columns += [] if standard is None else ["step, us", "speed-up"]
     weighted = "weighted by gradients, " if found.graded else ""
     title = f"Frontier of {len(found.points)} points (error of the outputs, {weighted}held-out calibration text)"
-    note = f"Error of the chosen plans on the test text, without gradients: {found.test_error():.4f}."
+    plans = "chosen plans" if met else "nearest plans (none meet the target)"
+    note = f"Error of the {plans} on the test text, without gradients: {found.test_error():.4f}."
     return Table(title, columns, [row(point) for point in found.frontier], note, 3)
 
 

@@ -18,7 +18,7 @@ from sketchssm.study.planning.candidate import candidates as all_candidates
 from sketchssm.study.planning.layers import Energies, TracedLayer
 from sketchssm.study.systems import exact_systems, sketch_system
 
-__all__ = ["PlanPoint", "PlanSearch", "autoplan"]
+__all__ = ["PlanPoint", "PlanSearch", "UnmetTargetError", "autoplan"]
 
 MEAN_RANKS = (2, 3, 4, 6, 8, 10, 12, 16)
 
@@ -112,6 +112,14 @@ class PlanSearch:
         return _root_mean([layer.test_error(plan) for layer, plan in zip(self.layers, plans, strict=True)])
 
 
+class UnmetTargetError(ValueError):
+    """No point meets the target: `found` is the search, with the nearest point as the chosen one."""
+
+    def __init__(self, message: str, found: PlanSearch) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 def autoplan(
     layers: Sequence[Traces],
     *,
@@ -170,8 +178,9 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers or candidates, a `rank_max` is out of range, not exactly one target is given, a target
-        lacks its measurement, or no point meets the target; the message then names the nearest point.
+        If there are no layers, a candidate's `rank_max` is out of range, the errors of a candidate can't be
+        measured, not exactly one target is given, a target lacks its measurement, or no point meets the target. The
+        latter is an `UnmetTargetError`, whose attribute `found` is the search with the nearest point.
     """
     target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
     _check_measures(target, time_of, loss_of)
@@ -202,7 +211,11 @@ def autoplan(
                 own.append(_point(known, candidate, rank, plans, graded))
         points += own if time_of is None else [replace(p, seconds=time_of(p.plans)) for p in frontier(own)]
     points, chosen = _choose(points, target, loss_of, progress)
-    return PlanSearch(points, chosen, graded, known)
+    result, (name, bound) = PlanSearch(points, chosen, graded, known), target
+    if (reached := float(getattr(chosen, name))) > bound:
+        least = f"the least is {reached:g} ({chosen.candidate}, mean rank {chosen.mean_rank:g})"
+        raise UnmetTargetError(f"{name}: expected a target within reach, got {bound:g}; {least}", result)
+    return result
 
 
 def frontier(points: Iterable[PlanPoint]) -> list[PlanPoint]:
@@ -292,14 +305,13 @@ def _root_mean(energies: Sequence[Energies]) -> float:
 def _choose(
     points: list[PlanPoint], target: tuple[str, float], loss_of: Measure | None, progress: Callable[[str], None]
 ) -> tuple[list[PlanPoint], PlanPoint]:
-    """Find the point that meets the target, and the points with the losses that were measured on the way."""
+    """Find the point that meets the target or is nearest, and the points with the losses measured on the way."""
     name, bound = target
     if loss_of is not None:
         return _by_loss(points, bound, loss_of, progress)
-    found = [(float(getattr(point, name)), point) for point in points]
-    within = [point for value, point in found if value <= bound]
+    within = [point for point in points if getattr(point, name) <= bound]
     if not within:
-        raise _unmet(name, bound, *min(found, key=lambda pair: pair[0]))
+        return points, min(points, key=lambda point: float(getattr(point, name)))
     if name == "error":
         return points, min(within, key=lambda point: (point.cost, point.error))
     return points, min(within, key=lambda point: (point.error, point.cost))
@@ -308,7 +320,7 @@ def _choose(
 def _by_loss(
     points: list[PlanPoint], bound: float, loss_of: Measure, progress: Callable[[str], None]
 ) -> tuple[list[PlanPoint], PlanPoint]:
-    """Bisect the frontier for its cheapest point within a loss; points of higher cost have a smaller loss."""
+    """Bisect the frontier for its cheapest point within a loss, or else the least; a higher cost has less loss."""
     line = frontier(points)
     low, high, chosen = 0, len(line), None
     while low < high:
@@ -321,12 +333,4 @@ def _by_loss(
             high, chosen = middle, measured
         else:
             low = middle + 1
-    if chosen is None:
-        raise _unmet("loss", bound, *min(((p.loss, p) for p in line if p.loss is not None), key=lambda pair: pair[0]))
-    return points, chosen
-
-
-def _unmet(name: str, bound: float, value: float, nearest: PlanPoint) -> ValueError:
-    """Error that no point meets a target."""
-    settings = f"{nearest.candidate}, mean rank {nearest.mean_rank:g}"
-    return ValueError(f"{name}: expected a target that a point meets, got {bound:g}; nearest: {value:g} ({settings})")
+    return points, chosen or min((p for p in line if p.loss is not None), key=lambda p: p.loss or 0.0)
