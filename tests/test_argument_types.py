@@ -8,8 +8,10 @@ import pytest
 from samples import plan_of, tokens_of
 
 import sketchssm as ss
+from sketchssm.calibrate.plans import Settings, calibrate, plan_layers
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.study.baselines import low_rank_basis
+from sketchssm.study.evaluate import Study
 from sketchssm.study.planning import StepTimes
 
 LAYER = ss.Layer("gdn", 2, 8, 8)
@@ -76,8 +78,7 @@ def test_other_classes(call, message):
             r"num_slots: expected at most 2147483647, as slots are integers of 32 bits",
         ),
         (lambda: ss.StandardHead(LAYER, 2).copy([0], None), r"dst: expected one integer for each row, got shape \(\)"),
-        (lambda: ss.allocate_ranks(SCORES, "4"), r"mean_rank: expected a finite number of at least 1, got '4'"),
-        (lambda: ss.allocate_ranks(SCORES, 2, method=""), r"method: expected one of gradient, .*, got ''"),
+        (lambda: ss.Traces.shipped("rwkv"), r"kind: expected one of mamba2, gdn, kda, got 'rwkv'"),
         (lambda: BASIS.columns(5), r"rank: expected 1 to rank_max=4, got 5"),
         (lambda: BASIS.columns("2"), r"rank: expected a positive integer, got '2'"),
         (lambda: ss.Candidate("sparse"), r"map: expected one of ridge, .*, got 'sparse'"),
@@ -150,6 +151,14 @@ CALLS = [
     (low_rank_basis, {"moments": MOMENTS, "rank_max": 2}),
     (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
     (partial(ss.Moments, LAYER), {"window": 4}),
+    (ss.RankScores, {"basis": BASIS, "window": 4, "rank_max": 2}),
+    (SketchBasis.random, {"layer": LAYER, "rank_max": 2, "seed": 0, "e0": None, "window": 4}),
+    (ss.allocate_ranks, {"scores": SCORES, "mean_rank": 2, "method": "error", "map": "ridge", "rank_max": 2}),
+    (calibrate, {"traces": ss.Traces(LAYER, TOKENS, TOKENS), "window": 4, "rank_max": 2}),
+    (plan_layers, {"bases": [BASIS], "scores": [SCORES], "mean_rank": 2, "map": "ridge", "sketch_dtype": "int8"}),
+    (partial(search, candidates=[ss.Candidate("ridge", window=4)]), {"mean_ranks": (2,)}),
+    (partial(Study, ss.Traces(LAYER, TOKENS, TOKENS)), {"settings": Settings(4), "ranks": [2], "mean_rank": 2}),
+    (partial(Study, ss.Traces(LAYER, TOKENS, TOKENS), Settings(4), [2], 2), {"seed": 0, "plan": None, "every": 4}),
 ]
 for made in (ss.StandardHead(LAYER, 2, "reference", drafts=3), ss.SketchHead(PLAN, 2, "reference")):
     step = {name: x[:, :2] for name, x in TOKENS_BY_NAME.items()} | {"slots": None, "lengths": None, "draft": True}
@@ -165,7 +174,7 @@ for made in (ss.StandardHead(LAYER, 2, "reference", drafts=3), ss.SketchHead(PLA
 
 
 BOTH = {"name": "map", "src": "src|dst", "A_log": "A_log|dt_bias", "heads": "heads|key_heads|value_dim"}
-BOTH["key_dim"] = "key_dim|value_dim"
+BOTH |= {"key_dim": "key_dim|value_dim", "bases": "bases|basis|scores", "settings": "settings|traces"}
 
 
 @pytest.mark.parametrize(("call", "arguments"), CALLS, ids=lambda x: getattr(x, "__qualname__", ""))

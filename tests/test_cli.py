@@ -20,6 +20,13 @@ from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.plans.model_plans import (
+    AllocationSummary,
+    LayerFingerprint,
+    ModelFingerprint,
+    ModelPlans,
+    load_plans,
+)
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
 from sketchssm.study.evaluate import Study
@@ -136,8 +143,33 @@ def test_several_layers_share_a_budget(tmp_path):
     report = json.loads(
         invoke("calibrate", *files, "--out", tmp_path / "plans", "--mean-rank", 3, "--window", 8, "--json", "-").stdout
     )
-    plans = [SketchPlan.load(tmp_path / "plans" / f"layer{i}.safetensors") for i in range(2)]
-    assert [entry["ranks"] for entry in report["plans"]] == [plan.ranks.tolist() for plan in plans]
+    plans = {name: SketchPlan.load(tmp_path / "plans" / f"{name}.safetensors") for name in ("layer0", "layer1")}
+    ranks = [plan.ranks.tolist() for plan in plans.values()]
+    assert [entry["ranks"] for entry in report["plans"]] == ranks
+    # the folder, and a file of all plans, serve every command
+    layers = {name: LayerFingerprint("Kda", plan.layer, "") for name, plan in plans.items()}
+    made = AllocationSummary(3.0, "gradient", 0.0, dict.fromkeys(plans, 1.0), 100)
+    whole = tmp_path / "plans.safetensors"
+    ModelPlans(plans, ModelFingerprint("Model", layers), made).save(whole)
+    for place in (tmp_path / "plans", whole):
+        assert {name: plan.fingerprint for name, plan in load_plans(place).items()} == {
+            name: plan.fingerprint for name, plan in plans.items()
+        }
+        for some in (files, files[1:]):
+            found = json.loads(invoke("evaluate", *some, "--plan", place, *SMALL[2:], "--json", "-").stdout)
+            own = [layer["systems"][-1] for layer in found["layers"]]
+            assert [(system["family"], system["ranks"]) for system in own] == [
+                ("plan", x) for x in ranks[-len(some) :]
+            ]
+        timed = ["--batch", 1, "--backend", "reference", "--seconds", 0, "--json", "-"]
+        results = json.loads(invoke("bench", "--plan", place, *timed).stdout)["results"]
+        assert [result["shape"] for result in results] == ["layer0"] * 3 + ["layer1"] * 3
+        described = json.loads(invoke("info", place, "--json", "-").stdout)
+        assert [layer["ranks"] for layer in described["layers"].values()] == ranks
+    with pytest.raises(
+        ValueError, match=r"expected format 'sketchssm-plan', .*model-plans': ModelPlans.load reads it"
+    ):
+        SketchPlan.load(whole)
 
 
 def test_evaluate_compares_everything(traces, tmp_path):

@@ -1,5 +1,6 @@
 """Files of the library: whole, checksummed, the same bytes every time, and refused by their own error if damaged."""
 
+import errno
 import json
 import os
 import re
@@ -13,8 +14,9 @@ from safetensors.numpy import save
 from samples import parts_of, plan_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.calibrate import basis, moments
+from sketchssm.calibrate import moments
 from sketchssm.layer.recurrence import Layer
+from sketchssm.plans import basis, model_plans
 from sketchssm.plans.files import KEY, FileFormatError, save_file, write_whole
 from sketchssm.plans.plan import FORMAT as PLAN
 
@@ -245,6 +247,28 @@ class TestReplacement:
             assert str(caught.value).endswith(f": '{path}'")
 
 
+def test_errors_name_the_file(tmp_path, monkeypatch):
+    """Of a device, too, whose buffer is written when it is closed."""
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
+        write_whole("/dev/full", b"contents")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/file'$"):
+        write_whole(tmp_path / "file", b"contents")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_of_any_length(tmp_path):
+    longest = tmp_path / ("x" * 255)
+    write_whole(longest, b"contents")
+    assert longest.read_bytes() == b"contents"
+    with pytest.raises(OSError, match=r"File name too long: '.*x{256}'"):
+        write_whole(tmp_path / ("x" * 256), b"contents")
+
+
 def test_a_path_of_bytes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_whole(b"file", b"contents")
@@ -281,3 +305,30 @@ def test_a_link_stays_a_link(tmp_path):
     for content in (b"new", b"old"):  # the target is missing at first
         write_whole(link, content)
         assert link.is_symlink() and whole.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("mean_rank", "3"), ("mean_rank", [7]), ("gap", None), ("tokens", {}), ("method", 3), ("retained", {"a": "all"})],
+)
+def test_a_crafted_summary_of_a_model(place, value, tmp_path):
+    """It is refused at once, and not when it is printed."""
+    plan, path = make("plan"), tmp_path / "plans"
+    made = model_plans.AllocationSummary(3.0, "error", 0.1, {"a": 0.9}, 10)
+    layers = {"a": model_plans.LayerFingerprint("X", plan.layer, "ff")}
+    model_plans.ModelPlans({"a": plan}, model_plans.ModelFingerprint("M", layers), made).save(path)
+    fields, tensors = parts_of(path)
+    fields["allocation"][place] = value
+    save_file(path, model_plans.FORMAT, tensors, fields)
+    with pytest.raises(ss.PlanFileError, match=f"{path}: {'a' if place == 'retained' else place}: expected a"):
+        model_plans.ModelPlans.load(path)
+
+
+def test_a_layer_that_needs_all_memory(tmp_path):
+    """No tensor bounds V."""
+    path = tmp_path / "plan"
+    make("plan").save(path)
+    fields, tensors = parts_of(path)
+    save_file(path, PLAN, tensors, fields | {"layer": fields["layer"] | {"value_dim": 2**40}})
+    with pytest.raises(ss.PlanFileError, match="value_dim: expected "):
+        ss.SketchPlan.load(path)

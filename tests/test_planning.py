@@ -262,7 +262,7 @@ def test_step_times(search):
     assert times(plans) == taken  # each plan is timed once
     assert times([*plans, *plans]) == pytest.approx(2 * taken)  # a sum of the same numbers
     assert times.standard(plans) > 0
-    with pytest.raises(ValueError, match="backend: expected 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match="backend: expected one of cpu, cuda, got"):
         StepTimes("reference", 2)
     with pytest.raises(ValueError, match="batch: expected a positive integer"):
         StepTimes("cpu", 0)
@@ -290,6 +290,9 @@ def test_command(tmp_path):
     report = json.loads((tmp_path / "out.json").read_text())
     assert {p["rank_max"] for p in report["points"]} == {2, 1}
     assert all(SketchPlan.load(path).ranks.max() <= 2 for path in report["plans"])
+    beyond = invoke("plan", *paths, *settings, "--error", 1e-9, code=2)
+    assert "Frontier of 4 points" in beyond.output and "nearest plans (none meet the target)" in beyond.output
+    assert "error: expected a target within reach, got 1e-09; the least is" in beyond.stderr
     refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2)
     assert "'--maps': ridge: map 'offline' has no ridge" in refused.output
 

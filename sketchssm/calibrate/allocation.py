@@ -25,7 +25,7 @@ from sketchssm.calibrate.scores import SCORES, SUMS, RankScores
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_instance
+from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 
@@ -141,8 +141,7 @@ def allocate_ranks(
     cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype))
     default = "gradient" if all(layer.graded for layer in layers) else "error"
     method = default if method is None else method
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    check_choice("method", method, METHODS)
     if method in ("gradient", "sensitivity"):
         for index, layer in enumerate(layers):
             if layer.graded and not layer.sensitivity.any():
@@ -155,7 +154,8 @@ def allocate_ranks(
     if method == "uniform" and mean_rank > table.uniform_limit:
         raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
 
-    budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank)).item() for layer in layers)
+    with np.errstate(over="ignore"):  # an infinite budget is one
+        budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank)).item() for layer in layers)
     if method == "uniform":
         bound = _bisect(table, budget)[2]
         choice = (table.rank == int(mean_rank)).argmax(axis=1)

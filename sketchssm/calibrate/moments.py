@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, walk
-from sketchssm.layer.recurrence import Layer, check_window
+from sketchssm.layer.recurrence import KINDS, Layer, check_choice, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.reference.recurrence import Array
 
@@ -189,6 +189,7 @@ def _layer(kind: str | Layer, **sizes: int | None) -> Layer:
         if given:
             raise ValueError(f"{min(given)}: expected None with a Layer, which has its sizes, got {given[min(given)]}")
         return kind
+    check_choice("kind", kind, KINDS)
     for name in ("heads", "key_dim", "value_dim"):
         if name not in given:
             raise ValueError(f"{name}: expected a positive integer, got None")

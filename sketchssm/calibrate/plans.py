@@ -13,9 +13,10 @@ from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE, check_instance
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
@@ -128,6 +129,7 @@ def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None) -> 
     ValueError
         If a setting is out of range or there are fewer than two calibration sequences.
     """
+    check_instance("traces", traces, Traces)
     held_out, grad = traces.score_part()
     moments = Moments(traces.layer, window=window)
     moments.update(*traces.fit_part())
@@ -171,6 +173,9 @@ def plan_layers(
     allocation : Allocation
         The ranks, and their quality.
     """
+    bases, scores = check_items("bases", bases, "SketchBasis"), check_items("scores", scores, "RankScores")
+    if len(bases) != len(scores) or not bases:
+        raise ValueError(f"scores: expected those of each of at least one basis, got {len(scores)} for {len(bases)}")
     allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, rank_max=rank_max)
     own = zip(bases, allocation.ranks, strict=True)
     return [SketchPlan(basis, ranks, map=map, sketch_dtype=sketch_dtype) for basis, ranks in own], allocation

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, take_array, walk
-from sketchssm.layer.recurrence import check_instance, check_window
+from sketchssm.layer.checks import check_size
+from sketchssm.layer.recurrence import check_choice, check_instance, check_window
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
@@ -71,10 +72,12 @@ class RankScores:
 
     def __init__(self, basis: SketchBasis, window: int | None = None, rank_max: int | None = None) -> None:
         check_instance("basis", basis, SketchBasis)
-        rank = basis.rank_max if rank_max is None else rank_max
+        rank = basis.rank_max if rank_max is None else check_size("rank_max", rank_max)
+        if rank > basis.rank_max:
+            raise ValueError(f"rank_max: expected at most the basis's, {basis.rank_max}, got {rank}")
         self.layer = basis.layer
         self.window = check_window(basis.window if window is None else window)
-        self.rank_max = int(rank)
+        self.rank_max = rank
         self.graded: bool | None = None
         self._omega = basis.columns(rank)[0]
         self.error: Array = np.zeros((self.layer.heads, self.rank_max + 1))
@@ -179,8 +182,7 @@ class RankScores:
             If the method is unknown or needs gradients that were not given.
         """
         method = method or ("gradient" if self.graded else "error")
-        if method not in SCORES:
-            raise ValueError(f"method: expected one of {', '.join(SCORES)}, got {method!r}")
+        check_choice("method", method, SCORES)
         if method != "error" and not self.graded:
             raise ValueError(f"method: {method!r} needs gradients, and the scores were updated without")
         count = np.maximum(self.samples, 1)[:, None]

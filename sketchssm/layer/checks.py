@@ -20,6 +20,7 @@ __all__ = [
     "check_gates",
     "check_items",
     "check_number",
+    "check_seed",
     "check_size",
     "check_slots",
     "check_state",
@@ -255,6 +256,13 @@ def check_size(name: str, value: Any) -> int:
     """
     check_number(name, value, "a positive integer", lambda size: isinstance(size, int | np.integer) and bool(size > 0))
     return int(value)
+
+
+def check_seed(seed: Any) -> None:
+    """Check the seed of a generator; ValueError unless it is an integer of at least 0."""
+    fits = isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0
+    if not fits:
+        raise ValueError(f"seed: expected an integer of at least 0, got {seed!r}")
 
 
 def check_bool(name: str, value: Any) -> None:

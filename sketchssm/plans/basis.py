@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_size
+from sketchssm.layer.checks import as_array, check_seed, check_size
 from sketchssm.layer.recurrence import Layer, check_instance, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 
@@ -129,13 +129,14 @@ class SketchBasis:
         """
         check_instance("layer", layer, Layer)
         rank_max = check_rank_max(layer, rank_max)
+        check_seed(seed)
         heads, size = layer.heads, layer.key_dim
         draw = np.random.default_rng(seed).standard_normal((heads, size, rank_max))
         omega = orthonormal(draw)[0]
-        gram = np.broadcast_to(np.eye(size), (heads, size, size)) if e0 is None else np.asarray(e0, dtype=np.float64)
-        if gram.shape != (heads, size, size) or not np.isfinite(gram).all():
+        gram = np.broadcast_to(np.eye(size), (heads, size, size)) if e0 is None else as_array("e0", e0)
+        if gram.shape != (heads, size, size) or gram.dtype.kind not in "fiu" or not np.isfinite(gram).all():
             raise ValueError(f"e0: expected finite numbers of shape {(heads, size, size)}, got {gram.shape}")
-        metric = np.stack([unit_trace(head) for head in gram])
+        metric = np.stack([unit_trace(head) for head in gram.astype(np.float64)])
         weighted = np.zeros_like(omega)
         for head in range(heads):
             root = support(metric[head])[0].T

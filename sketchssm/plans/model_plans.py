@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from sketchssm.layer.checks import check_number
-from sketchssm.layer.recurrence import Layer
+from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.plans.files import FileFormat, format_of, load_file, save_file
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
@@ -122,6 +123,13 @@ class AllocationSummary:
     gap: float
     retained: dict[str, float]
     tokens: int
+
+    def __post_init__(self) -> None:
+        check_instance("method", self.method, str)
+        check_instance("retained", self.retained, dict)
+        numbers = {"mean_rank": self.mean_rank, "gap": self.gap, "tokens": self.tokens, **self.retained}
+        for name, value in numbers.items():
+            check_number(name, value, "a finite number", math.isfinite)
 
 
 class ModelPlans(Mapping[str, SketchPlan]):

@@ -17,7 +17,8 @@ from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.plans import Calibrated, Settings, calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
-from sketchssm.layer.recurrence import FULL_STATE, Tokens, check_window
+from sketchssm.layer.checks import check_items, check_number, check_seed, check_size
+from sketchssm.layer.recurrence import FULL_STATE, Tokens, check_choice, check_instance, check_window
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 
@@ -60,6 +61,10 @@ class Study:
     every: int = 64
 
     def __post_init__(self) -> None:
+        check_instance("traces", self.traces, Traces)
+        check_instance("settings", self.settings, Settings)
+        if self.plan is not None:
+            check_instance("plan", self.plan, SketchPlan)
         if self.plan is not None and self.plan.layer != self.traces.layer:
             raise ValueError(f"plan: expected one for {self.traces.layer}, got one for {self.plan.layer}")
         check_window(self.settings.window)
@@ -78,20 +83,18 @@ class Study:
         """Refuse settings that would fail only later, when results of other systems are written."""
         limit = min(self.traces.layer.key_dim, self.traces.layer.value_dim)
         method = self.settings.method
-        whole = [isinstance(rank, int | np.integer) and rank >= 1 for rank in self.ranks]
-        if not whole or not all(whole) or len(set(self.ranks)) < len(whole):
+        ranks = [check_size("ranks", rank) for rank in check_items("ranks", self.ranks, "integers")]
+        if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks: expected different positive integers, got {self.ranks!r}")
         if method == "uniform" and max(self.ranks) > limit:
             raise ValueError(f"ranks: expected at most {limit} for uniform ranks, got {max(self.ranks)}")
-        if not 1 <= self.mean_rank <= limit:
-            raise ValueError(f"mean_rank: expected 1 to {limit} (K and V bound it), got {self.mean_rank!r}")
-        if method is not None and method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        check_number("mean_rank", self.mean_rank, f"1 to {limit} (K and V bound it)", lambda mean: 1 <= mean <= limit)
+        if method is not None:
+            check_choice("method", method, METHODS)
         if method in ("gradient", "sensitivity") and self.traces.score_part()[1] is None:
             raise ValueError(f"method: {method!r} needs gradients, and {self.traces.name} has none to score by")
-        for name, value, least in (("every", self.every, 1), ("seed", self.seed, 0)):
-            if value < least:
-                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+        check_size("every", self.every)
+        check_seed(self.seed)
 
     @property
     def length(self) -> int:

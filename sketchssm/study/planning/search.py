@@ -196,6 +196,8 @@ def autoplan(
     graded = all(layer.graded for layer in known)
     tried = _tried(known, candidates)
     limit = min(min(layer.layer.key_dim, layer.layer.value_dim) for layer in known)
+    for rank in mean_ranks:
+        check_number("mean_ranks", rank, "numbers of at least 1", lambda number: number >= 1)
     ranks = [rank for rank in mean_ranks if rank <= limit]
     if not ranks:
         raise ValueError(f"mean_ranks: expected at least one from 1 to {limit} (K and V bound it), got {mean_ranks!r}")
@@ -240,6 +242,9 @@ def _target(**given: float | None) -> tuple[str, float]:
 def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of: Measure | None) -> None:
     """Refuse a target without its measurement, and a measurement without a use."""
     name = target[0]
+    for measure, given in (("time_of", time_of), ("loss_of", loss_of)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{measure}: expected a function of the plans, got {given!r}")
     if name == "seconds" and time_of is None:
         raise ValueError("time_of: expected a measurement of a step's time for the target seconds, got None")
     if (name == "loss") != (loss_of is not None):

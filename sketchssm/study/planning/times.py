@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sketchssm import cuda
 from sketchssm.layer.checks import check_number, check_size
+from sketchssm.layer.recurrence import check_choice
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.device import Workload, device_bandwidth, measure_device
 from sketchssm.study.bench.host import copy_bandwidth, measure_host
@@ -33,8 +34,7 @@ class StepTimes:
     """
 
     def __init__(self, backend: str, batch: int, seconds: float | None = None) -> None:
-        if backend not in ("cpu", "cuda"):
-            raise ValueError(f"backend: expected 'cpu' or 'cuda', got {backend!r}")
+        check_choice("backend", backend, ("cpu", "cuda"))
         if seconds is not None:
             check_number("seconds", seconds, "a finite number above 0 or None", lambda number: 0 < number < math.inf)
         if backend == "cuda" and (lack := cuda.missing()):
