@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.layer.recurrence import FULL_STATE, ROUNDING
 from sketchssm.study import figures, plots
 from sketchssm.study.evaluate import LayerResults, Measurement
 from sketchssm.study.evaluate.registry import FULL_METHOD
@@ -54,16 +54,51 @@ def test_pictures_without_data_are_left_out(matplotlib, tmp_path):
     assert plots.draw([layer_of(system("exact/standard", 1, 1e-7))], tmp_path).keys() == set()
 
 
-def test_curves_over_tokens_look_different(matplotlib, monkeypatch, tmp_path):
-    """Exact systems are not drawn and use none of the seven styles."""
-    seen = []
-    monkeypatch.setattr(plots, "_finish", lambda figure, axes, *rest: seen.extend(axes[0].get_lines()))
-    names = ("quantised/dsq-6-bits", "pruned/ghost-75.0", "key-reduced/drrqr-75.0", "read-only/4-bit-copy")
-    others = ("read-only/low-rank-read-16", "quantised/dsq-4-bits-with-feedback")
-    lossy = [f"ablation/{FULL_METHOD}", "sketch/ridge-8", *names, *others]
-    layer = layer_of(*(system(name) for name in ("exact/standard", "exact/replay-16", *lossy)))
-    plots._over_tokens([layer], tmp_path / "drift.png", "output_error", "outputs")
-    assert len({(line.get_color(), line.get_marker()) for line in seen}) == len(seen) == 7
+@pytest.fixture
+def drawn(matplotlib, monkeypatch):
+    """The figures that are saved, open."""
+    found = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: found.append(figure))
+    yield found
+    matplotlib.pyplot.close("all")
+
+
+def test_every_curve_has_its_own_look(drawn, tmp_path):
+    names = [f"family-{i}/system-{'abcdefgh'[i % 8]}-{rank}" for i in range(24) for rank in (4, 8)]
+    every = [system(name, 4 + i % 2, 0.1) for i, name in enumerate(["sketch/ridge-8", "sketch/prior-8", *names])]
+    plots.draw([layer_of(system("exact/standard", 1, 1e-7), *every)], tmp_path)
+    for figure, curves in zip(drawn, (27, 2, 24, 24), strict=False):
+        looks = [
+            (line.get_color(), line.get_marker()) for line in figure.axes[0].get_lines() if line.get_marker() != "None"
+        ]
+        assert len(set(looks)) == len(looks) == curves
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_nothing_is_cut_or_lies_over_another(layers, drawn, tmp_path):
+    """The legend is within the picture and below all panels, which keep their size."""
+    names = [f"family-{i}/a-system-with-a-long-name-{i}{'abcdefgh'[i % 8]}" for i in range(22)]
+    plots.draw([layer_of(*LAYER.systems, *map(system, names), name=f"layer-{i}") for i in range(layers)], tmp_path)
+    assert len(drawn) == 5
+    for figure in drawn:
+        figure.canvas.draw()
+        assert figure.get_suptitle()
+        whole, shown = figure.bbox, [axes for axes in figure.axes if axes.get_visible()]
+        boxes = [axes.get_tightbbox() for axes in shown]
+        boxes += [legend.get_window_extent() for legend in figure.legends] + [figure._suptitle.get_window_extent()]
+        for i, box in enumerate(boxes):
+            assert whole.x0 <= box.x0 <= box.x1 <= whole.x1 and whole.y0 <= box.y0 <= box.y1 <= whole.y1
+            assert not any(box.overlaps(other) for other in boxes[:i])
+        assert min(axes.bbox.height for axes in shown) > 100
+
+
+def test_errors_of_rounding_are_drawn_on_the_line(drawn, tmp_path):
+    plots.draw([LAYER], tmp_path)
+    curves = {line.get_label(): list(line.get_ydata()) for line in drawn[0].axes[0].get_lines()}
+    assert curves["exact/standard"] == curves["exact/replay"] == [ROUNDING]
+    assert curves["sketch/ridge"] == [0.02, 0.03]
+    for figure in (drawn[0], drawn[2], drawn[3]):
+        assert "errors below 1e-05, float32 rounding, are drawn on the dotted line" in figure.get_suptitle()
 
 
 def test_other_suffixes_are_refused(matplotlib, tmp_path):

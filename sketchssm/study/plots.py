@@ -34,8 +34,7 @@ BAND = (9.0, 11.0)
 LEAST = 4.0
 """Pictures over tokens show each kind of compressed state at its setting with the next larger traffic reduction."""
 
-FLOOR = 1e-8
-"""Value at which an error of zero is drawn."""
+BELOW = f"errors below {ROUNDING:.0e}, float32 rounding, are drawn on the dotted line"
 
 
 def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> dict[str, Path]:
@@ -72,18 +71,7 @@ def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> 
 
 
 def picture_files(folder: Path, suffix: str = ".png") -> list[Path]:
-    """Files that `draw` may write.
-
-    Parameters
-    ----------
-    folder, suffix : Path, str
-        Arguments of `draw`.
-
-    Returns
-    -------
-    list of Path
-        One file for each of `PICTURES`.
-    """
+    """Files that `draw` may write: one for each of `PICTURES`."""
     return [folder / f"{name}{suffix}" for name in PICTURES]
 
 
@@ -119,12 +107,13 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
     for i, row in enumerate(ranks.values()):
         table[i, : row.size] = np.where(row == FULL_STATE, full, row)
     with pyplot.rc_context(STYLE | {"axes.grid": False}):
-        size = (min(2.6 + 0.42 * heads, 14), min(1.6 + 0.34 * len(ranks), 14))
+        size = (min(3.8 + 0.42 * heads, 14), min(1.9 + 0.34 * len(ranks), 14))
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
         colours = pyplot.get_cmap("cividis").with_extremes(bad="white", over=COLOURS[1])
         image = axes.imshow(table, cmap=colours, norm="log", aspect="auto", interpolation="nearest")
         image.set_clim(1, top)
         axes.set_xlabel("head")
+        figure.suptitle("Rank of each head")
         axes.set_yticks(range(len(ranks)), [_plain(name) for name in ranks])
         axes.set_xticks(np.arange(0, heads, max(1, heads // 16)))
         axes.spines[:].set_visible(False)
@@ -170,59 +159,60 @@ def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
     scale = 1e6 if timed else 1.0
     pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(9.0, 4.2), layout="constrained")
+        figure, [axes] = _panels(pyplot, [""], f"Cost and error of {len(found.points)} plans", size=(8.0, 4.4))
         for i, name in enumerate(sorted(best)):
             own = sorted(curves[name], key=lambda point: point.cost)
             axes.plot([scale * p.cost for p in own], [p.error for p in own], label=name, **_look(i))
         others = [point for name, own in curves.items() if name not in best for point in own]
         axes.plot([scale * p.cost for p in others], [p.error for p in others], ".", color="#bbbbbb", label="others")
         line = found.frontier
-        axes.plot([scale * p.cost for p in line], [p.error for p in line], color="black", linewidth=0.8, zorder=1)
-        axes.plot(scale * found.chosen.cost, found.chosen.error, "o", color="black", markersize=11, fillstyle="none")
+        axes.plot(
+            [scale * p.cost for p in line], [p.error for p in line], "k", linewidth=0.8, zorder=1, label="frontier"
+        )
+        ring: Any = {"markersize": 11, "fillstyle": "none", "linestyle": "none", "label": "chosen plans"}
+        axes.plot([scale * found.chosen.cost], [found.chosen.error], "ko", **ring)
         axes.set_yscale("log")
-        figure.supxlabel("microseconds of a step" if timed else "bytes of a step, share of standard decode's")
-        return _finish(figure, [axes], "relative error of the outputs", Path(path))
+        cost = "microseconds of a step" if timed else "bytes of a step, share of standard decode's"
+        return _finish(figure, [axes], cost, "relative error of the outputs", path)
 
 
 def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:
     """The accuracy figure of the paper, with output error instead of accuracy."""
     shown = [[s for s in layer.systems if s.family != "ablation"] for layer in layers]
-    lossy = [[s for s in own if ROUNDING < s.output_error < np.inf] for own in shown]
-    if not any(lossy):
+    lossy = [[s for s in own if s.output_error < np.inf] for own in shown]
+    if all(s.output_error <= ROUNDING for own in lossy for s in own):
         return None
     looks = _looks(layers)
     pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
-        title = "Output error against state traffic, held-out text"
+        title = f"Output error against state traffic, held-out text\n({BELOW})"
         figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
-        for axes, own, every in zip(panels, lossy, shown, strict=True):
+        for axes, own in zip(panels, lossy, strict=True):
             axes.axvspan(*BAND, color="#eeeeee", zorder=0)
             for name, look in looks.items():
                 curve = sorted((s for s in own if series(s.name) == name), key=lambda s: s.reduction)
                 if curve:
-                    axes.plot([s.reduction for s in curve], [s.output_error for s in curve], label=name, **look)
-            for s in every:
-                if s.output_error <= ROUNDING:
-                    axes.axvline(s.reduction, color="black", linewidth=0.8, linestyle=":")
-                    axes.text(s.reduction, 0.98, f" {s.setting}: exact", rotation=90, fontsize=7, va="top", ha="right",
-                              transform=axes.get_xaxis_transform())  # fmt: skip
+                    errors = np.maximum([s.output_error for s in curve], ROUNDING)
+                    axes.plot([s.reduction for s in curve], errors, label=name, **look)
+            axes.axhline(ROUNDING, color="black", linewidth=0.8, linestyle=":")
             axes.set(xscale="log", yscale="log")
         low, high = panels[0].get_xlim()
         for axes in panels:
-            _plain_ticks(axes.xaxis, [t for t in (1, 2, 4, 6, 9, 11, 16) if low <= t <= high])
-        figure.supxlabel("state traffic, times less than standard decode (grey: 9 to 11)", fontsize=10)
-        return _finish(figure, panels, "relative error of the outputs", path)
+            _plain_ticks(axes.xaxis, [t for t in (1, 2, 4, 8, 16, 32, 64) if low <= t <= high])
+        return _finish(
+            figure, panels, "times less state traffic (grey: 9 to 11)", "relative error of the outputs", path
+        )
 
 
 def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None:
-    """Lost energy of the state reads by mean rank: mean and quartiles over heads, one curve per map."""
+    """Lost energy of the state reads by mean rank: all heads, and quartiles over heads; one curve per map."""
     groups = [_curves(layer, "sketch") for layer in layers]
     if not any(groups):
         return None
     pyplot = load_pyplot()
     names = list(dict.fromkeys(name for curves in groups for name in curves))
     with pyplot.rc_context(STYLE):
-        title = "Lost share of the state reads' energy, held-out text"
+        title = "Lost share of the state reads' energy, held-out text\n(lines: all heads; bands: quartiles over heads)"
         figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
         for axes, curves in zip(panels, groups, strict=True):
             for name, curve in curves.items():
@@ -230,12 +220,11 @@ def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None
                 lost = np.maximum(1 - np.array([s.head_retained for s in curve]), 1e-6)
                 low, high = np.quantile(lost, (0.25, 0.75), axis=1)
                 look = _look(names.index(name)) | {"markersize": 4}
-                axes.plot(ranks, lost.mean(axis=1), label=name, **look)
+                axes.plot(ranks, [max(1 - s.retained, 1e-6) for s in curve], label=name, **look)
                 axes.fill_between(ranks, low, high, color=look["color"], alpha=0.12, linewidth=0)
             axes.set(xscale="log", yscale="log")
             _plain_ticks(axes.xaxis, sorted({int(s.setting.rpartition("-")[2]) for c in curves.values() for s in c}))
-        figure.supxlabel("mean rank", fontsize=10)
-        return _finish(figure, panels, "1 - retained (mean, quartiles over heads)", path)
+        return _finish(figure, panels, "mean rank", "1 - retained", path)
 
 
 def _over_tokens(layers: Sequence[LayerResults], path: Path, field: str, what: str) -> Path | None:
@@ -246,16 +235,17 @@ def _over_tokens(layers: Sequence[LayerResults], path: Path, field: str, what: s
     looks = _looks(layers)
     pyplot = load_pyplot()
     with pyplot.rc_context(STYLE):
-        figure, panels = _panels(pyplot, [layer.name for layer in layers], f"Error of the {what} over tokens")
+        title = f"Error of the {what} over tokens\n({BELOW})"
+        figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
         for axes, layer, own in zip(panels, layers, shown, strict=True):
             for s in own:
                 name = f"sketch/{layer.map}" if s.family == "ablation" else series(s.name)
-                curve = np.clip(np.array(s.drift[field]), FLOOR, 1e3)
+                curve = np.clip(np.array(s.drift[field]), ROUNDING, 1e3)
                 look = looks.get(name, {"color": COLOURS[0]}) | {"markersize": 3}
                 axes.plot(s.drift["tokens"], curve, label=s.name, **look)
+            axes.axhline(ROUNDING, color="black", linewidth=0.8, linestyle=":")
             axes.set_yscale("log")
-        figure.supxlabel("tokens since the start of the sequence", fontsize=10)
-        return _finish(figure, panels, f"relative error of the {what}", path)
+        return _finish(figure, panels, "tokens since the start of the sequence", f"relative error of the {what}", path)
 
 
 def _ranks(layers: Sequence[LayerResults], path: Path) -> Path | None:
@@ -296,14 +286,16 @@ def _representative(layer: LayerResults) -> list[Measurement]:
 
 
 def _look(i: int) -> dict[str, Any]:
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+    """Colour and marker of curve i: every pair of them before one repeats."""
+    colour, marker = i % len(COLOURS), (i + i // len(COLOURS)) % len(MARKERS)
+    return {"color": COLOURS[colour], "marker": MARKERS[marker], "markersize": 5}
 
 
 def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
-    """Colour and style of each curve of lossy systems: the study's map in colour, other sketches grey."""
+    """Colour and style of each curve: the study's map first and thick, other sketches grey."""
     own = {f"sketch/{layer.map}" for layer in layers}
-    lossy = [s.name for layer in layers for s in layer.systems if s.family not in ("ablation", "exact")]
-    listed = sorted(dict.fromkeys(map(series, lossy)), key=lambda name: name not in own)
+    drawn = [s.name for layer in layers for s in layer.systems if s.family != "ablation"]
+    listed = sorted(dict.fromkeys(map(series, drawn)), key=lambda name: name not in own)
     grey = [name for name in listed if name.startswith("sketch/") and name not in own]
     looks: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(name for name in listed if name not in grey):
@@ -314,15 +306,17 @@ def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _panels(pyplot: Any, titles: Sequence[str], title: str) -> tuple[Any, list[Any]]:
+def _panels(
+    pyplot: Any, titles: Sequence[str], title: str, size: tuple[float, float] = (3.6, 3.0)
+) -> tuple[Any, list[Any]]:
     """A figure with one panel per title, all with the same axes."""
     columns = min(COLUMNS, len(titles))
     rows = -(-len(titles) // columns)
-    size = 3.3 * columns + 2.6, 3.0 * rows + 0.5
+    whole = (max(size[0] * columns, 6.5), size[1] * rows + 0.8)
     figure, grid = pyplot.subplots(
-        rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+        rows, columns, figsize=whole, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    figure.suptitle(title)
+    figure.suptitle(title, fontsize=11)
     panels = list(grid.flat)
     for spare in panels[len(titles) :]:
         spare.set_visible(False)
@@ -331,15 +325,23 @@ def _panels(pyplot: Any, titles: Sequence[str], title: str) -> tuple[Any, list[A
     return figure, panels[: len(titles)]
 
 
-def _finish(figure: Any, panels: Sequence[Any], y: str, path: Path) -> Path:
-    """Label the y axis, add one legend for all panels, and write the file."""
-    figure.supylabel(y, fontsize=10)
+def _finish(figure: Any, panels: Sequence[Any], x: str, y: str, path: str | os.PathLike[str]) -> Path:
+    """Label the axes, add one legend below all panels, for which the figure grows, and write the file."""
+    columns = min(COLUMNS, len(panels))
+    for axes in panels[-columns:]:  # above an empty place, too
+        axes.set_xlabel(x)
+        axes.tick_params(labelbottom=True)
+    for axes in panels[::columns]:
+        axes.set_ylabel(y)
     seen: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             seen.setdefault(label, handle)
     if seen:
-        figure.legend(list(seen.values()), list(seen), loc="outside right center", fontsize=9)
+        width, height = figure.get_size_inches()
+        columns = max(1, int(width / (0.063 * max(map(len, seen)) + 0.5)))  # inches of a letter, and of a marker
+        figure.set_size_inches(width, height + 0.2 * -(-len(seen) // columns))
+        figure.legend(list(seen.values()), list(seen), loc="outside lower center", fontsize=9, ncols=columns)
     return save(figure, path)
 
 

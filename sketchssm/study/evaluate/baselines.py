@@ -41,22 +41,7 @@ def quantised_systems(
     bits: Sequence[int] = (10, 8, 6, 4),
     error_feedback: Sequence[bool] = (False,),
 ) -> list[System]:
-    """List quantised states, requantised at every token, with scales from the state.
-
-    Parameters
-    ----------
-    layer, tokens, window
-        See the module.
-    bits : sequence of int, default (10, 8, 6, 4)
-        Bits per element.
-    error_feedback : sequence of bool, default (False,)
-        Whether rounding errors are stored.
-
-    Returns
-    -------
-    list of System
-        By error feedback, then by bits.
-    """
+    """List states of some `bits`, requantised at every token, without and with stored rounding errors."""
 
     def system(feedback: bool, each: int) -> System:
         used = traffic.compressed(layer.key_dim, layer.value_dim, bits=each + RESIDUAL_BITS * feedback)
@@ -69,20 +54,7 @@ def quantised_systems(
 def pruned_systems(
     layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
-    """List states pruned by the scores of GHOST, updated at every token; none for gdn.
-
-    Parameters
-    ----------
-    layer, tokens, window
-        See the module.
-    sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
-        Shares of the key channels to drop.
-
-    Returns
-    -------
-    list of System
-        By share.
-    """
+    """List states without a share of the key channels, by the scores of GHOST; none for gdn."""
     if layer.kind == "gdn":
         return []
     scores = ChannelScores(layer)
@@ -102,21 +74,9 @@ def key_reduced_systems(
     sparsities: Sequence[float] = SPARSITIES,
     fold: Sequence[bool] = (True,),
 ) -> list[System]:
-    """List recurrences over the key channels picked by DRRQR, updated at every token; only for gdn.
+    """List recurrences without a share of the key channels, picked by DRRQR; only for gdn.
 
-    Parameters
-    ----------
-    layer, tokens, window
-        See the module.
-    sparsities : sequence of float, default (0.375, 0.5, 0.625, 0.75)
-        Shares of the key channels to drop.
-    fold : sequence of bool, default (True,)
-        Whether dropped channels are folded into the kept ones.
-
-    Returns
-    -------
-    list of System
-        By `fold`, then by share.
+    `fold` tells whether dropped channels are folded into the kept ones. The systems are in its order, then by share.
     """
     if layer.kind != "gdn":
         return []
@@ -141,21 +101,9 @@ def read_only_systems(
     bits: Sequence[int] = (8, 6, 4, 2),
     ranks: Sequence[int] = (16, 8, 4),
 ) -> list[System]:
-    """List exact states with approximate reads: quantised copies and fixed low-rank reads.
+    """List exact states with approximate reads: copies of some `bits`, then low-rank reads of one rank for all heads.
 
-    Parameters
-    ----------
-    layer, tokens, window
-        See the module.
-    bits : sequence of int, default (8, 6, 4, 2)
-        Bits per element of the copies.
-    ranks : sequence of int, default (16, 8, 4)
-        Ranks of the low-rank reads, one for all heads; ranks above min(K, V) are left out.
-
-    Returns
-    -------
-    list of System
-        Copies by bits, then low-rank reads by rank.
+    Ranks above min(K, V) are left out.
     """
     size = (layer.key_dim, layer.value_dim)
     systems = []

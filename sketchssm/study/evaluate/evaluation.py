@@ -79,18 +79,7 @@ class Evaluation:
         return {"version": sketchssm.__version__, "settings": self.settings, "layers": layers}
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``results.json``, ``results.csv`` and ``drift.csv``.
-
-        Parameters
-        ----------
-        folder : Path
-            Where to write; made if missing.
-
-        Returns
-        -------
-        list of Path
-            The files.
-        """
+        """Write ``results.json``, ``results.csv`` and ``drift.csv`` into a folder, and return the files."""
         folder.mkdir(parents=True, exist_ok=True)
         texts = (
             json.dumps(self.plain(), indent=1, allow_nan=False) + "\n",

@@ -99,22 +99,7 @@ class Measurement:
 
 
 def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
-    """Decode the test sequences with one system and compare the outputs with the float64 recurrence.
-
-    Parameters
-    ----------
-    entry : Entry
-        The system, from `registry.entries`.
-    study : Study
-        The layer.
-    backend : str, default "auto"
-        Where to run.
-
-    Returns
-    -------
-    Measurement
-        Errors and traffic.
-    """
+    """Decode the test sequences with one system and compare the outputs with the float64 recurrence."""
     system, window = entry.build(), entry.window
     test = study.traces.test
     head = system.build(test.v.shape[0], backend)
@@ -161,37 +146,13 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
 
 
 def relative_error(have: npt.ArrayLike, want: npt.ArrayLike) -> float:
-    """Norm of the error over the norm of the reference.
-
-    Parameters
-    ----------
-    have : array_like
-        The result.
-    want : array_like
-        The reference, in the same shape.
-
-    Returns
-    -------
-    float
-        The ratio; infinity for an error if the reference is zero.
-    """
+    """Norm of the error over the norm of the reference; infinity for an error if the reference is zero."""
     away = np.asarray(have, dtype=np.float64) - np.asarray(want, dtype=np.float64)
     return float(_ratio(np.square(away).sum(), np.square(np.asarray(want, dtype=np.float64)).sum()))
 
 
 def rounded(value: Any) -> Any:
-    """Round all floating-point numbers in nested lists and dictionaries; None for those that are not finite.
-
-    Parameters
-    ----------
-    value : object
-        Any value that JSON can hold.
-
-    Returns
-    -------
-    object
-        The same with rounded numbers.
-    """
+    """Round all floating-point numbers in nested lists and dictionaries; None for those that are not finite."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -38,21 +38,8 @@ class Store:
     def get(self, digest: str, layer: str, name: str, make: Callable[[], Any]) -> Any:
         """Return a part from its file, or make the part and keep it.
 
-        Parameters
-        ----------
-        digest : str
-            Digest of the traces and the settings.
-        layer : str
-            Name of the layer.
-        name : str
-            The system, ``family/setting``.
-        make : callable
-            Makes the part, a value that JSON can hold.
-
-        Returns
-        -------
-        object
-            The part.
+        The part belongs to a `layer` and a system `name`, ``family/setting``; `digest` is that of the traces and
+        settings. `make` makes the part, a value that JSON can hold.
         """
         key = hashlib.sha256(f"{FORMAT} {source_digest(*SOURCES)} {digest} {name}".encode()).hexdigest()
         if self._folder is None:

@@ -115,38 +115,14 @@ class Study:
         return [*points, self.length]
 
     def calibrated(self, window: int | None = None) -> Calibrated:
-        """Return basis and rank scores for a window, made once.
-
-        Parameters
-        ----------
-        window : int, optional
-            Tokens from one flush to the next; default the settings'.
-
-        Returns
-        -------
-        Calibrated
-            The calibration.
-        """
+        """Return basis and rank scores for a window, made once; by default the window of the settings."""
         window = window or self.settings.window
         if window not in self._calibrated:
             self._calibrated[window] = calibrate(self.traces, window)
         return self._calibrated[window]
 
     def objective(self, ranks: npt.NDArray[np.int64], window: int) -> float | None:
-        """Gradient-weighted score of a rank table, the objective of the allocation method "gradient".
-
-        Parameters
-        ----------
-        ranks : ndarray of int64, (heads,)
-            Rank of each head.
-        window : int
-            Tokens from one flush to the next.
-
-        Returns
-        -------
-        float or None
-            Sum over heads; None without gradients.
-        """
+        """Gradient-weighted score of a rank table, the sum over heads; None without gradients."""
         scores = self.calibrated(window).scores
         if not scores.graded:
             return None
@@ -154,18 +130,7 @@ class Study:
         return float(scores.objective("gradient")[sketched, ranks[sketched]].sum())
 
     def read_energy(self, window: int) -> Array:
-        """Energy of the state reads between flushes.
-
-        Parameters
-        ----------
-        window : int
-            Tokens from one flush to the next.
-
-        Returns
-        -------
-        ndarray of float64, (windows, heads)
-            Sums of squares over the test sequences, for each whole window.
-        """
+        """Energy ``(windows, heads)`` of the test sequences' state reads between flushes, for each whole window."""
         if window not in self._energies:
             layer = self.traces.layer
             count = self.length // window
@@ -185,18 +150,7 @@ class Study:
         return run(self.traces.layer, *self.traces.test)[0]
 
     def state(self, tokens: int) -> Array:
-        """Return the states of the float64 recurrence after some tokens of the test sequences.
-
-        Parameters
-        ----------
-        tokens : int
-            Number of tokens.
-
-        Returns
-        -------
-        ndarray of float64, (sequences, heads, V, K)
-            States, K last.
-        """
+        """Return the float64 states ``(sequences, heads, V, K)`` after some tokens of the test sequences."""
         # always through the checkpoints, so that the last digits do not depend on earlier calls
         stops = [point for point in self.checkpoints if point < tokens]
         for start, stop in pairwise([0, *stops, tokens]):

@@ -49,22 +49,7 @@ def frontier_table(found: PlanSearch, standard: float | None = None, met: bool =
 
 
 def describe(found: PlanSearch, files: list[Path], standard: float | None = None) -> dict[str, Any]:
-    """Describe all points as JSON holds them.
-
-    Parameters
-    ----------
-    found : PlanSearch
-        The search.
-    files : list of Path
-        Files of the chosen plans.
-    standard : float, optional
-        Seconds of standard decode.
-
-    Returns
-    -------
-    dict
-        The chosen point, the frontier and all points.
-    """
+    """Describe all points as JSON holds them, with the files of the chosen plans."""
 
     def plain(point: PlanPoint) -> dict[str, Any]:
         measured = {name: getattr(point, name) for name in ("mean_rank", "traffic", "error", "seconds")}
