@@ -303,16 +303,6 @@ def test_broken_parts_are_measured_anew(tmp_path):
         assert part.read_text() == whole
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_same_bytes(backend, tmp_path):
-    """Two runs in two folders, and a third that uses the finished parts of the first."""
-    texts = []
-    for folder in ("one", "two", "one"):
-        files = evaluated(study_of(tmp_path), tmp_path / folder, backend=backend).save(tmp_path / folder)
-        texts.append([path.read_bytes() for path in files])
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_files(tmp_path):
     found = evaluated(study_of(tmp_path))
     for path in found.save(tmp_path / "new" / "out"):

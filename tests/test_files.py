@@ -151,13 +151,6 @@ class TestCrafted:
         with pytest.raises(FORMS[kind].error, match=rf"expected version {own} of .*, got .*: calibrate again"):
             CLASSES[kind].load(saved)
 
-    def test_version_1(self, kind, saved):
-        """Its metadata had a key for each field."""
-        meta = {"format": f"sketchssm-{kind}", "version": "1", "layer": "{}"}
-        saved.write_bytes(save(parts_of(saved)[1], metadata=meta))
-        with pytest.raises(FORMS[kind].error, match=r"got '1': calibrate again"):
-            CLASSES[kind].load(saved)
-
     def test_tensors_that_are_missing_or_too_many(self, kind, saved):
         fields, tensors = parts_of(saved)
         names = FORMS[kind].tensors

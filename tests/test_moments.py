@@ -237,11 +237,7 @@ def test_only_like_moments_add(other):
         (lambda t: t._replace(beta=4 * t.beta), ValueError, r"beta: .* 0 to 2, got 3\..*logits, not gates"),
         (lambda t: t._replace(k=8 * t.k), ValueError, r"k: .*got \d\d\.\d+: are the keys L2-normalised"),
         (lambda t: t._replace(k=1e200 * t.k), ValueError, r"k: .*got inf: are the keys L2-normalised"),
-        (
-            lambda t: t._replace(v=1e60 * t.v),
-            ValueError,
-            "q, k, v: .*at most 1e.100, got .*are keys normalised",
-        ),
+        (lambda t: t._replace(v=1e60 * t.v), ValueError, "q, k, v: .*at most 1e.100, got .*are keys normalised"),
         (lambda t: t._replace(v=1e180 * t.v), ValueError, "q, k, v: .*at most 1e.100, got"),
         (lambda t: t._replace(q=t.q[..., :-1]), ValueError, "q: "),
         (lambda t: at(t, np.s_[:, 0]), ValueError, "v: expected shape"),

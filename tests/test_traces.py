@@ -16,11 +16,7 @@ from sketchssm.calibrate.traces import TraceFileError, Traces
 from sketchssm.layer.recurrence import KINDS, Layer
 from sketchssm.study.bench import random_tokens
 
-SHAPES = {
-    "mamba2": Layer("mamba2", 4, 16, 8, 2),
-    "gdn": Layer("gdn", 4, 16, 8, 2),
-    "kda": Layer("kda", 2, 16, 8),
-}
+SHAPES = {"mamba2": Layer("mamba2", 4, 16, 8, 2), "gdn": Layer("gdn", 4, 16, 8, 2), "kda": Layer("kda", 2, 16, 8)}
 
 
 def trace_entries(kind, *, calib=3, test=1, tokens=40, grads=1, seed=0, layer=None):
@@ -109,12 +105,6 @@ def test_gradients_that_miss_a_scored_sequence_are_left_out(tmp_path):
     assert grad is None
 
 
-def test_gradients_are_optional(tmp_path):
-    traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", grads=0))
-    assert traces.grad is None
-    assert traces.score_part()[1] is None
-
-
 def test_one_calibration_sequence_is_not_enough(tmp_path):
     traces = Traces.load(write_traces(tmp_path / "a.npz", "gdn", calib=1))
     with pytest.raises(TraceFileError, match="at least 2 calibration sequences"):
@@ -155,10 +145,7 @@ def hole(value):
             changed("calib_q", lambda x: x.astype(complex)),
             "calib_q: expected floating-point numbers, got dtype complex",
         ),
-        (
-            changed("calib_q", lambda x: x.astype(ml_dtypes.bfloat16)),
-            "calib_q: expected float.*can't hold bfloat16",
-        ),
+        (changed("calib_q", lambda x: x.astype(ml_dtypes.bfloat16)), "calib_q: expected float.*can't hold bfloat16"),
         (changed("calib_g", hole(0.5)), "calib_g: expected log-decays <= 0"),
         (changed("test_beta", hole(np.nan)), "test_beta: expected finite numbers, got NaN"),
         (changed("test_v", hole(np.inf)), "test_v: expected finite numbers"),
@@ -190,17 +177,11 @@ def test_full_forget_is_allowed(tmp_path):
     assert np.isneginf(Traces.load(tmp_path / "a.npz").calib.g).any()
 
 
-@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 cut off"])
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 cut off", b"\x93NUMPY"])
 def test_other_files_are_refused(content, tmp_path):
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(TraceFileError, match="expected an npz archive"):
         Traces.load(tmp_path / "a.npz")
-
-
-def test_a_single_array_is_refused(tmp_path):
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    with pytest.raises(TraceFileError, match="expected an npz archive"):
-        Traces.load(tmp_path / "a.npy")
 
 
 def rezipped(path, change):
@@ -288,11 +269,6 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 def test_missing_file():
     with pytest.raises(FileNotFoundError, match=r"no trace file at nowhere\.npz"):
         Traces.load("nowhere.npz")
-
-
-def test_unknown_kind_is_not_shipped():
-    with pytest.raises(ValueError, match="kind: expected one of"):
-        Traces.shipped("rwkv")
 
 
 def test_repr_is_one_line_of_sizes():
