@@ -206,7 +206,7 @@ def edited(path, edit):
             r"model\.layers\.1\.linear_attn: window: expected an integer",
         ),
         (lambda d, t: d["allocation"]["retained"].popitem(), r"allocation: expected retained energies of"),
-        (lambda d, t: d["allocation"].update(gap="x"), r"allocation: gap: expected a number, got 'x'"),
+        (lambda d, t: d["allocation"].update(gap="x"), r"gap: expected a finite number, got 'x'"),
         (lambda d, t: d.pop("model"), r"model"),
         (lambda d, t: d.update(layers=3), r"int"),
     ),
