@@ -239,10 +239,10 @@ def test_sizes(chosen, tmp_path):
     The kernels' Schedule has the size that the host allocates for it.
     """
     for name, places in (
-        ("kimi-linear-exact-flush", 2),
+        ("kimi-linear-ridge-flush", 2),
         ("kimi-linear-lowrank-flush", 2),
         ("kimi-linear-pivots-flush", 2),
-        ("qwen3-next-exact-flush", 1),
+        ("qwen3-next-ridge-flush", 1),
     ):
         source, ptx = tmp_path / "sizes.cu", tmp_path / "sizes.ptx"
         sizes = 'extern "C" __device__ int places = STATE_STAGES, schedule = sizeof(Schedule);'
