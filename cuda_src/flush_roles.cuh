@@ -91,27 +91,24 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     else wait_solve(), values.full.wait(n / VALUE_STAGES);
     float squares = 0, read[2] = {0, 0};
     const bool in_turns = folded > 0 && solve.in_turns();
-    if (in_turns) {
-        squares = fold_in_turns(f, tile, stage, prepared, values, rows.state);
-    } else {
+    if (in_turns) squares = fold_in_turns(f, tile, stage, prepared, values, rows.state);
 #pragma unroll UNROLLED
-        for (int step = 0; step < STEPS; step++) {
-            StateFragment fragment;
-            fragment.load(rows.state, step);
-            if (folded > 0) {
-                writes.fold(fragment, step, stage, prepared);
-                fragment.store(rows.state, step);
-            }
-            float x[4];
-            load_query(x, stage, prepared, 16 * step + 4 * c);
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    read[half] += fragment.s[half][e] * x[e];
-                    squares += fragment.s[half][e] * fragment.s[half][e];
-                }
+    for (int step = 0; step < STEPS && !in_turns; step++) {
+        StateFragment fragment;
+        fragment.load(rows.state, step);
+        if (folded > 0) {
+            writes.fold(fragment, step, stage, prepared);
+            fragment.store(rows.state, step);
         }
+        float x[4];
+        load_query(x, stage, prepared, 16 * step + 4 * c);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                read[half] += fragment.s[half][e] * x[e];
+                squares += fragment.s[half][e] * fragment.s[half][e];
+            }
     }
     fence_async_proxy();
     __syncwarp();
