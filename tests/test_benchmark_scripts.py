@@ -10,7 +10,6 @@ from test_traces import write_traces
 from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.recurrence import KINDS
-from sketchssm.study.bench.results import BenchResult, StepBytes
 from sketchssm.study.evaluate import Study, entries, measure
 
 ROOT = Path(__file__).parents[1]
@@ -125,13 +124,3 @@ def test_cpu_results_are_those_of_float64():
         assert list(have[name]["stored"]) == list(layer["stored"])
         for label, form in layer["stored"].items():
             assert have[name]["stored"][label]["lost"] == pytest.approx(form["lost"], rel=1e-3), (name, label)
-
-
-def test_times_of_refreshes_stand_apart():
-    """A flush every 12 tokens, a refresh every 4."""
-    times = [1.0, 2, 3, 20, 1, 2, 3, 30, 1, 2, 3, 50]
-    result = BenchResult.of(("layer", "sketch", "cuda"), 1, times, StepBytes(1, 1), 1.0, (0, 0), 0)
-    row = script("cuda_step").flat("sketch", result, 4)
-    assert (row["sketch_plain_read_us"], row["sketch_refresh_us"], row["sketch_flush_us"]) == (2, 25, 50)
-    assert row["sketch_read_us"] == pytest.approx(68 / 11, abs=0.01)  # with the refreshes
-    assert "sketch_refresh_us" not in script("cuda_step").flat("sketch", result, 12)

@@ -84,11 +84,6 @@ def test_command_help(name):
     assert "--json" in invoke(name, "--help").output
 
 
-def test_module_runs():
-    done = subprocess.run([sys.executable, "-m", "sketchssm", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("sketchssm")
-
-
 def test_calibrate_then_evaluate(traces, tmp_path):
     plan_file = tmp_path / "plan.safetensors"
     settings = ["--mean-rank", 3, "--window", 8, "--map", "ridge", "--ridge", 0.02]

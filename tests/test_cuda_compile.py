@@ -62,7 +62,7 @@ SPILL_OF_HIGH_RANKS = {
     "nemotron-3-super-high-flush": (0, 12),
     "qwen3-next-high-flush": (0, 36),
     "kimi-linear-high-flush": (88, 140),
-    "kimi-linear-high-int8-flush": (88, 120),
+    "kimi-linear-high-int8-flush": (100, 140),
 }
 
 LAYERS = {
