@@ -23,7 +23,7 @@ def across(model, torch):
 @pytest.mark.parametrize("kind", ("float32", "bfloat16"))
 def test_layers_on_two_devices(torch, cupy, kind):
     """In bfloat16, too, exact heads predict what transformers predicts, as they take activations in float32."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.20")
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two CUDA devices")
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
