@@ -229,3 +229,16 @@ def test_windows_of_reflections_are_as_exact_as_single_tokens(kind, keys, rng):
         engine.flush(slot)
         errors.append(relative(engine.state, want))
     assert max(errors) < 2 * errors[0]
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_sketches_after_windows_with_betas_above_one(kind, rng):
+    """A flush that folds token by token stores the sketch of the state that it leaves."""
+    layer, slots = Layer(kind, 2, 16, 16, 2), np.arange(2)
+    plan = plan_of(rng, layer, [4, 3], window=4)
+    tokens = tokens_of(rng, layer, 2, 18)
+    tokens = tokens._replace(beta=2 * tokens.beta)
+    out, want = np.empty_like(tokens.v), np.empty(tokens.v.shape)
+    cpu_sketch.SketchEngine(plan, 2, "float32").step(tokens, slots, out)
+    reference.SketchEngine(plan, 2).step(tokens, slots, want)
+    assert relative(out, want) < 1e-5  # float32 sketches of well-conditioned states

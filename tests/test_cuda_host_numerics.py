@@ -237,6 +237,19 @@ def test_windows_of_reflections_are_as_exact_as_single_tokens(kind, activation, 
 
 
 @pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_sketches_after_windows_with_betas_above_one(name, rng, cupy):
+    """A flush that folds token by token stores the sketch of the state that it leaves, in all heads."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize([7, 1, 16, FULL_STATE], layer.heads), rng, map="ridge", ridge=RIDGE["ridge"])
+    device = poisoned(SketchEngine(plan, 2, "float32", output_dtype="float32"))
+    tokens = make_tokens(layer, 2, 40, "bfloat16", rng, hard_gates=False)
+    tokens.beta[...] *= 2
+    table = np.tile(np.arange(2), (40, 1))
+    got, want, _ = run_pair(device, reference.SketchEngine(plan, 2), layer, tokens, table, "bfloat16")
+    assert error(got, want) < 3e-5  # rounding to float32, which the solve of the map enlarges
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
 def test_keys_of_zeros_and_tiny_keys(name, rng, cupy):
     """With beta = 2 and with beta below 1; keys of norm 1e-20 write next to nothing."""
     layer = LAYERS[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.cpu.cursors import accepted, advance, flushes, position
-from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys
+from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys, reflects
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import (
     DRAFT,
@@ -133,6 +133,7 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
             widen(m, m.state, first, buf, at.state, size)
             state, first = buf, at.state
         prepare_fold(m, at, buf, slot, head, count)
+        advances = m.tracked and not reflects(m, slot, head, count)
         norm = 0.0
         for block in range(0, m.values, LANES):
             rows = first + block * m.keys
@@ -142,10 +143,10 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
                      m.keys, buf, at.output + head * m.values + block, 0)  # fmt: skip
             if m.state_type != FLOAT32:
                 narrow(m, buf, rows, m.state, slot * m.state_stride + head * size + block * m.keys, LANES * m.keys)
-            if sketched and not m.tracked:
+            if sketched and not advances:
                 project_block(m, at, buf, head, block, state, rows)
         if sketched:
-            if m.tracked:
+            if advances:
                 advance_sketch(m, at, buf, slot, head, count)
             store_sketch(m, at, buf, slot, head, norm, state, first)
         if place != NO_OUTPUT:

@@ -21,7 +21,7 @@ from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
 from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows, dots
 
-__all__ = ["fold_block", "prepare_fold", "prepare_keys"]
+__all__ = ["fold_block", "prepare_fold", "prepare_keys", "reflects"]
 
 
 @njit
@@ -52,7 +52,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
 
     For a ring that is folded token by token, ``left`` gets kda's decayed keys, or gdn's decays in all channels.
     """
-    if _reflects(m, slot, head, count):
+    if reflects(m, slot, head, count):
         _prepare_turns(m, at, buf, slot, head, count)
         return
     if m.kind == KDA:
@@ -88,8 +88,8 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
 
 
 @njit
-def _reflects(m: Record, slot: int, head: int, count: int) -> bool:
-    """Whether a ring has a beta above 1."""
+def reflects(m: Record, slot: int, head: int, count: int) -> bool:
+    """Whether a ring has a beta above 1, and so is folded token by token."""
     if m.kind != MAMBA2:
         for s in range(count):
             if floats(m.beta)[slot * m.beta_stride + s * m.heads + head] > 1:
@@ -183,7 +183,7 @@ def fold_block(
     m: Record, at: Record, buf: Pointer, slot: int, head: int, block: int, count: int, state: Pointer, first: int
 ) -> Any:
     """Advance 16 rows of a state, from element `first` on, through the ring; return their squared norm."""
-    if _reflects(m, slot, head, count):
+    if reflects(m, slot, head, count):
         return _fold_turns(m, at, buf, slot, head, block, count, state, first)
     erases = m.kind != MAMBA2
     if erases:
