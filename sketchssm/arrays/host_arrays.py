@@ -21,20 +21,11 @@ __all__ = ["HostArrays", "slot_memory"]
 class HostArrays:
     """Converts a call's arrays for an engine that computes on the host, and the engine's results for the caller.
 
-    Parameters
-    ----------
-    dtype : dtype
-        Type of the engine's states, inputs and outputs.
-    log_decays : callable, optional
-        Converts the argument g to log-decays. Default: g holds log-decays.
-    why : str, default ""
-        Reason why the head computes on the host, for the warning about arrays on a device.
-    pad_slot : int, default -1
-        The caller's slot number for padding; engines get -1.
-    own : sequence of ndarray, optional
-        The engine's memory. Arguments that share it are copied before the engine reads them.
-    stored : dtype, optional
-        Type of the states in memory, if it has a smaller range than `dtype`.
+    `dtype` is the type of the engine's inputs, outputs and states; `stored` is the type of the states in memory, if it
+    has a smaller range. `log_decays` converts the argument g, which by default holds log-decays. `why` is the reason
+    why the head computes on the host, for the warning about arrays on a device. `pad_slot` is the caller's slot number
+    for padding; engines get -1. Arguments that share the engine's memory `own` are copied before the engine reads
+    them.
     """
 
     direct = None
@@ -162,20 +153,7 @@ class HostArrays:
         return from_host(written.reshape(v.shape), like=v, out=out)
 
     def check(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Check the values of one argument, except padding.
-
-        Parameters
-        ----------
-        name : str
-            The argument's name.
-        values : ndarray
-            The argument's rows, without padding.
-
-        Raises
-        ------
-        ValueError
-            If a log-decay is positive or NaN (the state would grow), a write gate or a state not finite.
-        """
+        """Check the values of one argument, without padding rows: log-decays <= 0, write gates and states finite."""
         check_gates(values if name == "g" else None, values if name == "beta" else None)
         if name == "state" and not np.isfinite(values).all():
             raise ValueError("state: expected finite numbers, got NaN or infinity")
@@ -240,28 +218,10 @@ def _counts(name: str, counts: Any, batch: int) -> npt.NDArray[np.int64]:
 def slot_memory(
     parts: Iterable[SlotPart], num_slots: int, given: Mapping[str, Any] | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """Memory of all slots: the caller's arrays on the host, and new zeros for the other parts.
+    """Memory ``(num_slots, *shape)`` of all parts: the caller's arrays on the host, and new zeros for the others.
 
-    Parameters
-    ----------
-    parts : iterable of SlotPart
-        Parts of a slot.
-    num_slots : int
-        Number of slots.
-    given : mapping of str to array, optional
-        Memory by the names of parts. Cursors in it are set to 0.
-
-    Returns
-    -------
-    dict of str to ndarray
-        ``(num_slots, *shape)`` of every part.
-
-    Raises
-    ------
-    TypeError
-        If memory is on a device or of a wrong type.
-    ValueError
-        If memory does not fit its part, or there is no part of a name.
+    Cursors in the caller's memory are set to 0. TypeError if memory is on a device or of a wrong type, ValueError if
+    it does not fit its part or there is no part of a name.
     """
     shapes, rest, memory = {part.name: part for part in parts}, dict(given or {}), {}
     for name, part in shapes.items():

@@ -37,44 +37,18 @@ _FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"
 
 @cache
 def host_type(name: str) -> np.dtype[Any]:
-    """NumPy's type of a name.
-
-    Parameters
-    ----------
-    name : str
-        Such as "float32" or "bfloat16".
-
-    Returns
-    -------
-    dtype
-        The type; `ml_dtypes.bfloat16`, which NumPy itself does not know.
-    """
+    """NumPy's type of a name such as "float32" or "bfloat16", which is `ml_dtypes.bfloat16`."""
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def to_host(array: Any, name: str) -> npt.NDArray[Any]:
-    """View an array as a NumPy array, or copy it if it lives on a GPU.
+    """View an array as a NumPy array, or copy it if it lives on a GPU; TypeError if it is no array.
 
-    Parameters
-    ----------
-    array : array
-        NumPy, PyTorch, JAX or CuPy array, or any object with ``__dlpack__`` or ``__array__``. Gradients are not
-        followed. Integers and sequences of integers are also accepted, for slots.
-    name : str
-        Argument's name, for the message.
-
-    Returns
-    -------
-    ndarray
-        Same shape, values and dtype, bfloat16 as `ml_dtypes.bfloat16`. The result may be read-only and may share the
-        caller's memory: read it at once, and do not write it.
-
-    Raises
-    ------
-    TypeError
-        If `array` is not an array, or NumPy can't view it.
+    Takes NumPy, PyTorch, JAX and CuPy arrays, any object with ``__dlpack__`` or ``__array__``, and, for slots,
+    integers and sequences of them. Gradients are not followed. The result may be read-only and may share the caller's
+    memory: read it at once, and do not write it. `name` is the argument's name, for the message.
     """
     if type(array) is np.ndarray:
         return array
@@ -89,25 +63,7 @@ def to_host(array: Any, name: str) -> npt.NDArray[Any]:
 
 
 def memory_of(array: Any, name: str) -> npt.NDArray[Any]:
-    """View an array's own memory as a NumPy array.
-
-    Parameters
-    ----------
-    array : array
-        As in `to_host`.
-    name : str
-        Argument's name, for the message.
-
-    Returns
-    -------
-    ndarray
-        Whoever writes it writes the array.
-
-    Raises
-    ------
-    TypeError
-        If NumPy can only copy the array.
-    """
+    """View an array's own memory as a NumPy array, to write the array; TypeError if NumPy can only copy it."""
     host = to_host(array, name)
     if not isinstance(array, np.ndarray):
         again = to_host(array, name)
@@ -146,18 +102,7 @@ def _viewed(array: Any) -> npt.NDArray[Any]:
 
 
 def is_on_device(array: Any) -> bool:
-    """Whether an array's memory is on a device.
-
-    Parameters
-    ----------
-    array : array
-        Any object.
-
-    Returns
-    -------
-    bool
-        False for arrays on the host, and for objects that do not name the device of their memory.
-    """
+    """Whether an array's memory is on a device; False for objects that do not name the device of their memory."""
     kind = framework(array)
     if kind == "torch":
         return getattr(getattr(array, "device", None), "type", "cpu") not in ("cpu", "meta")
@@ -171,45 +116,15 @@ def is_on_device(array: Any) -> bool:
 
 @cache
 def is_real(dtype: np.dtype[Any]) -> bool:
-    """Tell whether a host dtype is a real floating-point type of at most 64 bits, bfloat16 included.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Type of an array from `to_host`.
-
-    Returns
-    -------
-    bool
-        False for integers, complex numbers, objects and records.
-    """
+    """Tell whether a host dtype is a real floating-point type of at most 64 bits, bfloat16 included."""
     return (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
 
 
 def to_type(host: npt.NDArray[Any], dtype: np.dtype[Any], name: str, live: Any = slice(None)) -> npt.NDArray[Any]:
     """Make a host array contiguous and of a type, without a copy if it is so already.
 
-    Parameters
-    ----------
-    host : ndarray
-        Real numbers.
-    dtype : dtype
-        Type to convert to.
-    name : str
-        Argument's name, for the message.
-    live : index, optional
-        Rows that are checked, without padding. Default: all.
-
-    Returns
-    -------
-    ndarray
-        Same shape and values.
-
-    Raises
-    ------
-    ValueError
-        If a finite number is beyond the type's range. A log-decay `g` may be beyond: it becomes -inf, and both clear
-        the state.
+    ValueError if a finite number of the rows `live` (all but padding) is beyond the type's range. A log-decay `g` may
+    be beyond: it becomes -inf, and both clear the state.
     """
     if host.dtype == dtype:
         return np.ascontiguousarray(host)
@@ -223,21 +138,10 @@ def to_type(host: npt.NDArray[Any], dtype: np.dtype[Any], name: str, live: Any =
 
 
 def check_out(out: Any, shape: tuple[int, ...]) -> None:
-    """Check, before anything is computed, that `from_host` will be able to fill an array.
+    """Check, before anything is computed, that `from_host` will be able to fill the caller's ``out=``.
 
-    Parameters
-    ----------
-    out : array
-        The caller's ``out=``.
-    shape : tuple of int
-        Shape of the result.
-
-    Raises
-    ------
-    TypeError
-        If `out` is no NumPy, PyTorch or CuPy array of a real floating-point type, or a tensor without dense memory.
-    ValueError
-        If its shape is wrong, it is read-only, or two of its elements share memory.
+    TypeError unless it is a NumPy, PyTorch or CuPy array of a real floating-point type, with dense memory. ValueError
+    if its shape is wrong, it is read-only, or two of its elements share memory.
     """
     kind = framework(out)
     if kind == "jax":
@@ -267,30 +171,13 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
 
 
 def gradients_enabled() -> bool:
-    """Whether PyTorch is in use and records gradients; cheap enough for every call.
-
-    Returns
-    -------
-    bool
-        False under ``torch.no_grad()`` and ``torch.inference_mode()``.
-    """
+    """Whether PyTorch is in use and records gradients; cheap enough for every call."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
 
 
 def check_gradients(**arrays: Any) -> None:
-    """Refuse PyTorch tensors that require gradients; heads have no backward pass.
-
-    Parameters
-    ----------
-    **arrays : array or None
-        Arguments by name.
-
-    Raises
-    ------
-    ValueError
-        If a tensor requires gradients.
-    """
+    """Refuse PyTorch tensors that require gradients; heads have no backward pass."""
     for name, array in arrays.items():
         if getattr(array, "requires_grad", False) and framework(array) == "torch":
             raise ValueError(
@@ -320,22 +207,10 @@ def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: in
 
 
 def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
-    """Return a result as an array of the caller's framework.
+    """Return a result as an array with framework, dtype and device of the argument `like`, or in `out`.
 
-    Parameters
-    ----------
-    array : ndarray
-        Result on the host, C-contiguous; its memory may become the caller's.
-    like : array
-        Argument with the framework, dtype and device of the result. If the framework is not known, the result is a
-        NumPy array.
-    out : array, optional
-        Array to fill instead, which `check_out` has accepted.
-
-    Returns
-    -------
-    array
-        The result, or `out`. Without a change of dtype nothing is copied for NumPy and for PyTorch on the CPU.
+    If the framework is not known, the result is a NumPy array. The memory of `array`, which is C-contiguous, may
+    become the caller's: without a change of dtype nothing is copied for NumPy and for PyTorch on the CPU.
     """
     if out is not None:
         return _filled(out, array)
@@ -357,20 +232,7 @@ def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
 
 
 def to_kind(array: npt.NDArray[Any], like: Any) -> Any:
-    """Return an array as an array of the caller's framework, with unchanged dtype.
-
-    Parameters
-    ----------
-    array : ndarray
-        Array on the host, of a type that every framework has; its memory may become the caller's.
-    like : array
-        Argument with the framework and device of the result.
-
-    Returns
-    -------
-    array
-        PyTorch tensor, JAX or CuPy array for an argument of this framework, else the NumPy array itself.
-    """
+    """Return an array with framework and device of `like` and unchanged dtype; its memory may become the caller's."""
     kind = framework(like)
     if kind == "torch":
         import torch
@@ -407,18 +269,7 @@ def _on_cupy(array: npt.NDArray[Any], dtype: Any) -> Any:
 
 
 def framework(array: Any) -> str:
-    """Name the framework that an array's type, or one it derives from, belongs to.
-
-    Parameters
-    ----------
-    array : array
-        Any object.
-
-    Returns
-    -------
-    str
-        "numpy", "torch", "jax", "cupy", or "" for any other.
-    """
+    """Name the framework of an array's type, or of one it derives from: "numpy", "torch", "jax", "cupy", or ""."""
     kind = type(array)
     name = _known.get(kind)
     if name is None:

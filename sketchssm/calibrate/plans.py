@@ -25,28 +25,11 @@ __all__ = ["Calibrated", "Settings", "calibrate", "mean_retained", "plan_layers"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of plans, as in the options of `sketchssm calibrate`.
-
-    Attributes
-    ----------
-    window : int, default 16
-        Tokens from one flush to the next.
-    map : CoefficientMap
-        Coefficient map, by default the default map.
-    method : str or None
-        Allocation method, see `allocate_ranks`. None: "gradient" if the traces have gradients, else "error".
-    sketch_dtype : str, default "bfloat16"
-        Format of sketches, see `SketchPlan`.
-
-    Raises
-    ------
-    ValueError
-        If the format is unknown.
-    """
+    """Settings of plans, as in the options of `sketchssm calibrate`; ValueError if the format is unknown."""
 
     window: int = 16
     map: CoefficientMap = field(default_factory=CoefficientMap)
-    method: str | None = None
+    method: str | None = None  # see `allocate_ranks`; None: "gradient" if the traces have gradients, else "error"
     sketch_dtype: str = DEFAULT_FORMAT
 
     def __post_init__(self) -> None:
@@ -59,17 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Calibration of one layer.
-
-    Attributes
-    ----------
-    traces : Traces
-        The traces.
-    basis : SketchBasis
-        Bases fitted to `Traces.fit_part`.
-    scores : RankScores
-        Scores measured on `Traces.score_part`.
-    """
+    """Calibration of one layer: bases fitted to `Traces.fit_part`, scores measured on `Traces.score_part`."""
 
     traces: Traces
     basis: SketchBasis
@@ -83,52 +56,13 @@ class Calibrated:
         basis: SketchBasis | None = None,
         sketch_dtype: str = DEFAULT_FORMAT,
     ) -> SketchPlan:
-        """Make a plan for one mean rank.
-
-        Parameters
-        ----------
-        mean_rank : float
-            The budget: the read bytes of all heads at this rank.
-        map : CoefficientMap or str, default "ridge"
-            Coefficient map.
-        method : str, optional
-            Allocation method, see `allocate_ranks`.
-        basis : SketchBasis, optional
-            Replaces the calibrated basis; the ranks stay the same.
-        sketch_dtype : str, default "bfloat16"
-            Format of sketches, see `allocate_ranks`.
-
-        Returns
-        -------
-        SketchPlan
-            The plan.
-        """
+        """Make a plan for one mean rank, a budget of read bytes; `basis` replaces the calibrated basis only."""
         allocation = allocate_ranks(self.scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype)
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 
 def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None) -> Calibrated:
-    """Fit bases and score ranks on disjoint calibration sequences.
-
-    Parameters
-    ----------
-    traces : Traces
-        Traces of one layer.
-    window : int, default 16
-        Tokens from one flush to the next.
-    rank_max : int, optional
-        Columns of the basis; default min(K, V).
-
-    Returns
-    -------
-    Calibrated
-        Basis and scores.
-
-    Raises
-    ------
-    ValueError
-        If a setting is out of range or there are fewer than two calibration sequences.
-    """
+    """Fit bases of `rank_max` columns (default min(K, V)) and score ranks, on disjoint calibration sequences."""
     check_instance("traces", traces, Traces)
     held_out, grad = traces.score_part()
     moments = Moments(traces.layer, window=window)
@@ -149,29 +83,10 @@ def plan_layers(
     sketch_dtype: str = DEFAULT_FORMAT,
     rank_max: int | None = None,
 ) -> tuple[list[SketchPlan], Allocation]:
-    """Make plans of several layers under one budget.
+    """Make plans of several layers, from the basis and the scores of each, under one budget.
 
-    Parameters
-    ----------
-    bases, scores : sequence
-        Basis and scores of each layer.
-    mean_rank : float
-        The budget: the read bytes of all heads at this rank.
-    method : str, optional
-        Allocation method, see `allocate_ranks`.
-    map : CoefficientMap or str, default "ridge"
-        Coefficient map.
-    sketch_dtype : str, default "bfloat16"
-        Format of sketches.
-    rank_max : int, optional
-        Largest rank of a head. Default: each layer's largest scored rank.
-
-    Returns
-    -------
-    plans : list of SketchPlan
-        A plan for each layer.
-    allocation : Allocation
-        The ranks, and their quality.
+    `mean_rank` is the budget: the read bytes of all heads at this rank. `method` is that of `allocate_ranks`.
+    `rank_max` is the largest rank of a head; by default each layer's largest scored rank.
     """
     bases, scores = check_items("bases", bases, "SketchBasis"), check_items("scores", scores, "RankScores")
     if len(bases) != len(scores) or not bases:

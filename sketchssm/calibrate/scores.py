@@ -243,17 +243,9 @@ class RankScores:
 
 
 def prefix_basis(sketch: Array) -> Array:
-    """Nested orthonormal bases of sketches: the first G columns of basis and sketch have the same span.
+    """Nested orthonormal bases of sketches ``(..., V, G)``: the first G columns of both have the same span.
 
-    Parameters
-    ----------
-    sketch : ndarray, (..., V, G)
-        Sketches U.
-
-    Returns
-    -------
-    ndarray, (..., V, G)
-        Orthonormal columns, and a zero column for each sketch column that depends on the columns before it.
+    A sketch column that depends on the columns before it gives a zero column.
     """
     basis, triangle = np.linalg.qr(sketch)
     own = np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))

@@ -33,12 +33,8 @@ LARGEST_SUM = 1e100
 class Carry:
     """Positions of sequences; a later call continues from there.
 
-    Parameters
-    ----------
-    state : ndarray, (batch, heads, V, K)
-        States at the open window's start, K last.
-    ring : Ring, optional
-        Raw inputs of the open window's tokens in float64, ``(batch, heads, tokens, ...)``; default none.
+    `state (batch, heads, V, K)` are the states at the open window's start. `ring` are the raw inputs of the open
+    window's tokens in float64, ``(batch, heads, tokens, ...)``.
     """
 
     state: npt.NDArray[Any]
@@ -86,15 +82,10 @@ def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Toke
 
 
 def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
-    """Running sums of an object with some more added, by their names.
+    """Running sums of an object with some more added, by name; ValueError if one is so large that products overflow.
 
     The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes
     before or after it.
-
-    Raises
-    ------
-    ValueError
-        If a sum is not finite, or so large that products of sums could overflow.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         totals = {name: getattr(owner, name) + more for name, more in sums.items()}
@@ -113,28 +104,10 @@ def walk(
 ) -> Carry:
     """Run sequences and visit every token that is read through the sketch.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    tokens : Tokens
-        Host arrays ``(batch, tokens, ...)``, from `host_tokens`.
-    window : int
-        Tokens from one flush to the next (W).
-    carry : Carry or None
-        Positions of the sequences; None for zero states and an empty window.
-    visit : callable
-        Called in order for each part of a window within the call that has a nonzero state.
-
-    Returns
-    -------
-    Carry
-        Positions after the last token; shares no memory with the caller's arrays.
-
-    Raises
-    ------
-    ValueError
-        If the carry does not fit the layer, the batch or the window.
+    `tokens` are host arrays ``(batch, tokens, ...)`` from `host_tokens`. `carry` has the positions of the sequences;
+    None stands for zero states and an empty window. `visit` is called in order for each part of a window within the
+    call that has a nonzero state. The result has the positions after the last token, and shares no memory with the
+    caller's arrays.
     """
     batch = tokens.v.shape[0]
     carry = _checked(layer, carry, batch, window)

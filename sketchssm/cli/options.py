@@ -107,22 +107,7 @@ trace_files = click.argument("traces", nargs=-1, type=OLD_FILE)
 
 
 def gather(name: str, make: Callable[..., Any], *options: Callable[[F], F]) -> Callable[[F], F]:
-    """Pass the values of some options to a command as one argument.
-
-    Parameters
-    ----------
-    name : str
-        The argument.
-    make : callable
-        Makes it from the options' values, by their names.
-    *options : callable
-        The options.
-
-    Returns
-    -------
-    callable
-        Decorator of the command.
-    """
+    """Pass the values of some options to a command as one argument, which `make` makes from them by their names."""
 
     def decorate(command: F) -> F:
         @wraps(command)
@@ -213,15 +198,7 @@ model_options = gather(
 
 
 def refuse(reason: str, names: Sequence[str]) -> None:
-    """Refuse options of the current command that were given and would be ignored.
-
-    Parameters
-    ----------
-    reason : str
-        Reason why they would be ignored.
-    names : sequence of str
-        Names of the parameters.
-    """
+    """Refuse options (parameters by name) of the current command that were given and would be ignored."""
     context = click.get_current_context()
     for param in context.command.params:
         if param.name in names and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
@@ -234,14 +211,9 @@ Paths = str | Path | Iterable[Path] | None
 def check_files(reads: Mapping[str, Paths], **writes: Paths) -> None:
     """Refuse, before any work, files that the command could not write, or would write over another file of its own.
 
-    Two options may not name one file, under any name of it, and no file may lie below another.
-
-    Parameters
-    ----------
-    reads : mapping of str to paths
-        Files that the command reads, by the names of the arguments: ``"TRACES"``, ``"--plan"``.
-    **writes : paths
-        Files that the command writes, by the names of the options without dashes. The text "-" is standard output.
+    Two options may not name one file, under any name of it, and no file may lie below another. `reads` are by the
+    names of the arguments (``"TRACES"``, ``"--plan"``), `writes` by those of the options without dashes. The text "-"
+    is standard output.
     """
     taken = {path.resolve(): (name, path) for name, given in reads.items() for path in _paths(given)}
     for name, given in writes.items():

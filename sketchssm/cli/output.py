@@ -29,13 +29,7 @@ __all__ = ["Output", "plain", "plan_paths", "save_plans"]
 
 
 class Output:
-    """Output of a command.
-
-    Parameters
-    ----------
-    json_file : str or None
-        File for JSON, "-" for standard output; tables and progress then go to standard error.
-    """
+    """Output of a command; with JSON for standard output ("-"), tables and progress go to standard error."""
 
     def __init__(self, json_file: str | None) -> None:
         self._json_file = json_file

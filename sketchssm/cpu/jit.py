@@ -115,16 +115,9 @@ _warned = False
 
 
 def njit(function: Callable[..., Any], inline: str = "never") -> Any:
-    """Compile a piece of a kernel.
+    """Compile a piece of a kernel; `inline` tells whether Numba pastes it into its caller.
 
     Numba would compile a function once for every constant that it is called with. Here arguments have plain types.
-
-    Parameters
-    ----------
-    function : callable
-        The piece.
-    inline : {"never", "always"}, default "never"
-        Whether Numba pastes the function into its caller.
     """
     dispatcher = numba.njit(inline=inline, **OPTIONS)(function)
     template = dispatcher.get_call_template
@@ -151,11 +144,8 @@ def entry(function: Callable[..., Any]) -> Any:
 class Kernel:
     """A function ``(context, areas, worker)`` that threads run; it returns nothing and raises nothing.
 
-    Parameters
-    ----------
-    function : callable
-        Takes the addresses of two records and a worker's number. It is compiled, or loaded from disk, when `address`
-        is first read.
+    It takes the addresses of two records and a worker's number, and is compiled, or loaded from disk, when `address`
+    is first read.
     """
 
     def __init__(self, function: Callable[[Any, Any, int], None]) -> None:

@@ -108,29 +108,9 @@ areas_record = pointer_cast(from_dtype(AREAS))
 class Memory:
     """The arrays of an engine, and the record of their addresses and of the layer's sizes.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    window : int
-        Tokens of a window; 0 for no ring.
-    parts : dict of str to tuple of Run
-        Arrays of each part of a slot.
-    given : Mapping, optional
-        The caller's memory for some parts.
-    phase : int, optional
-        Position at which the clock starts; None for no clock.
-
-    Attributes
-    ----------
-    parts : tuple of SlotPart
-        Parts of a slot.
-    arrays : dict of str to ndarray
-        Memory of each part, ``(num_slots, *shape)``.
-    cursor : ndarray of int32, (num_slots,)
-        Cursor words; zeros if there is no ring.
+    `window` is 0 for no ring. `parts` holds the arrays of each part of a slot, `given` the caller's memory for some
+    parts, and `arrays` the memory of each part, ``(num_slots, *shape)``. `cursor (num_slots,)` holds the cursor words;
+    zeros if there is no ring. `phase` is the position at which the clock starts; None for no clock.
     """
 
     def __init__(

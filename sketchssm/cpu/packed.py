@@ -90,28 +90,14 @@ def field(c: Record, head: int, column: int) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """Places of the parts of every head, and the arrays that all slots share.
+    """Places of the parts of every head, and the arrays that all slots share."""
 
-    Attributes
-    ----------
-    table : ndarray of int64, (heads, 9)
-        A head's rank, the number of its map's rows, and where its parts begin.
-    omega, pi : ndarray of float32
-        Bases and projections of all heads.
-    runs : tuple of Run
-        Arrays of a slot.
-    settings : dict
-        Fields of the record.
-    rank : int
-        Columns for which scratch memory has room: at least the largest rank.
-    """
-
-    table: Array
-    omega: Array
+    table: Array  # (heads, 9): a head's rank, the number of its map's rows, and where its parts begin
+    omega: Array  # float32 bases and, in `pi`, projections of all heads
     pi: Array
-    runs: tuple[Run, ...]
-    settings: dict[str, float]
-    rank: int
+    runs: tuple[Run, ...]  # arrays of a slot
+    settings: dict[str, float]  # fields of the record
+    rank: int  # columns for which scratch memory has room: at least the largest rank
 
     def attach(self, memory: Memory) -> None:
         """Record the settings and the addresses of the arrays that all slots share."""
@@ -128,21 +114,9 @@ def full_states(layer: Layer) -> Packing:
 
 
 def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
-    """Place the parts of every head.
+    """Place the parts of every head, with sketches and map rows stored in a format.
 
-    Parameters
-    ----------
-    plan : SketchPlan
-        Ranks, bases and settings.
-    dtype : str
-        Format in which sketches and map rows are stored.
-    tracked : bool
-        Whether flushes advance a master copy of U.
-
-    Returns
-    -------
-    Packing
-        Places, bases and sizes.
+    `tracked` tells whether flushes advance a master copy of U.
     """
     keys, values, kind = padded(plan.layer.key_dim), padded(plan.layer.value_dim), SKETCH_TYPES.index(dtype)
     table = full_states(plan.layer).table

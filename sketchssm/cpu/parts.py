@@ -71,21 +71,11 @@ STATE_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float
 
 
 class Run(NamedTuple):
-    """One array of a slot inside a part.
+    """One array of a slot inside a part."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the array in the record of `sketchssm.cpu.layout`.
-    shape : tuple of int
-        Shape in one slot.
-    dtype : type
-        Element type; uint16 stands for bfloat16.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any = np.float32
+    name: str  # in the record of `sketchssm.cpu.layout`
+    shape: tuple[int, ...]  # in one slot
+    dtype: Any = np.float32  # uint16 stands for bfloat16
 
     @property
     def bytes(self) -> int:

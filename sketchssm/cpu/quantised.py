@@ -29,16 +29,7 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: each state is quantised again after every token.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    bits : int
-        Bits per element.
-    residual_bits : int
-        Bits per element of the residuals; 0 for none.
+    `residual_bits` are the bits per element of the residuals; 0 for none.
     """
 
     def __init__(self, layer: Layer, num_slots: int, bits: int, residual_bits: int) -> None:
@@ -62,19 +53,7 @@ class QuantisedEngine(StandardEngine):
 
 
 class CopyEngine(ReplayEngine):
-    """Replay that reads a quantised copy of the state between flushes.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    window : int
-        Tokens from one flush to the next (W).
-    bits : int
-        Bits per element of the copy.
-    """
+    """Replay that reads a quantised copy of the state, of `bits` per element, between flushes."""
 
     def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
         copies = (standard_parts(layer, "float32", 0)["state"][0]._replace(name="served"),)

@@ -20,18 +20,8 @@ __all__ = ["ReplayEngine"]
 class ReplayEngine(StandardEngine):
     """A ring buffers raw inputs; the last token of a window folds them into the state.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    window : int
-        Tokens from one flush to the next (W).
-    state_dtype, memory
-        See `StandardEngine`. A 16-bit state is rounded at its flush, after the flush's outputs are read.
-    phase : int, optional
-        Where the clock begins; None for no clock.
+    A 16-bit state is rounded at its flush, after the flush's outputs are read. `phase` is where the clock begins; None
+    for no clock.
     """
 
     def __init__(

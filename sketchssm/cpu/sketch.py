@@ -19,19 +19,7 @@ __all__ = ["SketchEngine"]
 
 
 class SketchEngine(ReplayEngine):
-    """The paper's algorithm 1: replay, with a sketch for the state reads between flushes.
-
-    Parameters
-    ----------
-    plan : SketchPlan
-        Bases, ranks and settings of the layer.
-    num_slots : int
-        Number of state slots.
-    sketch_dtype : str
-        Format in which sketches and coefficient maps are stored, of `sketchssm.layer.formats`.
-    state_dtype, memory, phase
-        See `ReplayEngine`.
-    """
+    """The paper's algorithm 1: replay, with a sketch for the state reads between flushes."""
 
     def __init__(
         self,

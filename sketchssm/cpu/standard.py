@@ -39,18 +39,7 @@ Slots = npt.NDArray[np.int64]
 class StandardEngine:
     """The recurrence in float32: every token reads and writes every state.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of stored states.
-    memory : mapping of str to array, optional
-        The caller's memory for some of `parts`.
-    drafts : int, default 0
-        Most tokens of a draft.
+    `memory` is the caller's memory for some of `parts`, `drafts` the most tokens of a draft.
     """
 
     arrays = HostArrays(np.float32)

@@ -108,15 +108,7 @@ def _launch(
 class Pool:
     """One thread for each worker but the first, which is the calling thread.
 
-    Parameters
-    ----------
-    workers : int
-        Number of workers, the calling thread included.
-
-    Attributes
-    ----------
-    workers : int
-        Number of workers; fewer than asked for if the system starts no more threads.
+    `workers` is the number of workers; fewer than asked for if the system starts no more threads.
     """
 
     def __init__(self, workers: int) -> None:
@@ -171,20 +163,8 @@ def run(
 ) -> None:
     """Run a kernel on an engine's memory: alone if the call is small or the threads are busy, else with all threads.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        Kernel to run.
-    memory : Memory
-        Memory of the engine.
-    rows : ndarray of int64, (batch,)
-        Slot of each row.
-    tokens : Tokens, optional
-        Inputs, ``(batch, tokens, ...)``.
-    out : ndarray, (batch, tokens, heads, V), optional
-        Array that receives the outputs.
-    rounds : int, default 1
-        Number of times that all workers run the kernel; each round waits for the last.
+    `rows` are the slots. `tokens (batch, tokens, ...)` are inputs, and `out (batch, tokens, heads, V)` receives the
+    outputs. All workers run the kernel `rounds` times; each round waits for the last.
     """
     global _pool  # noqa: PLW0603
     length = 1 if out is None else out.shape[1]

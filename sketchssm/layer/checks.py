@@ -41,28 +41,10 @@ class UnsupportedError(ValueError):
 
 
 def check_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any, *, tokens_axis: bool | None = None) -> bool:
-    """Check the shapes of one call's inputs against a layer.
+    """Check the shapes of one call's inputs against a layer, and tell whether there is a tokens axis.
 
-    Reads only ``.shape``, so arrays may be of any framework and on any device.
-
-    Parameters
-    ----------
-    layer : Layer
-        Layer of the inputs.
-    q, k, v, g, beta : array
-        Shapes ``(batch, [tokens,] ...)`` as in `Layer.token_shapes`; `beta` must be None for mamba2.
-    tokens_axis : bool, optional
-        True or False demands or forbids the tokens axis; None accepts both.
-
-    Returns
-    -------
-    bool
-        Whether there is a tokens axis.
-
-    Raises
-    ------
-    ValueError
-        Naming the argument, the expected shape and the given shape.
+    Reads only ``.shape``, so arrays may be of any framework and on any device. `tokens_axis` demands or forbids the
+    axis; None accepts both. ValueError names the argument, the expected shape and the given shape.
     """
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     shapes = layer.token_shapes()
@@ -91,13 +73,7 @@ def _describe(tail: tuple[int, ...], tokens_axis: bool | None = None) -> str:
 
 
 def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> None:
-    """Check the values of host gates: g in [-inf, 0] and beta finite. None skips an argument.
-
-    Raises
-    ------
-    ValueError
-        If a log-decay is positive or NaN (the state would grow), or a write gate is not finite.
-    """
+    """Check the values of host gates: g in [-inf, 0] (else the state grows), beta finite. None skips an argument."""
     if g is not None and not (g <= 0).all():
         worst = g.max() if not np.isnan(g).any() else np.nan
         raise ValueError(f"g: expected log-decays <= 0 (-inf allowed), got a value of {worst}")
@@ -106,13 +82,7 @@ def check_gates(g: npt.NDArray[Any] | None, beta: npt.NDArray[Any] | None) -> No
 
 
 def check_writes(layer: Layer, k: npt.NDArray[Any], beta: npt.NDArray[Any] | None) -> None:
-    """Check that no token of a layer that erases lets the state grow: beta in [0, 2] and ``beta |k|^2`` at most 2.
-
-    Raises
-    ------
-    ValueError
-        Naming beta or k, the value and the likely cause.
-    """
+    """Check that no token of a layer that erases lets the state grow: beta in [0, 2] and ``beta |k|^2`` at most 2."""
     if beta is None or not beta.size:
         return
     if not ((beta >= 0) & (beta <= 2)).all():
@@ -137,32 +107,10 @@ def check_slots(
     name: str = "slots",
     repeats: bool = False,
 ) -> npt.NDArray[np.int64]:
-    """Check and return the state slot of each row.
+    """Check and return the state slot ``(batch,)`` of each row, -1 for padding rows.
 
-    Parameters
-    ----------
-    slots : array of int or None
-        Shape ``(batch,)``. None stands for rows 0 to batch - 1.
-    batch : int
-        Rows of the call.
-    capacity : int
-        Slots that the head holds.
-    pad_slot : int, default -1
-        Marks a padding row.
-    name : str, default "slots"
-        The argument's name, for messages.
-    repeats : bool, default False
-        Whether several rows may name the same slot.
-
-    Returns
-    -------
-    ndarray of int64
-        Shape ``(batch,)``, -1 for padding rows.
-
-    Raises
-    ------
-    ValueError
-        If the shape or dtype is wrong, a slot is out of range, or two rows name one slot.
+    None stands for rows 0 to batch - 1. `capacity` is the number of slots that the head holds, `pad_slot` the caller's
+    number for padding. `repeats` lets several rows name the same slot.
     """
     if slots is None:
         if batch > capacity:
@@ -197,13 +145,7 @@ def check_slots(
 
 
 def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:
-    """Check that an array can be loaded as states of a layer.
-
-    Raises
-    ------
-    ValueError
-        Unless the shape is ``(batch, heads, V, K)``.
-    """
+    """Check that an array can be loaded as states ``(batch, heads, V, K)`` of a layer."""
     shape: Sequence[int] = tuple(getattr(state, "shape", ()))
     rows: Any = "batch" if batch is None else batch
     if len(shape) != 4 or tuple(shape[1:]) != layer.state_shape or (batch is not None and shape[0] != batch):
@@ -212,48 +154,13 @@ def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:
 
 
 def check_number(name: str, value: Any, expected: str, fits: Callable[[Any], bool]) -> None:
-    """Check that an argument is a real number in some range.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    value : object
-        The argument.
-    expected : str
-        The range in words, for the message.
-    fits : callable
-        Tells whether a number is in the range.
-
-    Raises
-    ------
-    ValueError
-        If the argument is no number, or out of the range.
-    """
+    """Check that an argument is a real number that `fits`; `expected` is the range in words."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_size(name: str, value: Any) -> int:
-    """Check and return a positive integer.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    value : object
-        The argument.
-
-    Returns
-    -------
-    int
-        The integer.
-
-    Raises
-    ------
-    ValueError
-        If the argument is anything else.
-    """
+    """Check and return a positive integer."""
     check_number(name, value, "a positive integer", lambda size: isinstance(size, int | np.integer) and bool(size > 0))
     return int(value)
 
@@ -266,20 +173,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Check that an argument is True or False.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    value : object
-        The argument.
-
-    Raises
-    ------
-    ValueError
-        If the argument is anything else.
-    """
+    """Check that an argument is True or False."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected a bool, got {value!r}")
 
@@ -298,27 +192,7 @@ def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:
 
 
 def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
-    """Check and return the items of a sequence.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    value : object
-        The argument.
-    items : str
-        What the items are, for the message.
-
-    Returns
-    -------
-    tuple
-        The items.
-
-    Raises
-    ------
-    TypeError
-        If the argument is a string or no sequence.
-    """
+    """Check and return the items of a sequence, which is no string; `items` says what they are, for the message."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name}: expected a sequence of {items}, got {value!r}")
     return tuple(value)

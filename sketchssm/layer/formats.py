@@ -33,18 +33,10 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class SketchFormat:
-    """How a state's sketch and coefficient map are stored.
+    """How a state's sketch and coefficient map are stored: elements of `bits` bits.
 
-    Parameters
-    ----------
-    name : str
-        The `sketch_dtype`.
-    bits : int
-        Bits of an element.
-    top : float, optional
-        Largest magnitude of a code. None: the element itself is stored, without a scale.
-    noise : float, default 0.0
-        Energy of the change of a read by codes / energy of the read. Allocation counts the noise as a loss.
+    Codes have magnitudes up to `top`; None: the element itself is stored, without a scale. `noise` is the energy of
+    the change of a read by codes / energy of the read, which allocation counts as a loss.
     """
 
     name: str
@@ -54,23 +46,7 @@ class SketchFormat:
 
     @classmethod
     def of(cls, name: Any) -> SketchFormat:
-        """Return the format of a `sketch_dtype`.
-
-        Parameters
-        ----------
-        name : {"float32", "bfloat16", "int8"}
-            The `sketch_dtype`.
-
-        Returns
-        -------
-        SketchFormat
-            The format.
-
-        Raises
-        ------
-        ValueError
-            If there is no such format.
-        """
+        """Return the format of a `sketch_dtype`; ValueError if there is none."""
         check_choice("sketch_dtype", name, FORMATS)
         return FORMATS[name]
 
@@ -84,21 +60,9 @@ class SketchFormat:
         return self.scaled and map.storage == "dense"
 
     def bytes(self, map: CoefficientMap, rank: npt.ArrayLike, key_dim: int, value_dim: int) -> npt.NDArray[np.float64]:
-        """Bytes that a state stores as its sketch and coefficient map.
+        """Bytes that a state stores as its sketch and coefficient map, in the shape of `rank`.
 
-        Parameters
-        ----------
-        map : CoefficientMap
-            The map.
-        rank : array_like
-            Ranks G, of at least 0; fractions stand for the mean of a budget.
-        key_dim, value_dim : int
-            K and V.
-
-        Returns
-        -------
-        ndarray of float64
-            Bytes, in the shape of `rank`.
+        Ranks are at least 0; fractions stand for the mean of a budget.
         """
         g = np.asarray(rank, dtype=np.float64)
         if not self.scaled:

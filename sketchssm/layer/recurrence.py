@@ -221,13 +221,7 @@ class Layer:
 
 
 def shard_range(name: str, size: int, rank: int, world: int) -> slice:
-    """Share of one process in `size` entries along an axis, split evenly in the order of the ranks.
-
-    Raises
-    ------
-    ValueError
-        If `world` is not a positive divisor of `size`, or `rank` is not in 0 to ``world - 1``.
-    """
+    """Share of one process in `size` entries along an axis, split evenly in the order of the ranks."""
     if isinstance(world, bool) or not isinstance(world, int | np.integer) or world < 1:
         raise ValueError(f"world: expected a positive integer, got {world!r}")
     check_integer("rank", rank, 0, world - 1)
@@ -238,24 +232,9 @@ def shard_range(name: str, size: int, rank: int, world: int) -> slice:
 
 
 def check_window(window: Any, least: int = 2) -> int:
-    """Check and return a window's length in tokens.
+    """Check and return a window's length in tokens, from `least` to `MAX_WINDOW`.
 
-    Parameters
-    ----------
-    window : int
-        Tokens from one flush to the next.
-    least : int, default 2
-        Smallest window: a sketch needs a token between two flushes, replay needs none.
-
-    Returns
-    -------
-    int
-        The window.
-
-    Raises
-    ------
-    ValueError
-        Unless the window is an integer from `least` to `MAX_WINDOW`.
+    A sketch needs a token between two flushes, replay needs none.
     """
     return check_integer("window", window, least, MAX_WINDOW)
 
@@ -274,21 +253,6 @@ def check_integer(name: str, value: Any, least: int, most: int, more: str = "") 
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:
-    """Check the class of an argument.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    value : object
-        The argument.
-    kind : type
-        Its class.
-
-    Raises
-    ------
-    TypeError
-        If the argument is of another class.
-    """
+    """Check the class of an argument; TypeError if it is another one."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")

@@ -75,23 +75,7 @@ class SlotPart:
 def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: int) -> None:
     """Check that an array on the host can hold a part of all slots.
 
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    array : ndarray
-        The caller's memory.
-    part : SlotPart
-        The part.
-    num_slots : int
-        Number of slots.
-
-    Raises
-    ------
-    TypeError
-        If the type is not the part's.
-    ValueError
-        If shape, strides or alignment do not fit, or the memory is read-only.
+    TypeError if the type is not the part's; ValueError if shape, strides or alignment do not fit, or it is read-only.
     """
     native = array.dtype.isnative
     if not native or (array.dtype.name != part.dtype and not (part.dtype == "bfloat16" and array.dtype == np.uint16)):
@@ -110,19 +94,9 @@ def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: 
 
 
 def check_separate(blocks: Mapping[str, tuple[int, int, int]], num_slots: int) -> None:
-    """Check that no two parts share memory, in any slots.
+    """Check that no two parts share memory, in any slots; ValueError names two that overlap.
 
-    Parameters
-    ----------
-    blocks : mapping of str to (int, int, int)
-        For each part the address of slot 0, the bytes from slot to slot, and the bytes of a slot, at least 1.
-    num_slots : int
-        Number of slots.
-
-    Raises
-    ------
-    ValueError
-        Naming two parts that overlap.
+    `blocks` has for each part the address of slot 0, the bytes from slot to slot, and the bytes of a slot, at least 1.
     """
     first, stride, size = (np.array(x, np.int64)[:, None] for x in zip(*blocks.values(), strict=True))
     starts = first + stride * np.arange(num_slots)

@@ -79,19 +79,7 @@ def save_file(
     tensors: Mapping[str, npt.NDArray[Any]],
     fields: Mapping[str, Any],
 ) -> None:
-    """Write a file. The same contents give the same bytes.
-
-    Parameters
-    ----------
-    path : str or PathLike
-        Where to. `write_whole` replaces an existing file.
-    form : FileFormat
-        Format, with every tensor named.
-    tensors : mapping of str to ndarray
-        One array for each of the format's names.
-    fields : mapping
-        Values that JSON knows, by name.
-    """
+    """Write all tensors of a format, and fields that JSON knows. The same contents give the same bytes."""
     from safetensors.numpy import save
 
     document, arrays = _contents(form, tensors, fields)
@@ -118,19 +106,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
     The new file has the permissions of the old one. A symbolic link stays, and its target is replaced. A device or a
     pipe, such as /dev/null, is written in place. A process that is killed while it writes leaves a file
-    ``.sketchssm-*.tmp`` in the folder, which may be deleted.
-
-    Parameters
-    ----------
-    path : str or PathLike
-        Where to.
-    data : bytes
-        Contents.
-
-    Raises
-    ------
-    OSError
-        If the file can't be written; it names the path.
+    ``.sketchssm-*.tmp`` in the folder, which may be deleted. OSError, which names the path, if the file can't be
+    written.
     """
     path = os.path.realpath(os.fsdecode(path))
     in_place = os.path.exists(path) and not os.path.isfile(path)
@@ -156,17 +133,9 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 @cache
 def source_digest(*patterns: str) -> str:
-    """Digest of the package's sources, for files on disk that depend on the sources. A process reads each source once.
+    """SHA-256 of the package's sources that fit some patterns, for files on disk that depend on them.
 
-    Parameters
-    ----------
-    *patterns : str
-        Glob patterns relative to the package.
-
-    Returns
-    -------
-    str
-        SHA-256 of the files' names and contents, in hexadecimal.
+    A process reads each source once.
     """
     text = sha256()
     for path in sorted({path for pattern in patterns for path in PACKAGE.glob(pattern)}):
@@ -182,26 +151,9 @@ def load_file(
 ) -> T:
     """Read a file that `save_file` wrote and build its object.
 
-    Parameters
-    ----------
-    path : str or PathLike
-        Where from.
-    form : FileFormat
-        Expected format and version.
-    build : callable
-        Takes the tensors as a dict and each field by name. An exception means that the file contradicts itself.
-
-    Returns
-    -------
-    object
-        Result of `build`.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    ValueError
-        As ``form.error``, if the file is damaged, of another format or version, or inconsistent.
+    `build` takes the tensors as a dict and each field by name; its exceptions mean that the file contradicts itself.
+    FileNotFoundError if there is no such file. A ValueError of class ``form.error`` if the file is damaged, of another
+    format or version, or inconsistent.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -24,53 +24,25 @@ FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileEr
 
 
 class LayerFingerprint(NamedTuple):
-    """Identity of one recurrent layer.
+    """Identity of one recurrent layer."""
 
-    Parameters
-    ----------
-    module : str
-        Class of the module.
-    layer : Layer
-        Kind and shape.
-    parameters : str
-        SHA-256 of the module's parameters, in hexadecimal.
-    """
-
-    module: str
+    module: str  # class of the module
     layer: Layer
-    parameters: str
+    parameters: str  # SHA-256 of the module's parameters, in hexadecimal
 
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Identity of a model with calibrated layers.
+    """Identity of a model with calibrated layers."""
 
-    Parameters
-    ----------
-    model : str
-        Class of the model.
-    layers : dict of str to LayerFingerprint
-        The recurrent layers by the names of their modules, in the order of the model.
-    """
-
-    model: str
-    layers: dict[str, LayerFingerprint]
+    model: str  # class of the model
+    layers: dict[str, LayerFingerprint]  # by the names of their modules, in the order of the model
 
     def difference(self, other: ModelFingerprint) -> str | None:
-        """Describe the first difference of another model.
+        """Describe the first difference of another model: expected and given values, and the layer. None if none.
 
         Models of two classes with the same recurrent layers are the same, such as a language model alone and within a
         vision-language model, whose layers have longer names.
-
-        Parameters
-        ----------
-        other : ModelFingerprint
-            The other model.
-
-        Returns
-        -------
-        str or None
-            What was expected and what the other model has, and in which layer. None if the models are the same.
         """
         own, others = self.places(), other.places()
         modules = [{x.module for x in each.layers.values()} for each in (self, other)]
@@ -102,27 +74,13 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class AllocationSummary:
-    """Settings and quality of the rank allocation of a model.
+    """Settings and quality of the rank allocation of a model."""
 
-    Parameters
-    ----------
-    mean_rank : float
-        Budget: the read traffic of all heads at this rank.
-    method : str
-        Score that the rank table minimises, see `sketchssm.allocate_ranks`.
-    gap : float
-        Duality gap: no rank table within the budget reduces the objective by a larger share.
-    retained : dict of str to float
-        Share of the energy of the state reads that least-squares coefficients retain on the scored text, by layer.
-    tokens : int
-        Tokens of calibration text.
-    """
-
-    mean_rank: float
-    method: str
-    gap: float
-    retained: dict[str, float]
-    tokens: int
+    mean_rank: float  # budget: the read traffic of all heads at this rank
+    method: str  # score that the rank table minimises, see `sketchssm.allocate_ranks`
+    gap: float  # no rank table within the budget reduces the objective by a larger share
+    retained: dict[str, float]  # least-squares retained energy of the state reads on the scored text, by layer
+    tokens: int  # of calibration text
 
     def __post_init__(self) -> None:
         check_instance("method", self.method, str)
@@ -279,22 +237,9 @@ class ModelPlans(Mapping[str, SketchPlan]):
 def load_plans(path: str | os.PathLike[str]) -> Mapping[str, SketchPlan]:
     """Read plans of any form, by the names of their layers.
 
-    Parameters
-    ----------
-    path : str or PathLike
-        A file of `ModelPlans`, the file of one plan, or a folder with a plan ``NAME.safetensors`` for each layer.
-
-    Returns
-    -------
-    mapping of str to SketchPlan
-        The `ModelPlans`, or plans by the names of their files.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file or folder.
-    PlanFileError
-        If a file is damaged or holds something else, or the folder has no plans.
+    The path is a file of `ModelPlans`, the file of one plan, or a folder with a plan ``NAME.safetensors`` for each
+    layer. FileNotFoundError if there is no such path. PlanFileError if a file is damaged or holds something else, or
+    the folder has no plans.
     """
     place = Path(path)
     if not place.exists():

@@ -25,18 +25,8 @@ Slots = npt.NDArray[np.int64]
 class StandardEngine:
     """Standard decode: the state is read and written at every token.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        A 16-bit type rounds a state whenever it is stored. Memory stays float64.
-    memory : mapping of str to array, optional
-        The caller's memory for some of `parts`.
-    drafts : int, default 0
-        Most tokens of a draft.
+    A 16-bit `state_dtype` rounds a state whenever it is stored; memory stays float64. `memory` is the caller's memory
+    for some of `parts`, `drafts` the most tokens of a draft.
     """
 
     arrays = HostArrays(np.float64)
@@ -203,18 +193,7 @@ class StandardEngine:
 class ReplayEngine(StandardEngine):
     """Replay: a ring keeps the raw inputs, and its last token folds them into the state.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    window : int
-        Tokens of a window (W).
-    state_dtype, memory
-        See `StandardEngine`. A 16-bit state is rounded after its flush's outputs are read.
-    phase : int, optional
-        Where the clock begins; None for no clock.
+    A 16-bit state is rounded after its flush's outputs are read. `phase` is where the clock begins; None for no clock.
     """
 
     def __init__(

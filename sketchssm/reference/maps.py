@@ -81,21 +81,10 @@ class MapFactors(NamedTuple):
 
 
 def coefficient_map(map: CoefficientMap, state: Array, omega: Array, projection: Array) -> Array:
-    """Coefficient maps of many states of one head, as matrices.
+    """Coefficient maps ``(..., G, K)`` of many states ``(..., K, V)`` of one head, as matrices.
 
-    Parameters
-    ----------
-    map : CoefficientMap
-        Map and parameters.
-    state : ndarray, (..., K, V)
-        States.
-    omega, projection : ndarray, (K, G)
-        Sketch basis and shared projection Pi, in the form that the map reads through.
-
-    Returns
-    -------
-    ndarray, (..., G, K)
-        C of each state.
+    `omega` and `projection (K, G)` are the sketch basis and the shared projection Pi, in the form that the map reads
+    through.
     """
     if map.storage == "dense":
         return ridge_map(state, omega, map.effective_ridge)
@@ -146,19 +135,9 @@ def offline_map(omega: Array, e0: Array) -> Array:
 
 
 def pivot_basis(sketch: Array, pivots: int) -> Array:
-    """Orthonormal basis Q of the first p sketch columns, by Gram-Schmidt done twice.
+    """Orthonormal basis ``(..., V, p)`` of the first ``p = min(G, P)`` sketch columns, by Gram-Schmidt done twice.
 
-    Parameters
-    ----------
-    sketch : ndarray, (..., V, G)
-        The sketch U.
-    pivots : int
-        P; ``p = min(G, P)``.
-
-    Returns
-    -------
-    ndarray, (..., V, p)
-        Orthonormal columns, and a zero column for each sketch column that depends on the columns before it.
+    A sketch column that depends on the columns before it gives a zero column.
     """
     p = min(pivots, sketch.shape[-1])
     q = np.zeros((*sketch.shape[:-1], p))
@@ -174,23 +153,10 @@ def pivot_basis(sketch: Array, pivots: int) -> Array:
 
 
 def lowrank_factors(state: Array, omega: Array, pivots: int, ridge: float) -> MapFactors:
-    """The paper's low-rank-plus-diagonal map (appendix *pivot-coeff*).
+    """The paper's low-rank-plus-diagonal map (appendix *pivot-coeff*), factors with ``Pi = Omega``.
 
-    Parameters
-    ----------
-    state : ndarray, (..., K, V)
-        State at the window's start.
-    omega : ndarray, (K, G)
-        Orthonormal sketch basis.
-    pivots : int
-        Pivot count P.
-    ridge : float
-        Regularisation of the coefficients, relative to the metric's mean diagonal.
-
-    Returns
-    -------
-    MapFactors
-        Factors with ``Pi = Omega``.
+    `state (..., K, V)` is the state at the window's start, `omega (K, G)` an orthonormal basis. The ridge is relative
+    to the metric's mean diagonal.
     """
     sketch = state.swapaxes(-1, -2) @ omega
     mu = state_scale(state)
@@ -201,27 +167,11 @@ def lowrank_factors(state: Array, omega: Array, pivots: int, ridge: float) -> Ma
 
 
 def prior_factors(state: Array, omega: Array, projection: Array, pivots: int, ridge: float) -> MapFactors:
-    """Map with the calibrated metric instead of the diagonal: ``H ~ B B^T + a E0``.
+    """Map with the calibrated metric instead of the diagonal: ``H ~ B B^T + a E0``; factors with ``Pi = E0 Omega``.
 
     ``a = 1 - |B|_F^2 / K`` is the share of the state's energy that the pivots miss. E0 has trace K.
-
-    Parameters
-    ----------
-    state : ndarray, (..., K, V)
-        State at the window's start.
-    omega : ndarray, (K, G)
-        Sketch basis, E0-orthonormal: ``Omega^T E0 Omega = I``.
-    projection : ndarray, (K, G)
-        ``E0 Omega``.
-    pivots : int
-        Pivot count P.
-    ridge : float
-        Regularisation of the coefficients in the E0-orthonormal basis.
-
-    Returns
-    -------
-    MapFactors
-        Factors with ``Pi = E0 Omega``.
+    `state (..., K, V)` is the state at the window's start, `omega (K, G)` E0-orthonormal (``Omega^T E0 Omega = I``),
+    `projection (K, G)` is ``E0 Omega``. The ridge regularises the coefficients in the E0-orthonormal basis.
     """
     sketch = state.swapaxes(-1, -2) @ omega
     b, low = _pivot_factors(state, sketch, omega, pivots, state_scale(state))

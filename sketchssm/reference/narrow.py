@@ -36,20 +36,7 @@ class Codes(NamedTuple):
 
 
 def encode(x: Array, top: float) -> Codes:
-    """Code vectors.
-
-    Parameters
-    ----------
-    x : ndarray, (..., n)
-        Vectors.
-    top : float
-        Largest magnitude of a code.
-
-    Returns
-    -------
-    Codes
-        Codes and scales.
-    """
+    """Code vectors ``(..., n)``, with codes of magnitude up to `top`."""
     largest = np.abs(x).max(axis=-1, initial=0.0)
     finite = np.isfinite(largest)  # NaN is not
     scale = np.where(finite, largest, 0.0) / top
@@ -60,23 +47,10 @@ def encode(x: Array, top: float) -> Codes:
 
 
 def split_form(state: Array, omega: Array, ridge: float) -> tuple[Array, Array]:
-    """Factors of the read through the regularised map of the exact state metric.
+    """Factors of the read through the regularised map of the exact state metric of states ``(..., K, V)``.
 
-    Parameters
-    ----------
-    state : ndarray, (..., K, V)
-        States.
-    omega : ndarray, (K, G)
-        Sketch basis.
-    ridge : float
-        Regularisation, at least `RIDGE_FLOOR`.
-
-    Returns
-    -------
-    q : ndarray, (..., V, G)
-        Columns.
-    b : ndarray, (..., G, K)
-        Rows: ``q @ b`` is ``U C`` of `sketchssm.reference.maps.ridge_map`. NaN for a state that is not finite.
+    Columns q ``(..., V, G)`` and rows b ``(..., G, K)``: ``q @ b`` is ``U C`` of `sketchssm.reference.maps.ridge_map`.
+    NaN for a state that is not finite. The ridge is at least `RIDGE_FLOOR`.
     """
     sketch = state.swapaxes(-1, -2) @ omega
     mu = maps.state_scale(state)[..., None, None]
@@ -88,23 +62,11 @@ def split_form(state: Array, omega: Array, ridge: float) -> tuple[Array, Array]:
 
 
 def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, projection: Array) -> Array:
-    """The matrix of a state read, with the rounding of a format.
+    """The matrix ``(..., V, K)`` of a state read, ``U C`` or ``Q B``, with the rounding of a format.
 
-    Parameters
-    ----------
-    form : SketchFormat
-        Format. float32 and bfloat16 are not rounded: they stay float64.
-    map : CoefficientMap
-        Map and parameters.
-    state : ndarray, (..., K, V)
-        States of one head.
-    omega, projection : ndarray, (K, G)
-        Sketch basis and shared projection Pi, in the form that the map reads through.
-
-    Returns
-    -------
-    ndarray, (..., V, K)
-        ``U C`` or ``Q B``: the read of an effective query x is its product with x.
+    The read of an effective query x is the product of the matrix with x. `state (..., K, V)` are states of one head,
+    `omega` and `projection (K, G)` as in `sketchssm.reference.maps.coefficient_map`. float32 and bfloat16 are not
+    rounded: they stay float64.
     """
     if form.top is not None and form.splits(map):
         columns, rows = split_form(state, omega, map.effective_ridge)
@@ -128,20 +90,7 @@ def _product(columns: Array, rows: Array, top: float) -> Array:
 
 
 def stored(form: SketchFormat, x: Array) -> Array:
-    """Vectors as a format stores them.
-
-    Parameters
-    ----------
-    form : SketchFormat
-        Format; float32 and bfloat16 stay float64.
-    x : ndarray, (..., n)
-        Vectors.
-
-    Returns
-    -------
-    ndarray, (..., n)
-        The vectors that codes and float32 scales stand for.
-    """
+    """Vectors ``(..., n)`` as a format stores them, by codes and float32 scales; float32 and bfloat16 stay float64."""
     if form.top is None:
         return x
     codes, scale = encode(x, form.top)

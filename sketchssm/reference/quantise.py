@@ -21,20 +21,7 @@ __all__ = ["Grid", "round_trip", "scales"]
 
 
 def scales(state: Array) -> tuple[Array, Array]:
-    """Row and column scales of states.
-
-    Parameters
-    ----------
-    state : ndarray, (..., V, K)
-        States, K last.
-
-    Returns
-    -------
-    rows : ndarray, (..., V, 1)
-        Scales of the value channels.
-    columns : ndarray, (..., 1, K)
-        Scales of the key channels: ``|state| <= rows * columns`` everywhere.
-    """
+    """Scales of rows ``(..., V, 1)`` and columns ``(..., 1, K)``: ``|state| <= rows * columns`` everywhere."""
     size = np.abs(state)
     rows = _bfloat16_above(size.max(axis=-1, keepdims=True))
     share = np.divide(size, rows, out=np.zeros_like(size), where=rows > 0)
@@ -70,25 +57,12 @@ class Grid(NamedTuple):
 
 
 def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = True) -> Array:
-    """Quantise states with scales from the states, and return the stored values.
+    """Quantise states ``(..., V, K)`` with scales from the states, and return the stored values.
 
-    Parameters
-    ----------
-    state : ndarray, (..., V, K)
-        States, K last.
-    bits : int
-        Bits per element.
-    residual_bits : int, default 0
-        Bits per element of a second set of codes, for the error of the first; 0 for none. The error is at most half
-        a step, so the same scales serve.
-    zero : bool, default True
-        Whether the grid holds zero, see `Grid`.
-
-    Returns
-    -------
-    ndarray
-        States within half a step of the given ones: a step is ``rows * columns / top``, or ``rows * columns`` over
-        ``2^(bits - 1)`` without a zero. Residuals divide the bound by ``2 top`` of their own grid.
+    They are within half a step of the given ones: a step is ``rows * columns / top``, or ``rows * columns`` over
+    ``2^(bits - 1)`` without a zero on the grid (see `Grid`). `residual_bits` are the bits per element of a second set
+    of codes for the error of the first, which is at most half a step, so that the same scales serve; they divide the
+    bound by ``2 top`` of their own grid.
     """
     rows, columns = scales(state)
     grid = Grid.of(bits, zero)

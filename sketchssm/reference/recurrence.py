@@ -20,21 +20,10 @@ Array = npt.NDArray[np.floating[Any]]
 
 
 def transition(k: Array, g: Array, beta: Array | None) -> Array:
-    """One token's transition ``M = (I - beta k k^T) Diag(exp g)`` as a matrix.
+    """One token's transition ``M = (I - beta k k^T) Diag(exp g)`` as a matrix ``(..., K, K)``.
 
-    Parameters
-    ----------
-    k : ndarray, (..., K)
-        Key.
-    g : ndarray, (..., 1) or (..., K)
-        Log-decay: one for all channels, or one per channel.
-    beta : ndarray (...) or None
-        Write gate; None erases nothing (mamba2).
-
-    Returns
-    -------
-    ndarray, (..., K, K)
-        The transition of equation *transition-update*.
+    `k (..., K)`, `g (..., 1)` or, one decay per channel, ``(..., K)``, `beta (...)`, or None for mamba2, which erases
+    nothing.
     """
     eye = np.eye(k.shape[-1])
     erase = eye if beta is None else eye - beta[..., None, None] * k[..., :, None] * k[..., None, :]
@@ -42,27 +31,10 @@ def transition(k: Array, g: Array, beta: Array | None) -> Array:
 
 
 def step(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array | None) -> tuple[Array, Array]:
-    """Advance a state by one token and read it (equations *update* and *read*).
+    """Advance a state ``(..., K, V)`` by one token and read it (equations *update* and *read*).
 
-    Parameters
-    ----------
-    state : ndarray, (..., K, V)
-        State before the token.
-    q, k : ndarray, (..., K)
-        Query and key.
-    v : ndarray, (..., V)
-        Value.
-    g : ndarray, (..., 1) or (..., K)
-        Log-decay.
-    beta : ndarray (...) or None
-        Write gate; None for mamba2.
-
-    Returns
-    -------
-    state : ndarray, (..., K, V)
-        State after the token.
-    output : ndarray, (..., V)
-        ``S^T q`` of the new state.
+    Returns the new state and the output ``S^T q``, ``(..., V)``. Shapes of the token: `q, k (..., K)`, `v (..., V)`,
+    `g (..., 1)` or ``(..., K)``, `beta (...)`, None for mamba2.
     """
     state = np.exp(g)[..., None] * state
     write = v
@@ -73,19 +45,9 @@ def step(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array | Non
 
 
 def per_head(layer: Layer, tokens: Tokens) -> Tokens:
-    """Inputs in float64 with one key and query per value head and a channel axis on g.
+    """Inputs ``(batch, [tokens,] ...)`` in float64, one key and query per value head, and a channel axis on g.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    tokens : Tokens
-        Arrays ``(batch, [tokens,] ...)``.
-
-    Returns
-    -------
-    Tokens
-        ``q, k (..., heads, K)``, ``v (..., heads, V)``, ``g (..., heads, 1 or K)``, ``beta (..., heads)`` or None.
+    `q, k (..., heads, K)`, `v (..., heads, V)`, `g (..., heads, 1 or K)`, `beta (..., heads)` or None.
     """
     wide = [None if x is None else np.asarray(x, dtype=np.float64) for x in tokens]
     q, k, v, g, beta = wide
@@ -97,34 +59,10 @@ def per_head(layer: Layer, tokens: Tokens) -> Tokens:
 def run(
     layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, state: npt.ArrayLike | None = None
 ) -> tuple[Array, Array]:
-    """Run whole sequences through the recurrence.
+    """Run whole sequences ``(batch, tokens, ...)`` through the recurrence, from zero states or `state`.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    q, k : array_like, (batch, tokens, key_heads, K)
-        Queries and keys.
-    v : array_like, (batch, tokens, heads, V)
-        Values.
-    g : array_like, (batch, tokens, heads) or, for kda, (batch, tokens, heads, K)
-        Log-decays.
-    beta : array_like, (batch, tokens, heads), optional
-        Write gates; absent for mamba2.
-    state : array_like, (batch, heads, V, K), optional
-        States to start from, K last; zeros by default.
-
-    Returns
-    -------
-    output : ndarray, (batch, tokens, heads, V)
-        Outputs in float64.
-    state : ndarray, (batch, heads, V, K)
-        States after the last token, K last.
-
-    Raises
-    ------
-    ValueError
-        If a shape does not fit the layer.
+    Returns outputs ``(batch, tokens, heads, V)`` and the states ``(batch, heads, V, K)`` after the last token, in
+    float64. Shapes are those of `Layer.token_shapes`; ValueError if one does not fit.
     """
     check_tokens(layer, q, k, v, g, beta, tokens_axis=True)
     inputs = per_head(layer, Tokens(q, k, v, g, beta))

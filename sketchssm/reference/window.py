@@ -64,19 +64,11 @@ class WindowReads(NamedTuple):
 
 
 def decay_between(g: Array) -> tuple[Array, Array]:
-    """Decay over every range of consecutive tokens of a window.
+    """Decay over every range of consecutive tokens of a window, from log-decays g ``(..., t, C)``.
 
-    Parameters
-    ----------
-    g : ndarray, (..., t, C)
-        Log-decays, <= 0. A decay of -inf erases the state before the token.
-
-    Returns
-    -------
-    from_start : ndarray, (..., t, C)
-        ``exp(g_1 + ... + g_j)``, the diagonal of ``D_{1:j}``.
-    between : ndarray, (..., t, t, C)
-        ``between[j, s] = exp(g_{s+1} + ... + g_j)`` for ``s <= j``, and 0 above the diagonal.
+    `from_start (..., t, C)` is ``exp(g_1 + ... + g_j)``, the diagonal of ``D_{1:j}``. ``between[j, s]``, of
+    ``(..., t, t, C)``, is ``exp(g_{s+1} + ... + g_j)`` for ``s <= j``, and 0 above the diagonal. A decay of -inf
+    erases the state before the token.
     """
     tokens = g.shape[-2]
     log_between = np.full((*g.shape[:-2], tokens, tokens, g.shape[-1]), -np.inf)
@@ -91,17 +83,7 @@ def decay_between(g: Array) -> tuple[Array, Array]:
 def effective_query(q: Array, ring: Ring) -> Array:
     """Effective query ``M_{1:t}^T q`` by applying the transposed transitions one by one (section 3.2).
 
-    Parameters
-    ----------
-    q : ndarray, (..., K)
-        Query of the ring's last token.
-    ring : Ring
-        Tokens 1 to t.
-
-    Returns
-    -------
-    ndarray, (..., K)
-        The query that reads the state at the window's start.
+    `q (..., K)` is the query of the ring's last token; the result reads the state at the window's start.
     """
     x = q
     for s in reversed(range(ring.k.shape[-2])):
@@ -111,17 +93,9 @@ def effective_query(q: Array, ring: Ring) -> Array:
 
 
 def erase_factors(ring: Ring) -> Array:
-    """The paper's erase factors ``pi_s`` (equation *wy*), by its forward recurrence.
+    """The paper's erase factors ``pi_s (..., t, K)`` of a gdn or kda window, by its forward recurrence (*wy*).
 
-    Parameters
-    ----------
-    ring : Ring
-        Tokens 1 to t of a gdn or kda window.
-
-    Returns
-    -------
-    ndarray, (..., t, K)
-        ``M_{1:t} = Diag(D_{1:t}) - sum_s l_s(t) pi_s^T``.
+    ``M_{1:t} = Diag(D_{1:t}) - sum_s l_s(t) pi_s^T``.
     """
     assert ring.beta is not None
     from_start, between = decay_between(ring.g)
@@ -134,19 +108,9 @@ def erase_factors(ring: Ring) -> Array:
 
 
 def read_window(q: Array, ring: Ring) -> WindowReads:
-    """Effective queries and buffer weights of a window's last n tokens at once.
+    """Effective queries and buffer weights of a window's last n tokens at once, one row per query ``(..., n, K)``.
 
-    Parameters
-    ----------
-    q : ndarray, (..., n, K)
-        Queries of the ring's last n tokens. Calibration passes all of them, a decode step one.
-    ring : Ring
-        Tokens 1 to t.
-
-    Returns
-    -------
-    WindowReads
-        One row per query.
+    Calibration passes the queries of all tokens, a decode step one.
     """
     from_start, between = decay_between(ring.g)
     rows = slice(ring.k.shape[-2] - q.shape[-2], None)
@@ -161,19 +125,9 @@ def read_window(q: Array, ring: Ring) -> WindowReads:
 
 
 def fold(state: Array, ring: Ring) -> Array:
-    """Advance a state through a ring, exactly, from the ring's raw inputs.
+    """Advance a state ``(..., K, V)`` through a ring, exactly, from the ring's raw inputs.
 
-    Parameters
-    ----------
-    state : ndarray, (..., K, V)
-        State at the window's start.
-    ring : Ring
-        Tokens 1 to t.
-
-    Returns
-    -------
-    ndarray, (..., K, V)
-        ``S_t``, the result of t steps of the recurrence, by two matrix products and one triangular solve.
+    Two matrix products and one triangular solve have the result of t steps of the recurrence.
     """
     if ring.k.shape[-2] == 0:
         return state

@@ -32,18 +32,7 @@ STYLE = {
 
 
 def load_pyplot() -> Any:
-    """Import matplotlib's pyplot without a display.
-
-    Returns
-    -------
-    module
-        ``matplotlib.pyplot``.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing, with the command that installs it.
-    """
+    """Import matplotlib's pyplot without a display; ModuleNotFoundError has the command that installs it."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -55,24 +44,9 @@ def load_pyplot() -> Any:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure, all or nothing, and close it. Missing folders are made; the same figure gives the same bytes.
+    """Write a figure to a ``.png`` or ``.svg`` file, all or nothing, and close it.
 
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-        The figure.
-    path : str or PathLike
-        Where to write, a name that ends in ``.png`` or ``.svg``.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ValueError
-        If the suffix is neither.
+    Missing folders are made. The same figure gives the same bytes.
     """
     from matplotlib import pyplot
 
@@ -88,22 +62,7 @@ def save(figure: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def check(path: str | os.PathLike[str] | None = None, name: str = "path") -> None:
-    """Check before long work that pictures can be drawn after it.
-
-    Parameters
-    ----------
-    path : str or PathLike, optional
-        The file to write.
-    name : str, default "path"
-        The argument's name, for the message.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    ValueError
-        If the suffix is neither ``.png`` nor ``.svg``.
-    """
+    """Check before long work that pictures can be drawn after it: matplotlib, and the suffix of the file to write."""
     if path is not None:
         _checked(path, name)
     load_pyplot()

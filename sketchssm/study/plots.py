@@ -38,27 +38,7 @@ BELOW = f"errors below {ROUNDING:.0e}, float32 rounding, are drawn on the dotted
 
 
 def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> dict[str, Path]:
-    """Draw every picture of an evaluation that the results have data for, one panel per layer.
-
-    Parameters
-    ----------
-    layers : sequence of LayerResults
-        Results.
-    folder : Path
-        Where to write.
-    suffix : {".png", ".svg"}, default ".png"
-        Format.
-
-    Returns
-    -------
-    dict of str to Path
-        Files by the name of the picture.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    """
+    """Draw every picture of an evaluation that the results have data for, one panel per layer; files by picture."""
     makers: tuple[Callable[[Sequence[LayerResults], Path], Path | None], ...] = (
         _error_against_traffic,
         _retained_by_rank,
@@ -76,27 +56,7 @@ def picture_files(folder: Path, suffix: str = ".png") -> list[Path]:
 
 
 def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:
-    """Draw the rank of every head, one row per layer or allocation.
-
-    Parameters
-    ----------
-    ranks : mapping of str to ndarray
-        Ranks ``(heads,)`` by the name of the row; `FULL_STATE` has a colour of its own.
-    path : str or PathLike
-        Where to write, a name that ends in ``.png`` or ``.svg``.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    ValueError
-        If the suffix is neither, or there are no rows.
-    """
+    """Draw the rank of every head, one row per layer or allocation; `FULL_STATE` has a colour of its own."""
     if not ranks:
         raise ValueError("ranks: expected at least one row, got none")
     pyplot = load_pyplot()
@@ -132,25 +92,7 @@ def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[
 
 
 def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
-    """Draw the points of a search for plans, one curve per settings, and the frontier.
-
-    Parameters
-    ----------
-    found : PlanSearch
-        The search.
-    path : str or PathLike
-        Where to write; the suffix is the format.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is missing.
-    """
+    """Draw the points of a search for plans, one curve per settings, and the frontier."""
     curves: dict[str, list[PlanPoint]] = {}
     for point in found.points:
         curves.setdefault(str(point.candidate), []).append(point)

@@ -17,48 +17,19 @@ __all__ = ["ModelText"]
 
 @dataclass(frozen=True)
 class ModelText:
-    """A model and a text on disk, and the settings for reading them.
+    """A model and a text on disk, and the settings for reading them."""
 
-    Attributes
-    ----------
-    model : Path
-        Folder of the model and its tokenizer.
-    text : Path
-        UTF-8 text, or token ids in an npy file.
-    rows, length : int
-        Rows to take from the beginning of the text, and their tokens.
-    dtype : str
-        Type of the parameters; "auto" for the type of the files.
-    device : str
-        Device of the model; "auto" for the first CUDA device if there is one.
-    """
-
-    model: Path
-    text: Path
-    rows: int
-    length: int
-    dtype: str
-    device: str
+    model: Path  # folder of the model and its tokenizer
+    text: Path  # UTF-8 text, or token ids in an npy file
+    rows: int  # to take from the beginning of the text
+    length: int  # tokens of a row
+    dtype: str  # of the parameters; "auto" for the type of the files
+    device: str  # "auto" for the first CUDA device if there is one
 
     def load(self, least: int) -> tuple[Any, list[Ids]]:
-        """Load the model, and at most `rows` rows of token ids.
+        """Load the model, in evaluation mode on its device, and `least` to `rows` rows of ids, ``(tokens,)`` each.
 
-        Parameters
-        ----------
-        least : int
-            Fewest rows.
-
-        Returns
-        -------
-        model : torch.nn.Module
-            The model in evaluation mode, on its device.
-        rows : list of ndarray of int64
-            The rows, ``(tokens,)`` each.
-
-        Raises
-        ------
-        ValueError
-            If the model or the text can't be read, or there are fewer than `least` rows.
+        ValueError if the model or the text can't be read, or there is too little text.
         """
         if self.rows < least:
             raise ValueError(f"rows: expected at least {least}, got {self.rows}")

@@ -34,27 +34,13 @@ CACHE_NAMES = ("cache", "cache_params")
 
 
 class Call(NamedTuple):
-    """One call of a recurrence: inputs ``(batch, tokens, heads, ...)`` of any length, state, skip and output gate.
+    """One call of a recurrence: inputs ``(batch, tokens, heads, ...)`` of any length, state, skip and output gate."""
 
-    Attributes
-    ----------
-    tokens : Tokens
-        Inputs of the recurrence, in float32: functions of transformers compute in float32 after the convolution.
-    skip : Tensor or None
-        Added to outputs: the term ``D x`` of mamba2, in float32.
-    state : Tensor or None
-        State before the call, in the cache's layout.
-    dtype : torch.dtype
-        Type of the activations.
-    z : Tensor or None
-        Output gate of mamba2: outputs are multiplied by ``silu(z)``.
-    """
-
-    tokens: Tokens
-    skip: torch.Tensor | None
-    state: torch.Tensor | None
-    dtype: torch.dtype
-    z: torch.Tensor | None = None
+    tokens: Tokens  # in float32: functions of transformers compute in float32 after the convolution
+    skip: torch.Tensor | None  # added to outputs: the term D x of mamba2, in float32
+    state: torch.Tensor | None  # before the call, in the cache's layout
+    dtype: torch.dtype  # of the activations
+    z: torch.Tensor | None = None  # output gate of mamba2: outputs are multiplied by silu(z)
 
     def last(self, count: int) -> Call:
         """Return the call of the last tokens alone, after a state that is not known."""
@@ -69,34 +55,16 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Interface of one kind of recurrence in modeling files of transformers.
-
-    Attributes
-    ----------
-    kind : {"gdn", "kda", "mamba2"}
-        Kind of the layer.
-    prefill, decode : str
-        Functions of the modeling file, for any number of tokens and for one token.
-    shape : callable
-        Returns the `Layer` of a mixer.
-    call : callable
-        Returns the `Call` of a function's bound arguments; the flag tells decoding.
-    state : str
-        Argument that holds the state before the call.
-    tokens : tuple of str
-        Arguments of `prefill` with an axis of tokens, the second.
-    transposed : bool
-        Whether states are ``(heads, K, V)``.
-    """
+    """Interface of one kind of recurrence in modeling files of transformers."""
 
     kind: str
-    prefill: str
-    decode: str
-    shape: Callable[[Any], Layer]
-    call: Callable[[dict[str, Any], bool], Call]
-    state: str
-    tokens: tuple[str, ...]
-    transposed: bool
+    prefill: str  # function of the modeling file, for any number of tokens
+    decode: str  # the same for one token
+    shape: Callable[[Any], Layer]  # returns the `Layer` of a mixer
+    call: Callable[[dict[str, Any], bool], Call]  # of bound arguments; the flag tells decoding
+    state: str  # argument that holds the state before the call
+    tokens: tuple[str, ...]  # arguments of `prefill` whose second axis is tokens
+    transposed: bool  # whether states are (heads, K, V)
 
 
 DELTA_TOKENS = ("query", "key", "value", "g", "beta")
@@ -267,16 +235,9 @@ _lock = threading.Lock()
 
 @contextmanager
 def intercepted(handlers: dict[str, Handler], found: dict[str, RecurrentLayer]) -> Iterator[None]:
-    """Let handlers run the recurrences of some layers.
+    """Let handlers run the recurrences of the layers of their names, among `found` by `layers`.
 
     Other models of the same class, and calls from other threads, run as before.
-
-    Parameters
-    ----------
-    handlers : dict of str to Handler
-        Handlers by the layers' names.
-    found : dict of str to RecurrentLayer
-        Results of `layers`.
     """
     with ExitStack() as stack:
         for name, handler in handlers.items():
@@ -309,13 +270,7 @@ def _announcing(layer: RecurrentLayer, handler: Handler) -> Iterator[None]:
 
 
 class _Forward:
-    """Replaces the forward of a mixer.
-
-    Attributes
-    ----------
-    users : list of tuple
-        Layers and handlers; the last runs the layer.
-    """
+    """Replaces the forward of a mixer; the last of its `users`, layers and handlers, runs the layer."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.users: list[tuple[RecurrentLayer, Handler]] = []

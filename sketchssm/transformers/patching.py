@@ -332,14 +332,8 @@ class _HeadHandler:
 class _Rows:
     """Slots of the rows of one layer of a cache; replaces the methods `reorder_cache` and `crop` of the cache's layer.
 
-    A deep copy of the cache makes a deep copy of this object, with its own slots.
-
-    Attributes
-    ----------
-    slots : Tensor
-        The slots.
-    recorded : list of list
-        Inputs of the calls since the last `crop`, while the cache records its past.
+    A deep copy of the cache makes a deep copy of this object, with its own slots. `recorded` holds the inputs of the
+    calls since the last `crop`, while the cache records its past.
     """
 
     slots: torch.Tensor

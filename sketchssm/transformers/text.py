@@ -21,34 +21,13 @@ LENGTH = 1024
 
 
 def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, least: int, rows: int = 1) -> list[Ids]:
-    """Rows of token ids. Each row runs through a model separately.
+    """Rows of token ids, ``(tokens,)`` each. Each row runs through a model separately.
 
-    Parameters
-    ----------
-    text : str, sequence of str, or array of int
-        Strings are tokenised and joined, with the tokenizer's end-of-sequence token between them, and cut into rows;
-        so is an array of one axis. An array ``(rows, tokens)`` and a sequence of arrays ``(tokens,)`` are rows
-        already.
-    tokenizer : PreTrainedTokenizerBase, optional
-        For strings.
-    length : int, optional
-        Tokens of a row that is cut; default 1024. The rest after the last whole row is left out.
-    least : int
-        Fewest tokens of a row.
-    rows : int, default 1
-        Fewest rows.
-
-    Returns
-    -------
-    list of ndarray of int64
-        The rows, ``(tokens,)`` each.
-
-    Raises
-    ------
-    TypeError
-        If `text` is nothing of these.
-    ValueError
-        If there is too little text, strings have no tokenizer, or `length` or `tokenizer` would have no effect.
+    Strings are tokenised and joined, with the tokenizer's end-of-sequence token between them, and cut into rows of
+    `length` tokens, default 1024; so is an array of one axis. The rest after the last whole row is left out. An array
+    ``(rows, tokens)`` and a sequence of arrays ``(tokens,)`` are rows already. TypeError if `text` is nothing of
+    these. ValueError if there are fewer than `rows` rows or `least` tokens in a row, strings have no tokenizer, or
+    `length` or `tokenizer` would have no effect.
     """
     strings = [text] if isinstance(text, str) else text
     if isinstance(strings, Sequence) and strings and all(isinstance(x, str) for x in strings):

@@ -21,30 +21,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Split:
-    """Kinds of the rows of a batch.
+    """Kinds of the rows of a batch."""
 
-    Parameters
-    ----------
-    decodes : int
-        Number of first rows that heads decode, padding included.
-    decode_tokens : int
-        Tokens of these rows.
-    fresh : ndarray of int
-        Rows among them that begin a request with a prompt of one token: their state is zero.
-    whole : ndarray of int
-        Rows among them with several tokens that are no drafts: all tokens are kept (`KnownTokens`).
-    prefills : int
-        Number of rows behind.
-    continued : ndarray of int
-        Rows behind that continue a request, by their numbers in the batch: their blocks must hold exact states.
-    """
-
-    decodes: int
-    decode_tokens: int
-    fresh: Array
-    whole: Array
-    prefills: int
-    continued: Array
+    decodes: int  # number of first rows that heads decode, padding included
+    decode_tokens: int  # tokens of these rows
+    fresh: Array  # rows among them that begin with a prompt of one token: their state is zero
+    whole: Array  # rows among them with several tokens that are no drafts: all are kept (`KnownTokens`)
+    prefills: int  # number of rows behind
+    continued: Array  # rows behind that continue a request: their blocks must hold exact states
 
 
 def split_rows(
@@ -56,23 +40,9 @@ def split_rows(
     step for a batch of such rows. With it, rows of up to ``1 + drafts`` tokens behind the prompt decode. If all rows
     have ``1 + drafts`` tokens, all decode, as vLLM replays a graph for them too.
 
-    Parameters
-    ----------
-    lengths : ndarray of int, (rows,)
-        Tokens of each row; 0 for padding.
-    computed : ndarray of int, (rows,)
-        Tokens of each row's request before this step.
-    prefilling : ndarray of bool, (rows,), optional
-        Whether tokens of the request's prompt have not been computed. Needed with `drafts`.
-    drafts : int, default 0
-        Most draft tokens of a row.
-    drafted : ndarray of int, (rows,), optional
-        Draft tokens of each row; -1 for none. Default: no row has drafts.
-
-    Returns
-    -------
-    Split
-        The rows.
+    For each row, `lengths` has its tokens (0 for padding), `computed` the tokens of its request before this step,
+    `prefilling` whether tokens of its prompt have not been computed (needed with `drafts`, the most draft tokens of a
+    row), and `drafted` its draft tokens (-1 for none).
     """
     decoding = lengths <= 1
     whole = np.zeros(len(lengths), dtype=bool)
@@ -97,72 +67,28 @@ def split_rows(
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows that a head decodes.
+    """Rows that a head decodes; `lengths` and `accepted` are None without drafts."""
 
-    Parameters
-    ----------
-    slots : torch.Tensor of int, (rows,)
-        Slots, padding included.
-    tokens : int
-        Tokens of all rows.
-    width : int, default 1
-        Most tokens of a row.
-    lengths : torch.Tensor of int, (rows,), optional
-        Tokens of each row, on the device. None without drafts.
-    accepted : torch.Tensor of int, (rows,), optional
-        How many tokens of the row's last draft are kept. None without drafts.
-    gather : torch.Tensor of int64, (rows * width,), optional
-        Token of each place of ``(rows, width)``; any token where the row has none. None if all rows have `width`
-        tokens.
-    places : torch.Tensor of int64, (tokens,), optional
-        Place of each token, the reverse of `gather`.
-    """
-
-    slots: torch.Tensor
-    tokens: int
-    width: int = 1
-    lengths: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
-    gather: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    slots: torch.Tensor  # padding included
+    tokens: int  # of all rows
+    width: int = 1  # most tokens of a row
+    lengths: torch.Tensor | None = None  # tokens of each row, on the device
+    accepted: torch.Tensor | None = None  # how many tokens of each row's last draft are kept
+    gather: torch.Tensor | None = None  # token of each place of (rows, width); None if all rows are full
+    places: torch.Tensor | None = None  # place of each token, the reverse of `gather`
 
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Rows that vLLM prefills.
-
-    Parameters
-    ----------
-    slots : torch.Tensor of int, (rows,)
-        Slots.
-    continued : torch.Tensor of int, optional
-        Slots of the rows that continue a request. None without such rows. Other slots may hold anything.
-    accepted : torch.Tensor of int, optional
-        How many tokens of the last draft of each row of `continued` are kept. None without drafts.
-    """
+    """Rows that vLLM prefills."""
 
     slots: torch.Tensor
-    continued: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
+    continued: torch.Tensor | None = None  # slots of rows that continue a request; other slots may hold anything
+    accepted: torch.Tensor | None = None  # how many tokens of the last draft of each of them are kept
 
     @classmethod
     def behind(cls, split: Split, slots: torch.Tensor, accepted: torch.Tensor | None = None) -> PrefillRows:
-        """Take the rows behind the decoding ones.
-
-        Parameters
-        ----------
-        split : Split
-            How the rows of the batch are treated.
-        slots : torch.Tensor of int, (rows,)
-            Slots of all rows of the batch.
-        accepted : torch.Tensor of int, (rows,), optional
-            How many tokens of each row's last draft are kept. None without drafts.
-
-        Returns
-        -------
-        PrefillRows
-            The rows.
-        """
+        """Take the rows behind the decoding ones, from slots and accepted counts of all rows of the batch."""
         behind = slots[split.decodes :].contiguous()
         if not split.continued.size:
             return cls(behind)
@@ -181,34 +107,13 @@ class KnownTokens:
         self._counts: torch.Tensor | None = None
 
     def note(self, slots: torch.Tensor, lengths: torch.Tensor, blocks: int) -> None:
-        """Note rows that were whole (`Split`).
-
-        Parameters
-        ----------
-        slots, lengths : torch.Tensor of int, (rows,)
-            Slots and numbers of tokens.
-        blocks : int
-            Number of blocks of the pool.
-        """
+        """Note slots and numbers of tokens of rows that were whole (`Split`), in a pool of `blocks`."""
         if self._counts is None:
             self._counts = torch.zeros(blocks, dtype=torch.int32, device=slots.device)
         self._counts[slots.long()] = lengths.to(torch.int32)
 
     def kept(self, accepted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Tokens of each row's last step that are kept; the rows' counts are forgotten.
-
-        Parameters
-        ----------
-        accepted : torch.Tensor of int, (rows,)
-            vLLM's counts.
-        slots : torch.Tensor of int, (rows,)
-            Slots of this step's rows.
-
-        Returns
-        -------
-        torch.Tensor of int, (rows,)
-            The counts, corrected.
-        """
+        """Correct vLLM's counts of kept tokens of each row's last step, and forget the counts noted for the slots."""
         if self._counts is None:
             return accepted
         index = slots.long()
@@ -220,14 +125,7 @@ class KnownTokens:
 class RowBuffers:
     """Slots, lengths and accepted counts at fixed addresses, as captured graphs need them.
 
-    Parameters
-    ----------
-    rows : int
-        Most rows of a batch.
-    drafts : int
-        Most draft tokens of a row; 0 without speculative decoding.
-    device : torch.device
-        Where.
+    `rows` is the most rows of a batch, `drafts` the most draft tokens of a row.
     """
 
     def __init__(self, rows: int, drafts: int, device: torch.device) -> None:
@@ -237,22 +135,7 @@ class RowBuffers:
         )
 
     def fill(self, slots: torch.Tensor, lengths: Array, accepted: torch.Tensor | None = None) -> DecodeRows:
-        """Set the buffers.
-
-        Parameters
-        ----------
-        slots : torch.Tensor of int, (rows,)
-            Slot of each row.
-        lengths : ndarray of int, (rows,)
-            Tokens of each row, on the host.
-        accepted : torch.Tensor of int, (rows,), optional
-            How many tokens of each row's last draft are kept. Needed with drafts.
-
-        Returns
-        -------
-        DecodeRows
-            The rows, with views of the buffers.
-        """
+        """Set the buffers, and describe the rows with views of them. `lengths` are on the host."""
         rows, tokens = len(lengths), int(lengths.sum())
         own = self._slots[:rows]
         own.copy_(slots, non_blocking=True)

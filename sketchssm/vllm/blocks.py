@@ -23,41 +23,16 @@ TYPES = {
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Places of the parts of a slot (except the state) in the bytes behind the state.
-
-    Parameters
-    ----------
-    parts : tuple of SlotPart
-        The parts, without the state.
-    offsets : tuple of int
-        First byte of each part, counted from the end of the engine's own states.
-    bytes : int
-        Bytes of all parts with their padding; 0 without parts.
-    state_bytes : int
-        Bytes of a slot's state.
-    """
+    """Places of the parts of a slot (except the state) in the bytes behind the state."""
 
     parts: tuple[SlotPart, ...]
-    offsets: tuple[int, ...]
-    bytes: int
-    state_bytes: int
+    offsets: tuple[int, ...]  # first byte of each part, counted from the end of the engine's own states
+    bytes: int  # of all parts with their padding; 0 without parts
+    state_bytes: int  # of a slot
 
     @classmethod
     def behind(cls, start: int, parts: Iterable[SlotPart]) -> BlockLayout:
-        """Lay out a head's parts behind the engine's own states of a block.
-
-        Parameters
-        ----------
-        start : int
-            Bytes of the engine's own states. Blocks themselves are aligned.
-        parts : iterable of SlotPart
-            All parts of a slot, one of which is the state.
-
-        Returns
-        -------
-        BlockLayout
-            The layout.
-        """
+        """Lay out a head's parts, one of which is the state, behind `start` bytes of the engine's own states."""
         side, offsets, end, state = [], [], start, 0
         for part in parts:
             if part.name == "state":
@@ -75,17 +50,9 @@ class BlockLayout:
         return self.bytes / self.state_bytes
 
     def views(self, side: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the parts of all blocks.
+        """Views ``(blocks, *shape)`` of the parts by name; bfloat16 as its bits.
 
-        Parameters
-        ----------
-        side : torch.Tensor of uint8, (blocks, bytes)
-            The bytes behind the states; there may be more of them than the layout has.
-
-        Returns
-        -------
-        dict of str to torch.Tensor
-            ``(blocks, *shape)`` by the parts' names; bfloat16 as its bits.
+        `side (blocks, bytes)` are the bytes behind the states; there may be more of them than the layout has.
         """
         found = {}
         for part, offset in zip(self.parts, self.offsets, strict=True):

@@ -25,39 +25,17 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True)
 class Recipe:
-    """Common arguments of all heads of one layer, on any memory.
-
-    Parameters
-    ----------
-    system : {"standard", "replay", "sketch"}
-        Which head.
-    source : Layer or SketchPlan
-        Shape of this process's share of the layer, or its plan.
-    backend : str
-        Backend of the head.
-    window : int
-        Tokens from one flush to the next, for "replay".
-    drafts : int
-        Most draft tokens of a row; 0 without speculative decoding.
-    phase : int or None
-        Phase of the clock, any number from 0; None for no clock.
-    state_dtype : str
-        Type of the states.
-    activation_dtype : str or None
-        Type of q, k and v on ``cuda``.
-    gate : GateInput or None
-        Of kda: parameters of the raw gates.
-    """
+    """Common arguments of all heads of one layer, on any memory."""
 
     system: str
-    source: Layer | SketchPlan
+    source: Layer | SketchPlan  # this process's share of the layer, or its plan
     backend: str = "cuda"
-    window: int = 16
-    drafts: int = 0
-    phase: int | None = None
+    window: int = 16  # for "replay"
+    drafts: int = 0  # most draft tokens of a row; 0 without speculative decoding
+    phase: int | None = None  # of the clock, any number from 0; None for no clock
     state_dtype: str = "float32"
-    activation_dtype: str | None = "bfloat16"
-    gate: Any = None
+    activation_dtype: str | None = "bfloat16"  # of q, k and v on "cuda"
+    gate: Any = None  # of kda: parameters of the raw gates
 
     @property
     def _types(self) -> dict[str, Any]:
@@ -69,18 +47,7 @@ class Recipe:
         return 1 + self.drafts if self.drafts else 0
 
     def parts(self, source: Layer | SketchPlan | None = None) -> tuple[SlotPart, ...]:
-        """Describe the memory of a slot.
-
-        Parameters
-        ----------
-        source : Layer or SketchPlan, optional
-            Another process's share. Default: this process's.
-
-        Returns
-        -------
-        tuple of SlotPart
-            All parts of a slot.
-        """
+        """Describe the memory of a slot of this process's share of the layer, or of another's."""
         source = self.source if source is None else source
         if isinstance(source, SketchPlan):
             return SketchHead.parts_of(source, self.backend, **self._types)
@@ -89,20 +56,7 @@ class Recipe:
         return StandardHead.parts_of(source, self.backend, drafts=self._tokens, **self._types)
 
     def head(self, num_slots: int, memory: Mapping[str, Any] | None = None) -> ExactHead:
-        """Make a head.
-
-        Parameters
-        ----------
-        num_slots : int
-            Number of slots.
-        memory : mapping of str to array, optional
-            Memory of the parts. Default: the head's own.
-
-        Returns
-        -------
-        ExactHead
-            The head.
-        """
+        """Make a head, on the given memory of the parts or its own."""
         common = {"memory": memory, "pad_slot": NULL_BLOCK, **self._types}
         source = self.source
         if isinstance(source, SketchPlan):
@@ -116,15 +70,7 @@ class Recipe:
         return None if self.phase is None else self.phase % window
 
     def warm(self, head: ExactHead, device: torch.device) -> None:
-        """Load all kernels of a head, those of drafts included, as captured graphs need them.
-
-        Parameters
-        ----------
-        head : ExactHead
-            A head of this recipe.
-        device : torch.device
-            Where the head computes.
-        """
+        """Load all kernels of a head, those of drafts included, as captured graphs need them."""
         head.warmup()
         if not self.drafts:
             return
@@ -142,21 +88,9 @@ class Recipe:
 class LayerDecoder:
     """The head of one layer, on the blocks of an engine's pool.
 
-    Parameters
-    ----------
-    recipe : Recipe
-        Arguments of the head.
-    states : torch.Tensor, (blocks, heads, V, K)
-        States of all blocks, contiguous within a block.
-    side : torch.Tensor of uint8, (blocks, bytes), optional
-        Bytes behind the states of all blocks. None if slots hold only states.
-    layout : BlockLayout
-        Where the other parts lie in them.
-
-    Attributes
-    ----------
-    head : ExactHead
-        The head; its slots are the blocks, of which block 0 is padding.
+    `states` are ``(blocks, heads, V, K)``, contiguous within a block. `side (blocks, bytes)` are the bytes behind the
+    states, in which the other parts lie as `layout` says; None if slots hold only states. The slots of `head` are the
+    blocks, of which block 0 is padding.
     """
 
     def __init__(self, recipe: Recipe, states: torch.Tensor, side: torch.Tensor | None, layout: BlockLayout) -> None:
@@ -169,14 +103,7 @@ class LayerDecoder:
     def decode(self, q: Any, k: Any, v: Any, g: Any, beta: Any, rows: DecodeRows, out: Any) -> None:
         """Decode the tokens of some rows; with drafts, after the kept tokens of the rows' last drafts.
 
-        Parameters
-        ----------
-        q, k, v, g, beta : torch.Tensor, (tokens, ...)
-            See `DecodeHead.step`.
-        rows : DecodeRows
-            The rows.
-        out : torch.Tensor, (tokens, heads, V)
-            Memory for the outputs.
+        Inputs are ``(tokens, ...)`` as for `DecodeHead.step`; outputs go to `out (tokens, heads, V)`.
         """
         if rows.lengths is None:
             self.head.step(q, k, v, g, beta, slots=rows.slots, out=out)
@@ -197,23 +124,11 @@ class LayerDecoder:
             out.copy_(drafts.flatten(0, 1).index_select(0, rows.places))
 
     def restart(self, slots: torch.Tensor) -> None:
-        """Begin requests whose first token will be decoded: their states are zero.
-
-        Parameters
-        ----------
-        slots : torch.Tensor of int, (rows,)
-            The rows' slots.
-        """
+        """Begin requests whose first token will be decoded: their states are zero."""
         self.head.reset(slots)
 
     def settle(self, rows: PrefillRows) -> None:
-        """Make the states of rows exact in their blocks, before a prefill continues from them.
-
-        Parameters
-        ----------
-        rows : PrefillRows
-            The rows.
-        """
+        """Make the states of rows exact in their blocks, before a prefill continues from them."""
         if rows.continued is None:
             return
         if rows.accepted is not None:
@@ -221,13 +136,7 @@ class LayerDecoder:
         self.head.flush(rows.continued)
 
     def adopt(self, rows: PrefillRows) -> None:
-        """Take over the states that a prefill has left in the rows' blocks.
-
-        Parameters
-        ----------
-        rows : PrefillRows
-            The rows.
-        """
+        """Take over the states that a prefill has left in the rows' blocks."""
         self.head.adopt(rows.slots)
 
     def _commit(self, accepted: Any, slots: torch.Tensor) -> None:

@@ -37,34 +37,12 @@ plans_at = cache(load_plans)
 
 
 def settings_of(vllm_config: Any) -> Settings | None:
-    """Read the plugin's settings for an engine.
-
-    Parameters
-    ----------
-    vllm_config : VllmConfig
-        The engine's configuration.
-
-    Returns
-    -------
-    Settings or None
-        None if the plugin is off.
-    """
+    """Read the plugin's settings for an engine; None if the plugin is off."""
     return Settings.find(os.environ, vllm_config.additional_config)
 
 
 def side_bytes(vllm_config: Any) -> int:
-    """Bytes that the plugin adds to each block of recurrent states: the most that any layer needs.
-
-    Parameters
-    ----------
-    vllm_config : VllmConfig
-        The engine's configuration, whose model has been loaded.
-
-    Returns
-    -------
-    int
-        A multiple of 16; 0 without layers that need any.
-    """
+    """Bytes (a multiple of 16) that the plugin adds to each block: the most that any layer of the model needs."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     sizes = (layer.layout.bytes for layer in layers if isinstance(layer, HeadLayer) and layer.active)
     return max((-(-size // 16) * 16 for size in sizes), default=0)
@@ -73,10 +51,7 @@ def side_bytes(vllm_config: Any) -> int:
 class HeadLayer:
     """Common part of the layers of all kinds; the first base class, before vLLM's layer.
 
-    Attributes
-    ----------
-    decoder : LayerDecoder or None
-        The layer's head on vLLM's pool; None until the pool exists.
+    `decoder` is the layer's head on vLLM's pool; None until the pool exists.
     """
 
     kind: str
@@ -168,18 +143,7 @@ class HeadLayer:
         )
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """Describe the layer's blocks, with the parts behind the states.
-
-        Parameters
-        ----------
-        vllm_config : VllmConfig
-            The engine's configuration.
-
-        Returns
-        -------
-        MambaSpec
-            The description.
-        """
+        """Describe the layer's blocks, with the parts behind the states."""
         spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
         extra = side_bytes(vllm_config) if self.active else 0
         if not extra:

@@ -16,21 +16,8 @@ def mamba_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and log-decays of mamba2: ``v = step x`` and ``g = rate step`` with ``step = softplus(dt + bias)``.
 
-    Parameters
-    ----------
-    x : torch.Tensor, (tokens, heads, V)
-        Inputs behind the convolution.
-    dt : torch.Tensor, (tokens, heads)
-        Raw steps.
-    rate, bias : torch.Tensor, (heads,)
-        Rates of decay, negative, and the steps' bias.
-
-    Returns
-    -------
-    v : torch.Tensor, (tokens, heads, V)
-        Values, of x's type.
-    g : torch.Tensor of float32, (tokens, heads)
-        Log-decays.
+    Inputs behind the convolution `x (tokens, heads, V)`, raw steps `dt (tokens, heads)`, rates of decay (negative) and
+    bias ``(heads,)`` give v of x's type and g in float32.
     """
     if x.is_cuda:
         from sketchssm.vllm import kernels
@@ -41,15 +28,7 @@ def mamba_inputs(
 
 
 def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
-    """Add ``skip x`` to the outputs of mamba2.
-
-    Parameters
-    ----------
-    out, x : torch.Tensor, (tokens, heads, V)
-        Outputs, which are changed, and inputs behind the convolution.
-    skip : torch.Tensor, (heads,)
-        The layer's D.
-    """
+    """Add ``skip x``, with the layer's D, to the outputs ``(tokens, heads, V)`` of mamba2, in place."""
     if x.is_cuda:
         from sketchssm.vllm import kernels
 
@@ -59,18 +38,7 @@ def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
 
 
 def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of norm one, queries divided by the root of K.
-
-    Parameters
-    ----------
-    q, k : torch.Tensor, (tokens, heads, K)
-        Queries and keys behind the convolution.
-
-    Returns
-    -------
-    q, k : torch.Tensor, (tokens, heads, K)
-        As heads take them, of the same type.
-    """
+    """Queries and keys ``(tokens, heads, K)`` of norm one, queries divided by the root of K."""
     if q.is_cuda:
         from sketchssm.vllm import kernels
 
@@ -85,17 +53,7 @@ def delta_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-decays and write gates of gdn: ``g = -exp(rate_log) softplus(a + bias)``, ``beta = sigmoid(b)``.
 
-    Parameters
-    ----------
-    a, b : torch.Tensor, (tokens, heads)
-        Raw gates.
-    rate_log, bias : torch.Tensor, (heads,)
-        The layer's A_log and dt_bias.
-
-    Returns
-    -------
-    g, beta : torch.Tensor of float32, (tokens, heads)
-        Log-decays and write gates.
+    Raw gates `a, b (tokens, heads)`, the layer's A_log and dt_bias ``(heads,)``; results are in float32.
     """
     if a.is_cuda:
         from sketchssm.vllm import kernels

@@ -34,12 +34,7 @@ class HeadMambaMixer2(HeadLayer, MambaMixer2):  # type: ignore[misc]
     def conv_ssm_forward(self, projected_states: Any, output: Any) -> None:
         """Convolve, and advance the states.
 
-        Parameters
-        ----------
-        projected_states : torch.Tensor, (tokens, channels)
-            Output gates, inputs of the convolution, raw steps.
-        output : torch.Tensor, (tokens, heads * V)
-            Where the outputs go.
+        `projected_states (tokens, channels)` has output gates, inputs of the convolution, and raw steps.
         """
         batch = self._batch()
         if batch is None:

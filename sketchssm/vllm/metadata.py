@@ -17,27 +17,13 @@ __all__ = ["BatchMetadata", "HeadGDNBackend", "HeadMamba2Backend"]
 
 @dataclass
 class BatchMetadata:
-    """One step's batch, for the layers of a cache group.
-
-    Parameters
-    ----------
-    split : Split
-        How the rows are treated.
-    decode : DecodeRows or None
-        Rows that heads decode.
-    starts : torch.Tensor of int32, (decode rows + 1,), optional
-        First token of each of these rows, on the device. None without drafts.
-    prefill : PrefillRows or None
-        Rows that vLLM prefills.
-    inner : object, optional
-        vLLM's own metadata of the rows that vLLM prefills.
-    """
+    """One step's batch, for the layers of a cache group."""
 
     split: Split
-    decode: DecodeRows | None
-    starts: Any
-    prefill: PrefillRows | None
-    inner: Any = None
+    decode: DecodeRows | None  # rows that heads decode
+    starts: Any  # first token of each of these rows, on the device; None without drafts
+    prefill: PrefillRows | None  # rows that vLLM prefills
+    inner: Any = None  # vLLM's own metadata of these rows
 
 
 class HeadRows:
@@ -68,25 +54,9 @@ class HeadRows:
     ) -> BatchMetadata:
         """Split the batch, and describe both parts.
 
-        Parameters
-        ----------
-        common_prefix_len : int
-            Not used.
-        common_attn_metadata : CommonAttentionMetadata
-            The batch.
-        num_accepted_tokens : torch.Tensor of int, (rows,), optional
-            How many tokens of each row's last step are kept; with drafts.
-        num_decode_draft_tokens_cpu : torch.Tensor of int, (rows,), optional
-            Draft tokens of each row, -1 for none; with drafts.
-        fast_build : bool, default False
-            Not used.
-        **others
-            Not used.
-
-        Returns
-        -------
-        BatchMetadata
-            The batch.
+        With drafts, `num_accepted_tokens` has the kept tokens of each row's last step, and
+        `num_decode_draft_tokens_cpu` the draft tokens of each row, -1 for none. The other arguments but the batch are
+        not used.
         """
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
@@ -114,18 +84,7 @@ class HeadRows:
         return BatchMetadata(split, decode, batch.query_start_loc[: n + 1] if self._drafts else None, prefill, inner)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> BatchMetadata:
-        """Describe a batch of decoding rows for the capture of a graph.
-
-        Parameters
-        ----------
-        common_attn_metadata : CommonAttentionMetadata
-            The batch.
-
-        Returns
-        -------
-        BatchMetadata
-            The batch.
-        """
+        """Describe a batch of decoding rows for the capture of a graph."""
         lengths = torch.diff(common_attn_metadata.query_start_loc)
         found = self.build(0, common_attn_metadata, lengths, (lengths - 1).cpu())
         if found.decode is None or found.decode.gather is not None or found.prefill is not None:
@@ -133,22 +92,7 @@ class HeadRows:
         return found
 
     def update_block_table(self, metadata: BatchMetadata, blk_table: Any, slot_mapping: Any) -> BatchMetadata:
-        """Describe the same batch for another cache group, whose blocks are others.
-
-        Parameters
-        ----------
-        metadata : BatchMetadata
-            The batch, for the first group.
-        blk_table : torch.Tensor of int, (rows, blocks)
-            Blocks of each row.
-        slot_mapping : torch.Tensor
-            See vLLM.
-
-        Returns
-        -------
-        BatchMetadata
-            The batch.
-        """
+        """Describe the same batch for another cache group, with its blocks ``(rows, blocks)`` of each row."""
         split, slots = metadata.split, blk_table[:, 0]
         n = split.decodes
         decode = prefill = inner = None
@@ -178,22 +122,7 @@ class HeadRows:
 
 
 def rows_behind(batch: Any, split: Split, lengths: Any) -> Any:
-    """Describe the rows that vLLM prefills as a batch of their own.
-
-    Parameters
-    ----------
-    batch : CommonAttentionMetadata
-        The whole batch.
-    split : Split
-        How the rows are treated.
-    lengths : ndarray of int, (rows,)
-        Tokens of each row.
-
-    Returns
-    -------
-    CommonAttentionMetadata
-        The rows behind the decoding ones.
-    """
+    """Describe the rows that vLLM prefills as a batch of their own."""
     n, tokens = split.decodes, split.decode_tokens
     if not n:
         return batch

@@ -15,27 +15,10 @@ NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:
-    """Find the plan of a layer.
+    """Find the plan of a layer by vLLM's name of it; ValueError if there is none, or more than one.
 
     Names of the same layer may differ between transformers and vLLM, such as ``backbone.layers.3.mixer`` and
     ``model.layers.3.mixer``. Without a plan of the layer's full name the number behind ``layers.`` decides.
-
-    Parameters
-    ----------
-    plans : mapping of str to SketchPlan
-        Plans by the layers' names.
-    prefix : str
-        vLLM's name of the layer.
-
-    Returns
-    -------
-    SketchPlan
-        The layer's plan.
-
-    Raises
-    ------
-    ValueError
-        If there is no plan for the layer, or more than one.
     """
     if prefix in plans:
         return plans[prefix]
@@ -49,28 +32,9 @@ def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:
 
 
 def sharded(plan: SketchPlan, layer: Layer, prefix: str, world: int) -> list[SketchPlan]:
-    """Split a plan over the processes of a tensor-parallel group.
+    """Split a plan of the whole layer over the processes of a tensor-parallel group.
 
-    Parameters
-    ----------
-    plan : SketchPlan
-        Plan of the whole layer.
-    layer : Layer
-        Kind and shape of one process's share, as vLLM has it.
-    prefix : str
-        vLLM's name of the layer.
-    world : int
-        Processes in the group.
-
-    Returns
-    -------
-    list of SketchPlan
-        One plan for each process.
-
-    Raises
-    ------
-    ValueError
-        If a share has another kind or shape than vLLM's layer.
+    ValueError if a share has another kind or shape than `layer`, vLLM's share of one process.
     """
     shares = [plan.shard(rank, world) for rank in range(world)]
     for share in shares:

@@ -40,17 +40,8 @@ def with_counts(build: Any) -> Any:
     """Let builders have the counts of accepted tokens at every step of an engine with speculative decoding.
 
     vLLM gives the counts only at steps in which some row has drafts. Heads need the counts at the next step too, as
-    the last step's drafts are still on trial then.
-
-    Parameters
-    ----------
-    build : callable
-        The model runner's method that describes a batch to the layers.
-
-    Returns
-    -------
-    callable
-        The method, which says that rows have drafts, of no tokens where there are none.
+    the last step's drafts are still on trial then. `build` is the model runner's method that describes a batch to the
+    layers; the result says that rows have drafts, of no tokens where there are none.
     """
 
     @wraps(build)
@@ -67,18 +58,7 @@ def with_counts(build: Any) -> Any:
 
 @contextmanager
 def wider_states(vllm_config: Any) -> Iterator[None]:
-    """Let the model's class tell states with the parts behind them.
-
-    Parameters
-    ----------
-    vllm_config : VllmConfig
-        The engine's configuration, whose model has been loaded.
-
-    Yields
-    ------
-    None
-        While the class does so.
-    """
+    """Let the class of the loaded model tell states with the parts behind them, while the block runs."""
     extra = 0 if settings_of(vllm_config) is None else side_bytes(vllm_config)
     if not extra:
         yield

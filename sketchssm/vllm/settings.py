@@ -22,29 +22,11 @@ SYSTEMS = ("standard", "replay")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the plugin.
+    """Settings of the plugin; wrong values are refused with a TypeError or ValueError."""
 
-    Parameters
-    ----------
-    plans : str
-        Path of a model's plans, or "standard" or "replay" for exact heads in all layers.
-    window : int, default 16
-        Tokens from one flush to the next, for "replay". Plans have their own windows.
-    phases : bool, default True
-        Whether the heads have clocks: all rows of a layer then flush at the same step, and about one layer in W
-        flushes at each step.
-
-    Raises
-    ------
-    TypeError
-        If a value has another type.
-    ValueError
-        If `plans` is empty, or a window is given where plans have their own.
-    """
-
-    plans: str
-    window: int = 16
-    phases: bool = True
+    plans: str  # path of a model's plans, or "standard" or "replay" for exact heads in all layers
+    window: int = 16  # for "replay"; plans have their own windows
+    phases: bool = True  # whether heads have clocks: a layer's rows flush together, one layer in W at each step
 
     def __post_init__(self) -> None:
         if not isinstance(self.plans, str):
@@ -65,25 +47,10 @@ class Settings:
 
     @classmethod
     def find(cls, environment: Mapping[str, str], additional: Any) -> Settings | None:
-        """Read the settings of an engine.
+        """Read the settings of an engine; None if neither environment nor `additional_config` switches the plugin on.
 
-        Parameters
-        ----------
-        environment : mapping of str to str
-            Environment variables.
-        additional : mapping or None
-            vLLM's ``additional_config``. The value of `KEY` is `plans`, or a mapping with all fields. It has
-            precedence over the environment.
-
-        Returns
-        -------
-        Settings or None
-            None if neither switches the plugin on.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If a value is wrong or a field is unknown.
+        In vLLM's ``additional_config``, which has precedence, the value of `KEY` is `plans`, or a mapping with all
+        fields.
         """
         given = additional.get(KEY) if isinstance(additional, Mapping) else None
         if given is None:
@@ -103,39 +70,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Configuration of an engine, as far as the plugin depends on it.
-
-    Parameters
-    ----------
-    version : str
-        vLLM's version.
-    platform : str
-        Where vLLM runs: "cuda" or another word.
-    cache_mode : str
-        vLLM's mode of caching recurrent states: "none", "align" or "all". Modes but "none" cache prefixes.
-    kind : {"mamba2", "gdn", "kda"}
-        Kind of the layer.
-    drafts : int
-        Most draft tokens of a step; 0 without speculative decoding.
-    window : int
-        Tokens from one flush to the next; 1 for standard decode.
-    transfers : bool
-        Whether states go to other engines (vLLM's ``kv_transfer_config``).
-    microbatches : bool
-        Whether a step is split into microbatches (dual batch overlap).
-    second_runner : bool
-        Whether vLLM's second model runner runs the model.
-    """
+    """Configuration of an engine, as far as the plugin depends on it."""
 
     version: str
-    platform: str
-    cache_mode: str
+    platform: str  # where vLLM runs: "cuda" or another word
+    cache_mode: str  # of recurrent states: "none", or "align" or "all", which cache prefixes
     kind: str
-    drafts: int
-    window: int
-    transfers: bool = False
-    microbatches: bool = False
-    second_runner: bool = False
+    drafts: int  # most draft tokens of a step; 0 without speculative decoding
+    window: int  # tokens from one flush to the next; 1 for standard decode
+    transfers: bool = False  # whether states go to other engines (vLLM's kv_transfer_config)
+    microbatches: bool = False  # whether a step is split into microbatches (dual batch overlap)
+    second_runner: bool = False  # whether vLLM's second model runner runs the model
 
 
 def check_version(version: str) -> None:
@@ -145,18 +90,7 @@ def check_version(version: str) -> None:
 
 
 def check_engine(facts: EngineFacts) -> None:
-    """Refuse an engine that the plugin does not support.
-
-    Parameters
-    ----------
-    facts : EngineFacts
-        The engine's configuration.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting of vLLM, what the plugin expects, and what the engine has.
-    """
+    """Refuse an engine that the plugin does not support, naming vLLM's setting, what is expected, and what it is."""
     check_version(facts.version)
     if facts.platform != "cuda":
         raise ValueError(f"platform: expected CUDA, got {facts.platform}")

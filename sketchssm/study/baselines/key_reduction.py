@@ -36,26 +36,16 @@ class StrongQR(NamedTuple):
 
 
 def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
-    """Pick columns of a matrix by a strong rank-revealing QR (Gu and Eisenstat, 1996, algorithm 4).
+    """Pick `count` columns of a matrix M by a strong rank-revealing QR (Gu and Eisenstat, 1996, algorithm 4).
 
-    With ``M P = Q [[A, B], [0, C]]``, swapping kept column i for dropped column j multiplies the volume ``det A`` by
-    ``rho_ij = sqrt((A^-1 B)_ij^2 + (|C_j| |row i of A^-1|)^2)``. Columns start in the order of a pivoted QR, and the
-    pair of the largest rho is swapped until none is above `growth`. Each swap makes the volume larger, so the search
-    ends. The source of DRRQR stops after at most 20 swaps; this function does not.
+    The method needs only ``gram = M^T M (K, K)``. With ``M P = Q [[A, B], [0, C]]``, swapping kept column i for
+    dropped column j multiplies the volume ``det A`` by ``rho_ij = sqrt((A^-1 B)_ij^2 + (|C_j| |row i of A^-1|)^2)``.
+    Columns start in the order of a pivoted QR, and the pair of the largest rho is swapped until none is above
+    `growth`, which is above 1. Each swap makes the volume larger, so the search ends. The source of DRRQR stops after
+    at most 20 swaps; this function does not.
 
-    Parameters
-    ----------
-    gram : ndarray, (K, K)
-        ``M^T M``; the method needs nothing else of M.
-    count : int
-        Columns to keep, 1 to K.
-    growth : float, default 1.5
-        Bound on rho, above 1.
-
-    Returns
-    -------
-    StrongQR
-        For a matrix whose rank is below `count`, the first columns of the pivoted QR: there is no volume to compare.
+    For a matrix whose rank is below `count`, the result is the first columns of the pivoted QR: there is no volume to
+    compare.
     """
     from scipy.linalg import qr, solve_triangular
 

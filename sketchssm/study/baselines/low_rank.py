@@ -17,26 +17,10 @@ __all__ = ["low_rank_basis", "low_rank_plan"]
 def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     """Compute the leading eigenvectors of the mean state Gram matrix ``E[S S^T]`` of every head.
 
-    Among all subspaces of this dimension, their span has the most energy of the states on average: it minimises
-    ``E |S - E E^T S|^2``, which does not depend on the queries.
-
-    Parameters
-    ----------
-    moments : Moments
-        Moments of the layer's traces.
-    rank_max : int, optional
-        Columns; default min(K, V).
-
-    Returns
-    -------
-    SketchBasis
-        With the eigenvectors E as `omega` and `weighted`, and the identity for `e0`, so that sketch and projection
-        are both E; `spectrum` holds the eigenvalues, and `retained` their running share.
-
-    Raises
-    ------
-    ValueError
-        If the moments are empty or `rank_max` is out of range.
+    Among all subspaces of this dimension, their span has the most energy of the states on average, which does not
+    depend on the queries: it minimises ``E |S - E E^T S|^2``. The basis has the eigenvectors E as `omega` and
+    `weighted`, and the identity for `e0`, so that sketch and projection are both E; `spectrum` holds the eigenvalues,
+    and `retained` their running share. `rank_max` columns; default min(K, V).
     """
     check_instance("moments", moments, Moments)
     layer = moments.layer

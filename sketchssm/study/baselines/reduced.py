@@ -23,18 +23,12 @@ __all__ = ["ChannelMap", "ReducedEngine", "ReducedHead", "check_sparsity", "cpu_
 
 @dataclass(frozen=True, eq=False)
 class ChannelMap:
-    """Linear maps from the K channels of a key head to fewer coordinates.
+    """Linear maps from the K channels of a key head to n coordinates.
 
-    Attributes
-    ----------
-    kept : ndarray of int64, (key_heads, n)
-        Kept channels in the order of the coordinates; -1 for a coordinate that a key head does not use.
-    query, key : ndarray, (key_heads, n, K)
-        Maps of queries and keys.
-    lift : ndarray, (key_heads, K, n)
-        Orthonormal columns (zero for unused coordinates): a reduced state ``(V, n)`` stands for ``state @ lift^T``.
-    norms : tuple of bool
-        Whether queries and keys are scaled back to their lengths, as a layer that normalises them would do.
+    `kept (key_heads, n)` has the kept channels in the order of the coordinates; -1 for a coordinate that a key head
+    does not use. `query` and `key (key_heads, n, K)` map queries and keys. `lift (key_heads, K, n)` has orthonormal
+    columns (zero for unused coordinates): a reduced state ``(V, n)`` stands for ``state @ lift^T``. `norms` tells
+    whether queries and keys are scaled back to their lengths, as a layer that normalises them would do.
     """
 
     kept: npt.NDArray[np.int64]
@@ -57,17 +51,7 @@ class ChannelMap:
 
 
 class ReducedEngine:
-    """An engine of a reduced layer with the interface of an engine of the whole layer.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape of the whole layer.
-    inner : Engine
-        Standard engine of the reduced layer.
-    channels : ChannelMap
-        Maps between the two.
-    """
+    """An engine of a reduced layer (`inner`) with the interface of an engine of the whole layer."""
 
     window = 1
 
@@ -131,24 +115,7 @@ def cpu_engine(layer: Layer, num_slots: int, channels: ChannelMap) -> ReducedEng
 
 
 class ReducedHead(DecodeHead):
-    """Base class of heads with fewer key channels.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    channels : ChannelMap
-        The kept channels.
-    num_slots : int
-        Number of state slots.
-    backend : {"auto", "reference", "cpu"}
-        Where to run.
-
-    Attributes
-    ----------
-    channels : ChannelMap
-        As given.
-    """
+    """Base class of heads with fewer key channels."""
 
     def __init__(self, layer: Layer, channels: ChannelMap, num_slots: int, backend: str) -> None:
         capacity = check_capacity(num_slots)

@@ -43,90 +43,44 @@ Array = npt.NDArray[Any]
 class ArrivalsResult:
     """Step times of one system while requests arrive and leave.
 
-    Attributes
-    ----------
-    shape, system, backend : str
-        The layer's shape, the system, and where it ran.
-    mode : str
-        One of `MODES`; "arrivals" for standard decode, which has no windows.
-    batch, window, layers : int
-        Rows of a step; tokens from one flush to the next; layers of the model.
-    requests : int
-        Requests that began in the timed steps.
-    microseconds : float
-        A step of one layer, mean over layers and timed steps.
-    over_lockstep : float
-        `microseconds` over those of the same sketch in lockstep; NaN for standard decode.
-    slowest : float
-        The slowest step of all layers, over the mean step of all layers.
-    error, state_error : float
-        Relative errors of the outputs and of the last state of one row, over all steps, against the same system in
-        float64 with the same requests.
-    steps : list of float
-        Microseconds of each timed step, mean over the layers.
+    Errors are relative, of one row over all steps, against the same system in float64 with the same requests.
     """
 
     shape: str
     system: str
     backend: str
-    mode: str
+    mode: str  # of `MODES`; "arrivals" for standard decode, which has no windows
     batch: int
     window: int
-    layers: int
-    requests: int
-    microseconds: float
-    over_lockstep: float
-    slowest: float
-    error: float
-    state_error: float
-    steps: list[float]
+    layers: int  # of the model
+    requests: int  # that began in the timed steps
+    microseconds: float  # a step of one layer, mean over layers and timed steps
+    over_lockstep: float  # relative to the same sketch in lockstep; NaN for standard decode
+    slowest: float  # the slowest step of all layers over the mean step
+    error: float  # of the outputs
+    state_error: float  # of the last state
+    steps: list[float]  # microseconds of each timed step, mean over the layers
 
 
 @dataclass
 class ArrivalsReport:
-    """Results of several cases.
-
-    Attributes
-    ----------
-    layers : int
-        Layers of the model.
-    mean_tokens : float
-        Mean length of a request.
-    results : list of ArrivalsResult
-        Results.
-    not_timed : list of str
-        Systems that could not be timed, with the reason.
-    device : str
-        Name of the GPU; empty on a CPU.
-    duty : float
-        Share of the time that the GPU worked.
-    """
+    """Results of several cases."""
 
     layers: int
-    mean_tokens: float
+    mean_tokens: float  # mean length of a request
     results: list[ArrivalsResult] = field(default_factory=list)
-    not_timed: list[str] = field(default_factory=list)
-    device: str = ""
-    duty: float = 1.0
+    not_timed: list[str] = field(default_factory=list)  # systems that could not be timed, with the reason
+    device: str = ""  # name of the GPU; empty on a CPU
+    duty: float = 1.0  # share of the time that the GPU worked
 
 
 @dataclass(frozen=True)
 class Model:
-    """A system in a mode: makes heads for the layers of a model.
-
-    Attributes
-    ----------
-    case : Case
-        Shape, window, gate and type of the states.
-    plan : SketchPlan or None
-        The plan of every layer; None for standard decode.
-    mode : str
-        One of `MODES`. With "clock", layer i has the phase ``i % window``.
-    """
+    """A system in a mode: makes heads for the layers of a model. With "clock", layer i has phase ``i % window``."""
 
     case: Case
-    plan: Any
-    mode: str
+    plan: Any  # of every layer; None for standard decode
+    mode: str  # of `MODES`
 
     def head(self, index: int, num_slots: int, backend: str) -> DecodeHead:
         """Make the head of a layer."""
@@ -137,22 +91,7 @@ class Model:
         return SketchHead(self.plan, num_slots, backend, phase=phase, **types)
 
     def judge(self, index: int, inputs: Inputs, requests: Requests, run: Run) -> tuple[float, float]:
-        """Compute the errors of some heads of a layer against the same layer in float64, for the first row.
-
-        Parameters
-        ----------
-        index : int
-            The layer.
-        inputs, requests
-            As of the run.
-        run : Run
-            Outputs and state of that layer.
-
-        Returns
-        -------
-        tuple of float
-            Relative error of the outputs of all steps, and of the state.
-        """
+        """Errors of outputs and state of some heads of a layer for the first row, against the layer in float64."""
         layer = self.case.layer
         world = math.gcd(layer.key_heads, max(layer.heads // JUDGED_HEADS, 1))
         heads, keys = layer.shard_heads(0, world)
@@ -241,36 +180,11 @@ def time_arrivals(
     seed: int = 0,
     progress: Callable[[str], None] = lambda label: None,
 ) -> ArrivalsReport:
-    """Time standard decode, and every sketch of some cases in every mode.
+    """Time standard decode, and every sketch of some cases in every mode, in the order of `MODES`.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-        The cases.
-    backend : {"cpu", "reference", "cuda"}, default "cpu"
-        Where to run.
-    layers : int, default 32
-        Layers of the model.
-    steps : int, default 128
-        Timed steps, rounded up to whole windows. The first requests begin in one more window, which is not timed.
-    mean_tokens : float, default 256
-        Mean length of a request.
-    duty : float, default 1.0
-        For "cuda": share of the time that the device works, see `sketchssm.study.bench.measure_device`.
-    seed : int, default 0
-        Seed of inputs and requests.
-    progress : callable, optional
-        Called with a label before each case.
-
-    Returns
-    -------
-    ArrivalsReport
-        For each case standard decode, then the modes of each plan in the order of `MODES`.
-
-    Raises
-    ------
-    ValueError
-        If `layers`, `steps`, `mean_tokens` or `duty` is out of range.
+    The model has `layers` layers. `steps` timed steps are rounded up to whole windows; the first requests begin in one
+    more window, which is not timed. Requests have `mean_tokens` tokens on average. `duty` is that of `typical_times`.
+    `progress` is called with a label before each case.
     """
     for name, value in (("layers", layers), ("steps", steps), ("mean_tokens", mean_tokens)):
         if not 1 <= value < math.inf:

@@ -28,44 +28,14 @@ ON_DEVICE = 3
 
 
 def inputs_on_device(case: Case, seed: int = 0) -> Inputs:
-    """Upload the inputs of a case to the current device.
-
-    Parameters
-    ----------
-    case : Case
-        Shape, batch, window and gate.
-    seed : int, default 0
-        Seed of the draw.
-
-    Returns
-    -------
-    Inputs
-        q, k, v and raw gate inputs in bf16.
-    """
+    """Upload the inputs of a case to the current device: q, k, v and raw gate inputs in bf16."""
     work = Workload(case.layer, case.batch, case.window, seed, case.gate is not None)
     first = Tokens(*(None if x is None else x[0] for x in work.one_row()))
     return Inputs(work.steps, work.start, first)
 
 
 def run_on_device(heads: Sequence[DecodeHead], inputs: Inputs, requests: Requests, duty: float = 1.0) -> Run:
-    """Run the steps on the current device, without waiting except to rest.
-
-    Parameters
-    ----------
-    heads : sequence of DecodeHead
-        The layers of the model.
-    inputs : Inputs
-        Inputs of the steps.
-    requests : Requests
-        Slots of the rows, and the requests that begin.
-    duty : float, default 1.0
-        Share of the time that the device works. Below 1 it rests between windows.
-
-    Returns
-    -------
-    Run
-        Times of the device, and results of the last layer.
-    """
+    """Run the steps on the current device, without waiting except to rest; times are those of the device."""
     import cupy
 
     steps, period = len(requests.slots), len(inputs.steps)

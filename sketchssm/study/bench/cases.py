@@ -24,30 +24,14 @@ __all__ = ["Case", "Report", "time_cases"]
 
 @dataclass(frozen=True)
 class Case:
-    """All systems at one shape, batch and window.
+    """All systems at one shape, batch and window."""
 
-    Attributes
-    ----------
-    shape : str
-        Name of the layer's shape.
-    layer : Layer
-        Kind and shape.
-    batch, window : int
-        Rows of a step; tokens from one flush to the next.
-    plans : list of SketchPlan
-        Plans of the sketches, beside standard decode and replay.
-    gate : GateInput or None
-        Gate of heads that take raw gate inputs.
-    state_dtype : str
-        Type of states in memory.
-    """
-
-    shape: str
+    shape: str  # name of the layer's shape
     layer: Layer
     batch: int
     window: int
-    plans: list[SketchPlan]
-    gate: GateInput | None = None
+    plans: list[SketchPlan]  # of the sketches, beside standard decode and replay
+    gate: GateInput | None = None  # of heads that take raw gate inputs
     state_dtype: str = "float32"
 
     @classmethod
@@ -64,30 +48,8 @@ class Case:
     ) -> Case:
         """Make a case of one row, with a random plan for every mean rank, map and format.
 
-        Parameters
-        ----------
-        shape : str
-            Name of the layer's shape.
-        layer : Layer
-            Kind and shape.
-        window : int
-            Tokens from one flush to the next.
-        mean_ranks, maps, sketch_dtypes : sequence
-            Settings of the plans, see `spread_ranks` and `random_plan`.
-        seed : int, default 0
-            Seed of the bases.
-        rank_max : int, optional
-            Largest rank of a head; default K or V.
-
-        Returns
-        -------
-        Case
-            The case.
-
-        Raises
-        ------
-        ValueError
-            If a mean rank or `rank_max` is beyond K or V, or a mean rank is beyond `rank_max`.
+        See `spread_ranks` and `random_plan`. ValueError if a mean rank or `rank_max`, the largest rank of a head, is
+        beyond K or V, or a mean rank is beyond `rank_max`.
         """
         limit, largest_mean = min(layer.key_dim, layer.value_dim), max(mean_ranks)
         if largest_mean > limit:
@@ -126,30 +88,14 @@ class Case:
 
 @dataclass
 class Report:
-    """Results of several cases.
+    """Results of several cases."""
 
-    Attributes
-    ----------
-    copy_bandwidth : float
-        Bytes per second of a copy, measured in the same run.
-    results : list of BenchResult
-        One per case and system.
-    not_timed : list of str
-        Systems that could not be timed, with the reason.
-    device : str
-        Name of the GPU; empty on a CPU.
-    duty : float
-        Share of the time that the GPU worked.
-    compile_seconds : float
-        Seconds for compiling all kernels of a GPU at once.
-    """
-
-    copy_bandwidth: float
-    results: list[BenchResult] = field(default_factory=list)
-    not_timed: list[str] = field(default_factory=list)
-    device: str = ""
-    duty: float = 1.0
-    compile_seconds: float = 0.0
+    copy_bandwidth: float  # bytes per second, measured in the same run
+    results: list[BenchResult] = field(default_factory=list)  # one per case and system
+    not_timed: list[str] = field(default_factory=list)  # systems that could not be timed, with the reason
+    device: str = ""  # name of the GPU; empty on a CPU
+    duty: float = 1.0  # share of the time that the GPU worked
+    compile_seconds: float = 0.0  # for all kernels of a GPU at once
 
 
 def time_cases(
@@ -164,27 +110,9 @@ def time_cases(
 ) -> Report:
     """Time cases one after the other.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-        The cases.
-    backend : {"cpu", "reference", "cuda"}, default "cpu"
-        Where to run.
-    seconds : float, optional
-        Seconds for each system; default 0.5, on "cuda" 0.05 of device time.
-    duty : float, default 1.0
-        For "cuda": share of the time that the device works, see `measure_device`.
-    peers : bool, default False
-        For "cuda": whether to time the standard decode of other libraries as well.
-    seed : int, default 0
-        Seed of the inputs.
-    progress : callable, optional
-        Called with a label before each case, and on "cuda" before compiling.
-
-    Returns
-    -------
-    Report
-        Results in the order of the cases.
+    `seconds` are spent on each system; by default 0.5, on "cuda" 0.05 of device time. For "cuda", `duty` is that of
+    `typical_times`, and `peers` adds the standard decode of other libraries. `progress` is called with a label before
+    each case, and on "cuda" before compiling.
     """
     if backend == "cuda":
         return _on_device(cases, 0.05 if seconds is None else seconds, duty, peers, seed, progress)

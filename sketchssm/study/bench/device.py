@@ -55,19 +55,7 @@ LEAST, MOST = 5, 200
 
 
 class Workload:
-    """Inputs of one window on the device, and an initial state.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    batch, window : int
-        Rows of a step; steps.
-    seed : int
-        Seed of the draw.
-    raw_gate : bool
-        Whether g holds raw gate inputs.
-    """
+    """Inputs of one window on the device, and an initial state; `raw_gate` tells whether g holds raw gate inputs."""
 
     def __init__(self, layer: Layer, batch: int, window: int, seed: int = 0, raw_gate: bool = False) -> None:
         self.layer, self.batch, self.window = layer, batch, window
@@ -84,21 +72,9 @@ class Workload:
         return Tokens(*(None if x is None else np.stack(x, axis=1).astype(np.float32) for x in rows))
 
     def errors(self, system: System, outputs: Array, state: Array, row: Tokens | None = None) -> tuple[float, float]:
-        """Compute relative errors of the first row's outputs ``(window, heads, V)`` and state against float64.
+        """Relative errors of the first row's outputs ``(window, heads, V)`` and state against the system in float64.
 
-        Parameters
-        ----------
-        system : System
-            The system; its `reference` backend judges the results.
-        outputs, state : ndarray
-            Results of the device.
-        row : Tokens, optional
-            Inputs of the results; by default `one_row`.
-
-        Returns
-        -------
-        tuple of float
-            Error of the outputs, and of the state.
+        `row` has the inputs of the results; by default `one_row`.
         """
         twin = system.build(1, "reference")
         twin.load_state(self.start[None])
@@ -107,13 +83,7 @@ class Workload:
 
 
 def device_name() -> str:
-    """Name the current device.
-
-    Returns
-    -------
-    str
-        Name from the driver.
-    """
+    """Name of the current device, from the driver."""
     import cupy
 
     name: bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"]
@@ -121,18 +91,7 @@ def device_name() -> str:
 
 
 def compile_all(systems: Sequence[System]) -> float:
-    """Compile all kernels of several systems in parallel.
-
-    Parameters
-    ----------
-    systems : sequence of System
-        Systems for `measure_device`.
-
-    Returns
-    -------
-    float
-        Seconds.
-    """
+    """Compile all kernels of several systems in parallel, and return the seconds."""
     import cupy
 
     begun, device = time.perf_counter(), cupy.cuda.Device()
@@ -147,20 +106,7 @@ def compile_all(systems: Sequence[System]) -> float:
 
 
 def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
-    """Measure the copy bandwidth of the current device.
-
-    Parameters
-    ----------
-    megabytes : int, default 2048
-        Size of the source, well beyond the caches.
-    repeats : int, default 7
-        Copies; the result is their median.
-
-    Returns
-    -------
-    float
-        Bytes per second; read and written bytes both count.
-    """
+    """Median copy bandwidth of the current device in bytes per second; read and written bytes both count."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -177,21 +123,9 @@ def device_bandwidth(megabytes: int = 2048, repeats: int = 7) -> float:
 def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: int, rest: float = 0.0) -> Array:
     """Launch work in turns, without waiting except to rest, and time the work on the device.
 
-    Parameters
-    ----------
-    launches : sequence of callable
-        Each queues work on the stream.
-    stream : cupy.cuda.Stream
-        The stream.
-    rounds : int
-        Timed rounds; one round more goes first.
-    rest : float, default 0.0
-        Idle seconds of the device before each round.
-
-    Returns
-    -------
-    ndarray of float64, (rounds, launches)
-        Microseconds from the end of the launch before to the end of each launch.
+    Each launch queues work on the stream. One round goes before the timed rounds, and the device idles for `rest`
+    seconds before each. The result ``(rounds, launches)`` has the microseconds from the end of the launch before to
+    the end of each launch.
     """
     import cupy
 
@@ -213,29 +147,10 @@ def launch_times(launches: Sequence[Callable[[], None]], stream: Any, rounds: in
 
 
 def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: float, duty: float = 1.0) -> Array:
-    """Compute median times of launches in turns.
+    """Compute median times of launches in turns, in microseconds, from whole rounds, at least five.
 
-    Parameters
-    ----------
-    launches : sequence of callable
-        See `launch_times`.
-    stream : cupy.cuda.Stream
-        The stream.
-    seconds : float
-        Device time to spend, in whole rounds, at least five.
-    duty : float, default 1.0
-        Share of the time that the device works, in (0, 1]. A device that rests keeps its clock rate; a device that
-        never rests may reach its power limit, which lowers the clock rate.
-
-    Returns
-    -------
-    ndarray of float64, (launches,)
-        Microseconds.
-
-    Raises
-    ------
-    ValueError
-        If `duty` is out of range.
+    `duty` is the share of the time that the device works, in (0, 1]. A device that rests keeps its clock rate; a
+    device that never rests may reach its power limit, which lowers the clock rate.
     """
     if not 0 < duty <= 1:
         raise ValueError(f"duty: expected a share in (0, 1], got {duty}")
@@ -245,21 +160,9 @@ def typical_times(launches: Sequence[Callable[[], None]], stream: Any, seconds: 
 
 
 def slot_sets(batch: int, read_bytes: float, state_bytes: int) -> int:
-    """Choose the number of sets of slots that take turns.
+    """Choose the number of sets of slots that take turns: as many as `PASSING` needs and memory allows.
 
-    Parameters
-    ----------
-    batch : int
-        Rows of a set.
-    read_bytes : float
-        Bytes that a step between flushes reads of one set.
-    state_bytes : int
-        Memory of one slot.
-
-    Returns
-    -------
-    int
-        As many as `PASSING` needs and memory allows.
+    `read_bytes` is what a step between flushes reads of one set, `state_bytes` the memory of one slot.
     """
     import cupy
 
@@ -279,34 +182,10 @@ def measure_device(
     seconds: float = 0.05,
     duty: float = 1.0,
 ) -> BenchResult:
-    """Time a system at every position of the window.
+    """Time a system of `systems` at every position of the window, with the errors of one row of the same run.
 
-    Parameters
-    ----------
-    shape : str
-        Name of the layer's shape.
-    system : System
-        System to time, from `systems`.
-    work : Workload
-        Inputs.
-    bandwidth : float
-        Copy bandwidth in bytes per second, from `device_bandwidth`.
-    seconds : float, default 0.05
-        Device time to spend, in whole windows, at least five.
-    duty : float, default 1.0
-        See `typical_times`.
-
-    Returns
-    -------
-    BenchResult
-        Times and bytes, and the errors of one row of the same run. Compiling counts separately.
-
-    Raises
-    ------
-    ValueError
-        If there are no kernels for the layer or the plan, or `duty` is out of range.
-    MemoryError
-        If the device is too small for the batch.
+    `bandwidth` comes from `device_bandwidth`, `duty` is that of `typical_times`. Compiling counts separately.
+    ValueError if there are no kernels for the layer or the plan, MemoryError if the device is too small for the batch.
     """
     import cupy
 

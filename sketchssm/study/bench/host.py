@@ -20,33 +20,12 @@ __all__ = ["available_cores", "copy_bandwidth", "measure_host"]
 
 
 def available_cores() -> int:
-    """Count the cores that this process may use.
-
-    Returns
-    -------
-    int
-        Cores in the process's affinity mask, where the system has one, else all.
-    """
+    """Count the cores in the process's affinity mask, where the system has one, else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def copy_bandwidth(threads: int | None = None, megabytes: int = 256, repeats: int = 5) -> float:
-    """Measure the copy bandwidth of all cores together.
-
-    Parameters
-    ----------
-    threads : int, optional
-        Default: the cores that this process may use.
-    megabytes : int, default 256
-        Size of the source, well beyond the caches.
-    repeats : int, default 5
-        Repetitions; the best counts.
-
-    Returns
-    -------
-    float
-        Bytes per second; read and written bytes both count.
-    """
+    """Best copy bandwidth of all cores together in bytes per second; read and written bytes both count."""
     threads = threads or available_cores()
     source = np.ones(megabytes * 2**20 // 8)
     target = np.zeros_like(source)
@@ -74,31 +53,8 @@ def measure_host(
 ) -> list[BenchResult]:
     """Time systems in turns, window by window, so that other load on the machine slows all of them alike.
 
-    Parameters
-    ----------
-    shape : str
-        Name of the layer's shape.
-    layer : Layer
-        Kind and shape.
-    systems : sequence of System
-        Systems to time, from `systems`; either all have a gate or none.
-    batch : int
-        Rows of a step.
-    window : int
-        Tokens from one flush to the next.
-    bandwidth : float
-        Copy bandwidth in bytes per second, from `copy_bandwidth`.
-    backend : {"cpu", "reference"}, default "cpu"
-        Where to run; `measure_device` times a GPU.
-    seconds : float, default 1
-        Time for each system, in whole windows, at least three.
-    seed : int, default 0
-        Seed of the inputs.
-
-    Returns
-    -------
-    list of BenchResult
-        Times, bytes and error of each system.
+    Systems come from `systems`; either all have a gate or none. `bandwidth` comes from `copy_bandwidth`. `seconds` are
+    spent on each system, in whole windows, at least three.
     """
     tokens = random_tokens(layer, batch, window, seed, any(system.gate is not None for system in systems))
     steps = [token_at(tokens, t) for t in range(window)]

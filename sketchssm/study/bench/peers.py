@@ -38,27 +38,13 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """One kernel of another library.
-
-    Attributes
-    ----------
-    name : str
-        Name in tables.
-    modules : tuple of str
-        Modules that must be installed.
-    kind : str
-        Kind of layer that the kernel decodes.
-    adapter : callable
-        Makes the step.
-    key_first : bool
-        Whether the states are ``(batch, heads, K, V)``.
-    """
+    """One kernel of another library."""
 
     name: str
-    modules: tuple[str, ...]
-    kind: str
-    adapter: Adapter
-    key_first: bool = False
+    modules: tuple[str, ...]  # that must be installed
+    kind: str  # of the layer that the kernel decodes
+    adapter: Adapter  # makes the step
+    key_first: bool = False  # whether the states are (batch, heads, K, V)
 
     def missing(self) -> str:
         """Return the first module that is not installed, or an empty string."""
@@ -68,36 +54,9 @@ class Peer:
 def measure_peer(
     shape: str, peer: Peer, work: Workload, bandwidth: float, *, seconds: float = 0.05, duty: float = 1.0
 ) -> BenchResult:
-    """Check a peer on one window of tokens, then time it.
+    """Check a peer on one window of tokens, then time it; the arguments are those of `measure_device`.
 
-    Parameters
-    ----------
-    shape : str
-        Name of the layer's shape.
-    peer : Peer
-        The peer, of the layer's kind.
-    work : Workload
-        Inputs.
-    bandwidth : float
-        Copy bandwidth in bytes per second, from `device_bandwidth`.
-    seconds : float, default 0.05
-        Device time to spend.
-    duty : float, default 1.0
-        See `typical_times`.
-
-    Returns
-    -------
-    BenchResult
-        Times, bytes and errors.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If the peer is not installed.
-    RuntimeError
-        If the peer fails or its results are wrong.
-    ValueError
-        If `duty` is out of range.
+    ModuleNotFoundError if the peer is not installed, RuntimeError if it fails or its results are wrong.
     """
     import cupy
 

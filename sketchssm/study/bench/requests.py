@@ -16,36 +16,15 @@ SPARE = 8
 
 @dataclass(frozen=True)
 class Requests:
-    """Slot of each row of a batch at each step.
+    """Slot of each row of a batch at each step."""
 
-    Attributes
-    ----------
-    slots : ndarray of int64, (steps, batch)
-        Slot of each row; -1 until the row's first request arrives.
-    joins : ndarray of bool, (steps, batch)
-        Rows in which a request begins with this step: its state must be loaded before.
-    num_slots : int
-        Slots in use.
-    """
-
-    slots: npt.NDArray[np.int64]
-    joins: npt.NDArray[np.bool_]
-    num_slots: int
+    slots: npt.NDArray[np.int64]  # (steps, batch); -1 until the row's first request arrives
+    joins: npt.NDArray[np.bool_]  # (steps, batch): whether a request begins, whose state must be loaded before
+    num_slots: int  # slots in use
 
     @classmethod
     def together(cls, batch: int, steps: int) -> Requests:
-        """Requests that all begin at the first step and never end: all rows stay at one window position.
-
-        Parameters
-        ----------
-        batch, steps : int
-            Rows and steps.
-
-        Returns
-        -------
-        Requests
-            One request per row.
-        """
+        """Requests that all begin at the first step and never end: all rows stay at one window position."""
         joins = np.zeros((steps, batch), dtype=np.bool_)
         joins[:1] = True
         return cls(np.tile(np.arange(batch), (steps, 1)), joins, batch)
@@ -54,21 +33,9 @@ class Requests:
     def arriving(cls, batch: int, steps: int, window: int, mean_tokens: float, seed: int = 0) -> Requests:
         """Requests of random lengths; when one ends, another begins in its row at the next step.
 
-        Parameters
-        ----------
-        batch, steps : int
-            Rows and steps.
-        window : int
-            The first requests begin at random within so many steps, so that rows stand at all window positions.
-        mean_tokens : float
-            Mean length of a request, at least 1; lengths are geometric, as if each token could be the last one.
-        seed : int, default 0
-            Seed of the draw.
-
-        Returns
-        -------
-        Requests
-            A new request takes the slot that has been free for the longest time.
+        The first requests begin at random within `window` steps, so that rows stand at all window positions. Lengths
+        are geometric with a mean of `mean_tokens`, as if each token could be the last one. A new request takes the
+        slot that has been free for the longest time.
         """
         rng = np.random.default_rng(seed)
         free = deque(range(batch + SPARE))

@@ -19,18 +19,10 @@ __all__ = ["BenchResult", "StepBytes", "step_bytes"]
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that a step of all rows must move.
+    """Bytes that a step of all rows must move."""
 
-    Attributes
-    ----------
-    read : float
-        Bytes of a step between flushes, mean over the positions of the window.
-    flush : float
-        Bytes of the step that flushes.
-    """
-
-    read: float
-    flush: float
+    read: float  # of a step between flushes, mean over the positions of the window
+    flush: float  # of the step that flushes
 
     def amortised(self, window: int) -> float:
         """Return the mean over the steps of a window."""
@@ -41,32 +33,7 @@ class StepBytes:
 class BenchResult:
     """Times of one system at one shape, batch and window; floors are bytes over the copy bandwidth of the same run.
 
-    Attributes
-    ----------
-    shape, system, backend : str
-        The layer's shape, the system, and where it ran.
-    batch, window : int
-        Rows of a step; tokens from one flush to the next.
-    read_microseconds : float
-        A step between flushes, averaged over the window's positions.
-    flush_microseconds : float
-        The step that flushes; for standard decode, any step.
-    microseconds : float
-        A step, amortised over the window with its flush.
-    read_bytes, flush_bytes, bytes : float
-        Bytes that each of these must move.
-    read_fraction, flush_fraction, fraction : float
-        Share of the measured copy bandwidth: 1 is the floor.
-    gigabytes_per_second : float
-        Rate of moving `bytes`.
-    error : float
-        Relative error of the outputs of one row, over a window, against the same system in float64.
-    state_error : float
-        Relative error of the state of that row after the window, against the same.
-    first_call_seconds : float
-        Extra time of the first steps: compiling, or loading compiled kernels.
-    positions : list of float
-        Microseconds of a step at each position of the window; all equal for standard decode.
+    Errors are relative, of one row over a window, against the same system in float64.
     """
 
     shape: str
@@ -74,20 +41,20 @@ class BenchResult:
     backend: str
     batch: int
     window: int
-    read_microseconds: float
-    flush_microseconds: float
-    microseconds: float
-    read_bytes: float
+    read_microseconds: float  # a step between flushes, mean over the window's positions
+    flush_microseconds: float  # the step that flushes; for standard decode, any step
+    microseconds: float  # a step, amortised over the window with its flush
+    read_bytes: float  # that each of these must move
     flush_bytes: float
     bytes: float
-    read_fraction: float
+    read_fraction: float  # of the measured copy bandwidth: 1 is the floor
     flush_fraction: float
     fraction: float
-    gigabytes_per_second: float
-    error: float
-    state_error: float
-    first_call_seconds: float
-    positions: list[float]
+    gigabytes_per_second: float  # rate of moving `bytes`
+    error: float  # of the outputs
+    state_error: float  # of the state after the window
+    first_call_seconds: float  # compiling, or loading compiled kernels
+    positions: list[float]  # microseconds at each position of the window
 
     @classmethod
     def of(
@@ -100,29 +67,9 @@ class BenchResult:
         errors: tuple[float, float],
         first_call_seconds: float,
     ) -> BenchResult:
-        """Compute a result from times and bytes.
+        """Compute a result from microseconds of a step at each position of the window, bytes and the copy bandwidth.
 
-        Parameters
-        ----------
-        names : tuple of str
-            Shape, system and backend.
-        batch : int
-            Rows of a step.
-        positions : sequence of float
-            Microseconds of a step at each position of the window.
-        needed : StepBytes
-            Bytes that the steps must move.
-        bandwidth : float
-            Copy bandwidth in bytes per second.
-        errors : tuple of float
-            Errors of the outputs and of the state.
-        first_call_seconds : float
-            Time for compiling.
-
-        Returns
-        -------
-        BenchResult
-            The result.
+        `names` are shape, system and backend, `errors` those of outputs and state.
         """
         window = len(positions)
         read, flush = float(np.mean(positions[:-1] or positions)), float(positions[-1])
@@ -149,28 +96,12 @@ class BenchResult:
 
 
 def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_device: bool = False) -> StepBytes:
-    """Count the bytes that a step must move.
+    """Count the bytes that a step of standard decode (named "standard"), replay or a sketch must move.
 
-    Parameters
-    ----------
-    system : System
-        Standard decode (named "standard"), replay, or a sketch with its plan.
-    layer : Layer
-        Kind and shape.
-    batch : int
-        Rows of a step.
-    window : int
-        Tokens from one flush to the next.
-    on_device : bool, default False
-        Whether q, k, v, raw gate inputs and outputs are bf16 and sketches are packed as in the CUDA kernels. Else
-        inputs are float32, and sketches as in the byte model.
-
-    Returns
-    -------
-    StepBytes
-        States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs
-        and outputs, the ring (a token is written once and read at each later token of the window, and by the flush),
-        and the sketch that a flush writes.
+    States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs and
+    outputs, the ring (a token is written once and read at each later token of the window, and by the flush), and the
+    sketch that a flush writes. With `on_device`, q, k, v, raw gate inputs and outputs are bf16 and sketches are packed
+    as in the CUDA kernels; else inputs are float32, and sketches as in the byte model.
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}

@@ -23,38 +23,15 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a window of steps, which repeat, and the state that every request begins with.
+    """Inputs of a window of steps, which repeat, and the state that every request begins with."""
 
-    Attributes
-    ----------
-    steps : list of Tokens
-        Inputs ``(batch, ...)`` of each step of a window.
-    start : ndarray of float32, (heads, V, K)
-        The state.
-    first_row : Tokens
-        Inputs of the first row, ``(window, ...)`` float32 as the heads see them.
-    """
-
-    steps: Sequence[Tokens]
-    start: Array
-    first_row: Tokens
+    steps: Sequence[Tokens]  # (batch, ...) of each step of a window
+    start: Array  # float32, (heads, V, K)
+    first_row: Tokens  # (window, ...) float32 as the heads see them
 
     @classmethod
     def on_host(cls, case: Case, seed: int = 0) -> Inputs:
-        """Draw the inputs of a case.
-
-        Parameters
-        ----------
-        case : Case
-            Shape, batch, window and gate.
-        seed : int, default 0
-            Seed of the draw.
-
-        Returns
-        -------
-        Inputs
-            Float32 arrays on the host.
-        """
+        """Draw the inputs of a case: float32 arrays on the host."""
         tokens = random_tokens(case.layer, case.batch, case.window, seed, case.gate is not None)
         first = Tokens(*(None if x is None else x[0] for x in tokens))
         start = np.random.default_rng(seed).standard_normal(case.layer.state_shape).astype(np.float32)
@@ -63,40 +40,15 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run.
+    """Results of a run; outputs and state are the last layer's, of the first row."""
 
-    Attributes
-    ----------
-    times : ndarray of float64, (steps,)
-        Microseconds of a step of all layers.
-    outputs : ndarray, (steps, heads, V)
-        The last layer's outputs for the first row.
-    state : ndarray, (heads, V, K)
-        The last layer's state of the first row after the last step.
-    """
-
-    times: Array
-    outputs: Array
-    state: Array
+    times: Array  # (steps,), microseconds of a step of all layers
+    outputs: Array  # (steps, heads, V)
+    state: Array  # (heads, V, K), after the last step
 
 
 def run_on_host(heads: Sequence[DecodeHead], inputs: Inputs, requests: Requests) -> Run:
-    """Run the steps on this machine's CPU.
-
-    Parameters
-    ----------
-    heads : sequence of DecodeHead
-        The layers of the model.
-    inputs : Inputs
-        Inputs of the steps.
-    requests : Requests
-        Slots of the rows, and the requests that begin.
-
-    Returns
-    -------
-    Run
-        Times, and results of the last layer.
-    """
+    """Run the steps on this machine's CPU; the heads are the layers of the model."""
     times, outputs = [], []
     for t, (slots, joins) in enumerate(zip(requests.slots, requests.joins, strict=True)):
         if joins.any():

@@ -53,21 +53,10 @@ Array = npt.NDArray[Any]
 
 
 def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
-    """Make ranks that differ from head to head as in an allocation.
+    """Make ranks of at least 1 that differ from head to head as in an allocation.
 
-    Parameters
-    ----------
-    heads : int
-        Number of heads.
-    mean : int
-        Mean rank; exact if `heads` is a multiple of 8 and `limit` allows it.
-    limit : int
-        Largest rank. Columns that it takes from some heads go to the others.
-
-    Returns
-    -------
-    ndarray of int64, (heads,)
-        Ranks of at least 1.
+    The mean is exact if `heads` is a multiple of 8 and `limit` allows it. Columns that `limit`, the largest rank,
+    takes from some heads go to the others.
     """
     eight = np.maximum(np.round(mean * np.array(SPREAD)), 1).astype(np.int64)
     eight[-1] = max(8 * mean - eight[:-1].sum(), 1)
@@ -80,17 +69,7 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
 def random_gate(layer: Layer, seed: int = 0) -> GateInput:
     """Draw the gate of a kda layer with the distributions that initialise such layers.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    seed : int, default 0
-        Seed of the draw.
-
-    Returns
-    -------
-    GateInput
-        Rates of 1 to 16; a raw input of 0 gives a step of 0.001 to 0.1.
+    Rates are 1 to 16; a raw input of 0 gives a step of 0.001 to 0.1.
     """
     rng = np.random.default_rng(seed)
     step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), (layer.heads, layer.key_dim)))
@@ -98,23 +77,9 @@ def random_gate(layer: Layer, seed: int = 0) -> GateInput:
 
 
 def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate: bool = False) -> Tokens:
-    """Draw inputs of a layer: unit keys and queries, slow decay.
+    """Draw float32 inputs ``(batch, tokens, ...)`` of a layer: unit keys and queries, slow decay.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    batch, tokens : int
-        Leading axes.
-    seed : int, default 0
-        Seed of the draw.
-    raw_gate : bool, default False
-        Whether g holds raw gate inputs.
-
-    Returns
-    -------
-    Tokens
-        Float32 arrays ``(batch, tokens, ...)``.
+    `raw_gate` tells whether g holds raw gate inputs.
     """
     rng = np.random.default_rng(seed)
     drawn: dict[str, Array] = {}
@@ -133,20 +98,7 @@ def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate
 
 
 def token_at(tokens: Tokens, t: int) -> Tokens:
-    """Take one token of each row, contiguous as a layer of a model would pass it.
-
-    Parameters
-    ----------
-    tokens : Tokens
-        Arrays ``(batch, tokens, ...)``.
-    t : int
-        Position of the token.
-
-    Returns
-    -------
-    Tokens
-        Arrays ``(batch, ...)``.
-    """
+    """Take token t of each row, contiguous as a layer of a model would pass it."""
     return Tokens(*(None if x is None else np.ascontiguousarray(x[:, t]) for x in tokens))
 
 
@@ -158,28 +110,7 @@ def random_plan(
     seed: int = 0,
     sketch_dtype: str = DEFAULT_FORMAT,
 ) -> SketchPlan:
-    """Make a plan with random bases: times do not depend on the values.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    rank : int or ndarray of int64, (heads,)
-        One rank for all heads, or one per head.
-    window : int
-        Tokens of a window.
-    map : CoefficientMap or str
-        Coefficient map.
-    seed : int, default 0
-        Seed of the bases.
-    sketch_dtype : str, default "bfloat16"
-        Format of sketches and maps.
-
-    Returns
-    -------
-    SketchPlan
-        The plan.
-    """
+    """Make a plan with random bases, as times do not depend on the values; one rank for all heads, or each head's."""
     ranks = np.broadcast_to(rank, layer.heads)
     basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
     return SketchPlan(basis, ranks, window, map, sketch_dtype)
@@ -192,26 +123,7 @@ def systems(
     gate: GateInput | None = None,
     state_dtype: str = "float32",
 ) -> list[System]:
-    """List the systems of a benchmark: standard, replay, and one sketch per plan.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    window : int
-        Tokens from one flush to the next.
-    plans : sequence of SketchPlan
-        Plans of the sketches.
-    gate : GateInput, optional
-        Gate of heads that take raw gate inputs.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of states in memory.
-
-    Returns
-    -------
-    list of System
-        For `measure_host` and `measure_device`.
-    """
+    """List the systems of a benchmark: standard, replay, and one sketch per plan."""
     return exact_systems(layer, window, gate, state_dtype) + [
         sketch_system(plan, _name(plan), gate, state_dtype) for plan in plans
     ]

@@ -27,24 +27,12 @@ RESULT_FILES = ("results.json", "results.csv", "drift.csv")
 
 @dataclass(frozen=True)
 class LayerResults:
-    """Results of one layer.
-
-    Attributes
-    ----------
-    name, kind : str
-        Layer.
-    facts : dict
-        Shape, test text, provenance of the traces, and the half-life of each head's gates in tokens.
-    map : str
-        The coefficient map in use.
-    systems : list of Measurement
-        Decode systems.
-    """
+    """Results of one layer."""
 
     name: str
     kind: str
-    facts: dict[str, Any]
-    map: str
+    facts: dict[str, Any]  # shape, text, provenance, and the half-life of each head's gates in tokens
+    map: str  # name of the coefficient map in use
     systems: list[Measurement]
 
     @property
@@ -99,30 +87,10 @@ def evaluate(
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> Evaluation:
-    """Measure systems on layers; results of an earlier run in the same folder are used again.
+    """Measure systems on layers with different names; results of an earlier run in the same folder are used again.
 
-    Parameters
-    ----------
-    studies : sequence of Study
-        Layers with different names.
-    chosen : sequence of sequence of Entry
-        Systems to measure on each layer, from `select`.
-    folder : Path, optional
-        Keep finished parts below this folder, under ``parts``.
-    backend : str, default "auto"
-        Where to decode.
-    progress : callable, optional
-        Called with a label before each system.
-
-    Returns
-    -------
-    Evaluation
-        All results.
-
-    Raises
-    ------
-    ValueError
-        If there are no layers, two have one name, or `chosen` has not one item per layer.
+    `chosen` has the systems to measure on each layer, from `select`. Finished parts are kept below `folder`, under
+    ``parts``. `progress` is called with a label before each system.
     """
     if not studies or len(chosen) != len(studies):
         raise ValueError(

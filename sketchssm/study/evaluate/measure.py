@@ -28,35 +28,17 @@ DIGITS = 6
 class Measurement:
     """Errors and traffic of a system on the test sequences of a layer; errors are relative norms against float64.
 
-    Attributes
-    ----------
-    family, setting : str
-        Name of the system in the registry.
-    reduction : float
-        Traffic reduction relative to standard decode.
-    backend : str
-        Where it ran.
-    output_error : float
-        Error of all outputs.
-    flush_error : float
-        Largest error of the token of a flush, over sequences and flushes. Systems with windows read the exact state
-        there.
-    state_error : float
-        Error of the states after the last token (of systems with windows: after the last flush).
-    retained : float
-        Retained energy of all heads' state reads: 1 minus the error's energy over the energy of the state reads
-        between flushes. For a sketch, the share of the energy that it retains. Negative if the error has more energy
-        than the reads.
-    head_output_error, head_state_error, head_retained : list of float
-        The same errors per head.
-    drift : dict of str to list
-        ``tokens``: points of the curves. ``output_error``: error of the outputs since the last point. ``state_error``:
-        error of the states at the point.
-    ranks : list of int or None
-        Ranks of a sketch, -1 for a full read.
-    objective : float or None
-        Gradient-weighted score of the ranks on the sequences for rank scores; None without gradients, and for systems
-        without allocated ranks.
+    `family` and `setting` name the system. `flush_error` is the largest error of the token of a flush, over sequences
+    and flushes: systems with windows read the exact state there. `state_error` is that of the states after the last
+    token (of systems with windows: after the last flush).
+
+    `retained` is the retained energy of all heads' state reads: 1 minus the error's energy over the energy of the
+    state reads between flushes. For a sketch, the share of the energy that it retains. Negative if the error has more
+    energy than the reads. ``head_...`` are the same per head.
+
+    `drift` has points of curves: ``tokens``, ``output_error`` since the last point and ``state_error`` at the point.
+    `ranks` are those of a sketch, -1 for a full read. `objective` is the gradient-weighted score of the ranks on the
+    sequences for rank scores; None without gradients, and for systems without allocated ranks.
     """
 
     family: str

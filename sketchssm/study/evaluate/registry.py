@@ -36,17 +36,7 @@ FULL_METHOD = "full-method"
 
 @dataclass(frozen=True)
 class Entry:
-    """A system at one setting, built when it is needed.
-
-    Attributes
-    ----------
-    family, setting : str
-        Its name.
-    window : int
-        Tokens from one flush to the next.
-    build : callable
-        Makes the `System`; may have to calibrate first.
-    """
+    """A system at one setting, built when it is needed: `build` may have to calibrate first."""
 
     family: str
     setting: str
@@ -139,19 +129,9 @@ FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
 
 
 def entries(study: Study, names: Sequence[str] = ()) -> list[Entry]:
-    """List the systems of a layer.
+    """List the systems of a layer by families; those that the kind of the layer excludes are left out.
 
-    Parameters
-    ----------
-    study : Study
-        The layer.
-    names : sequence of str
-        Families, or ``family/setting`` with ``*`` and ``?`` as wildcards; none for all.
-
-    Returns
-    -------
-    list of Entry
-        In the order of the families; those that the kind of the layer excludes are left out.
+    `names` are families, or ``family/setting`` with ``*`` and ``?`` as wildcards; none for all.
     """
     prefixes = [name.partition("/")[0] for name in names] or ["*"]
     # listing a baseline may calibrate it
@@ -161,25 +141,10 @@ def entries(study: Study, names: Sequence[str] = ()) -> list[Entry]:
 
 
 def select(studies: Sequence[Study], names: Sequence[str]) -> list[list[Entry]]:
-    """List the systems of several layers, with every name checked.
+    """List the systems of several layers, with every name (see `entries`) checked.
 
-    Parameters
-    ----------
-    studies : sequence of Study
-        The layers.
-    names : sequence of str
-        See `entries`.
-
-    Returns
-    -------
-    list of list of Entry
-        The systems of each layer.
-
-    Raises
-    ------
-    ValueError
-        If a name fits no system of any layer. The message names systems of the same setting or, if there are none, the
-        systems of the same family, or else all systems.
+    ValueError if a name fits no system of any layer. The message names systems of the same setting or, if there are
+    none, the systems of the same family, or else all systems.
     """
     chosen = []
     for study in studies:

@@ -25,11 +25,6 @@ class Store:
     The layer and the measured system name a part. Its key is a digest of the contents of the traces, of the settings
     and of the sources of the library. A part with another key, or a broken part, counts as missing and is measured
     again. Files are written whole or not at all.
-
-    Parameters
-    ----------
-    folder : Path or None
-        Folder of the parts.
     """
 
     def __init__(self, folder: Path | None) -> None:

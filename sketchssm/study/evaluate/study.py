@@ -27,38 +27,15 @@ __all__ = ["Study"]
 
 @dataclass(eq=False)
 class Study:
-    """One layer to evaluate.
-
-    Attributes
-    ----------
-    traces : Traces
-        The layer's traces.
-    settings : Settings
-        Settings of plans.
-    ranks : sequence of int
-        Mean ranks of the sketches.
-    mean_rank : float
-        Mean rank of the ablations.
-    seed : int
-        Seed of random bases.
-    plan : SketchPlan or None
-        An additional plan to measure.
-    every : int
-        Tokens from one point of the curves over tokens to the next.
-
-    Raises
-    ------
-    ValueError
-        If a setting is out of range, needs gradients that the traces lack, or does not fit the plan or the text.
-    """
+    """One layer to evaluate; ValueError if a setting is out of range, or does not fit the traces or the plan."""
 
     traces: Traces
     settings: Settings = field(default_factory=Settings)
-    ranks: Sequence[int] = (2, 4, 6, 8, 12, 16)
-    mean_rank: float = 8.0
-    seed: int = 0
-    plan: SketchPlan | None = None
-    every: int = 64
+    ranks: Sequence[int] = (2, 4, 6, 8, 12, 16)  # mean ranks of the sketches
+    mean_rank: float = 8.0  # of the ablations
+    seed: int = 0  # of random bases
+    plan: SketchPlan | None = None  # an additional plan to measure
+    every: int = 64  # tokens from one point of the curves over tokens to the next
 
     def __post_init__(self) -> None:
         check_instance("traces", self.traces, Traces)

@@ -29,13 +29,6 @@ class TracedLayer:
 
     Errors are those of a head that decodes the traces. `graded` says whether they can be weighted by the gradient of
     the loss, and `rank_limit` is the largest rank that a head can have.
-
-    Parameters
-    ----------
-    traces : Traces
-        Traces of the layer.
-    backend : str
-        Where to decode.
     """
 
     def __init__(self, traces: Traces, backend: str) -> None:
@@ -48,20 +41,7 @@ class TracedLayer:
         self.rank_limit = min(self.layer.key_dim, self.layer.value_dim)
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
-        """Return basis and rank scores for a candidate.
-
-        Parameters
-        ----------
-        candidate : Candidate
-            Settings of the plan, of which the window and the largest rank matter.
-
-        Returns
-        -------
-        basis : SketchBasis
-            Fitted to `Traces.fit_part`.
-        scores : RankScores
-            Measured on `Traces.score_part`.
-        """
+        """Return basis and rank scores for the window and the largest rank of a candidate."""
         window, layer = candidate.window, self.layer
         columns = max(common_rank(layer, window), candidate.rank_max or 0)
         columns = min(columns, self.rank_limit)
@@ -72,20 +52,9 @@ class TracedLayer:
         return found.basis, found.scores
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
-        """Decode the scored sequences with a plan and compare with float64.
+        """Decode the scored sequences with a plan: energies ``(2, heads)`` of errors against float64 and of outputs.
 
-        Parameters
-        ----------
-        plan : SketchPlan
-            Plan of the layer.
-        graded : bool
-            Whether to weight errors by the gradient of the loss.
-
-        Returns
-        -------
-        ndarray of float64, (2, heads)
-            Energy of the error and of the outputs: sums of ``|delta|^2`` and ``|o|^2``, or of ``(grad^T delta)^2`` and
-            ``(grad^T o)^2``.
+        Sums of ``|delta|^2`` and ``|o|^2`` or, with `graded`, of ``(grad^T delta)^2`` and ``(grad^T o)^2``.
         """
         error = self._decoded(plan, self._scored) - self._output
         if not graded or self._grad is None:
@@ -93,18 +62,7 @@ class TracedLayer:
         return np.stack([np.square((x * self._grad).sum(axis=-1)).sum(axis=(0, 1)) for x in (error, self._output)])
 
     def test_error(self, plan: SketchPlan) -> Energies:
-        """Decode the test sequences with a plan and compare with float64.
-
-        Parameters
-        ----------
-        plan : SketchPlan
-            Plan of the layer.
-
-        Returns
-        -------
-        ndarray of float64, (2, heads)
-            Sums of ``|delta|^2`` and ``|o|^2``.
-        """
+        """Decode the test sequences with a plan: sums ``(2, heads)`` of ``|delta|^2`` and ``|o|^2``."""
         want = run(self.layer, *self.traces.test)[0]
         error = self._decoded(plan, self.traces.test) - want
         return np.stack([np.square(x).sum(axis=(0, 1, 3)) for x in (error, want)])

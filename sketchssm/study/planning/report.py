@@ -14,19 +14,8 @@ __all__ = ["describe", "frontier_table"]
 def frontier_table(found: PlanSearch, standard: float | None = None, met: bool = True) -> Table:
     """List the points of the frontier; the chosen one has an arrow.
 
-    Parameters
-    ----------
-    found : PlanSearch
-        The search.
-    standard : float, optional
-        Seconds of standard decode, for searches with measured times.
-    met : bool, default True
-        Whether the chosen point meets the target.
-
-    Returns
-    -------
-    Table
-        The table.
+    `standard` are the seconds of standard decode, for searches with measured times. `met` tells whether the chosen
+    point meets the target.
     """
 
     def row(point: PlanPoint) -> list[str]:
