@@ -28,7 +28,7 @@ package_data = {"sketchssm": ["py.typed", "calibrate/data/*.npz", "cli/*.html"]}
 if Path("cuda_src").is_dir():
     packages.append("sketchssm.cuda_src")
     package_dir["sketchssm.cuda_src"] = "cuda_src"
-    package_data["sketchssm.cuda_src"] = ["*.cu", "*.cuh"]
+    package_data["sketchssm.cuda_src"] = ["*.cu", "*/*.cuh"]
 
 # Launches of steps with less work on the host. Needs neither CUDA nor PyTorch to build, and heads work without it. One
 # build serves all versions of Python.

@@ -1,7 +1,7 @@
 // `commit`: keeps the first accepted drafts of each row in its ring. One block. For standard decode (`window` 1), the
 // drafts are only cleared: standard_draft.cu has decoded them.
-#include "call_slots.cuh"
-#include "cursor.cuh"
+#include "slot/call_slots.cuh"
+#include "slot/cursor.cuh"
 
 constexpr int THREADS = 512;
 

@@ -2,8 +2,8 @@
 //
 // `copy` is two kernels: check_pairs checks all pairs, copy_slots copies them. A block of copy_slots handles the same
 // few bytes of all pairs and reads all of them before it writes. So a slot may be a destination and a source.
-#include "call_slots.cuh"
-#include "cursor.cuh"
+#include "slot/call_slots.cuh"
+#include "slot/cursor.cuh"
 
 constexpr int THREADS = 512, HELD = 8;  // units of 16 bytes that a thread holds
 

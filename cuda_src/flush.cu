@@ -3,7 +3,7 @@
 // Reads the state, folds the window's raw tokens into it exactly, reads the output from the updated state, rebuilds the
 // sketch and its coefficient map, and writes the state back. The kernel is persistent: a fixed number of blocks claims
 // the (row, head) tiles one by one (TileScheduler), so that all blocks work on neighbouring memory at any time. Warps
-// are specialised and synchronise by mbarriers in shared memory: flush_roles.cuh has the diagram.
+// are specialised and synchronise by mbarriers in shared memory: flush/roles.cuh has the diagram.
 //
 // mode    rows                                                                    output
 // STEP    listed by the read kernel: windows that end with this token             yes
@@ -15,7 +15,7 @@
 // `ticks` (STEP): the head's clock moves on.
 //
 // -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor; for high ranks see BLOCKS).
-#include "flush_roles.cuh"
+#include "flush/roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)

@@ -4,9 +4,9 @@
 // Rows of an array may be any distance apart; a row is contiguous. A thread loads all its elements before it stores
 // any.
 //
-// -D constants besides common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
+// -D constants besides lib/common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
 // the number of elements of a head; K, OUT and STATE are not used.
-#include "log_decay.cuh"
+#include "lib/log_decay.cuh"
 
 constexpr int THREADS = 256;
 typedef Element<RAW>::type raw_t;

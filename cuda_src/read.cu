@@ -6,16 +6,16 @@
 // computes their outputs, and advances the cursors of all rows.
 //
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
-// (read_warp.cuh).
+// (read/warp.cuh).
 //
-// -D constants besides common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP
-// (form of the map: FACTORS, DENSE or SHARED, in sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32 or
-// INT8, in common.cuh), PACE (read_warp.cuh).
-#include "cursor.cuh"
-#include "schedule.cuh"
-#include "call_slots.cuh"
-#include "read_state.cuh"
-#include "read_warp.cuh"
+// -D constants besides lib/common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP
+// (form of the map: FACTORS, DENSE or SHARED, in slot/sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32 or
+// INT8, in lib/common.cuh), PACE (read/warp.cuh).
+#include "slot/cursor.cuh"
+#include "slot/schedule.cuh"
+#include "slot/call_slots.cuh"
+#include "read/state.cuh"
+#include "read/warp.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;

@@ -7,8 +7,8 @@
 // tokens overwrite uncommitted drafts.
 //
 // Tiles are divided among blocks and warps as in read.cu. -D constants: read.cu's.
-#include "draft_warp.cuh"
-#include "draft_state.cuh"
+#include "draft/warp.cuh"
+#include "draft/state.cuh"
 
 // Several tokens need more registers than one token, which leaves room for 16 warps.
 constexpr int BLOCK_WARPS = SKETCHED_HEADS ? (MAX_WARPS < 16 ? MAX_WARPS : 16) : 4;

@@ -2,8 +2,8 @@
 //
 // Sizes are in units of 16 bytes, strides in bytes. Each block handles a share of a row. Rows without a slot are
 // skipped.
-#include "call_slots.cuh"
-#include "cursor.cuh"
+#include "slot/call_slots.cuh"
+#include "slot/cursor.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
     set_slots(uint4* part, int stride, int* cursor, int cursor_stride, const uint4* rows, i64 row_stride, int size,

@@ -5,9 +5,9 @@
 // o = s^T q + w (k . q). So s^T k and s^T q come from one reduction. SIDE rows are side by side, ROW_LANES lanes each:
 // a sum takes few shuffles, and every lane of a row knows the result.
 //
-// -D constants besides common.cuh's: ROWS (even, at most 32; divides V).
-#include "call_slots.cuh"
-#include "standard_rows.cuh"
+// -D constants besides lib/common.cuh's: ROWS (even, at most 32; divides V).
+#include "slot/call_slots.cuh"
+#include "standard/rows.cuh"
 
 // The launch's arguments.
 struct Standard {

@@ -5,9 +5,9 @@
 // (commit.cu).
 //
 // -D constants besides standard.cu's: DRAFTS, the places of a slot's ring.
-#include "call_slots.cuh"
-#include "cursor.cuh"
-#include "standard_rows.cuh"
+#include "slot/call_slots.cuh"
+#include "slot/cursor.cuh"
+#include "standard/rows.cuh"
 
 // Slots' rings: keys (key_heads, DRAFTS, K), values (heads, DRAFTS, V), gates (heads, DRAFTS, 1 or K), betas (heads,
 // DRAFTS).

@@ -156,7 +156,7 @@ def test_pivots_that_almost_depend_on_each_other(rng, cupy):
     assert worst[0] < 1.04 * worst[1]
 
 
-@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM in transform_keys.cuh
+@pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
     layer = LAYERS[name]

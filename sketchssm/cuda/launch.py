@@ -1,7 +1,7 @@
 """Launches kernels through the driver: with an attribute that CuPy does not offer, and in less time on the host.
 
 The attribute lets a kernel start while the previous kernel of the stream still runs; the kernel itself waits
-(``wait_for_previous_kernel`` in ``ptx.cuh``). See docs/cuda-kernels.md.
+(``wait_for_previous_kernel`` in ``lib/ptx.cuh``). See docs/cuda-kernels.md.
 """
 
 from __future__ import annotations

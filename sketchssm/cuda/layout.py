@@ -16,7 +16,7 @@ from sketchssm.plans.plan import SketchPlan
 __all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
 
 ALIGN = 128
-"""Bytes: each head's packed sketch is padded to a multiple. As in ``cuda_src/sketch_layout.cuh``, which says why."""
+"""Bytes: each head's packed sketch is padded to a multiple; ``cuda_src/slot/sketch_layout.cuh`` says why."""
 
 
 LEAST_ELEMENTS = 8
@@ -26,7 +26,7 @@ MAPS = {"factors": 0, "dense": 1, "shared": 2}
 """Storage of maps, and its number in the kernels."""
 
 TYPES = {"bfloat16": 0, "float32": 2, "int8": 3}
-"""Formats of sketches, and their numbers in the kernels; see ``cuda_src/common.cuh``."""
+"""Formats of sketches, and their numbers in the kernels; see ``cuda_src/lib/common.cuh``."""
 
 ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8"}
 """Type of a slot's sketches in memory, by format."""
@@ -34,7 +34,7 @@ ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8"}
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """A plan as the kernels read it; see ``cuda_src/sketch_layout.cuh``.
+    """A plan as the kernels read it; see ``cuda_src/slot/sketch_layout.cuh``.
 
     Attributes
     ----------

@@ -32,7 +32,7 @@ class Variant:
     Parameters
     ----------
     operation : str
-        Name of a file of `cuda_src/` without its ending.
+        Name of a kernel file at the top of `cuda_src/`, without its ending.
     constants : dict
         Preprocessor constants.
     """
@@ -62,7 +62,7 @@ def _source_folder() -> Any:
 
 @cache
 def source_text(operation: str) -> str:
-    """Source of an operation with its headers inserted, each once.
+    """Source of an operation with its headers inserted, each once; ``#include`` names a header from `cuda_src/` on.
 
     CuPy keys its cache by the source text, so the text must change when a header changes.
     """

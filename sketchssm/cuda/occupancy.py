@@ -32,7 +32,7 @@ def blocks_per_multiprocessor(layer: Layer, raw_keys: bool, dense: bool) -> int:
     layer : Layer
         Kind and shape.
     raw_keys : bool
-        RAW_KEYS in ``flush_stages.cuh``.
+        RAW_KEYS in ``flush/stages.cuh``.
     dense : bool
         Whether the map is dense.
 
@@ -54,7 +54,7 @@ PACE_SHARE = 0.85
 
 
 def read_pace(attributes: Mapping[str, int]) -> int:
-    """Bytes per cycle that the warps of a block of the read request at first; PACE in ``read_warp.cuh``.
+    """Bytes per cycle that the warps of a block of the read request at first; PACE in ``read/warp.cuh``.
 
     Parameters
     ----------

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["COUNTED", "WIDE", "Pointer", "Slots", "StepInputs"]
 
 WIDE = 1
-"""Flag of integers of 8 bytes; as in ``cuda_src/call_slots.cuh``."""
+"""Flag of integers of 8 bytes; as in ``cuda_src/slot/call_slots.cuh``."""
 
 COUNTED = 2
 """Flag of slots: rows that are left out are counted."""

@@ -137,7 +137,7 @@ class ReplayEngine(StandardEngine):
             **packed.constants,
         }
         prior = constants.pop("PRIOR")
-        raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush_stages.cuh
+        raw_keys = self._types[0] == 0 and layer.kind != "kda"  # RAW_KEYS in flush/stages.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
         flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}

@@ -34,7 +34,7 @@ TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 
 STANDARD_WARPS = 4
-"""Largest number of warps of a block; WARPS in ``cuda_src/standard.cu``."""
+"""Largest number of warps of a block; WARPS in ``cuda_src/standard/rows.cuh``."""
 
 MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
 """With at least so many warps, a block has at most so many bytes of state: blocks start in the order of memory, and
@@ -55,7 +55,7 @@ SLOT_INPUTS, SLOT_VALUES = "Qiiii", ("slots", "slot_flags", "zero", "scan", "row
 
 
 def _packed(gate: GateInput) -> npt.NDArray[np.float32]:
-    """A gate as the kernels read it: biases, rates, and a bound (see log_decay.cuh)."""
+    """A gate as the kernels read it: biases, rates, and a bound (see lib/log_decay.cuh)."""
     parts = (gate.dt_bias.reshape(-1), -np.exp(gate.A_log), [gate.lower_bound or 0.0])
     return np.concatenate(parts).astype(np.float32)
 
@@ -112,7 +112,7 @@ class StandardEngine:
         # rows of a warp, measured on H200; eight rows of 16 bits have as many bytes in flight as four of float32
         self.value_rows = 4 if layer.erases and state_dtype == "float32" else 8
         self.arrays = DeviceArrays(layer, activation_dtype, output_dtype, gate is not None, state_dtype, pad_slot)
-        self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in log_decay.cuh
+        self._raw_gate = 0 if gate is None else 1 if gate.lower_bound is None else 2  # RAW_GATE in lib/log_decay.cuh
         self._gate = np.uint64(0) if gate is None else cupy.asarray(_packed(gate))
         self._given = dict(memory or {})  # the caller's memory that no part has taken yet
         self.memory = allocate((state_part(layer, state_dtype),), num_slots, self._given)

@@ -16,7 +16,7 @@ from sketchssm.cuda.launch import capture_of
 __all__ = ["MAX_ROWS", "PAIRS", "PER_THREAD", "SLOTS", "WORDS", "Workspaces", "stream_key"]
 
 MAX_ROWS = 512
-"""Rows of a launch; as in ``cuda_src/schedule.cuh``."""
+"""Rows of a launch; as in ``cuda_src/slot/schedule.cuh``."""
 
 HEADER = 5
 SLOTS = 4 * HEADER
@@ -26,7 +26,7 @@ PAIRS = SLOTS + 4 * MAX_ROWS + 4
 """Byte at which `Schedule` has room for pairs of slots."""
 
 WORDS = PAIRS // 4 + 2 * MAX_ROWS
-"""Words of `Schedule` in ``cuda_src/schedule.cuh``, with padding for the alignment of its rows."""
+"""Words of `Schedule` in ``cuda_src/slot/schedule.cuh``, with padding for the alignment of its rows."""
 
 READY = 64
 """Workspaces that are allocated together."""

@@ -63,7 +63,7 @@ def host_source(code):
         code,
     )
     # tests/host/ptx.cuh replaces the file with device instructions
-    code = re.sub(r'#line 1 "ptx\.cuh"\n.*?(?=^#line )', "", code, flags=re.DOTALL | re.MULTILINE)
+    code = re.sub(r'#line 1 "lib/ptx\.cuh"\n.*?(?=^#line )', "", code, flags=re.DOTALL | re.MULTILINE)
     exports = [
         "#ifndef SIZES_ONLY",
         *(

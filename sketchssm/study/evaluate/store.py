@@ -15,7 +15,7 @@ __all__ = ["Store"]
 FORMAT = 1
 """Version of the content of a part; it enters the key."""
 
-SOURCES = ("**/*.py", "cuda_src/*.cu*", "../cuda_src/*.cu*")
+SOURCES = ("**/*.py", "cuda_src/**/*.cu*", "../cuda_src/**/*.cu*")
 """All sources that a result may depend on; the CUDA sources of an installed package, and of a checkout."""
 
 

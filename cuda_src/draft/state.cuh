@@ -1,0 +1,90 @@
+// State read of a row's drafts in full-state heads, as in read/state.cuh. The state is read once for GROUP drafts.
+#pragma once
+#include "draft/backward.cuh"
+#include "read/state.cuh"
+
+// A quarter of the value rows of one (row, head). `tokens`: drafts of a row in the output array; outputs past the row's
+// `length` are zeros.
+__device__ __forceinline__ void read_state_drafts(const Arguments& arg, int head, int row, int slot, int pos,
+                                                  int length, int tokens, int part) {
+    const int lane = threadIdx.x % 32, count = pos + length;
+    constexpr int SHARE = V / QUARTERS;
+    out_t* const output = arg.out.of(row) + head * V + part * SHARE;
+    for (int i = lane; i < (tokens - length) * SHARE; i += 32)
+        place<HEADS * V>(output, length + i / SHARE, i % SHARE)[0] = narrow<OUT>(0.f);
+    if (length == 0) return;
+    const Ring ring(arg.memory, slot, head);
+    const state_t* const home = arg.memory.state.of(slot) + head * V * K + lane * LK;
+    if (part == 0 && !SKETCHED_HEADS)  // else NewTokens does it
+        for (int t = 0; t < length; t++) {
+            const Token token = arg.token(row, t, head);
+            LaneValues values;
+#pragma unroll
+            for (int i = 0; i < ValueShare::COUNT; i++)
+                if (ValueShare::at(i) < V) values[i].load(token.v + ValueShare::at(i));
+            append_token(token, ring, values, pos + t, head);
+        }
+    auto token_of = [&](int s) { return arg.token(row, max(s - pos, 0), head); };
+    float gate = 0, beta = 0;  // of token number `lane`
+    if constexpr (KIND != KDA)
+        if (lane < count) gate = lane < pos ? ring.g[lane] : *token_of(lane).g;
+    if (ERASES && lane < count) beta = lane < pos ? ring.beta[lane] : *token_of(lane).beta;
+    GateInput<LK> input;
+    input.load(arg.gate_input, head, lane * LK);
+#pragma unroll 1
+    for (int first = 0; first < length; first += GROUP) {
+        const int last = pos + first, newest = min(last + GROUP, count) - 1;
+        float x[GROUP][LK], weight[GROUP] = {};  // lane s: weight of token s
+#pragma unroll
+        for (int t = 0; t < GROUP; t++) {
+            Packed<ACT, LK> query;
+            query.load(token_of(min(last + t, newest)).q + lane * LK);
+#pragma unroll
+            for (int c = 0; c < LK; c++) x[t][c] = query[c];
+        }
+        read_window_drafts(
+            [&](int s) { return (s < pos ? ring.k + s * K : token_of(s).k) + lane * LK; },
+            [&](int s) { return (s < pos ? ring.g + s * GATES : token_of(s).g) + lane * LK; }, input, gate, beta, last,
+            newest, x, [&](int s, const float(&c)[GROUP]) {
+#pragma unroll
+                for (int t = 0; t < GROUP; t++)
+                    if (lane == s && last + t >= s) weight[t] = c[t];
+            });
+        for (int from = 0; from < SHARE; from += STATE_ROWS) {
+            Packed<STATE, LK> rows[STATE_ROWS];
+#pragma unroll
+            for (int i = 0; i < STATE_ROWS; i++)
+                if (from + i < SHARE) rows[i].load(home + (part * SHARE + from + i) * K);
+                else rows[i].clear();
+            const int own_row = from + lane / 4, value = part * SHARE + own_row;
+            float kept[W / 4];  // the lane's quarter of the tokens' values
+#pragma unroll
+            for (int n = 0; n < W / 4; n++) {
+                const int s = 4 * n + lane % 4;
+                kept[n] = s >= count || own_row >= SHARE ? 0.f
+                          : s < pos                   ? widen<ACT>(ring.v[s * V + (value ^ swizzle(s))])
+                                                      : widen<ACT>(token_of(s).v[value]);
+            }
+#pragma unroll
+            for (int t = 0; t < GROUP; t++) {
+                float sums[STATE_ROWS], buffer = 0;
+#pragma unroll
+                for (int i = 0; i < STATE_ROWS; i++) {
+                    sums[i] = 0;
+#pragma unroll
+                    for (int c = 0; c < LK; c++) sums[i] += rows[i][c] * x[t][c];
+                }
+                const float o = warp_sums(sums);
+#pragma unroll
+                for (int n = 0; n < W / 4; n++) {
+                    const float own = __shfl_sync(ALL, weight[t], 4 * n + lane % 4);
+                    if (4 * n + lane % 4 <= last + t) buffer += own * kept[n];
+                }
+                buffer += __shfl_xor_sync(ALL, buffer, 1);
+                buffer += __shfl_xor_sync(ALL, buffer, 2);
+                if (lane % 4 == 0 && own_row < SHARE && last + t <= newest)
+                    *place<HEADS * V>(output, first + t, own_row) = narrow<OUT>(o + buffer);
+            }
+        }
+    }
+}

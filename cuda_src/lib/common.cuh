@@ -1,0 +1,142 @@
+// Constants of a variant, element types, and reductions over a warp.
+//
+// -D constants of every kernel: KIND (0 mamba2, 1 gdn, 2 kda), HEADS, KEY_HEADS, K, V; ACT, OUT and STATE (types of
+// activations, outputs and states: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own
+// file.
+#pragma once
+#include "lib/ptx.cuh"
+
+enum { MAMBA2 = 0, GDN = 1, KDA = 2 };
+enum { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };  // INT8: codes (slot/codes.cuh)
+
+constexpr bool ERASES = KIND != MAMBA2;
+constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
+constexpr int GATES = KIND == KDA ? K : 1;        // log-decays of a head and token
+constexpr int LK = K / 32;                        // key channels of a lane: [LK * lane, LK * lane + LK)
+constexpr u32 ALL = 0xffffffffu;
+
+template <int TYPE> struct Element { typedef u16 type; };
+template <> struct Element<FP32> { typedef float type; };
+template <> struct Element<INT8> { typedef unsigned char type; };
+typedef Element<ACT>::type act_t;
+typedef Element<OUT>::type out_t;
+typedef Element<STATE>::type state_t;
+
+template <int TYPE> __device__ __forceinline__ float widen(typename Element<TYPE>::type x) {
+    if constexpr (TYPE == FP32) return x;
+    else if constexpr (TYPE == FP16) return half_to_float(x);
+    else return __uint_as_float(static_cast<u32>(x) << 16);
+}
+
+template <int TYPE> __device__ __forceinline__ typename Element<TYPE>::type narrow(float x) {
+    if constexpr (TYPE == FP32) return x;
+    else if constexpr (TYPE == FP16) return float_to_half(x);
+    else return float_to_bf16(x);
+}
+
+// N neighbouring elements as stored: loaded by one instruction, widened at each use.
+template <int TYPE, int N> struct Packed {
+    static constexpr int BYTES = N * sizeof(typename Element<TYPE>::type);
+    static constexpr int WORDS = BYTES < 4 ? 1 : BYTES / 4;
+    u32 word[WORDS];
+
+    __device__ __forceinline__ void load(const typename Element<TYPE>::type* from) {
+        if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 x = reinterpret_cast<const uint4*>(from)[i / 4];
+                word[i] = x.x, word[i + 1] = x.y, word[i + 2] = x.z, word[i + 3] = x.w;
+            }
+        } else if constexpr (WORDS == 2) {
+            const uint2 x = *reinterpret_cast<const uint2*>(from);
+            word[0] = x.x, word[1] = x.y;
+        } else {
+            word[0] = *reinterpret_cast<const u32*>(from);
+        }
+    }
+    __device__ __forceinline__ void store(typename Element<TYPE>::type* to) const {
+        if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4)
+                reinterpret_cast<uint4*>(to)[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+        } else if constexpr (WORDS == 2) {
+            *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+        } else {
+            *reinterpret_cast<u32*>(to) = word[0];
+        }
+    }
+    // The same, bypassing the caches.
+    __device__ __forceinline__ void store_streaming(typename Element<TYPE>::type* to) const {
+        static_assert(WORDS == 4 || WORDS == 2);
+        const Packed& x = *this;
+        if constexpr (TYPE == FP32) __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+        else __stcs(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
+    }
+    // Rounds N floats.
+    __device__ __forceinline__ void set(const float (&x)[N]) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            if constexpr (TYPE == FP32) word[i] = __float_as_uint(x[i]);
+            else word[i] = narrow<TYPE>(x[2 * i]) | static_cast<u32>(narrow<TYPE>(x[2 * i + 1])) << 16;
+        }
+    }
+    // The same for a state, with instructions that convert pairs.
+    __device__ __forceinline__ void set_state(const float (&x)[N]) {
+        if constexpr (TYPE == FP32) {
+            set(x);
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++)
+                word[i] = TYPE == FP16 ? floats_to_halves(x[2 * i], x[2 * i + 1])
+                                       : floats_to_bf16(x[2 * i], x[2 * i + 1]);
+        }
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) word[i] = 0;
+    }
+    __device__ __forceinline__ float operator[](int i) const {
+        if constexpr (TYPE == FP32) return __uint_as_float(word[i]);
+        else return widen<TYPE>(static_cast<u16>(word[i / 2] >> (16 * (i % 2))));
+    }
+};
+
+// Sums over each group of LANES neighbouring lanes.
+template <int LANES> __device__ __forceinline__ float group_sum(float x) {
+#pragma unroll
+    for (int bit = LANES / 2; bit; bit /= 2) x += __shfl_xor_sync(ALL, x, bit);
+    return x;
+}
+__device__ __forceinline__ float warp_sum(float x) { return group_sum<32>(x); }
+// The largest absolute value in the warp.
+__device__ __forceinline__ float warp_most(float x) {
+    return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x))));
+}
+
+template <int HALF, int BIT> __device__ __forceinline__ void exchange(float* x) {
+    if constexpr (HALF > 0) {
+        const bool upper = threadIdx.x & BIT;
+#pragma unroll
+        for (int i = 0; i < HALF; i++) {
+            const float keep = upper ? x[i + HALF] : x[i];
+            const float send = upper ? x[i] : x[i + HALF];
+            x[i] = keep + __shfl_xor_sync(ALL, send, BIT);
+        }
+        exchange<HALF / 2, BIT / 2>(x);
+    } else if constexpr (BIT > 0) {
+        x[0] += __shfl_xor_sync(ALL, x[0], BIT);
+        exchange<0, BIT / 2>(x);
+    }
+}
+
+// Sums N values (a power of two) over a group of lanes, with about N instead of N log2(LANES) shuffles: lane l of the
+// group returns the sum of x[l / (LANES / N)].
+template <int LANES, int N> __device__ __forceinline__ float group_sums(float (&x)[N]) {
+    static_assert(N <= LANES, "one value a lane at the end");
+    exchange<N / 2, LANES / 2>(x);
+    return x[0];
+}
+template <int N> __device__ __forceinline__ float warp_sums(float (&x)[N]) { return group_sums<32>(x); }
+
+// exp of a log-decay or of a sum of log-decays: at most 1, and 0 for -inf.
+__device__ __forceinline__ float decay(float log_decay) { return expf(log_decay); }

@@ -1,0 +1,223 @@
+// Factors of the low-rank-plus-diagonal maps (lowrank, prior), by one warp.
+#pragma once
+#include "map/sums.cuh"
+
+// Products of each column of U with the pivots, and with itself.
+typedef float ColumnDots[RANK_MAX][DOTS];
+
+__device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    auto put = [&](int g, float first, float second, float square) {
+        if (g >= rank) return;
+        if (2 * c < PIVOTS) to[g][2 * c] = first;
+        if (2 * c + 1 < PIVOTS) to[g][2 * c + 1] = second;
+        if (c == 0) to[g][PIVOTS] = square;
+    };
+    if (rank <= 8) {
+        float dots[1][4], squares[1];
+        multiply_first_columns<1, 1>(u, rank, dots, squares);
+        put(r, dots[0][0], dots[0][1], squares[0]);
+    } else if (RANK_MAX > 8) {
+        float dots[1][4], squares[2];
+        multiply_first_columns<2, 1>(u, rank, dots, squares);
+        put(r, dots[0][0], dots[0][1], squares[0]), put(8 + r, dots[0][2], dots[0][3], squares[1]);
+    }
+#pragma unroll 1
+    for (int i = 16; RANK_MAX > 16 && i < rank; i += 16) {
+        float dots[4], squares[2] = {};
+        multiply_columns<1>(u, rank, i, 0, dots, [&](const float(&upper)[4], const float(&lower)[4]) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) squares[0] += upper[n] * upper[n], squares[1] += lower[n] * lower[n];
+        });
+        squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
+        put(i + r, dots[0], dots[1], squares[0]), put(i + 8 + r, dots[2], dots[3], squares[1]);
+    }
+    __syncwarp();
+}
+
+// Factors of the map. `prior` distributes the energy that the pivots miss as in calibration. U and the sums are read
+// first and then released for the next tile.
+template <class Wait>
+__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u,
+                                              WarpMbarrier& columns_empty, WarpMbarrier& sums_empty, sketch_t* packed,
+                                              const projection_t* projection, int rank, float mu, float ridge,
+                                              Wait wait_sums) {
+    const int lane = threadIdx.x % 32, p = pivots_of(rank);
+    sketch_t* const b = packed + rank * V;
+    const SmallPart<small_t> small(packed, rank);
+    const float root = rsqrtf(mu);
+    constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; fewer make the code of many roles shorter
+    Packed<CODED ? BF16 : SKETCH, MINE> rows[AHEAD];
+#pragma unroll
+    for (int g = 0; g < AHEAD; g++) {
+        rows[g].clear();
+        if (g < rank) rows[g].load(projection + g * K + MINE * lane);
+    }
+    dots_of_columns(dots, u, rank);
+    columns_empty.arrive();
+    wait_sums();
+
+    constexpr int EACH = (RANK_MAX + 31) / 32;  // a lane's columns of U
+    float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the inverse of its diagonal
+    float image[PIVOTS][MINE];                  // S U_p, then B
+    float low[EACH][PIVOTS], residual[EACH];    // U^T U_p, then L; the residual's diagonal
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+#pragma unroll
+        for (int n = 0; n < MINE; n++) image[i][n] = 0;
+        if (i < p) sum_parts(sums, i, MINE * lane, image[i]);
+#pragma unroll
+        for (int j = 0; j <= i; j++) r[j][i] = i < p ? dots[i][j] : 0.f;
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const int g = lane + 32 * e;
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? dots[g][i] : 0.f;
+        residual[e] = g < rank ? dots[g][PIVOTS] / mu : 0.f;
+    }
+    sums_empty.arrive();
+
+    float errors[PIVOTS];  // relative, of the pivots' squares
+#pragma unroll
+    for (int j = 0; j < PIVOTS; j++)
+#pragma unroll
+        for (int i = 0; i <= j; i++) {
+            const float whole = r[i][j];
+            float error = ROUNDING * whole;
+#pragma unroll
+            for (int n = 0; n < i; n++) {
+                const float x = r[n][i] * r[n][j];
+                r[i][j] -= x;
+                if (i == j) error += x * errors[n];
+            }
+            if (i < j) {
+                r[i][j] *= inverse[i];
+            } else {
+                inverse[j] = r[i][j] > fmaxf(INDEPENDENT * whole, SURE * error) ? rsqrtf(r[i][j]) : 0.f;
+                errors[j] = error * inverse[j] * inverse[j];
+            }
+        }
+    // x <- x R^-1
+    auto substitute = [&](auto&& x) {
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+#pragma unroll
+            for (int n = 0; n < i; n++) x(i) -= r[n][i] * x(n);
+            x(i) *= inverse[i];
+        }
+    };
+    float squares = 0;
+#pragma unroll
+    for (int n = 0; n < MINE; n++) {
+        substitute([&](int i) -> float& { return image[i][n]; });
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+            image[i][n] *= root;
+            squares += image[i][n] * image[i][n];
+        }
+    }
+    const float missed = PRIOR ? fmaxf(1.f - warp_sum(squares) / K, 0.f) : 0.f;
+
+    constexpr int TRIANGLE = PIVOTS * (PIVOTS + 1) / 2, CHUNKS = (TRIANGLE + 15) / 16;
+    float products[CHUNKS][16] = {};  // lower triangle of L^T D^-1 L, by rows
+    float scaled[EACH][PIVOTS];   // D^-1 L
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const int g = lane + 32 * e;
+        substitute([&](int i) -> float& { return low[e][i]; });
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+            low[e][i] *= root;
+            residual[e] -= low[e][i] * low[e][i];
+        }
+        residual[e] = PRIOR ? missed : fmaxf(residual[e], 0.f);
+        const float over = 1.f / (residual[e] + ridge);
+        if (g < rank) small.w[g] = narrow<SMALL>(residual[e] * over);
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+            scaled[e][i] = low[e][i] * over;
+#pragma unroll
+            for (int j = 0; j <= i; j++) {
+                const int at = i * (i + 1) / 2 + j;
+                products[at / 16][at % 16] += low[e][i] * scaled[e][j];
+            }
+        }
+    }
+    float total[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) total[i] = warp_sums(products[i]);
+
+    // B~ = B - Pi Diag(w) L, with Diag(w) L in `dots`. The next projection rows are loaded meanwhile.
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++)
+            if (lane + 32 * e < rank) dots[lane + 32 * e][i] = residual[e] * scaled[e][i];
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < rank; first += AHEAD)
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const int g = first + n;
+            if (g >= rank) break;
+            const Packed<CODED ? BF16 : SKETCH, MINE> row = rows[n];
+            if (g + AHEAD < rank) rows[n].load(projection + (g + AHEAD) * K + MINE * lane);
+#pragma unroll
+            for (int i = 0; i < PIVOTS; i++)
+#pragma unroll
+                for (int c = 0; c < MINE; c++) image[i][c] -= row[c] * dots[g][i];
+        }
+    __syncwarp();  // before the next products are stored
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+        if constexpr (CODED) {
+            if (i >= p) break;
+            float four[4];  // of the lane's word
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                four[n] = MINE == 4 ? image[i][n % MINE]
+                                    : __shfl_sync(ALL, image[i][n % MINE], (2 * lane + n / 2) % 32);
+            const float scale = store_row_codes(b + i * K, [&](int, float(&x)[4]) {
+#pragma unroll
+                for (int n = 0; n < 4; n++) x[n] = four[n];
+            });
+            if (lane == 0) small.pivot_scale[i] = scale;
+        } else {
+            Packed<SKETCH, MINE> rounded;
+            rounded.set(image[i]);
+            if (i < p) rounded.store(b + i * K + MINE * lane);
+        }
+    }
+
+    float l[PIVOTS][PIVOTS];  // Cholesky factor of I + L^T D^-1 L; the diagonal holds its inverse
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++)
+#pragma unroll
+        for (int j = 0; j <= i; j++) {
+            const int at = i * (i + 1) / 2 + j;
+            float x = __shfl_sync(ALL, total[at / 16], 2 * (at % 16)) + (i == j ? 1.f : 0.f);
+#pragma unroll
+            for (int n = 0; n < j; n++) x -= l[i][n] * l[j][n];
+            l[i][j] = i == j ? rsqrtf(x) : x * l[j][j];
+        }
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {  // F = D^-1 L (I + L^T D^-1 L)^-1
+        float(&x)[PIVOTS] = scaled[e];
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++) {
+#pragma unroll
+            for (int j = 0; j < i; j++) x[i] -= l[i][j] * x[j];
+            x[i] *= l[i][i];
+        }
+#pragma unroll
+        for (int i = PIVOTS - 1; i >= 0; i--) {
+#pragma unroll
+            for (int j = i + 1; j < PIVOTS; j++) x[i] -= l[j][i] * x[j];
+            x[i] *= l[i][i];
+        }
+#pragma unroll
+        for (int i = 0; i < PIVOTS; i++)
+            if (i < p && lane + 32 * e < rank) small.f[(lane + 32 * e) * p + i] = narrow<SMALL>(x[i]);
+    }
+}

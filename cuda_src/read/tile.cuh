@@ -1,0 +1,136 @@
+// The work tile of a read step: one row of the batch and TILE_HEADS neighbouring heads that share a key head.
+#pragma once
+#include "slot/codes.cuh"
+#include "read/window.cuh"
+
+// Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
+constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH != FP32 && W <= 16;
+constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
+constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
+constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
+// Lanes per head when a warp works on the heads side by side: lane l holds the scalar gate of token l % SPAN, at head
+// l / SPAN of the tile. (Windows of 32 have tiles of one head.)
+constexpr int SPAN = 32 / TILE_HEADS;
+
+// SHARED_SCORES: without erasure, all heads of a key head use the same products <k_s, q>; the block computes them once.
+// TWO_HALVES: the token-by-token path uses the keys first, and the values and the sketch much later, so the two halves
+// of a tile are separate pipeline stages.
+constexpr bool SHARED_SCORES = MATRIX && !ERASES, TWO_HALVES = !MATRIX;
+enum { KEY_HALF = 1, VALUE_HALF = 2, BOTH_HALVES = 3 };  // halves of a tile in shared memory, see TileBuffer
+
+struct Arguments {
+    Memory memory;
+    const float* gate_input;
+    const projection_t* projection;
+    const int4* heads;
+    Inputs inputs;
+    TokenSteps steps;  // read_draft.cu only: from one draft of a row to the next
+    Strided<out_t> out;
+
+    // A row's draft number t.
+    __device__ __forceinline__ Token token(int row, int t, int head) const {
+        Token token(inputs, row, head);
+        token.move(steps, t);
+        return token;
+    }
+};
+
+// The batch rows of a thread block's tiles.
+struct BlockRows {
+    const int2* rows;  // {slot, position} of each row; the last position of a window: no read
+    int first_row;
+    static constexpr int t = 0;  // the rows' token
+
+    __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }
+    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
+};
+
+// The plan's entries for the heads of a tile.
+struct TileHeads {
+    int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a full-state head
+    int at[TILE_HEADS];  // offsets of their sketches in the tile's sketches
+    int from, elements;  // offset of the tile's sketches in a slot, and their length
+
+    __device__ __forceinline__ void load(const int4* heads, int part) {
+        from = elements = 0;
+#pragma unroll
+        for (int h = 0; h < TILE_HEADS; h++) {
+            const int4 info = heads[part * TILE_HEADS + h];
+            rank[h] = info.x, projection[h] = info.z;
+            if (elements == 0) from = info.y;
+            at[h] = elements;
+            elements += sketch_elements(info.x);
+        }
+    }
+};
+
+// One tile of work. bytes: the tile's size in shared memory, 0 if the row is padding or its window ends. row: -1 past
+// the last tile.
+struct ReadTile {
+    int row, index, slot, pos, bytes;  // index: which tile of its row
+    __device__ __forceinline__ bool reads() const { return bytes > 0; }
+};
+
+// Scalar gates and betas of a tile's tokens, 0 past the newest. With TWO_HALVES the betas are in shared memory instead.
+struct TokenScalars {
+    float g, beta;
+
+    __device__ __forceinline__ void load(const Arguments& arg, const ReadTile& tile) {
+        const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.index * TILE_HEADS + lane / SPAN;
+        g = beta = 0;
+        if (s > tile.pos) return;
+        auto get = [&](const auto& ring, const auto& input) -> float {
+            return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
+        };
+        if (KIND != KDA) g = get(arg.memory.gates, arg.inputs.g);
+        if (ERASES && !TWO_HALVES) beta = get(arg.memory.betas, arg.inputs.beta);
+    }
+};
+
+// Starts the copies of a tile's betas to shared memory, one token a lane (TWO_HALVES). These are copies instead of
+// loads, because an instruction that waits for one load also waits for the other loads on the same scoreboard, and the
+// betas come from DRAM.
+__device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
+    const int s = threadIdx.x % 32;
+    if (ERASES && s <= tile.pos)
+        copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * W + s
+                                          : arg.inputs.beta.of(tile.row) + tile.index);
+    copy_async_commit();
+}
+
+// A tile in shared memory, two halves without gaps:
+//
+//   key half     keys of tokens 0 to pos (absent with SHARED_SCORES) | query | gates of tokens 0 to pos (kda)
+//   value half   per head: values of tokens 0 to pos - 1 | newest value of each head | sketches of all heads
+struct TileBuffer {
+    static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t);
+    static constexpr int GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
+    char *keys, *rest;
+    int pos;
+
+    __device__ __forceinline__ const act_t* key(int s) const { return reinterpret_cast<const act_t*>(keys + s * KEY); }
+    __device__ __forceinline__ const act_t* query() const {
+        return reinterpret_cast<const act_t*>(keys + query_at(pos));
+    }
+    __device__ __forceinline__ const gate_t* gates() const {
+        return reinterpret_cast<const gate_t*>(keys + gates_at(pos));
+    }
+    __device__ __forceinline__ const act_t* values(int h) const {
+        return reinterpret_cast<const act_t*>(rest + h * pos * VALUE);
+    }
+    __device__ __forceinline__ const act_t* newest(int h) const {
+        return reinterpret_cast<const act_t*>(rest + newest_at(pos) + h * VALUE);
+    }
+    __device__ __forceinline__ const sketch_t* sketches() const {
+        return reinterpret_cast<const sketch_t*>(rest + sketches_at(pos));
+    }
+
+    static constexpr __device__ __forceinline__ int query_at(int pos) { return SHARED_SCORES ? 0 : (pos + 1) * KEY; }
+    static constexpr __device__ __forceinline__ int gates_at(int pos) { return query_at(pos) + KEY; }
+    static constexpr __device__ __forceinline__ int newest_at(int pos) { return TILE_HEADS * pos * VALUE; }
+    static constexpr __device__ __forceinline__ int sketches_at(int pos) { return TILE_HEADS * (pos + 1) * VALUE; }
+    static constexpr __device__ __forceinline__ int bytes(int half, int pos, int elements) {
+        return (half & KEY_HALF ? gates_at(pos) + (pos + 1) * GATE : 0) +
+               (half & VALUE_HALF ? sketches_at(pos) + elements * static_cast<int>(sizeof(sketch_t)) : 0);
+    }
+};

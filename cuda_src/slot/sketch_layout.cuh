@@ -1,0 +1,55 @@
+// Layout of a slot's sketches in global memory. The heads are packed one after the other, each at its own rank G:
+//
+//     U (G, V)  |  B~ (p, K)  F (G, p)  w (G)     map in factors (lowrank, prior), p = min(G, PIVOTS)
+//     U (G, V)  |  C (G, K)                       dense map of this state (ridge)
+//     U (G, V)                                    shared map (offline)
+//
+// and in codes (slot/codes.cuh), with scales in float32 for columns g of U and for pivots:
+//
+//     U (G, V)  |  B~ (p, K)  |  scale (G)  pivots' scale (p)  F (G, p)  w (G)
+//     Q (G, V)  |  B (G, K)   |  scale (G)        split form: C = W^T B and Q = U W^T, with W of map/dense.cuh
+//     U (G, V)  |  scale (G)
+//
+// All are padded to a multiple of ALIGN bytes: reads that copy whole memory lines are faster. Rows of U are swizzled
+// like values (slot/ring.cuh).
+//
+// B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu). With B~, the map needs no L:
+// C x = w z + F (B~^T x), z = Pi^T x.
+//
+// `heads[h]` is {rank (0 for a full-state head), offset in a slot, offset of its projection (G, K), offset of its
+// basis in fragments}; `order` lists the full-state heads, then the sketched ones.
+#pragma once
+#include "lib/common.cuh"
+
+enum { FACTORS = 0, DENSE = 1, SHARED = 2 };
+typedef Element<SKETCH>::type sketch_t;
+constexpr bool CODED = SKETCH == INT8;
+constexpr int SMALL = CODED ? FP32 : SKETCH;  // type of F and w
+typedef Element<SMALL>::type small_t;
+typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
+constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
+constexpr bool HIGH_RANKS = MAP == DENSE && RANK_MAX > 16;  // dense maps by a team of warps (map/blocks.cuh)
+static_assert(PIVOTS <= 8, "as in sketchssm/cuda/limits.py");
+constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
+
+__device__ __forceinline__ int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
+
+// Elements of a head's sketch and map, padded; 0 for a full-state head.
+__device__ __forceinline__ constexpr int sketch_elements(int rank) {
+    constexpr int LINE = ALIGN / static_cast<int>(sizeof(sketch_t)), EACH = sizeof(small_t) / sizeof(sketch_t);
+    const int p = rank < PIVOTS ? rank : PIVOTS;
+    const int small = (MAP == FACTORS ? rank * p + rank : 0) + (CODED ? rank + (MAP == FACTORS ? p : 0) : 0);
+    const int map = MAP == FACTORS ? p * K : MAP == DENSE ? rank * K : 0;
+    return (rank * V + map + small * EACH + LINE - 1) / LINE * LINE;
+}
+
+// Parts of a packed head behind U and the map's rows. Scales are factors of the numbers that `widen_codes` returns.
+template <class T> struct SmallPart {
+    T *scale, *pivot_scale, *f, *w;
+
+    template <class P> __device__ __forceinline__ SmallPart(P* packed, int rank) {
+        const int p = pivots_of(rank);
+        scale = reinterpret_cast<T*>(packed + rank * V + (MAP == DENSE ? rank : p) * K);
+        pivot_scale = scale + (CODED ? rank : 0), f = pivot_scale + (CODED ? p : 0), w = f + rank * p;
+    }
+};

@@ -1,0 +1,48 @@
+// Inputs of a step: the caller's arrays, and pointers to one token.
+#pragma once
+#include "lib/log_decay.cuh"
+#include "lib/strided.cuh"
+
+// Inputs of one token of each row: q, k (key_heads, K), v (heads, V), g (heads, 1 or K), beta (heads).
+struct Inputs {
+    Strided<const act_t> q, k, v;
+    Strided<const gate_t> g;
+    Strided<const float> beta;
+};
+
+// A kernel's parameters for inputs and outputs (heads, V), and the inputs made from them.
+#define INPUT_PARAMETERS                                                                                          \
+    const act_t *q, const act_t *k, const act_t *v, const gate_t *g, const float *beta, out_t *out, int q_stride, \
+        int k_stride, int v_stride, int g_stride, int beta_stride, int out_stride
+#define INPUTS                                                                            \
+    Inputs {                                                                              \
+        {q, q_stride}, {k, k_stride}, {v, v_stride}, {g, g_stride}, { beta, beta_stride } \
+    }
+
+// Bytes from a row's token to the row's next token, for kernels that take several tokens.
+struct TokenSteps {
+    int q, k, v, g, beta;
+};
+#define TOKEN_STEP_PARAMETERS int q_step, int k_step, int v_step, int g_step, int beta_step
+#define TOKEN_STEPS \
+    TokenSteps { q_step, k_step, v_step, g_step, beta_step }
+
+// Inputs of one token of a row, at one head.
+struct Token {
+    const act_t *q, *k, *v;
+    const gate_t* g;
+    const float* beta;
+
+    __device__ __forceinline__ Token(const Inputs& inputs, int row, int head)
+        : q(inputs.q.of(row) + head / HEADS_PER_KEY * K), k(inputs.k.of(row) + head / HEADS_PER_KEY * K),
+          v(inputs.v.of(row) + head * V), g(inputs.g.of(row) + head * GATES), beta(inputs.beta.of(row) + head) {}
+    __device__ __forceinline__ Token(const act_t* q_, const act_t* k_, const act_t* v_, const gate_t* g_,
+                                     const float* beta_)
+        : q(q_), k(k_), v(v_), g(g_), beta(beta_) {}
+    // Moves `count` tokens ahead.
+    __device__ __forceinline__ void move(const TokenSteps& by, int count) {
+        q = Strided<const act_t>{q, by.q}.of(count), k = Strided<const act_t>{k, by.k}.of(count);
+        v = Strided<const act_t>{v, by.v}.of(count), g = Strided<const gate_t>{g, by.g}.of(count);
+        beta = Strided<const float>{beta, by.beta}.of(count);
+    }
+};
