@@ -132,7 +132,7 @@ CALLS = [
     (ss.StandardHead.parts_of, TYPES | {"layer": LAYER, "backend": "cpu", "drafts": 0}),
     (ss.ReplayHead.parts_of, TYPES | {"layer": LAYER, "backend": "cpu", "window": 4}),
     (ss.SketchHead.parts_of, TYPES | {"plan": PLAN, "backend": "cpu", "sketch_dtype": None}),
-    (ss.QuantisedHead, HEAD | {"layer": LAYER, "bits": 8, "error_feedback": False}),
+    (ss.QuantisedHead, HEAD | {"layer": LAYER, "bits": 8}),
     (ss.CopyReadHead, HEAD | {"layer": LAYER, "bits": 8, "window": 4}),
     (ss.PrunedHead, HEAD | {"layer": KDA, "keep": np.ones((2, 8), bool)}),
     (ss.KeyReducedHead, HEAD | {"reduction": MOMENTS_OF_KEYS.reduce(0.5), "fold": True}),

@@ -19,7 +19,6 @@ __all__ = ["TestArrays", "TestRefusals", "TestSeveralTokens", "TestSlots", "Test
 
 SYSTEMS = {
     "quantised": ("mamba2", "gdn", "kda"),
-    "feedback": ("mamba2", "gdn", "kda"),
     "pruned": ("mamba2", "kda"),
     "reduced": ("gdn",),
     "sliced": ("gdn",),
@@ -45,8 +44,8 @@ def layer(pair):
 
 def head_of(system, layer, slots, backend):
     """A head of a system, calibrated if needed. Heads of the same system and layer are equal."""
-    if system in ("quantised", "feedback"):
-        return ss.QuantisedHead(layer, slots, backend, bits=5, error_feedback=system == "feedback")
+    if system == "quantised":
+        return ss.QuantisedHead(layer, slots, backend, bits=5)
     tokens = tokens_of(np.random.default_rng(7), layer, 2, 20)
     if system == "pruned":
         scores = ss.ChannelScores(layer)
@@ -71,7 +70,7 @@ class TestBackends:
         """
         heads = [head_of(system, layer, 4, backend) for backend in ("reference", "cpu")]
         tokens = tokens_of(rng, layer, 4, 30)
-        step = 2 / 15 if system == "quantised" else 2 / 15 / 14 if system == "feedback" else 0.0
+        step = 2 / 15 if system == "quantised" else 0.0
         total, moved = 0, 0
         for t in range(30):
             start = states_of(rng, layer, 4)
@@ -95,7 +94,7 @@ class TestBackends:
 
     def test_a_fresh_head_is_exact_until_it_stores(self, system, layer, backend, rng):
         """The first token's output comes from a state that was never quantised."""
-        if system in ("quantised", "feedback"):
+        if system == "quantised":
             tokens = tokens_of(rng, layer, 2, 1, np.float64)
             output = head_of(system, layer, 2, backend).step(*tokens)
             assert relative(output, run(layer, *tokens)[0]) < FLOAT32

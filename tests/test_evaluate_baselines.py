@@ -8,7 +8,6 @@ from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans import traffic
-from sketchssm.study.baselines.quantised import RESIDUAL_BITS
 from sketchssm.study.evaluate import Entry, Study, baselines, measure
 
 LISTS = (
@@ -55,13 +54,6 @@ def test_reductions_are_the_byte_model_s(traces):
     pruned = "DRRQR" if traces.layer.kind == "gdn" else "GHOST"
     # all shares of K = 128 are integers, so that no count is rounded
     assert [by_name[f"{pruned} {share:.1%}"] for share in baselines.SPARSITIES] == [1.6, 2, 1 / 0.375, 4]
-
-
-def test_feedback_pays_for_its_residuals(traces):
-    both = baselines.quantised_systems(traces.layer, traces.calib, bits=(8,), error_feedback=(False, True))
-    size = (traces.layer.key_dim, traces.layer.value_dim)
-    assert [system.name for system in both] == ["DSQ 8 bits", "DSQ 8 bits with feedback"]
-    assert both[1].reduction == traffic.standard(*size) / traffic.compressed(*size, bits=8 + RESIDUAL_BITS)
 
 
 def test_options(traces):

@@ -51,7 +51,7 @@ def test_every_kind_has_its_families(study):
     other = "pruned" if study.traces.layer.kind == "gdn" else "key-reduced"
     assert families == set(FAMILIES) - {"plan", other}
     assert {"exact/standard", "exact/replay", "sketch/ridge-3", f"ablation/{FULL_METHOD}"} <= set(names)
-    assert {"quantised/dsq-6-bits", "quantised/dsq-6-bits-with-feedback", "read-only/4-bit-copy"} <= set(names)
+    assert {"quantised/dsq-6-bits", "read-only/4-bit-copy"} <= set(names)
 
 
 def test_settings_of_the_paper(study):
@@ -62,7 +62,7 @@ def test_settings_of_the_paper(study):
     copies = [f"read-only/{n}-bit-copy" for n in (8, 6, 4, 2)]
     compressed = ("quantised", "pruned", "key-reduced", "read-only")
     found = [name for name in names_of(study) if name.startswith(compressed) and "low-rank" not in name]
-    assert found == [*bits, *(f"{name}-with-feedback" for name in bits), *sparse, *copies]
+    assert found == [*bits, *sparse, *copies]
     assert any("low-rank-read" in name for name in names_of(study))
 
 

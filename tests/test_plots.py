@@ -152,7 +152,6 @@ def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     ("name", "curve"),
     [
         ("sketch/ridge-16", "sketch/ridge"),
-        ("quantised/dsq-6-bits-with-feedback", "quantised/dsq-with-feedback"),
         ("quantised/dsq-10-bits", "quantised/dsq"),
         ("pruned/ghost-37.5", "pruned/ghost"),
         ("read-only/4-bit-copy", "read-only/copy"),

@@ -170,7 +170,6 @@ def baselines(calibrations, family, window=16):
 FAMILIES = {
     "exact": lambda layer, tokens, window: exact_systems(layer, window),
     "quantised": quantised_systems,
-    "feedback": partial(quantised_systems, bits=(8, 6, 4), error_feedback=(True,)),
     "pruned": pruned_systems,
     "key-reduced": key_reduced_systems,
     "copy": partial(read_only_systems, bits=(8, 6, 4, 2), ranks=()),

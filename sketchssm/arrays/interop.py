@@ -215,36 +215,30 @@ def from_host(array: npt.NDArray[Any], like: Any, out: Any = None) -> Any:
     if out is not None:
         return _filled(out, array)
     kind = framework(like)
-    if kind == "torch":
-        import torch
-
-        return torch.from_numpy(array).to(like.device, like.dtype)
-    if kind == "cupy":
-        with like.device:
-            return _on_cupy(array, like.dtype)
-    if kind == "jax":
-        import jax
-
-        return jax.device_put(array.astype(like.dtype, copy=False), like.sharding)
+    if kind in ("torch", "cupy", "jax"):
+        return to_kind(array, like, like.dtype)
     result = array.astype(to_host(like, "like").dtype, copy=False)
     namespace = getattr(like, "__array_namespace__", None)
     return result if kind == "numpy" or namespace is None else namespace().from_dlpack(result)
 
 
-def to_kind(array: npt.NDArray[Any], like: Any) -> Any:
-    """Return an array with framework and device of `like` and unchanged dtype; its memory may become the caller's."""
+def to_kind(array: npt.NDArray[Any], like: Any, dtype: Any = None) -> Any:
+    """Return an array with framework and device of `like`; its memory may become the caller's.
+
+    The dtype is one of that framework, by default the array's own.
+    """
     kind = framework(like)
     if kind == "torch":
         import torch
 
-        return torch.from_numpy(array).to(like.device)
+        return torch.from_numpy(array).to(like.device, dtype=dtype)
     if kind == "cupy":
         with like.device:
-            return _on_cupy(array, array.dtype)
+            return _on_cupy(array, dtype or array.dtype)
     if kind == "jax":
         import jax
 
-        return jax.device_put(array, like.sharding)
+        return jax.device_put(array.astype(dtype or array.dtype, copy=False), like.sharding)
     return array
 
 

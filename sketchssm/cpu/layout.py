@@ -81,14 +81,14 @@ SETTINGS = ("clocked", "state_type", "tracked", "map", "sketch_type", "columns",
 """Settings: whether the head has a clock; the type of stored states; whether flushes advance a master copy of U; the
 coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`."""
 
-GRIDS = ("top", "shift", "residual_top", "residual_shift")
-"""Largest codes and shifts of the grids that `sketchssm.cpu.quantised` rounds to."""
+GRID = ("top", "shift")
+"""Largest code and shift of the grid that `sketchssm.cpu.quantised` rounds to."""
 
 STRIDES = tuple(f"{name}_stride" for name in RUNS)
 
 CONTEXT = np.dtype(
     [(name, np.int64) for name in (*SIZES, *RUNS, *STRIDES, *SHARED, *CALL, *SETTINGS)]
-    + [(name, np.float64) for name in ("ridge", *GRIDS)]
+    + [(name, np.float64) for name in ("ridge", *GRID)]
 )
 
 AREA_NAMES = (

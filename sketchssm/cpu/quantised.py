@@ -27,14 +27,11 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 
 
 class QuantisedEngine(StandardEngine):
-    """The recurrence on quantised states: each state is quantised again after every token.
+    """The recurrence on quantised states: each state is quantised again after every token."""
 
-    `residual_bits` are the bits per element of the residuals; 0 for none.
-    """
-
-    def __init__(self, layer: Layer, num_slots: int, bits: int, residual_bits: int) -> None:
+    def __init__(self, layer: Layer, num_slots: int, bits: int) -> None:
         super().__init__(layer, num_slots)
-        self.bits, self.residual_bits = bits, residual_bits
+        self._grid = Grid.of(bits)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.heads.engine.Engine`."""
@@ -48,8 +45,7 @@ class QuantisedEngine(StandardEngine):
         self._requantise(slots)
 
     def _requantise(self, slots: npt.NDArray[np.int64]) -> None:
-        _set_grids(self._memory, Grid.of(self.bits, True), Grid.of(self.residual_bits, True))
-        run(quantise_kernel, self._memory, slots)
+        _quantise(self._memory, self._grid, slots)
 
 
 class CopyEngine(ReplayEngine):
@@ -58,7 +54,7 @@ class CopyEngine(ReplayEngine):
     def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
         copies = (standard_parts(layer, "float32", 0)["state"][0]._replace(name="served"),)
         self._open(Memory(layer, num_slots, window, window_parts(layer, window, sketch=copies)), full_states(layer))
-        self.bits = bits
+        self._grid = Grid.of(bits, zero=False)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.heads.engine.Engine`."""
@@ -83,8 +79,7 @@ class CopyEngine(ReplayEngine):
         self._renew(slots)
 
     def _renew(self, slots: npt.NDArray[np.int64]) -> None:
-        _set_grids(self._memory, Grid.of(self.bits, False), Grid.of(0, True))
-        run(quantise_kernel, self._memory, slots)
+        _quantise(self._memory, self._grid, slots)
 
 
 def _one_token(
@@ -96,14 +91,15 @@ def _one_token(
     return part[:, 0]
 
 
-def _set_grids(memory: Memory, grid: Grid, residual: Grid) -> None:
-    """Record the grids of states and residuals."""
-    memory.set(top=grid.top, shift=grid.shift, residual_top=residual.top, residual_shift=residual.shift)
+def _quantise(memory: Memory, grid: Grid, slots: npt.NDArray[np.int64]) -> None:
+    """Quantise the states of some slots, in place or into the served copy."""
+    memory.set(top=grid.top, shift=grid.shift)
+    run(quantise_kernel, memory, slots)
 
 
 @Kernel
 def quantise_kernel(context: int, areas: int, worker: int) -> None:
-    """Quantise one worker's share of the states of some slots, in place or into the served copy."""
+    """Quantise one worker's share of the states."""
     if worker != SERIAL:
         _share(call_record(context), worker)
 
@@ -112,24 +108,20 @@ def quantise_kernel(context: int, areas: int, worker: int) -> None:
 def _share(m: Record, worker: int) -> None:
     units, shape = m.batch * m.heads, (m.values, m.keys)
     top, shift = np.float32(m.top), np.float32(m.shift)
-    residual_top, residual_shift = np.float32(m.residual_top), np.float32(m.residual_shift)
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot = integers(m.rows)[unit // m.heads]
         if slot >= 0:
             head = unit % m.heads * m.values * m.keys
             state = carray(floats(m.state + 4 * (slot * m.state_stride + head)), shape)
             stored = carray(floats(m.served + 4 * (slot * m.served_stride + head)), shape)
-            _round_trip_one(state, stored, top, shift, residual_top, residual_shift)
+            _round_trip_one(state, stored, top, shift)
 
 
 @njit
-def _round_trip_one(
-    state: Array, stored: Array, top: float, shift: float, residual_top: float, residual_shift: float
-) -> None:
+def _round_trip_one(state: Array, stored: Array, top: float, shift: float) -> None:
     """Quantise one state. The loops over one row each compile to vector instructions."""
     values, keys = state.shape
-    rows, columns = np.zeros(values, np.float32), np.zeros(keys, np.float32)
-    line, step = np.empty(keys, np.float32), np.empty(keys, np.float32)
+    rows, columns, line = np.zeros(values, np.float32), np.zeros(keys, np.float32), np.empty(keys, np.float32)
     size = state.view(np.int32)
     for v in range(values):
         peak = np.int32(0)
@@ -147,16 +139,9 @@ def _round_trip_one(
     _bfloat16_above(columns)
     for v in range(values):
         scale = rows[v]
-        for k in range(keys):
-            line[k] = state[v, k]  # `stored` may be `state`
-            step[k] = scale * columns[k] / (top + shift)
-            line[k] -= _nearest(line[k], step[k], top, shift)
-        if residual_top > 0:
-            for k in range(keys):
-                fine = step[k] / (np.float32(2) * (residual_top + residual_shift))
-                line[k] -= _nearest(line[k], fine, residual_top, residual_shift)
-        for k in range(keys):
-            stored[v, k] = state[v, k] - line[k]
+        for k in range(keys):  # into a line of its own: `stored` may be `state`, which would keep this from vectors
+            line[k] = _nearest(state[v, k], scale * columns[k] / (top + shift), top, shift)
+        stored[v] = line
 
 
 @njit

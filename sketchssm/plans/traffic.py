@@ -115,7 +115,7 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
     key_dim, value_dim : int
         K and V.
     bits : float, optional
-        Bits per element of a quantised state, including stored residuals. With 16-bit scales along both dimensions
+        Bits per element of a quantised state. With 16-bit scales along both dimensions
         (DSQ) the compression is ``32 / (bits + 16 (K + V) / (K V))``.
     sparsity : float, optional
         Share of the rows or channels that pruning removes (GHOST, DRRQR); the compression is ``1 / (1 - sparsity)``.

@@ -15,9 +15,9 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: a state is quantised again after every token."""
 
-    def __init__(self, layer: Layer, num_slots: int, bits: int, residual_bits: int) -> None:
+    def __init__(self, layer: Layer, num_slots: int, bits: int) -> None:
         super().__init__(layer, num_slots)
-        self.bits, self.residual_bits = bits, residual_bits
+        self.bits = bits
 
     def _token(self, slot: int, token: Tokens) -> Array:
         output = super()._token(slot, token)
@@ -29,7 +29,7 @@ class QuantisedEngine(StandardEngine):
         self._requantise(slot)  # a loaded state is kept quantised, too
 
     def _requantise(self, slot: int) -> None:
-        self.state[slot] = round_trip(self.state[slot], self.bits, self.residual_bits)
+        self.state[slot] = round_trip(self.state[slot], self.bits)
 
 
 class CopyEngine(ReplayEngine):

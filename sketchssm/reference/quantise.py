@@ -40,9 +40,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, bits: int, zero: bool = True) -> Grid:
-        """Grid of some bits, with or without zero; with 0 bits its only code is 0."""
-        if not bits:
-            return cls(0.0, 0.0)
+        """Grid of some bits, with or without zero."""
         return cls(2.0 ** (bits - 1) - 1.0, 0.0) if zero else cls(2.0 ** (bits - 1) - 0.5, 0.5)
 
     def step(self, scale: Array) -> Array:
@@ -56,23 +54,16 @@ class Grid(NamedTuple):
         return np.clip(np.rint(codes - self.shift) + self.shift, -self.top, self.top)
 
 
-def round_trip(state: Array, bits: int, residual_bits: int = 0, zero: bool = True) -> Array:
+def round_trip(state: Array, bits: int, zero: bool = True) -> Array:
     """Quantise states ``(..., V, K)`` with scales from the states, and return the stored values.
 
     They are within half a step of the given ones: a step is ``rows * columns / top``, or ``rows * columns`` over
-    ``2^(bits - 1)`` without a zero on the grid (see `Grid`). `residual_bits` are the bits per element of a second set
-    of codes for the error of the first, which is at most half a step, so that the same scales serve; they divide the
-    bound by ``2 top`` of their own grid.
+    ``2^(bits - 1)`` without a zero on the grid (see `Grid`).
     """
     rows, columns = scales(state)
     grid = Grid.of(bits, zero)
     step = grid.step(rows * columns)
-    stored = grid.encode(state, step) * step
-    if residual_bits:
-        fine_grid = Grid.of(residual_bits)
-        fine = fine_grid.step(step / 2)
-        stored = stored + fine_grid.encode(state - stored, fine) * fine
-    return stored
+    return grid.encode(state, step) * step
 
 
 def _bfloat16_above(x: Array) -> Array:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
-from sketchssm.layer.checks import check_bool
 from sketchssm.layer.recurrence import Layer, check_integer, check_window
 
-__all__ = ["RESIDUAL_BITS", "CopyReadHead", "QuantisedHead"]
-
-RESIDUAL_BITS = 4
-"""Bits of a stored rounding error with error feedback."""
+__all__ = ["CopyReadHead", "QuantisedHead"]
 
 
 class QuantisedHead(DecodeHead):
@@ -19,10 +15,6 @@ class QuantisedHead(DecodeHead):
     DSQ has separate scales along both dimensions of the state, computed whenever the state is stored. Two choices are
     this library's: the computation of the scales (`sketchssm.reference.quantise`), and that the output of a token is
     read from the updated state before its quantisation, when a kernel has the state in registers.
-
-    Error feedback is an option of this library: rounding errors are stored too, in 4 bits that share the scales, and
-    added back before the decay of the next token. Every element has a rounding error, so a state costs ``bits + 4``
-    bits per element to read and to write, and is about as accurate as a quantiser with that many bits.
 
     Parameters
     ----------
@@ -34,8 +26,6 @@ class QuantisedHead(DecodeHead):
         Where to run.
     bits : int, default 8
         Bits per element of the state, 2 to 16.
-    error_feedback : bool, default False
-        Store rounding errors, in 4 more bits per element.
 
     Raises
     ------
@@ -43,15 +33,9 @@ class QuantisedHead(DecodeHead):
         If `bits` is out of range.
     """
 
-    def __init__(
-        self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8, error_feedback: bool = False
-    ) -> None:
+    def __init__(self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8) -> None:
         capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
-        check_bool("error_feedback", error_feedback)
-        self.error_feedback = bool(error_feedback)
-        residual_bits = RESIDUAL_BITS if error_feedback else 0
-        engine = load_engine("quantised", backend, layer, capacity, self.bits, residual_bits)
-        super().__init__(layer, capacity, *engine)
+        super().__init__(layer, capacity, *load_engine("quantised", backend, layer, capacity, self.bits))
 
 
 class CopyReadHead(DecodeHead):

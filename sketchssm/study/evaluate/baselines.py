@@ -24,7 +24,6 @@ from sketchssm.study.baselines import (
     QuantisedHead,
     low_rank_plan,
 )
-from sketchssm.study.baselines.quantised import RESIDUAL_BITS
 from sketchssm.study.systems import System, sketch_system
 
 __all__ = ["SPARSITIES", "key_reduced_systems", "pruned_systems", "quantised_systems", "read_only_systems"]
@@ -34,21 +33,16 @@ SPARSITIES = (0.375, 0.5, 0.625, 0.75)
 
 
 def quantised_systems(
-    layer: Layer,
-    tokens: Tokens,
-    window: int = 16,
-    *,
-    bits: Sequence[int] = (10, 8, 6, 4),
-    error_feedback: Sequence[bool] = (False,),
+    layer: Layer, tokens: Tokens, window: int = 16, *, bits: Sequence[int] = (10, 8, 6, 4)
 ) -> list[System]:
-    """List states of some `bits`, requantised at every token, without and with stored rounding errors."""
-
-    def system(feedback: bool, each: int) -> System:
-        used = traffic.compressed(layer.key_dim, layer.value_dim, bits=each + RESIDUAL_BITS * feedback)
-        name = f"DSQ {each} bits" + (" with feedback" if feedback else "")
-        return _system(name, partial(QuantisedHead, layer, bits=each, error_feedback=feedback), layer, used)
-
-    return [system(*settings) for settings in product(error_feedback, bits)]
+    """List states of some `bits`, requantised at every token."""
+    size = (layer.key_dim, layer.value_dim)
+    return [
+        _system(
+            f"DSQ {each} bits", partial(QuantisedHead, layer, bits=each), layer, traffic.compressed(*size, bits=each)
+        )
+        for each in bits
+    ]
 
 
 def pruned_systems(

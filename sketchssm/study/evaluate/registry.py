@@ -118,7 +118,7 @@ FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
     "rounded-states": _rounded_states,
     "sketch": _sketches,
     "narrow": _narrow,
-    "quantised": _baseline("quantised", partial(quantised_systems, error_feedback=(False, True))),
+    "quantised": _baseline("quantised", quantised_systems),
     "pruned": _baseline("pruned", pruned_systems),
     "key-reduced": _baseline("key-reduced", key_reduced_systems),
     "read-only": _baseline("read-only", read_only_systems),

@@ -195,9 +195,7 @@ def autoplan(
     known = [TracedLayer(traces, backend) for traces in layers]
     graded = all(layer.graded for layer in known)
     tried = _tried(known, candidates)
-    limit = min(min(layer.layer.key_dim, layer.layer.value_dim) for layer in known)
-    for rank in mean_ranks:
-        check_number("mean_ranks", rank, "numbers of at least 1", lambda number: number >= 1)
+    limit = min(layer.rank_limit for layer in known)
     ranks = [rank for rank in mean_ranks if rank <= limit]
     if not ranks:
         raise ValueError(f"mean_ranks: expected at least one from 1 to {limit} (K and V bound it), got {mean_ranks!r}")
