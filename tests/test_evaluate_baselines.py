@@ -64,7 +64,7 @@ def test_options(traces):
     assert wide[0].plan.window == 8
     for systems in (
         baselines.pruned_systems(layer, calib, sparsities=(0.25,)),
-        baselines.key_reduced_systems(layer, calib, sparsities=(0.25,), fold=(True, False)),
+        baselines.key_reduced_systems(layer, calib, sparsities=(0.25,)),
     ):
         for system in systems:
             assert system.reduction == pytest.approx(4 / 3, rel=1e-12)

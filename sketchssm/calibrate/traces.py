@@ -209,7 +209,7 @@ class Traces:
         Tokens
             Arrays ``(sequences, tokens, ...)``.
         """
-        return _rows(self.calib, slice(None, self._split()))
+        return self.calib.at(slice(None, self._split()))
 
     def score_part(self) -> tuple[Tokens, Array | None]:
         """Calibration sequences that score the ranks, disjoint from `fit_part`.
@@ -222,12 +222,12 @@ class Traces:
             Gradients ``(sequences, tokens, heads, V)``, or None if one of these sequences has none.
         """
         split = self._split()
-        held_out = _rows(self.calib, slice(split, None))
+        held_out = self.calib.at(slice(split, None))
         rows = held_out.v.shape[0]
         if self.grad is None or self.grad.shape[0] < rows:
             return held_out, None
         length = self.grad.shape[1]
-        return Tokens(*(x if x is None else x[:, :length] for x in held_out)), self.grad[-rows:]
+        return held_out.at(np.s_[:, :length]), self.grad[-rows:]
 
     def _split(self) -> int:
         rows = int(self.calib.v.shape[0])
@@ -311,10 +311,6 @@ class _Archive:
 def _held_out(rows: int) -> int:
     """Number of calibration sequences that score the ranks."""
     return max(rows // 3, 1)
-
-
-def _rows(tokens: Tokens, rows: slice) -> Tokens:
-    return Tokens(*(x if x is None else x[rows] for x in tokens))
 
 
 def _infer_layer(headers: dict[str, _Header], kind: str | None) -> Layer:

@@ -132,7 +132,7 @@ def _walk_rows(
     while start < length:
         opened = ring.k.shape[-2]
         stop = min(length, start + window - opened)
-        new = per_head(layer, Tokens(*(None if x is None else x[rows, start:stop] for x in tokens)))
+        new = per_head(layer, tokens.at(np.s_[rows, start:stop]))
         new = Tokens(*(None if x is None else np.ascontiguousarray(x.swapaxes(1, 2)) for x in new))
         ring = _joined([ring, Ring(new.k, new.v, new.g, new.beta)], axis=2)
         reads = min(stop - start, window - 1 - opened)

@@ -87,7 +87,7 @@ def _one_token(
 ) -> Array:
     """Step by one token of several; return its output ``(batch, heads, V)``."""
     part = np.empty_like(out[:, t : t + 1])
-    step(Tokens(*(None if x is None else x[:, t : t + 1] for x in tokens)), slots, part)
+    step(tokens.at(np.s_[:, t : t + 1]), slots, part)
     return part[:, 0]
 
 

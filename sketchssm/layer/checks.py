@@ -167,9 +167,7 @@ def check_size(name: str, value: Any) -> int:
 
 def check_seed(seed: Any) -> None:
     """Check the seed of a generator; ValueError unless it is an integer of at least 0."""
-    fits = isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0
-    if not fits:
-        raise ValueError(f"seed: expected an integer of at least 0, got {seed!r}")
+    check_number("seed", seed, "an integer of at least 0", lambda x: isinstance(x, int | np.integer) and bool(x >= 0))
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -69,6 +69,21 @@ class Tokens(NamedTuple):
     g: Any
     beta: Any
 
+    def at(self, index: Any) -> Tokens:
+        """Index all arrays alike.
+
+        Parameters
+        ----------
+        index : index
+            As of NumPy: ``np.s_[:, 3]`` is token 3 of each row.
+
+        Returns
+        -------
+        Tokens
+            The parts of the arrays.
+        """
+        return Tokens(*(None if x is None else x[index] for x in self))
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -75,7 +75,7 @@ class StandardEngine:
         out[~live] = 0.0
         for t in range(out.shape[1] if slots.size else 0):
             for row in np.flatnonzero(live):
-                out[row, t] = self._token(slots[row], _at(tokens, row, t))
+                out[row, t] = self._token(slots[row], tokens.at((row, t)))
             self._tick(slots[live])
 
     def _token(self, slot: int, token: Tokens) -> Array:
@@ -101,7 +101,7 @@ class StandardEngine:
             slot, length = slots[row], int(lengths[row])
             state = self.state[slot]
             for t in range(length):
-                token = _at(tokens, row, t)
+                token = tokens.at((row, t))
                 self._buffer(slot, t, token)
                 new, out[row, t] = step(state.swapaxes(-1, -2), *per_head(self.layer, token))
                 state = self._rounded(new.swapaxes(-1, -2))
@@ -263,7 +263,7 @@ class ReplayEngine(StandardEngine):
                     self._begin(slot, 0)
                 position = 0
             for t in range(length):
-                token = _at(tokens, row, t)
+                token = tokens.at((row, t))
                 self._buffer(slot, position + t, token)
                 out[row, t] = self._output(slot, position + t + 1, token.q)
             self._cursor[slot] = position | length << DRAFTED_SHIFT
@@ -331,11 +331,6 @@ class SketchEngine(ReplayEngine):
                     sketched_read(self._form, self.plan.map, self.state[slot, head].T, *bases) @ queries[head]
                 )
         return outputs
-
-
-def _at(tokens: Tokens, row: Any, t: int) -> Tokens:
-    """One token of a call."""
-    return Tokens(*(x if x is None else x[row, t] for x in tokens))
 
 
 def _parts(layer: Layer, ring: int) -> tuple[SlotPart, ...]:

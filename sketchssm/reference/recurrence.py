@@ -73,6 +73,5 @@ def run(
         current = np.asarray(state, dtype=np.float64).swapaxes(-1, -2)
     output = np.empty(inputs.v.shape)
     for t in range(length):
-        token = Tokens(*(x if x is None else x[:, t] for x in inputs))
-        current, output[:, t] = step(current, *token)
+        current, output[:, t] = step(current, *inputs.at(np.s_[:, t]))
     return output, np.ascontiguousarray(current.swapaxes(-1, -2))

@@ -16,9 +16,10 @@ from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import mean_retained, plan_layers
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import common_rank
+from sketchssm.layer.checks import check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import Tokens, check_window
+from sketchssm.layer.recurrence import Tokens, check_choice, check_window
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
@@ -100,11 +101,10 @@ def calibrate(
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, mean_rank=7)  # doctest: +SKIP
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
     """
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    check_choice("method", method, METHODS)
     check_mean_rank(mean_rank)
-    if rank_max is not None and (isinstance(rank_max, bool) or not isinstance(rank_max, int) or rank_max < 1):
-        raise ValueError(f"rank_max: expected an integer of at least 1, got {rank_max!r}")
+    if rank_max is not None:
+        check_size("rank_max", rank_max)
     map = CoefficientMap.of(map)
     SketchFormat.of(sketch_dtype)
     found = layers(model)

@@ -44,8 +44,9 @@ class Call(NamedTuple):
 
     def last(self, count: int) -> Call:
         """Return the call of the last tokens alone, after a state that is not known."""
-        tokens = Tokens(*(x if x is None else x[:, -count:] for x in self.tokens))
-        return self._replace(tokens=tokens, skip=self.skip if self.skip is None else self.skip[:, -count:], state=None)
+        tail = slice(None), slice(-count, None)
+        skip = None if self.skip is None else self.skip[tail]
+        return self._replace(tokens=self.tokens.at(tail), skip=skip, state=None)
 
     def finished(self, out: torch.Tensor) -> torch.Tensor:
         """Output of the function for the recurrence's output."""

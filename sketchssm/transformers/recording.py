@@ -195,7 +195,7 @@ class _Recorder:
         first = len(self.tokens)
         inputs = host_inputs(call, cache, self._layer)
         for row in range(inputs.v.shape[0]):
-            self.tokens.append(Tokens(*(None if x is None else x[row].copy() for x in inputs)))
+            self.tokens.append(Tokens(*(None if x is None else x.copy() for x in inputs.at(row))))
         result = run(**given)
         out = result[0] if isinstance(result, tuple) else result
         if self.wants_gradients and out.requires_grad:

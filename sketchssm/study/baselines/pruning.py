@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.windows import added, host_tokens
 from sketchssm.layer.checks import as_array, check_state
-from sketchssm.layer.recurrence import Layer, Tokens, check_instance
+from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 
@@ -95,7 +95,7 @@ class ChannelScores:
             current = start.swapaxes(-1, -2)
         energy = np.zeros((layer.heads, layer.key_dim))
         for t in range(length):
-            token = Tokens(*(x if x is None else x[:, t] for x in inputs))
+            token = inputs.at(np.s_[:, t])
             current, _ = step(current, *token)
             energy += (np.square(current).sum(axis=-1) * np.square(token.q)).sum(axis=0)
         energy = energy.reshape(layer.key_heads, layer.group, layer.key_dim).sum(axis=1)

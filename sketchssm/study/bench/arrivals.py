@@ -106,7 +106,7 @@ class Model:
             slots = np.minimum(requests.slots[t, :1], 0)  # the row's slot is the only one here
             if joins:
                 twin.load_state(inputs.start[None, heads], slots=slots)
-            token = (None if x is None else x[None, t % len(inputs.steps)] for x in row)
+            token = row.at(np.s_[None, t % len(inputs.steps)])
             outputs[t] = twin.step(*token, slots=slots)[0]
         return relative_error(run.outputs[:, heads], outputs), relative_error(run.state[heads], twin.state[0])
 

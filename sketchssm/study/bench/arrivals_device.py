@@ -30,8 +30,7 @@ ON_DEVICE = 3
 def inputs_on_device(case: Case, seed: int = 0) -> Inputs:
     """Upload the inputs of a case to the current device: q, k, v and raw gate inputs in bf16."""
     work = Workload(case.layer, case.batch, case.window, seed, case.gate is not None)
-    first = Tokens(*(None if x is None else x[0] for x in work.one_row()))
-    return Inputs(work.steps, work.start, first)
+    return Inputs(work.steps, work.start, work.one_row().at(0))
 
 
 def run_on_device(heads: Sequence[DecodeHead], inputs: Inputs, requests: Requests, duty: float = 1.0) -> Run:

@@ -62,7 +62,7 @@ class Workload:
         # further rows repeat the first 32: drawing all rows on the host would take longer than timing them
         drawn = random_tokens(layer, min(batch, 32), window, seed, raw_gate)
         rows = np.arange(batch) % 32
-        self.steps = [upload(_taken(token_at(drawn, t), rows), ACTIVATION, raw_gate) for t in range(window)]
+        self.steps = [upload(token_at(drawn, t).at(rows), ACTIVATION, raw_gate) for t in range(window)]
         self.start = np.random.default_rng(seed).standard_normal(layer.state_shape).astype(np.float32)
 
     def one_row(self) -> Tokens:
@@ -232,7 +232,3 @@ def _steps(head: DecodeHead, step: Tokens, output: Any, slots: Sequence[Any]) ->
             head.step(*step, slots=some, out=output)
 
     return work
-
-
-def _taken(tokens: Tokens, rows: Any) -> Tokens:
-    return Tokens(*(None if x is None else x[rows] for x in tokens))

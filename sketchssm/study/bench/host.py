@@ -58,7 +58,7 @@ def measure_host(
     """
     tokens = random_tokens(layer, batch, window, seed, any(system.gate is not None for system in systems))
     steps = [token_at(tokens, t) for t in range(window)]
-    one_row = Tokens(*(None if x is None else x[:1] for x in tokens))
+    one_row = tokens.at(slice(1))
     start = np.random.default_rng(seed).standard_normal((1, *layer.state_shape)).astype(np.float32)
 
     heads, errors, state_errors, first = [], [], [], []

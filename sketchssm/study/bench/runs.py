@@ -33,9 +33,8 @@ class Inputs:
     def on_host(cls, case: Case, seed: int = 0) -> Inputs:
         """Draw the inputs of a case: float32 arrays on the host."""
         tokens = random_tokens(case.layer, case.batch, case.window, seed, case.gate is not None)
-        first = Tokens(*(None if x is None else x[0] for x in tokens))
         start = np.random.default_rng(seed).standard_normal(case.layer.state_shape).astype(np.float32)
-        return cls([token_at(tokens, t) for t in range(case.window)], start, first)
+        return cls([token_at(tokens, t) for t in range(case.window)], start, tokens.at(0))
 
 
 @dataclass(frozen=True)

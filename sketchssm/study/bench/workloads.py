@@ -99,7 +99,7 @@ def random_tokens(layer: Layer, batch: int, tokens: int, seed: int = 0, raw_gate
 
 def token_at(tokens: Tokens, t: int) -> Tokens:
     """Take token t of each row, contiguous as a layer of a model would pass it."""
-    return Tokens(*(None if x is None else np.ascontiguousarray(x[:, t]) for x in tokens))
+    return Tokens(*(None if x is None else np.ascontiguousarray(x) for x in tokens.at(np.s_[:, t])))
 
 
 def random_plan(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 
 from sketchssm.calibrate.moments import Moments
 from sketchssm.heads.head import DecodeHead
@@ -61,30 +60,23 @@ def pruned_systems(
 
 
 def key_reduced_systems(
-    layer: Layer,
-    tokens: Tokens,
-    window: int = 16,
-    *,
-    sparsities: Sequence[float] = SPARSITIES,
-    fold: Sequence[bool] = (True,),
+    layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
-    """List recurrences without a share of the key channels, picked by DRRQR; only for gdn.
-
-    `fold` tells whether dropped channels are folded into the kept ones. The systems are in its order, then by share.
-    """
+    """List recurrences without a share of the key channels, picked by DRRQR; only for gdn."""
     if layer.kind != "gdn":
         return []
     moments = KeyMoments(layer)
     moments.update(*tokens)
-    reductions = {share: moments.reduce(share) for share in sparsities}
-
-    def system(folds: bool, share: float) -> System:
-        reduction = reductions[share]
-        used = _sparse(layer, reduction.kept.shape[-1] / layer.key_dim)
-        name = f"DRRQR {share:.1%}" + ("" if folds else " sliced")
-        return _system(name, partial(KeyReducedHead, reduction, fold=folds), layer, used)
-
-    return [system(*settings) for settings in product(fold, sparsities)]
+    reductions = [(share, moments.reduce(share)) for share in sparsities]
+    return [
+        _system(
+            f"DRRQR {share:.1%}",
+            partial(KeyReducedHead, reduction),
+            layer,
+            _sparse(layer, reduction.kept.shape[-1] / layer.key_dim),
+        )
+        for share, reduction in reductions
+    ]
 
 
 def read_only_systems(

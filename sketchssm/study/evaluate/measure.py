@@ -89,7 +89,7 @@ def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:
         head.warmup("float32")
     outputs, states = [], []
     for start, stop in pairwise([0, *study.checkpoints]):
-        outputs.append(head.step(*(None if x is None else x[:, start:stop] for x in test)))
+        outputs.append(head.step(*test.at(np.s_[:, start:stop])))
         exact = study.state(stop - int(head.position[0]))
         away = to_host(head.state, "state") - exact
         states.append([np.square(x).sum(axis=(0, 2, 3)) for x in (away, exact)])

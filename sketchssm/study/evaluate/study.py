@@ -18,7 +18,7 @@ from sketchssm.calibrate.plans import Calibrated, Settings, calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
 from sketchssm.layer.checks import check_items, check_number, check_seed, check_size
-from sketchssm.layer.recurrence import FULL_STATE, Tokens, check_choice, check_instance, check_window
+from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance, check_window
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 
@@ -116,7 +116,7 @@ class Study:
             def add(reads: SketchReads) -> None:
                 energy[reads.tokens.start // window] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
 
-            whole = Tokens(*(None if x is None else x[:, : count * window] for x in self.traces.test))
+            whole = self.traces.test.at(np.s_[:, : count * window])
             walk(layer, host_tokens(layer, *whole), window, None, add)
             self._energies[window] = energy
         return self._energies[window]
@@ -132,7 +132,7 @@ class Study:
         stops = [point for point in self.checkpoints if point < tokens]
         for start, stop in pairwise([0, *stops, tokens]):
             if stop not in self._states:
-                part = (None if x is None else x[:, start:stop] for x in self.traces.test)
+                part = self.traces.test.at(np.s_[:, start:stop])
                 self._states[stop] = run(self.traces.layer, *part, state=self._states.get(start))[1]
         return self._states[tokens]
 
