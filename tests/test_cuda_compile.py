@@ -13,21 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from gpu.cuda_support import make_plan
+from gpu.cuda_support import ReplayEngine, SketchEngine, StandardEngine, make_plan
 from host import compiler, standin
 from samples import gate_of
 
 from sketchssm.cuda import common_rank
 from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY
-from sketchssm.cuda.drafts import draft_variant
 from sketchssm.cuda.layer_inputs import layer_inputs_variant
 from sketchssm.cuda.limits import STATIC_SHARED
 from sketchssm.cuda.modules import source_text
-from sketchssm.cuda.replay import ReplayEngine
-from sketchssm.cuda.sketch import SketchEngine
+from sketchssm.cuda.reads import draft_variant
 from sketchssm.cuda.slots import SLOTS
-from sketchssm.cuda.standard import StandardEngine
 from sketchssm.cuda.standard_drafts import standard_draft_variant
 from sketchssm.cuda.workspaces import WORDS
 from sketchssm.layer.recurrence import FULL_STATE, Layer

@@ -284,7 +284,7 @@ def test_refused_launches(learned, driver, launch, stream):
     with stream(), pytest.raises(DriverError, match="701") as caught:
         learned()
     assert caught.value.__notes__[0].startswith(["read_step: ", "flush_step: "][launch])
-    assert not any(x.any() for x in learned.head._engine._workspaces._used.values())
+    assert not any(x.any() for x in learned.head._engine.slots._workspaces._used.values())
     np.testing.assert_array_equal(learned.head.position, [3, 3, 0, 3, 0])
 
 

@@ -352,7 +352,7 @@ def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
             if t == 3 and which == 1:
                 with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                     interrupt = Mock(side_effect=KeyboardInterrupt)
-                    patch.setattr(engines[1], "_flush", [interrupt] * 3)  # of every mode
+                    patch.setattr(engines[1]._kernels[1], "launches", [interrupt] * 4)  # of every mode
                     step(1, 0, 1)
             step(which, t, 0)
         assert np.array_equal(*(out.get() for out in outs))

@@ -147,7 +147,7 @@ def test_cupy_s_slots_among_tensors(step, waits, torch):
     assert waits == [(OfTorch.ptr, 0)]
     twin = ss.SketchHead(step.head.plan, 4, "reference")
     twin.step(*(np.asarray(x).astype(float) for x in step.tokens), slots=SLOTS)
-    np.testing.assert_array_equal(step.head._engine.cursor, twin.position)
+    np.testing.assert_array_equal(step.head._engine.slots.cursor, twin.position)
 
 
 def test_positions_after_tensors(step, waits, torch):
@@ -171,7 +171,7 @@ def test_other_arrays_among_tensors(step, waits, torch):
     """DLPack itself orders the streams."""
     step(**on_torch(torch, step.tokens)._asdict(), slots=OnDevice(np.array(SLOTS)), out=None)
     assert not waits
-    np.testing.assert_array_equal(step.head._engine.cursor, [1, 1, 0, 1])
+    np.testing.assert_array_equal(step.head._engine.slots.cursor, [1, 1, 0, 1])
 
 
 def test_pytorch_keeps_the_memory_of_its_graphs(step, waits, torch):
@@ -182,7 +182,7 @@ def test_pytorch_keeps_the_memory_of_its_graphs(step, waits, torch):
         output = step(**given._asdict(), slots=slots, out=None)
     made[0]()
     assert output.shape == given.v.shape
-    np.testing.assert_array_equal(step.head._engine.cursor, [1, 1, 0, 1])
+    np.testing.assert_array_equal(step.head._engine.slots.cursor, [1, 1, 0, 1])
 
 
 def test_another_framework_s_arrays_in_a_capture(step, waits, torch):

@@ -18,7 +18,7 @@ from gpu.cuda_support import (
 )
 from host import fixtures
 
-from sketchssm.cuda import replay
+from sketchssm.cuda import workspaces
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.layer.slots import DUE
 from sketchssm.reference import engines as reference
@@ -61,7 +61,7 @@ def test_sketches_of_short_windows(name, kind, rng, cupy):
 
 def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
     """A batch beyond the kernels' most rows comes in parts."""
-    monkeypatch.setattr(replay, "MAX_ROWS", 2)
+    monkeypatch.setattr(workspaces, "MAX_ROWS", 2)
     layer = LAYERS["kda-64"]
     device = poisoned(ReplayEngine(layer, 5, 4, output_dtype="float32", phase=1))
     oracle = reference.ReplayEngine(layer, 5, 4, phase=1)

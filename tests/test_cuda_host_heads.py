@@ -10,7 +10,7 @@ from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.cuda import frameworks, replay
+from sketchssm.cuda import frameworks, workspaces
 from sketchssm.layer.recurrence import Tokens
 
 cupy = fixtures.of_heads
@@ -157,12 +157,12 @@ class TestDevice:
         start, tokens = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32), tokens_of(rng, batch=4)
         given, slots = narrow(tokens, standin.asarray), standin.asarray(np.array([3, -1, 0, 1]))
         for each, rows in ((head, 3), (twin, 512)):
-            monkeypatch.setattr(replay, "MAX_ROWS", rows)
+            monkeypatch.setattr(workspaces, "MAX_ROWS", rows)
             each.load_state(standin.asarray(start), slots=slots)
             each.flush(slots)
-        monkeypatch.setattr(replay, "MAX_ROWS", 3)
+        monkeypatch.setattr(workspaces, "MAX_ROWS", 3)
         output = head.step(*given, slots=slots)
-        monkeypatch.setattr(replay, "MAX_ROWS", 512)
+        monkeypatch.setattr(workspaces, "MAX_ROWS", 512)
         np.testing.assert_array_equal(output, twin.step(*given, slots=slots))
         np.testing.assert_array_equal(head.state, twin.state)
         np.testing.assert_array_equal(head.position, [2, 2, 0, 2])
@@ -170,7 +170,7 @@ class TestDevice:
     @pytest.mark.parametrize("rows", [512, 1])
     def test_drafts_for_which_the_clock_has_no_room(self, rows, rng, monkeypatch):
         """All rows fold before the draft, also if a batch takes several launches."""
-        monkeypatch.setattr(replay, "MAX_ROWS", rows)
+        monkeypatch.setattr(workspaces, "MAX_ROWS", rows)
         head, twin = sketch(phase=0), sketch("reference", phase=0)
         head.warmup(drafts=True)
         tokens = tokens_of(rng, 3, 20)

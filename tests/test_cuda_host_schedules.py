@@ -19,7 +19,7 @@ from gpu.cuda_support import (
 )
 from host import fixtures, standin
 
-from sketchssm.cuda import modules, replay, standard
+from sketchssm.cuda import modules, reads, standard
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 
 cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
@@ -116,12 +116,13 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, host, monkeypatch):
         least += 1024 - tables
         with monkeypatch.context() as patch:
             if room:
-                patch.setattr(replay, "shared_limit", lambda size=room * least: size)
+                patch.setattr(reads, "shared_limit", lambda size=room * least: size)
             poisoned(engine)
         engine.reset(host.arange(5))
         if room:
-            _, row_tiles, max_tiles, _ = engine._read_limits
-            engine._read_limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
+            step_reads = engine._kernels[0]
+            _, row_tiles, max_tiles, _ = step_reads._limits
+            step_reads._limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
         outs.append(host.empty((5, 18, layer.heads, layer.value_dim), np.float32))
         engine.step(tokens, host.asarray([3, -1, 0, 4, 1]), outs[-1])
     for other in outs[1:]:

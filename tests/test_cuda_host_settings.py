@@ -110,7 +110,7 @@ class TestRawGates:
             each.flush()
         assert error(head.state, twin.state) < EXACT
         if system != "standard":
-            assert [x.dtype.itemsize for x in head._engine.ring] == [2, 2, 2, 4]
+            assert [x.dtype.itemsize for x in head._engine.slots.ring] == [2, 2, 2, 4]
 
     @fixtures.cold
     def test_types(self, rng):
@@ -120,7 +120,7 @@ class TestRawGates:
         q, k, v = (x.astype(BFLOAT16) for x in tokens[:3])
         output = head.step(q, k, v, tokens.g, tokens.beta)
         assert error(output.astype(float), twin.step(q, k, v, tokens.g, tokens.beta)) < ROUNDED
-        assert head._engine.ring[2].dtype == np.float32
+        assert head._engine.slots.ring[2].dtype == np.float32
         narrow, twin, _ = self.pair("replay")
         narrow.warmup("bfloat16")
         with pytest.raises(TypeError, match=r"^g: expected bfloat16, which the head's first call or warmup"):

@@ -6,7 +6,7 @@ from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
 
 import sketchssm as ss
-from sketchssm.cuda import frameworks, replay, workspaces
+from sketchssm.cuda import frameworks, workspaces
 
 cupy, pytestmark = fixtures.of_heads, fixtures.cold  # drafts are not warm
 
@@ -84,7 +84,7 @@ def test_views_that_need_a_copy(rng, monkeypatch):
 def same(head, twin):
     for name, array in head._engine.memory.items():
         np.testing.assert_array_equal(array.view(np.uint8), twin._engine.memory[name].view(np.uint8), err_msg=name)
-    np.testing.assert_array_equal(head._engine.cursor, twin._engine.cursor)
+    np.testing.assert_array_equal(head._engine.slots.cursor, twin._engine.slots.cursor)
 
 
 BAD, GOOD, LEFT = [3, 1, 1, 9, -1, 0, -7], [3, -1, -1, -1, -1, 0, -1], 4
@@ -96,7 +96,7 @@ BAD, GOOD, LEFT = [3, 1, 1, 9, -1, 0, -7], [3, -1, -1, -1, -1, 0, -1], 4
 @pytest.mark.parametrize("rows", [512, 3])  # of a launch
 def test_bad_slots_on_the_device_are_left_out(system, dtype, rows, rng, monkeypatch):
     """The other rows, and all memory, are as if they were padding; each call counts its own."""
-    monkeypatch.setattr(replay, "MAX_ROWS", rows)
+    monkeypatch.setattr(workspaces, "MAX_ROWS", rows)
     head, twin = head_with(system), head_with(system)
     bad = standin.asarray(np.array(BAD, dtype))
     if dtype == np.int64:
@@ -209,7 +209,7 @@ def test_workspaces(rng, monkeypatch):
     tokens = narrow(tokens_of(rng, 4, 1), standin.asarray)
     out = standin.empty(tokens.v.shape, BFLOAT16)
     head.step(*tokens, out=out)
-    used = head._engine._workspaces._used
+    used = head._engine.slots._workspaces._used
     stream = standin.Stream()
     for graphs in (1, 2):
         stream.begin_capture()

@@ -26,7 +26,7 @@ class Committer:
     ----------
     cursor : cupy.ndarray of int32, (slots,)
         Cursor words.
-    clock : cupy.ndarray of int32, (1,), or None
+    clock : cupy.ndarray of int32, (1,), or address 0
         The head's clock.
     window : int
         Tokens from one flush to the next; 1 if the cursor words are only cleared.
@@ -36,7 +36,7 @@ class Committer:
 
     def __init__(self, cursor: Any, clock: Any, window: int, slot_limits: tuple[Any, ...]) -> None:
         kernel = load(COMMIT).get_function("commit")
-        fixed = *part_of(cursor), np.uint64(0) if clock is None else clock, np.int32(window)
+        fixed = *part_of(cursor), clock, np.int32(window)
         self._launch = Launcher(kernel, fixed, "QiiiQii", slot_limits)
 
     def __call__(self, accepted: Slots | None, slots: Slots) -> None:

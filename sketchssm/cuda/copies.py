@@ -26,7 +26,7 @@ class Copier:
     ----------
     memory : mapping of str to cupy.ndarray
         All parts of the slots' memory.
-    clock : cupy.ndarray of int32, (1,), or None
+    clock : cupy.ndarray of int32, (1,), or address 0
         The head's clock.
     slot_limits : tuple
         See `sketchssm.cuda.standard.StandardEngine`.
@@ -45,8 +45,7 @@ class Copier:
         self._check = Launcher(module.get_function("check_pairs"), (), "QiQiiiiQ", slot_limits, overlaps=False)
         fixed = self._parts, np.int32(len(arrays)), *cursor
         self._copy = Launcher(module.get_function("copy_slots"), fixed, "Qii", overlaps=False)
-        stroke = np.uint64(0) if clock is None else clock
-        self._rejoin = Launcher(module.get_function("rejoin"), (*cursor, stroke), "Qiiii", slot_limits, overlaps=False)
+        self._rejoin = Launcher(module.get_function("rejoin"), (*cursor, clock), "Qiiii", slot_limits, overlaps=False)
 
     def copy(self, src: Slots, dst: Slots, workspace: int) -> None:
         """Copy slots as if all were read before any is written.

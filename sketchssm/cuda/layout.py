@@ -18,10 +18,6 @@ __all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
 ALIGN = 128
 """Bytes: each head's packed sketch is padded to a multiple; ``cuda_src/slot/sketch_layout.cuh`` says why."""
 
-
-LEAST_ELEMENTS = 8
-"""Elements of a slot's part "sketch" in a layer without sketches: 16 bytes, the least that ``slots.cu`` sets."""
-
 MAPS = {"factors": 0, "dense": 1, "shared": 2}
 """Storage of maps, and its number in the kernels."""
 
@@ -169,4 +165,4 @@ def pack_full_state(layer: Layer) -> PackedPlan:
     heads, order = np.zeros((layer.heads, 4), dtype=np.int32), np.arange(layer.heads, dtype=np.int32)
     constants = {"MAP": MAPS["shared"], "PIVOTS": 1, "PRIOR": 0, "SKETCH": 0}
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)
-    return PackedPlan(heads, order, layer.heads, LEAST_ELEMENTS, "bfloat16", *nothing, RIDGE_FLOOR, constants)
+    return PackedPlan(heads, order, layer.heads, 0, "bfloat16", *nothing, RIDGE_FLOOR, constants)

@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 
 from sketchssm.arrays.interop import host_type
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda.layout import PackedPlan
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart, check_memory, check_separate
 
-__all__ = [
-    "ALIGNMENT",
-    "allocate",
-    "check_places",
-    "cursor_part",
-    "ring_parts",
-    "sketch_part",
-    "slot_parts",
-    "state_part",
-]
+__all__ = ["RING", "allocate", "check_places", "slot_parts"]
+
+RING = ("keys", "values", "gates", "betas")
+"""Parts of the ring."""
 
 ALIGNMENT = 16
 """Bytes: the kernels move 16 at a time."""
@@ -31,35 +26,8 @@ MOST_STRIDE = 2**31 - 1
 """Bytes from slot to slot: the kernels' strides are int32."""
 
 
-def state_part(layer: Layer, state_dtype: str) -> SlotPart:
-    """The states."""
-    return SlotPart("state", layer.state_shape, state_dtype, ALIGNMENT)
-
-
-def cursor_part() -> SlotPart:
-    """The cursor word."""
-    return SlotPart("cursor", (), "int32", 4)
-
-
 def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool) -> tuple[SlotPart, ...]:
-    """Raw inputs of the buffered tokens.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    tokens : int
-        Tokens of the ring.
-    activation_dtype : str
-        Type of keys and values.
-    raw_gate : bool
-        Whether gates are raw, and have the activations' type.
-
-    Returns
-    -------
-    tuple of SlotPart
-        Keys, values, gates, and betas if the layer has any.
-    """
+    """Raw inputs of so many buffered tokens; raw gates have the activations' type."""
     shapes = {
         "keys": (layer.key_heads, tokens, layer.key_dim),
         "values": (layer.heads, tokens, layer.value_dim),
@@ -68,25 +36,29 @@ def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool)
     }
     if not layer.erases:
         del shapes["betas"]
-    narrow = ("keys", "values", "gates") if raw_gate else ("keys", "values")
+    activations = ("keys", "values", "gates") if raw_gate else ("keys", "values")
     return tuple(
-        SlotPart(name, shape, activation_dtype if name in narrow else "float32", ALIGNMENT)
+        SlotPart(name, shape, activation_dtype if name in activations else "float32", ALIGNMENT)
         for name, shape in shapes.items()
     )
 
 
-def sketch_part(packed: PackedPlan) -> SlotPart:
-    """The sketches and their maps."""
-    return SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT)
-
-
 def slot_parts(
-    layer: Layer, tokens: int, packed: PackedPlan, state_dtype: str, activation_dtype: str, raw_gate: bool
+    layer: Layer, options: EngineOptions, window: int = 1, packed: PackedPlan | None = None
 ) -> tuple[SlotPart, ...]:
-    """All parts of a slot with a ring of so many tokens."""
-    sketch = () if packed.full_state == layer.heads else (sketch_part(packed),)
-    ring = ring_parts(layer, tokens, activation_dtype, raw_gate)
-    return state_part(layer, state_dtype), *ring, *sketch, cursor_part()
+    """All parts of a slot: the state; if it has a ring also the ring, sketches if any, and the cursor.
+
+    A window of 1 has a ring for drafts, if any. Activations are "bfloat16" if the options name no type.
+    """
+    state = SlotPart("state", layer.state_shape, options.state_dtype, ALIGNMENT)
+    tokens = window if window > 1 else options.drafts
+    if not tokens:
+        return (state,)
+    ring = ring_parts(layer, tokens, options.activation_dtype or "bfloat16", options.gate is not None)
+    sketch: tuple[SlotPart, ...] = ()
+    if packed is not None and packed.full_state < layer.heads:
+        sketch = (SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT),)
+    return state, *ring, *sketch, SlotPart("cursor", (), "int32", 4)
 
 
 def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -> dict[str, Any]:

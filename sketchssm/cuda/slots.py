@@ -30,13 +30,12 @@ class SlotWriter:
         Cursor words.
     slot_limits : tuple
         Slot number of padding, and number of slots.
-    clock : cupy.ndarray of int32, (1,), optional
+    clock : cupy.ndarray of int32, (1,), or address 0
         The head's clock.
     """
 
-    def __init__(self, array: Any, cursor: Any, slot_limits: tuple[Any, ...], clock: Any = None) -> None:
-        self._array, self._cursor, self._clock = array, cursor, np.uint64(0) if clock is None else clock
-        self._slot_limits = slot_limits
+    def __init__(self, array: Any, cursor: Any, slot_limits: tuple[Any, ...], clock: Any) -> None:
+        self._array, self._cursor, self._slot_limits, self._clock = array, cursor, slot_limits, clock
         self._size = array[0].nbytes // UNIT
         self._parts = min(-(-self._size // THREADS), MAX_PARTS)
         self._launch: Launcher | None = None

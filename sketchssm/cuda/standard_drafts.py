@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sketchssm.cuda.commits import Committer
+from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
+from sketchssm.cuda.parameters import SLOT_INPUTS, STEPS_INPUTS
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.slots import part_of
 
@@ -25,47 +26,25 @@ class StandardDrafts:
     ----------
     variant : Variant
         See `standard_draft_variant`.
-    state, gate : array
+    slots : DeviceSlots
+        The engine's slots, with a ring.
+    gate : cupy.ndarray, or address 0
         As for the engine's step.
-    ring : tuple of cupy.ndarray
-        Keys, values, gates and betas of a slot's drafts.
-    cursor : cupy.ndarray of int32, (slots,)
-        Cursor words.
-    slot_limits : tuple
-        Slot number of padding, and number of slots.
-    inputs : str
-        Arguments of the engine's step, up to the slots.
     """
 
-    def __init__(
-        self,
-        variant: Variant,
-        state: Any,
-        gate: Any,
-        ring: tuple[Any, ...],
-        cursor: Any,
-        slot_limits: tuple[Any, ...],
-        inputs: str,
-    ) -> None:
+    def __init__(self, variant: Variant, slots: DeviceSlots, gate: Any) -> None:
         module = load(variant, late=True)
-        fixed: list[Any] = [*part_of(state), gate]
-        for array in (*ring, cursor):
+        fixed: list[Any] = [*part_of(slots.state), gate]
+        for array in (*slots.ring, slots.cursor):
             fixed += part_of(array)
-        slots = "Qiiii"  # address, flags, scan, rows
-        last = slot_limits
-        self._draft = Launcher(module.get_function("standard_draft"), tuple(fixed), inputs + slots + "iQi", last)
-        self._commit = Launcher(module.get_function("standard_commit"), tuple(fixed), slots + "Qi", last)
-        self._clear = Committer(cursor, None, 1, slot_limits)
+        draft, commit = module.get_function("standard_draft"), module.get_function("standard_commit")
+        self._draft = Launcher(draft, tuple(fixed), STEPS_INPUTS + SLOT_INPUTS + "iQi", slots.limits)
+        self._commit = Launcher(commit, tuple(fixed), SLOT_INPUTS + "Qi", slots.limits)
 
     def draft(self, grid: tuple[int, int], *inputs: int) -> None:
         """Launch the draft; see `Launcher`."""
         self._draft(*grid, *inputs)
 
     def commit(self, grid: tuple[int, int], accepted: Slots, slots: Slots) -> None:
-        """Decode the first `accepted` drafts of each row, and drop the rest."""
+        """Decode the first `accepted` drafts of each row; the cursor words keep their drafts."""
         self._commit(*grid, *slots.arguments, slots.shape[0], *accepted.number)
-        self.drop(slots)
-
-    def drop(self, slots: Slots) -> None:
-        """Drop the drafts of slots."""
-        self._clear(None, slots.again())

@@ -13,16 +13,16 @@ import numpy as np
 
 from sketchssm.cuda.launch import capture_of
 
-__all__ = ["MAX_ROWS", "PAIRS", "PER_THREAD", "SLOTS", "WORDS", "Workspaces", "stream_key"]
+__all__ = ["CHECKED_SLOTS", "MAX_ROWS", "PAIRS", "PER_THREAD", "WORDS", "Workspaces", "spans", "stream_key"]
 
 MAX_ROWS = 512
 """Rows of a launch; as in ``cuda_src/slot/schedule.cuh``."""
 
 HEADER = 5
-SLOTS = 4 * HEADER
+CHECKED_SLOTS = 4 * HEADER
 """Byte at which `Schedule` has the checked slots."""
 
-PAIRS = SLOTS + 4 * MAX_ROWS + 4
+PAIRS = CHECKED_SLOTS + 4 * MAX_ROWS + 4
 """Byte at which `Schedule` has room for pairs of slots."""
 
 WORDS = PAIRS // 4 + 2 * MAX_ROWS
@@ -41,6 +41,11 @@ PER_THREAD = 2
 def stream_key(stream: int) -> tuple[int, int]:
     """Key of a stream for dictionaries: the handle, and the thread if the handle is another stream in each thread."""
     return stream, threading.get_ident() if stream == PER_THREAD else 0
+
+
+def spans(rows: int) -> list[tuple[int, int]]:
+    """First and last row of each launch for so many rows."""
+    return [(first, min(first + MAX_ROWS, rows)) for first in range(0, rows, MAX_ROWS)]
 
 
 class Workspaces:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sketchssm.arrays.host_arrays import HostArrays
 from sketchssm.arrays.interop import host_type
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.engine import Engine
 from sketchssm.layer.checks import UnsupportedError, check_dtype_name
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_choice, check_instance
@@ -39,8 +40,8 @@ ENGINES = {
     ("cpu", "copy"): "sketchssm.cpu.quantised:CopyEngine",
     ("cpu", "reduced"): "sketchssm.study.baselines.reduced:cpu_engine",
     ("cuda", "standard"): "sketchssm.cuda.standard:StandardEngine",
-    ("cuda", "replay"): "sketchssm.cuda.replay:ReplayEngine",
-    ("cuda", "sketch"): "sketchssm.cuda.sketch:SketchEngine",
+    ("cuda", "replay"): "sketchssm.cuda.window:ReplayEngine",
+    ("cuda", "sketch"): "sketchssm.cuda.window:SketchEngine",
 }
 
 
@@ -104,7 +105,7 @@ def load_engine(
         check_instance("layer", args[0], Layer)
     check_dtype_name(activation_dtype, "activation_dtype")
     check_dtype_name(output_dtype, "output_dtype")
-    device = {"activation_dtype": activation_dtype, "output_dtype": output_dtype}
+    device: dict[str, Any] = {"activation_dtype": activation_dtype, "output_dtype": output_dtype}
     options = {name: x for name, x in (options or {}).items() if x != OPTIONS[name]}
     check_choice("backend", backend, ["auto", *(b for b in BACKENDS if (b, system) in ENGINES)], f" for {system}")
     why, device_lacks_kernels = f"the head was made with backend={backend!r}", False
@@ -112,9 +113,12 @@ def load_engine(
         why = _why_not_cuda(system)
         if not why:
             try:
-                padding = {} if pad_slot == PAD_SLOT else {"pad_slot": pad_slot}
-                make = _engine(system, "cuda", options | padding)
-                engine = make(*args, gate=gate, **settings, **device, **options, **padding)
+                make = _engine(system, "cuda", {})
+                given = EngineOptions(gate=gate, pad_slot=pad_slot, **device, **options)
+                for name in given.changed():
+                    if name not in make.supports:
+                        raise UnsupportedError(f"{name}: backend 'cuda' does not support it for {system}")
+                engine = make(*args, **settings, options=given)
                 engine.fit()
                 return "cuda", engine
             except UnsupportedError as error:
@@ -182,7 +186,12 @@ def load_parts(
     check_dtype_name(activation_dtype, "activation_dtype")
     device: dict[str, Any] = {}
     if backend == "cuda":
-        device = {"gate": gate, "activation_dtype": activation_dtype}
+        engine = _engine(system, backend, {})
+        names = ("state_dtype", "drafts")
+        options = {name: settings.pop(name) for name in names if name in settings}
+        given = EngineOptions(gate=gate, activation_dtype=activation_dtype, **options)
+        described: tuple[SlotPart, ...] = engine.parts_of(*args, **settings, options=given)
+        return described
     elif activation_dtype is not None:
         raise ValueError(f"activation_dtype: expected None on backend {backend!r}, as only 'cuda' has it")
     describe = getattr(_engine(system, backend, {}), "parts_of", None)

@@ -3,7 +3,8 @@
 import numpy as np
 from samples import gate_of, map_of
 
-from sketchssm.cuda import replay, sketch, standard
+from sketchssm.arrays.options import EngineOptions
+from sketchssm.cuda import standard, window
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.engines import SketchEngine as ReferenceEngine
@@ -181,8 +182,8 @@ RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 40, 8], "gdn": [7, FULL_STATE, 16, 2],
 
 def with_blocks(engine, blocks):
     """The engine, whose later flushes launch so many blocks."""
-    engine._prepare(late=False)
-    engine.flush_blocks = blocks
+    _, flushes = engine._prepare(late=False)
+    flushes.blocks = blocks
     engine._grids.clear()
     return engine
 
@@ -195,12 +196,19 @@ def taking_arrays(kind):
 
         return Tokens(*(x if x is None or x.dtype != np.uint16 else x.view(ml_dtypes.bfloat16) for x in tokens))
 
-    class Taking(kind):
+    class Taking:
+        def __init__(self, *args, activation_dtype="bfloat16", **options):
+            self.inner = kind(*args, options=EngineOptions(activation_dtype=activation_dtype, **options))
+            self.cursor, self.sketch = self.inner.slots.cursor, self.inner.memory.get("sketch")
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
         def step(self, tokens, slots, out):
             given = as_given(tokens)
             with self.arrays.call(out) as call:
                 pointers, index, written = call.inputs(given, slots, out, True, self.num_slots)
-                super().step(pointers, index, written)
+                self.inner.step(pointers, index, written)
                 assert call.result(written, out, out) is out
 
         def draft(self, tokens, lengths, slots, out):
@@ -208,32 +216,32 @@ def taking_arrays(kind):
                 index = call.slots(slots, out.shape[0], self.num_slots)
                 counts = call.lengths(lengths, index, out.shape[1])
                 pointers, index, written = call.inputs(as_given(tokens), slots, out, True, self.num_slots, counts)
-                super().draft(pointers, counts, index, written)
+                self.inner.draft(pointers, counts, index, written)
                 assert call.result(written, out, out) is out
 
         def commit(self, accepted, slots):
             with self.arrays.call(slots) as call:
                 index = call.slots(slots, accepted.shape[0], self.num_slots)
-                super().commit(call.accepted(accepted, index, self.cursor), index)
+                self.inner.commit(call.accepted(accepted, index, self.cursor), index)
 
         def load_state(self, state, slots):
             with self.arrays.call(state) as call:
                 index = call.slots(slots, state.shape[0], self.num_slots)
-                super().load_state(call.states(state, index), index)
+                self.inner.load_state(call.states(state, index), index)
 
         def flush(self, slots):
             with self.arrays.call(slots) as call:
-                super().flush(call.slots(slots, None, self.num_slots))
+                self.inner.flush(call.slots(slots, None, self.num_slots))
 
         def reset(self, slots):
             with self.arrays.call(slots) as call:
-                super().reset(call.slots(slots, None, self.num_slots))
+                self.inner.reset(call.slots(slots, None, self.num_slots))
 
     return Taking
 
 
 StandardEngine, ReplayEngine, SketchEngine = map(
-    taking_arrays, (standard.StandardEngine, replay.ReplayEngine, sketch.SketchEngine)
+    taking_arrays, (standard.StandardEngine, window.ReplayEngine, window.SketchEngine)
 )
 
 
@@ -328,7 +336,7 @@ def split_codes(layer, activation, rng):
 def poisoned(engine):
     """The warm engine, with NaN in its ring, which kernels must write before they read."""
     engine.warmup()
-    for ring in engine.ring:
+    for ring in engine.slots.ring:
         ring.view(np.uint8)[...] = 0xFF
     return engine
 

@@ -1,0 +1,81 @@
+"""The kernel that folds rings into states and sketches states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sketchssm.cuda.device_slots import DeviceSlots
+from sketchssm.cuda.launch import Launcher
+from sketchssm.cuda.modules import size_of
+from sketchssm.cuda.parameters import SLOT_INPUTS, TOKEN_INPUTS
+from sketchssm.cuda.pointer import Slots
+from sketchssm.cuda.workspaces import spans
+
+__all__ = ["DRAFT", "FOLD", "LOAD", "STEP", "Flushes"]
+
+NO_TOKENS = (0,) * len(TOKEN_INPUTS)
+
+STEP, FOLD, LOAD, DRAFT = 0, 1, 2, 3
+"""Modes of the kernel: a step's due rows; fold only; sketch only; rows that must fold before a draft."""
+
+
+class Flushes:
+    """The kernel of ``flush.cu`` for one engine.
+
+    Parameters
+    ----------
+    module : cupy.RawModule
+        Of the variant.
+    fixed : sequence
+        The kernel's fixed arguments before the others.
+    slots : DeviceSlots
+        The engine's slots.
+    heads : int
+        Heads of the layer.
+    ridge : float
+        Ridge of the map.
+
+    Attributes
+    ----------
+    launches : list of Launcher
+        The launch of each mode.
+    blocks : int
+        Most blocks of a launch: those that are on the device at once.
+    threads : int
+        Threads of a block.
+    """
+
+    def __init__(self, module: Any, fixed: Sequence[Any], slots: DeviceSlots, heads: int, ridge: float) -> None:
+        import cupy
+
+        kernel = module.get_function("flush_step")
+        shared = kernel.max_dynamic_shared_size_bytes = size_of(module, "flush_shared_bytes")
+        self.threads = size_of(module, "flush_threads")
+        resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, self.threads, shared)
+        self.blocks = int(cupy.cuda.Device().attributes["MultiProcessorCount"]) * resident
+        self._heads = heads
+        # whether the clock moves on; tokens of a draft, and lengths of its rows; workspace
+        varying = TOKEN_INPUTS + SLOT_INPUTS + "iiQiQ"
+        self.launches = [
+            Launcher(
+                kernel,
+                tuple(fixed),
+                varying,
+                (*slots.limits, slots.clock, np.int32(mode), np.float32(ridge)),
+                shared=shared,
+            )
+            for mode in (STEP, FOLD, LOAD, DRAFT)
+        ]
+
+    def grid(self, batch: int) -> tuple[int, int]:
+        """Blocks, and a block's threads."""
+        return min(self.blocks, batch * self._heads), self.threads
+
+    def rebuild(self, mode: int, slots: Slots, workspace: int) -> None:
+        """Fold the rings of slots, or sketch their states, without tokens."""
+        for first, end in spans(slots.shape[0]):
+            grid, part, rows = self.grid(end - first), slots.rows(first, end), end - first
+            self.launches[mode](*grid, *NO_TOKENS, *part.arguments, rows, 0, 0, 0, 0, workspace)

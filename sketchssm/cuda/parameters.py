@@ -1,0 +1,67 @@
+"""Constants and arguments that several kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sketchssm.arrays.gates import GateInput
+from sketchssm.arrays.options import EngineOptions
+from sketchssm.layer.recurrence import Layer
+
+__all__ = [
+    "SLOT_INPUTS",
+    "SLOT_VALUES",
+    "STEPS_INPUTS",
+    "TOKEN_INPUTS",
+    "TOKEN_VALUES",
+    "TYPES",
+    "gate_argument",
+    "layer_constants",
+]
+
+TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+"""Element types, and their numbers in the kernels."""
+
+KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
+
+TOKEN_INPUTS = "Q" * 6 + "i" * 6
+"""Arguments of a step's kernels: addresses and row strides of q, k, v, g, beta and outputs."""
+
+TOKEN_VALUES = tuple(f"{name}{what}" for what in ("", "_stride") for name in ("q", "k", "v", "g", "beta", "out"))
+"""The same by name."""
+
+STEPS_INPUTS = TOKEN_INPUTS + "i" * 5
+"""The same with bytes from token to token of the inputs, for kernels that take several."""
+
+SLOT_INPUTS, SLOT_VALUES = "Qiiii", ("slots", "slot_flags", "zero", "scan", "rows")
+"""Address, flags and scan of a call's slots, and its rows."""
+
+
+def layer_constants(
+    layer: Layer, options: EngineOptions, activation_dtype: str | None, output_dtype: str | None
+) -> dict[str, int]:
+    """Constants of a layer and its types; "bfloat16" as long as no call has settled a type."""
+    gate = options.gate
+    return {
+        "KIND": KINDS[layer.kind],
+        "HEADS": layer.heads,
+        "KEY_HEADS": layer.key_heads,
+        "K": layer.key_dim,
+        "V": layer.value_dim,
+        "ACT": TYPES[activation_dtype or "bfloat16"],
+        "OUT": TYPES[output_dtype or "bfloat16"],
+        "STATE": TYPES[options.state_dtype],
+        "RAW_GATE": 0 if gate is None else 1 if gate.lower_bound is None else 2,  # see lib/log_decay.cuh
+    }
+
+
+def gate_argument(gate: GateInput | None) -> Any:
+    """A gate as the kernels read it: biases, rates, and a bound (see lib/log_decay.cuh)."""
+    import cupy
+
+    if gate is None:
+        return np.uint64(0)
+    parts = (gate.dt_bias.reshape(-1), -np.exp(gate.A_log), [gate.lower_bound or 0.0])
+    return cupy.asarray(np.concatenate(parts).astype(np.float32))
