@@ -34,7 +34,7 @@ from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.arrays.interop import to_host
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.heads.backends import BACKENDS, ENGINES
+from sketchssm.heads.registry import BACKENDS
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
@@ -42,6 +42,7 @@ from sketchssm.layer.recurrence import Tokens
 from sketchssm.reference import maps, narrow, quantise
 from sketchssm.reference.recurrence import run
 from sketchssm.study.baselines import CopyReadHead
+from sketchssm.study.baselines.quantised import COPY
 from sketchssm.study.bench.device import device_name
 from sketchssm.study.evaluate.measure import rounded
 
@@ -135,7 +136,7 @@ class FromHeads:
         return self.lost(SketchHead(plan, rows, self.backend))
 
     def copy(self, bits):
-        if (self.backend, "copy") not in ENGINES:
+        if self.backend not in COPY.engines:
             raise UnsupportedError(f"backend: {self.backend!r} has no copies")
         return self.lost(CopyReadHead(self.layer, len(self.output), self.backend, bits=bits, window=WINDOW))
 

@@ -10,6 +10,7 @@ import sketchssm.cpu.replay as cpu_replay
 import sketchssm.cpu.sketch as cpu_sketch
 import sketchssm.cpu.standard as cpu_standard
 import sketchssm.reference.engines as reference
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cpu import workers
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, Tokens
 from sketchssm.layer.slots import drafted
@@ -37,13 +38,15 @@ def engines(system, layer, window, phase=None, **options):
     memory = options.pop("memory", None)
     for each, own in zip(modules, ({"memory": memory}, {}), strict=True):
         if system == "standard":
-            yield each[0].StandardEngine(layer, SLOTS, drafts=5, **options, **own)
-        elif system == "replay":
-            yield each[1].ReplayEngine(layer, SLOTS, window, phase=phase, **options, **own)
+            yield each[0].StandardEngine(layer, SLOTS, EngineOptions(drafts=5, **options, **own))
+            continue
+        own_options = EngineOptions(phase=phase, **options, **own)
+        if system == "replay":
+            yield each[1].ReplayEngine(layer, SLOTS, window, own_options)
         else:
             plan = sketch_plan(system, layer, window)
             dtype = plan.sketch_dtype if system == "codes" else "float32"
-            yield each[2].SketchEngine(plan, SLOTS, dtype, phase=phase, **options, **own)
+            yield each[2].SketchEngine(plan, SLOTS, dtype, own_options)
 
 
 def sketch_plan(system, layer, window):

@@ -18,6 +18,7 @@ from gpu.cuda_support import (
 )
 from host import fixtures
 
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import workspaces
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.layer.slots import DUE
@@ -37,7 +38,7 @@ def test_rows_flush_with_the_clock(name, window, activation, phase, rng, cupy):
     """Windows of all lengths end with a token; without a clock only full ones do, and `flush` folds the others."""
     layer = LAYERS[name]
     device = poisoned(ReplayEngine(layer, 5, window, activation_dtype=activation, output_dtype="float32", phase=phase))
-    oracle = reference.ReplayEngine(layer, 5, window, phase=phase)
+    oracle = reference.ReplayEngine(layer, 5, window, EngineOptions(phase=phase))
     got, want, folded = run_served(device, oracle, layer, 5 * window, activation, rng, cupy)
     if phase is not None:
         assert len(set(folded)) > window // 2
@@ -50,7 +51,7 @@ def test_sketches_of_short_windows(name, kind, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind)
     device = poisoned(SketchEngine(plan, 4, output_dtype="float32", phase=5))
-    oracle = reference.SketchEngine(plan, 4, phase=5)
+    oracle = reference.SketchEngine(plan, 4, options=EngineOptions(phase=5))
     got, want, folded = run_served(device, oracle, layer, 50, "bfloat16", rng, cupy)
     full_state = plan.ranks == FULL_STATE
     assert len(set(folded)) > 5
@@ -64,7 +65,7 @@ def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
     monkeypatch.setattr(workspaces, "MAX_ROWS", 2)
     layer = LAYERS["kda-64"]
     device = poisoned(ReplayEngine(layer, 5, 4, output_dtype="float32", phase=1))
-    oracle = reference.ReplayEngine(layer, 5, 4, phase=1)
+    oracle = reference.ReplayEngine(layer, 5, 4, EngineOptions(phase=1))
     got, want, _ = run_served(device, oracle, layer, 12, "bfloat16", rng, cupy)
     assert error(got, want) < EXACT
 

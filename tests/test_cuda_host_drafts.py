@@ -23,6 +23,7 @@ from gpu.cuda_support import (
 from host import fixtures, standin
 
 import sketchssm as ss
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.layer.slots import drafted
 from sketchssm.reference import engines as reference
@@ -119,7 +120,7 @@ def test_standard(name, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
     device = StandardEngine(layer, SLOTS, activation_dtype=activation, output_dtype="float32", gate=gate, drafts=5)
-    pair = Pair(cupy, device, reference.StandardEngine(layer, SLOTS, drafts=5), activation, rng, gate)
+    pair = Pair(cupy, device, reference.StandardEngine(layer, SLOTS, EngineOptions(drafts=5)), activation, rng, gate)
     decode(pair, 14, 5)
     pair.compare(np.ones(layer.heads, bool), 0)
 

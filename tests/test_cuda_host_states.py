@@ -25,6 +25,7 @@ from gpu.cuda_support import (
 )
 from host import fixtures
 
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
@@ -52,7 +53,7 @@ def test_standard(name, stored, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
     device = StandardEngine(layer, 5, output_dtype="float32", gate=gate, state_dtype=stored)
-    oracle = reference.StandardEngine(layer, 5, state_dtype=stored)
+    oracle = reference.StandardEngine(layer, 5, EngineOptions(state_dtype=stored))
     assert device.state.dtype == TYPES[stored]
     tokens = make_tokens(layer, 3, 12, "bfloat16", rng, gate=gate)
     got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), "bfloat16", gate)
@@ -87,7 +88,7 @@ def test_numbers_beyond_fp16_become_infinite(rng, cupy):
     start = np.resize(ends, (1, *layer.state_shape))
     engines = (
         StandardEngine(layer, 1, state_dtype="float16"),
-        reference.StandardEngine(layer, 1, state_dtype="float16"),
+        reference.StandardEngine(layer, 1, EngineOptions(state_dtype="float16")),
     )
     with np.errstate(over="ignore"):
         engines[0].load_state(cupy.asarray(start), cupy.arange(1))
@@ -98,7 +99,7 @@ def test_numbers_beyond_fp16_become_infinite(rng, cupy):
     for kind, settings in ((StandardEngine, ()), (ReplayEngine, (4,))):
         device = kind(layer, 1, *settings, output_dtype="float32", state_dtype="float16")
         oracle = getattr(reference, f"{'Replay' if settings else 'Standard'}Engine")(
-            layer, 1, *settings, state_dtype="float16"
+            layer, 1, *settings, EngineOptions(state_dtype="float16")
         )
         run_pair(device, oracle, layer, tokens, np.zeros((4, 1), np.int64), "bfloat16")
         infinite = np.isinf(oracle.state)
@@ -125,7 +126,7 @@ def test_replay(name, window, activation, stored, rng, cupy):
     gate = named_gate(name, layer, rng)
     settings = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
     device = poisoned(ReplayEngine(layer, 5, window, **settings))
-    oracle = reference.ReplayEngine(layer, 5, window, state_dtype=stored)
+    oracle = reference.ReplayEngine(layer, 5, window, EngineOptions(state_dtype=stored))
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
     flushes = where == window - 1
@@ -141,7 +142,9 @@ def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, block
     layer, length = plan.layer, 2 * plan.window + 4
     settings = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
     device = SketchEngine(plan, 5, sketches, **settings)
-    oracle = reference.SketchEngine(plan, 5, "float32" if sketches == "bfloat16" else sketches, state_dtype=stored)
+    oracle = reference.SketchEngine(
+        plan, 5, "float32" if sketches == "bfloat16" else sketches, EngineOptions(state_dtype=stored)
+    )
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     if blocks:
         with_blocks(device, blocks)
@@ -208,7 +211,7 @@ def test_steps_of_mixed_sizes(name, stored, rng, cupy):
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, window=8)
     device = SketchEngine(plan, 5, output_dtype="float32", state_dtype=stored)
-    oracle = reference.SketchEngine(plan, 5, state_dtype=stored)
+    oracle = reference.SketchEngine(plan, 5, options=EngineOptions(state_dtype=stored))
     poisoned(device).reset(cupy.arange(5))
     got, want, exact = run_mixed(device, oracle, layer, 40, "bfloat16", rng)
     assert error(got[exact], want[exact]) < TIPPED[stored]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 
 from sketchssm.arrays.interop import from_host, host_type, is_on_device, is_real, memory_of, to_host, to_type
+from sketchssm.arrays.options import DEFAULTS, EngineOptions
 from sketchssm.layer.checks import check_gates, check_slots, no_memory
-from sketchssm.layer.recurrence import PAD_SLOT, Tokens
+from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted
 
 __all__ = ["HostArrays", "slot_memory"]
@@ -21,29 +22,19 @@ __all__ = ["HostArrays", "slot_memory"]
 class HostArrays:
     """Converts a call's arrays for an engine that computes on the host, and the engine's results for the caller.
 
-    `dtype` is the type of the engine's inputs, outputs and states; `stored` is the type of the states in memory, if it
-    has a smaller range. `log_decays` converts the argument g, which by default holds log-decays. `why` is the reason
-    why the head computes on the host, for the warning about arrays on a device. `pad_slot` is the caller's slot number
-    for padding; engines get -1. Arguments that share the engine's memory `own` are copied before the engine reads
-    them.
+    `dtype` is the type of the engine's inputs, outputs and states. Of the engine's options, the gate converts the
+    argument g, the slot number for padding becomes -1, and the type of stored states limits what may be loaded.
+    Arguments that share the engine's memory `own` are copied before the engine reads them.
     """
 
     direct = None
 
-    def __init__(
-        self,
-        dtype: Any,
-        log_decays: Callable[[Any], npt.NDArray[Any]] | None = None,
-        why: str = "",
-        pad_slot: int = PAD_SLOT,
-        own: Sequence[npt.NDArray[Any]] = (),
-        stored: Any = None,
-    ) -> None:
-        self.dtype = np.dtype(dtype)
-        self._log_decays = log_decays
-        self._why, self._warned = why, False
-        self._pad_slot, self._own, self._stored = pad_slot, own, stored
-        bounds = [byte_bounds(array) for array in own]
+    def __init__(self, dtype: Any, options: EngineOptions = DEFAULTS, own: Iterable[npt.NDArray[Any]] = ()) -> None:
+        self.dtype, self._own = np.dtype(dtype), tuple(own)
+        self._log_decays = None if options.gate is None else options.gate.log_decays
+        self._why, self._warned, self._pad_slot = options.why, False, int(options.pad_slot)
+        self._stored = None if options.state_dtype == "float32" else host_type(options.state_dtype)
+        bounds = [byte_bounds(array) for array in self._own]
         self._own_bounds = min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
     def call(self, *arrays: Any) -> HostArrays:

@@ -1,4 +1,4 @@
-"""Options of engines: what a head may ask of its engine beside layer, plan and number of slots."""
+"""Options of engines: what a head may ask of its engine beside layer or plan, number of slots and window."""
 
 from __future__ import annotations
 
@@ -6,34 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sketchssm.arrays.gates import GateInput
-from sketchssm.layer.recurrence import PAD_SLOT
+import numpy as np
 
-__all__ = ["DEFAULTS", "EngineOptions"]
+from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.checks import ACTIVATIONS, check_dtype_name
+from sketchssm.layer.recurrence import PAD_SLOT, check_choice, check_integer
+from sketchssm.layer.slots import MAX_DRAFTS
+
+__all__ = ["DEFAULTS", "HOST_OPTIONS", "EngineOptions"]
 
 
 @dataclass(frozen=True, eq=False)
 class EngineOptions:
-    """Options of an engine; each engine's `supports` names those that may differ from the defaults.
+    """Options of an engine; the engine's class names in `supports` those that may differ from the defaults.
 
-    Attributes
-    ----------
-    gate : GateInput or None
-        Converts raw gate inputs.
-    activation_dtype : {"bfloat16", "float16", "float32"} or None
-        Type of q, k and v in kernels. None: the narrowest that holds those of the first call.
-    output_dtype : {"bfloat16", "float16", "float32"} or None
-        Type of outputs in kernels; None for the activations'.
-    state_dtype : {"float32", "bfloat16", "float16"}
-        Type of states in memory; a state is rounded whenever it is written.
-    memory : mapping of str to array, or None
-        The caller's memory, by the names of the engine's parts.
-    phase : int or None
-        Where the clock begins; None for no clock.
-    drafts : int
-        Most tokens of a draft, of an engine without windows.
-    pad_slot : int
-        Slot number that means padding.
+    `SketchHead` explains the options. Heads check the phase, whose range depends on the window. `why` is no option: it
+    says why the head computes on the host, for the warning about arrays on a device.
     """
 
     gate: GateInput | None = None
@@ -44,11 +32,30 @@ class EngineOptions:
     phase: int | None = None
     drafts: int = 0
     pad_slot: int = PAD_SLOT
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.gate is not None and not isinstance(self.gate, GateInput):
+            raise TypeError(f"gate: expected a GateInput or None, got {type(self.gate).__name__}")
+        check_dtype_name(self.activation_dtype, "activation_dtype")
+        check_dtype_name(self.output_dtype, "output_dtype")
+        check_choice("state_dtype", self.state_dtype, ACTIVATIONS)
+        if self.memory is not None and not isinstance(self.memory, Mapping):
+            raise TypeError(
+                f"memory: expected a mapping from names of parts to arrays, got {type(self.memory).__name__}"
+            )
+        check_integer("drafts", self.drafts, 0, MAX_DRAFTS)
+        pad = self.pad_slot
+        if isinstance(pad, bool) or not isinstance(pad, int | np.integer) or abs(pad) >= 1 << 31:
+            raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad!r}")
 
     def changed(self) -> dict[str, Any]:
-        """Options by name that differ from the defaults."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: value for name, (value, default) in values.items() if value is not default and value != default}
+        """Defaults, by name, of the options that differ from them."""
+        defaults = {field.name: field.default for field in fields(self) if field.name != "why"}
+        return {name: default for name, default in defaults.items() if getattr(self, name) != default}
 
 
 DEFAULTS = EngineOptions()
+
+HOST_OPTIONS = frozenset(("gate", "state_dtype", "memory", "pad_slot"))
+"""Options that every engine of exact states supports."""

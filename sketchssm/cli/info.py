@@ -89,7 +89,7 @@ def _plans(path: Path, plans: Mapping[str, SketchPlan]) -> dict[str, Any]:
 def _installation() -> dict[str, Any]:
     import sketchssm
     from sketchssm import cuda
-    from sketchssm.heads.backends import BACKENDS
+    from sketchssm.heads.registry import BACKENDS
     from sketchssm.study.bench import available_cores
 
     lack = cuda.missing()

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from sketchssm import cuda
 from sketchssm.calibrate.allocation import METHODS
-from sketchssm.heads.backends import BACKENDS
+from sketchssm.heads.registry import BACKENDS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 

@@ -7,7 +7,6 @@ Loading, adopting and resetting a slot clear its padding. Every array of an engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from numba import from_dtype
 
 from sketchssm.arrays.host_arrays import slot_memory
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.parts import CACHE_LINE, STATE_TYPES, Array, Parts, flat, offsets, own_part, slot_parts
 from sketchssm.cpu.simd import LANES, floats, padded, pointer_cast
@@ -108,9 +108,9 @@ areas_record = pointer_cast(from_dtype(AREAS))
 class Memory:
     """The arrays of an engine, and the record of their addresses and of the layer's sizes.
 
-    `window` is 0 for no ring. `parts` holds the arrays of each part of a slot, `given` the caller's memory for some
-    parts, and `arrays` the memory of each part, ``(num_slots, *shape)``. `cursor (num_slots,)` holds the cursor words;
-    zeros if there is no ring. `phase` is the position at which the clock starts; None for no clock.
+    `window` is 0 for no ring. `parts` holds the arrays of each part of a slot, and `arrays` the memory of each
+    part, ``(num_slots, *shape)``; the options have the caller's memory for some parts, and where the clock starts.
+    `cursor (num_slots,)` holds the cursor words; zeros if there is no ring.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Memory:
         num_slots: int,
         window: int,
         parts: Parts,
-        given: Mapping[str, Array] | None = None,
-        phase: int | None = None,
+        options: EngineOptions,
     ) -> None:
+        given, phase = options.memory or {}, options.phase
         self.layer = layer
         self.context = np.zeros(1, dtype=CONTEXT)
         self._shared: dict[str, Array] = {}
@@ -134,8 +134,8 @@ class Memory:
         self.set(gate_row=apart * keys, gram_row=apart * tokens)
         self.state_size = layer.heads * values * keys
         self.parts = slot_parts(parts)
-        own = {part.name: own_part(part, num_slots) for part in self.parts if part.name not in (given or {})}
-        self.arrays = slot_memory(self.parts, num_slots, own | dict(given or {}))
+        own = {part.name: own_part(part, num_slots) for part in self.parts if part.name not in given}
+        self.arrays = slot_memory(self.parts, num_slots, own | dict(given))
         for name, runs in parts.items():
             for run, offset in offsets(runs):
                 if run.name not in RUNS:

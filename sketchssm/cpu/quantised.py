@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
+from sketchssm.arrays.options import DEFAULTS, EngineOptions
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import Memory, Record, call_record
 from sketchssm.cpu.packed import full_states
@@ -29,8 +30,8 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: each state is quantised again after every token."""
 
-    def __init__(self, layer: Layer, num_slots: int, bits: int) -> None:
-        super().__init__(layer, num_slots)
+    def __init__(self, layer: Layer, num_slots: int, bits: int, options: EngineOptions = DEFAULTS) -> None:
+        super().__init__(layer, num_slots, options)
         self._grid = Grid.of(bits)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
@@ -51,9 +52,12 @@ class QuantisedEngine(StandardEngine):
 class CopyEngine(ReplayEngine):
     """Replay that reads a quantised copy of the state, of `bits` per element, between flushes."""
 
-    def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
+    def __init__(
+        self, layer: Layer, num_slots: int, window: int, bits: int, options: EngineOptions = DEFAULTS
+    ) -> None:
         copies = (standard_parts(layer, "float32", 0)["state"][0]._replace(name="served"),)
-        self._open(Memory(layer, num_slots, window, window_parts(layer, window, sketch=copies)), full_states(layer))
+        parts = window_parts(layer, window, sketch=copies)
+        self._open(Memory(layer, num_slots, window, parts, options), full_states(layer), options)
         self._grid = Grid.of(bits, zero=False)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
+from sketchssm.arrays.options import DEFAULTS, EngineOptions
 from sketchssm.cpu.decode import window_kernel
 from sketchssm.cpu.layout import REBUILD, Memory
 from sketchssm.cpu.packed import Packing, pack
@@ -12,7 +12,7 @@ from sketchssm.cpu.parts import Parts, slot_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.standard import Slots
 from sketchssm.cpu.workers import run
-from sketchssm.layer.slots import SlotPart
+from sketchssm.layer.slots import PartsOf
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["SketchEngine"]
@@ -21,26 +21,16 @@ __all__ = ["SketchEngine"]
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with a sketch for the state reads between flushes."""
 
-    def __init__(
-        self,
-        plan: SketchPlan,
-        num_slots: int,
-        sketch_dtype: str = "bfloat16",
-        *,
-        state_dtype: str = "float32",
-        memory: Mapping[str, Any] | None = None,
-        phase: int | None = None,
-    ) -> None:
-        packing, parts = _plan_parts(plan, sketch_dtype, state_dtype)
-        self._open(Memory(plan.layer, num_slots, plan.window, parts, memory, phase), packing)
-        self.plan = plan
+    parts_of: ClassVar[PartsOf] = staticmethod(
+        lambda plan, sketch_dtype, options: slot_parts(_plan_parts(plan, sketch_dtype, options.state_dtype)[1])
+    )
 
-    @staticmethod
-    def parts_of(  # type: ignore[override]
-        plan: SketchPlan, sketch_dtype: str = "bfloat16", *, state_dtype: str = "float32"
-    ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.heads.engine.Engine`."""
-        return slot_parts(_plan_parts(plan, sketch_dtype, state_dtype)[1])
+    def __init__(
+        self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16", options: EngineOptions = DEFAULTS
+    ) -> None:
+        packing, parts = _plan_parts(plan, sketch_dtype, options.state_dtype)
+        self._open(Memory(plan.layer, num_slots, plan.window, parts, options), packing, options)
+        self.plan = plan
 
     def adopt(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.Engine`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.host_arrays import HostArrays
+from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import (
     COMMIT,
@@ -29,7 +29,7 @@ from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers,
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.workers import SERIAL, run, worker_count
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, Tokens
-from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION, SlotPart
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION, PartsOf
 
 __all__ = ["StandardEngine"]
 
@@ -37,34 +37,23 @@ Slots = npt.NDArray[np.int64]
 
 
 class StandardEngine:
-    """The recurrence in float32: every token reads and writes every state.
+    """The recurrence in float32: every token reads and writes every state."""
 
-    `memory` is the caller's memory for some of `parts`, `drafts` the most tokens of a draft.
-    """
-
-    arrays = HostArrays(np.float32)
+    supports: ClassVar = HOST_OPTIONS | {"drafts"}
+    parts_of: ClassVar[PartsOf] = staticmethod(
+        lambda layer, options: slot_parts(standard_parts(layer, options.state_dtype, options.drafts))
+    )
     window = 1
 
-    def __init__(
-        self,
-        layer: Layer,
-        num_slots: int,
-        *,
-        state_dtype: str = "float32",
-        memory: Mapping[str, Any] | None = None,
-        drafts: int = 0,
-    ) -> None:
-        self._own(Memory(layer, num_slots, 0, standard_parts(layer, state_dtype, drafts), memory), drafts)
-        self._memory.scratch(worker_count(), drafts=drafts)
+    def __init__(self, layer: Layer, num_slots: int, options: EngineOptions = DEFAULTS) -> None:
+        parts = standard_parts(layer, options.state_dtype, options.drafts)
+        self._own(Memory(layer, num_slots, 0, parts, options), options.drafts, options)
+        self._memory.scratch(worker_count(), drafts=options.drafts)
 
-    def _own(self, memory: Memory, drafts: int) -> None:
+    def _own(self, memory: Memory, drafts: int, options: EngineOptions) -> None:
         self._memory, self.drafts = memory, drafts
         self.state, self.parts, self.memory = memory.state, memory.parts, memory.arrays
-
-    @staticmethod
-    def parts_of(layer: Layer, *, state_dtype: str = "float32", drafts: int = 0) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.heads.engine.Engine`."""
-        return slot_parts(standard_parts(layer, state_dtype, drafts))
+        self.arrays = HostArrays(np.float32, options, self.memory.values())
 
     @property
     def position(self) -> npt.NDArray[np.int32]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from sketchssm.arrays import interop
 from sketchssm.arrays.host_arrays import HostArrays
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda.call_layout import ArrayLayout
 from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays
 from sketchssm.cuda.launch import capture_of
@@ -47,7 +48,7 @@ class CallArguments:
         import cupy
 
         self._cupy = cupy
-        self.host = HostArrays(np.float32, pad_slot=pad_slot)  # checks arrays on the host
+        self.host = HostArrays(np.float32, EngineOptions(pad_slot=pad_slot))  # checks arrays on the host
         self.device = cupy.cuda.Device()
         self._home = self.device.id
         self.activations, self._converts = activations, converts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sketchssm.arrays.options import DEFAULTS, EngineOptions
+from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY
@@ -52,9 +52,7 @@ class StandardEngine:
         Types, memory, gate and drafts.
     """
 
-    supports: ClassVar = frozenset(
-        ("gate", "activation_dtype", "output_dtype", "state_dtype", "memory", "drafts", "pad_slot")
-    )
+    supports: ClassVar = HOST_OPTIONS | {"activation_dtype", "output_dtype", "drafts"}
     window = 1
 
     def __init__(self, layer: Layer, num_slots: int, options: EngineOptions = DEFAULTS) -> None:

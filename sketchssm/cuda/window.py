@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sketchssm.arrays.options import DEFAULTS, EngineOptions
+from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.copies import COPY
@@ -47,9 +47,7 @@ class WindowEngine:
         Types, memory, gate and clock.
     """
 
-    supports: ClassVar = frozenset(
-        ("gate", "activation_dtype", "output_dtype", "state_dtype", "memory", "phase", "pad_slot")
-    )
+    supports: ClassVar = HOST_OPTIONS | {"activation_dtype", "output_dtype", "phase"}
 
     def __init__(self, layer: Layer, num_slots: int, window: int, packed: PackedPlan, options: EngineOptions) -> None:
         import cupy

@@ -7,13 +7,13 @@ engine, and results for the caller. The engine owns the memory of one layer's sl
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.recurrence import Tokens
-from sketchssm.layer.slots import SlotPart
+from sketchssm.layer.slots import PartsOf, SlotPart
 
 __all__ = ["Arrays", "Call", "Context", "Engine", "ExactEngine"]
 
@@ -135,9 +135,11 @@ class Engine(Protocol):
 class ExactEngine(Engine, Protocol):
     """The engine of a head with exact states.
 
-    The constructor takes these settings by name, as far as the engine supports them: ``state_dtype``, ``memory`` (a
-    mapping from names of parts to the caller's arrays), ``phase``, ``drafts``; on ``cuda`` also ``pad_slot``.
+    The constructor takes the layer or the plan, the number of slots, arguments of its own, and `EngineOptions`.
     """
+
+    supports: ClassVar[frozenset[str]]
+    """Options that may differ from the defaults."""
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
@@ -151,9 +153,8 @@ class ExactEngine(Engine, Protocol):
     def drafts(self) -> int:
         """Most tokens of a draft: ``min(8, W - 1)`` with a window, else the constructor's ``drafts``."""
 
-    @staticmethod
-    def parts_of(*args: Any, **settings: Any) -> tuple[SlotPart, ...]:
-        """Return `parts` of an engine of these constructor arguments (without the number of slots and the memory)."""
+    parts_of: ClassVar[PartsOf]
+    """Returns `parts` of an engine of these constructor arguments (without the number of slots)."""
 
     def draft(self, tokens: Tokens, lengths: Any, slots: Any, out: Any) -> None:
         """Decode drafts ``(batch, tokens, ...)``, ``lengths[i]`` tokens of row i; outputs past the lengths are zeros.

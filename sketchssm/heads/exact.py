@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sketchssm.arrays import interop
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
+from sketchssm.heads.registry import System
 from sketchssm.heads.snapshot import Snapshot, owner_of
-from sketchssm.layer.checks import ACTIVATIONS
-from sketchssm.layer.recurrence import Layer, check_choice, check_instance, check_integer
-from sketchssm.layer.slots import MAX_DRAFTS, POSITION, SlotPart
+from sketchssm.layer.recurrence import Layer, check_instance, check_integer
+from sketchssm.layer.slots import POSITION, SlotPart
 
 if TYPE_CHECKING:
-    from sketchssm.arrays.gates import GateInput
     from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["ExactHead", "check_drafts", "check_gate", "check_phase", "check_state_dtype"]
+__all__ = ["ExactHead", "check_phase"]
 
 
 class ExactHead(DecodeHead):
@@ -27,7 +24,7 @@ class ExactHead(DecodeHead):
 
     Parameters
     ----------
-    system : {"standard", "replay", "sketch"}
+    system : System
         Which system.
     source : Layer or SketchPlan
         The layer, or the plan of a sketch.
@@ -37,22 +34,8 @@ class ExactHead(DecodeHead):
         Where to run; see `SketchHead`.
     *args
         Further arguments of the engine.
-    gate : GateInput or None
-        See `SketchHead`.
-    activation_dtype, output_dtype : str or None
-        See `SketchHead`.
-    pad_slot : int
-        See `SketchHead`.
-    memory : mapping of str to array, or None
-        See `SketchHead`.
-    state_dtype : str
-        See `SketchHead`.
-    phase : int, optional
-        See `SketchHead`.
-    drafts : int, default 0
-        See `StandardHead`.
-    **settings
-        Further settings of the engine.
+    options : EngineOptions
+        Options of the engine.
 
     Attributes
     ----------
@@ -66,48 +49,24 @@ class ExactHead(DecodeHead):
 
     def __init__(
         self,
-        system: str,
+        system: System,
         source: Layer | SketchPlan,
         num_slots: int,
         backend: str,
         *args: Any,
-        gate: GateInput | None,
-        activation_dtype: str | None,
-        output_dtype: str | None,
-        pad_slot: int,
-        memory: Mapping[str, Any] | None,
-        state_dtype: str,
-        phase: int | None = None,
-        drafts: int = 0,
-        **settings: Any,
+        options: EngineOptions,
     ) -> None:
         capacity = check_capacity(num_slots)
         layer: Any = getattr(source, "layer", source)
         check_instance("layer", layer, Layer)
-        check_gate(gate, layer)
-        if isinstance(pad_slot, bool) or not isinstance(pad_slot, int | np.integer) or abs(pad_slot) >= 1 << 31:
-            raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad_slot!r}")
-        check_state_dtype(state_dtype)
-        if memory is not None and not isinstance(memory, Mapping):
-            raise TypeError(f"memory: expected a mapping from names of parts to arrays, got {type(memory).__name__}")
-        name, engine = load_engine(
-            system,
-            backend,
-            source,
-            capacity,
-            *args,
-            gate=gate,
-            activation_dtype=activation_dtype,
-            output_dtype=output_dtype,
-            pad_slot=int(pad_slot),
-            options={"state_dtype": state_dtype, "memory": memory, "phase": phase, "drafts": drafts},
-            **settings,
-        )
+        if options.gate is not None:
+            options.gate.check(layer)
+        name, engine = load_engine(system, backend, source, capacity, *args, options=options)
         super().__init__(layer, capacity, name, engine)
-        self.pad_slot, self.state_dtype, self.phase = int(pad_slot), state_dtype, phase
-        self._gate = gate
+        self.pad_slot, self.state_dtype, self.phase = int(options.pad_slot), options.state_dtype, options.phase
+        self.drafts: int = engine.drafts
+        self._gate = options.gate
         self._fingerprint = None if isinstance(source, Layer) else source.fingerprint
-        self.drafts = min(MAX_DRAFTS, self.window - 1) if self.window > 1 else drafts
 
     def _shown(self) -> dict[str, Any]:
         return super()._shown() | ({} if self.phase is None else {"phase": self.phase})
@@ -264,27 +223,6 @@ def _count(name: str, array: Any) -> int:
     return int(shape[0])
 
 
-def check_gate(gate: Any, layer: Layer) -> None:
-    """Check that a gate is None or the layer's."""
-    if gate is None:
-        return
-    from sketchssm.arrays.gates import GateInput
-
-    if not isinstance(gate, GateInput):
-        raise TypeError(f"gate: expected a GateInput or None, got {type(gate).__name__}")
-    gate.check(layer)
-
-
-def check_state_dtype(state_dtype: Any) -> None:
-    """Check the type of states."""
-    check_choice("state_dtype", state_dtype, ACTIVATIONS)
-
-
 def check_phase(phase: Any, window: int) -> int | None:
     """Check the position at which a clock begins; None is no clock."""
     return None if phase is None else check_integer("phase", phase, 0, window - 1, " or None")
-
-
-def check_drafts(drafts: Any) -> int:
-    """Check the most tokens of a row's draft."""
-    return check_integer("drafts", drafts, 0, MAX_DRAFTS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_parts
-from sketchssm.heads.exact import ExactHead, check_phase, check_state_dtype
+from sketchssm.heads.exact import ExactHead, check_phase
+from sketchssm.heads.registry import SKETCH
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import PAD_SLOT, check_instance
 from sketchssm.layer.slots import SlotPart
@@ -86,20 +88,9 @@ class SketchHead(ExactHead):
     ) -> None:
         check_instance("plan", plan, SketchPlan)
         form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
-        super().__init__(
-            "sketch",
-            plan,
-            num_slots,
-            backend,
-            sketch_dtype=form.name,
-            gate=gate,
-            activation_dtype=activation_dtype,
-            output_dtype=output_dtype,
-            pad_slot=pad_slot,
-            memory=memory,
-            state_dtype=state_dtype,
-            phase=check_phase(phase, plan.window),
-        )
+        phase = check_phase(phase, plan.window)
+        options = EngineOptions(gate, activation_dtype, output_dtype, state_dtype, memory, phase, pad_slot=pad_slot)
+        super().__init__(SKETCH, plan, num_slots, backend, form.name, options=options)
         self.plan, self.sketch_dtype = plan, form.name
 
     def _owner(self) -> dict[str, Any]:
@@ -134,7 +125,6 @@ class SketchHead(ExactHead):
             The head's `parts`.
         """
         check_instance("plan", plan, SketchPlan)
-        check_state_dtype(state_dtype)
-        types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
         form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
-        return load_parts("sketch", backend, plan, sketch_dtype=form.name, **types)
+        options = EngineOptions(gate, activation_dtype, state_dtype=state_dtype)
+        return load_parts(SKETCH, backend, plan, form.name, options=options)

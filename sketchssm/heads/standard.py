@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_parts
-from sketchssm.heads.exact import ExactHead, check_drafts, check_phase, check_state_dtype
+from sketchssm.heads.exact import ExactHead, check_phase
+from sketchssm.heads.registry import REPLAY, STANDARD
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_window
 from sketchssm.layer.slots import SlotPart
 
@@ -57,19 +59,10 @@ class StandardHead(ExactHead):
         state_dtype: str = "float32",
         drafts: int = 0,
     ) -> None:
-        super().__init__(
-            "standard",
-            layer,
-            num_slots,
-            backend,
-            gate=gate,
-            activation_dtype=activation_dtype,
-            output_dtype=output_dtype,
-            pad_slot=pad_slot,
-            memory=memory,
-            state_dtype=state_dtype,
-            drafts=check_drafts(drafts),
+        options = EngineOptions(
+            gate, activation_dtype, output_dtype, state_dtype, memory, drafts=drafts, pad_slot=pad_slot
         )
+        super().__init__(STANDARD, layer, num_slots, backend, options=options)
 
     @staticmethod
     def parts_of(
@@ -101,9 +94,8 @@ class StandardHead(ExactHead):
         tuple of SlotPart
             The head's `parts`.
         """
-        check_state_dtype(state_dtype)
-        types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
-        return load_parts("standard", backend, layer, drafts=check_drafts(drafts), **types)
+        options = EngineOptions(gate, activation_dtype, state_dtype=state_dtype, drafts=drafts)
+        return load_parts(STANDARD, backend, layer, options=options)
 
 
 class ReplayHead(ExactHead):
@@ -155,20 +147,10 @@ class ReplayHead(ExactHead):
         phase: int | None = None,
     ) -> None:
         width = check_window(window, least=1)
-        super().__init__(
-            "replay",
-            layer,
-            num_slots,
-            backend,
-            width,
-            gate=gate,
-            activation_dtype=activation_dtype,
-            output_dtype=output_dtype,
-            pad_slot=pad_slot,
-            memory=memory,
-            state_dtype=state_dtype,
-            phase=check_phase(phase, width),
+        options = EngineOptions(
+            gate, activation_dtype, output_dtype, state_dtype, memory, check_phase(phase, width), pad_slot=pad_slot
         )
+        super().__init__(REPLAY, layer, num_slots, backend, width, options=options)
 
     @staticmethod
     def parts_of(
@@ -200,6 +182,5 @@ class ReplayHead(ExactHead):
         tuple of SlotPart
             The head's `parts`.
         """
-        check_state_dtype(state_dtype)
-        types: Any = {"gate": gate, "activation_dtype": activation_dtype, "state_dtype": state_dtype}
-        return load_parts("replay", backend, layer, check_window(window, least=1), **types)
+        options = EngineOptions(gate, activation_dtype, state_dtype=state_dtype)
+        return load_parts(REPLAY, backend, layer, check_window(window, least=1), options=options)

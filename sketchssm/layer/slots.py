@@ -14,7 +14,7 @@ every draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,7 +22,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DRAFTED_SHIFT", "DUE", "MAX_DRAFTS", "POSITION", "SlotPart", "check_memory", "check_separate", "drafted"]
+__all__ = [
+    "DRAFTED_SHIFT",
+    "DUE",
+    "MAX_DRAFTS",
+    "POSITION",
+    "PartsOf",
+    "SlotPart",
+    "check_memory",
+    "check_separate",
+    "drafted",
+]
 
 POSITION = 127
 """Bits of a cursor word that hold the position."""
@@ -70,6 +80,10 @@ class SlotPart:
     def bytes(self) -> int:
         """Bytes of one slot."""
         return prod(self.shape) * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
+
+
+PartsOf = Callable[..., tuple[SlotPart, ...]]
+"""Describes the parts of an engine's slots from the arguments of its constructor without the number of slots."""
 
 
 def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: int) -> None:

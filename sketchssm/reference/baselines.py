@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sketchssm.arrays.options import DEFAULTS, EngineOptions
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.engines import ReplayEngine, StandardEngine
 from sketchssm.reference.quantise import round_trip
@@ -15,8 +16,8 @@ __all__ = ["CopyEngine", "QuantisedEngine"]
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: a state is quantised again after every token."""
 
-    def __init__(self, layer: Layer, num_slots: int, bits: int) -> None:
-        super().__init__(layer, num_slots)
+    def __init__(self, layer: Layer, num_slots: int, bits: int, options: EngineOptions = DEFAULTS) -> None:
+        super().__init__(layer, num_slots, options)
         self.bits = bits
 
     def _token(self, slot: int, token: Tokens) -> Array:
@@ -35,8 +36,10 @@ class QuantisedEngine(StandardEngine):
 class CopyEngine(ReplayEngine):
     """Replay that reads a quantised copy of the state between flushes."""
 
-    def __init__(self, layer: Layer, num_slots: int, window: int, bits: int) -> None:
-        super().__init__(layer, num_slots, window)
+    def __init__(
+        self, layer: Layer, num_slots: int, window: int, bits: int, options: EngineOptions = DEFAULTS
+    ) -> None:
+        super().__init__(layer, num_slots, window, options)
         self.bits = bits
         self._copy = np.zeros_like(self.state)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.host_arrays import HostArrays, slot_memory
+from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
-from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, SlotPart, drafted
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, PartsOf, SlotPart, drafted
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.narrow import sketched_read
 from sketchssm.reference.recurrence import Array, per_head, step
@@ -25,41 +25,27 @@ Slots = npt.NDArray[np.int64]
 class StandardEngine:
     """Standard decode: the state is read and written at every token.
 
-    A 16-bit `state_dtype` rounds a state whenever it is stored; memory stays float64. `memory` is the caller's memory
-    for some of `parts`, `drafts` the most tokens of a draft.
+    A 16-bit state is rounded whenever it is stored; memory stays float64.
     """
 
-    arrays = HostArrays(np.float64)
+    supports: ClassVar = HOST_OPTIONS | {"drafts"}
+    parts_of: ClassVar[PartsOf] = staticmethod(lambda layer, options: _parts(layer, options.drafts))
     window = 1
 
-    def __init__(
-        self,
-        layer: Layer,
-        num_slots: int,
-        *,
-        state_dtype: str = "float32",
-        memory: Mapping[str, Any] | None = None,
-        drafts: int = 0,
-    ) -> None:
-        self.drafts = drafts
-        self._open(layer, num_slots, drafts, state_dtype, memory)
+    def __init__(self, layer: Layer, num_slots: int, options: EngineOptions = DEFAULTS) -> None:
+        self.drafts = options.drafts
+        self._open(layer, num_slots, options.drafts, options)
 
-    def _open(
-        self, layer: Layer, num_slots: int, ring: int, state_dtype: str, memory: Mapping[str, Any] | None
-    ) -> None:
+    def _open(self, layer: Layer, num_slots: int, ring: int, options: EngineOptions) -> None:
         """Set the memory up, with rings of `ring` tokens."""
         self.layer = layer
         self.parts = _parts(layer, ring)
-        self.memory = slot_memory(self.parts, num_slots, memory)
+        self.memory = slot_memory(self.parts, num_slots, options.memory)
+        self.arrays = HostArrays(np.float64, options, self.memory.values())
         self.state = self.memory["state"]
         self._cursor = self.memory.get("cursor", np.zeros(num_slots, np.int32))
         self._clock: int | None = None  # the virtual row's cursor word
-        self._state_dtype = state_dtype
-
-    @staticmethod
-    def parts_of(layer: Layer, *, state_dtype: str = "float32", drafts: int = 0) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
-        return _parts(layer, drafts)
+        self._state_dtype = options.state_dtype
 
     @property
     def position(self) -> npt.NDArray[np.int32]:
@@ -193,32 +179,19 @@ class StandardEngine:
 class ReplayEngine(StandardEngine):
     """Replay: a ring keeps the raw inputs, and its last token folds them into the state.
 
-    A 16-bit state is rounded after its flush's outputs are read. `phase` is where the clock begins; None for no clock.
+    A 16-bit state is rounded after its flush's outputs are read.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        num_slots: int,
-        window: int,
-        *,
-        state_dtype: str = "float32",
-        memory: Mapping[str, Any] | None = None,
-        phase: int | None = None,
-    ) -> None:
+    supports = HOST_OPTIONS | {"phase"}
+    parts_of: ClassVar[PartsOf] = staticmethod(lambda layer, window, options: _parts(layer, window))
+
+    def __init__(self, layer: Layer, num_slots: int, window: int, options: EngineOptions = DEFAULTS) -> None:
         self.window = window
         self.drafts = min(MAX_DRAFTS, window - 1)
-        self._open(layer, num_slots, self.window, state_dtype, memory)
-        if phase is not None:
-            self._clock = phase | (DUE if phase == self.window - 1 else 0)
+        self._open(layer, num_slots, window, options)
+        if options.phase is not None:
+            self._clock = options.phase | (DUE if options.phase == window - 1 else 0)
             self._cursor[:] = self._stroke
-
-    @staticmethod
-    def parts_of(  # type: ignore[override]
-        layer: Layer, window: int, *, state_dtype: str = "float32"
-    ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
-        return _parts(layer, window)
 
     def _token(self, slot: int, token: Tokens) -> Array:
         word = int(self._cursor[slot])
@@ -304,23 +277,14 @@ class SketchEngine(ReplayEngine):
     sketches: every read computes them from the state.
     """
 
+    parts_of: ClassVar[PartsOf] = staticmethod(lambda plan, sketch_dtype, options: _parts(plan.layer, plan.window))
+
     def __init__(
-        self,
-        plan: SketchPlan,
-        num_slots: int,
-        sketch_dtype: str = "float32",
-        **settings: Any,
+        self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", options: EngineOptions = DEFAULTS
     ) -> None:
-        super().__init__(plan.layer, num_slots, plan.window, **settings)
+        super().__init__(plan.layer, num_slots, plan.window, options)
         self.plan = plan
         self._form = SketchFormat.of(sketch_dtype)
-
-    @staticmethod
-    def parts_of(  # type: ignore[override]
-        plan: SketchPlan, sketch_dtype: str = "float32", *, state_dtype: str = "float32"
-    ) -> tuple[SlotPart, ...]:
-        """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
-        return _parts(plan.layer, plan.window)
 
     def _read(self, slot: int, queries: Array) -> Array:
         outputs = super()._read(slot, queries)

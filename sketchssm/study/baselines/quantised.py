@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
+from sketchssm.heads.registry import System
 from sketchssm.layer.recurrence import Layer, check_integer, check_window
 
 __all__ = ["CopyReadHead", "QuantisedHead"]
+
+MODULES = {"reference": "sketchssm.reference.baselines", "cpu": "sketchssm.cpu.quantised"}
+QUANTISED = System("quantised", {backend: f"{module}:QuantisedEngine" for backend, module in MODULES.items()})
+COPY = System("copy", {backend: f"{module}:CopyEngine" for backend, module in MODULES.items()})
 
 
 class QuantisedHead(DecodeHead):
@@ -35,7 +40,7 @@ class QuantisedHead(DecodeHead):
 
     def __init__(self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8) -> None:
         capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
-        super().__init__(layer, capacity, *load_engine("quantised", backend, layer, capacity, self.bits))
+        super().__init__(layer, capacity, *load_engine(QUANTISED, backend, layer, capacity, self.bits))
 
 
 class CopyReadHead(DecodeHead):
@@ -71,5 +76,5 @@ class CopyReadHead(DecodeHead):
     ) -> None:
         capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
         super().__init__(
-            layer, capacity, *load_engine("copy", backend, layer, capacity, check_window(window, least=1), self.bits)
+            layer, capacity, *load_engine(COPY, backend, layer, capacity, check_window(window, least=1), self.bits)
         )

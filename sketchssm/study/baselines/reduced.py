@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.engine import Engine
 from sketchssm.heads.head import DecodeHead, check_capacity
+from sketchssm.heads.registry import System
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array
@@ -100,18 +102,21 @@ class ReducedEngine:
         self._inner.reset(slots)
 
 
-def reference_engine(layer: Layer, num_slots: int, channels: ChannelMap) -> ReducedEngine:
+def reference_engine(layer: Layer, num_slots: int, channels: ChannelMap, options: EngineOptions) -> ReducedEngine:
     """Reduced recurrence in float64."""
     from sketchssm.reference.engines import StandardEngine
 
-    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), num_slots), channels)
+    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), num_slots, options), channels)
 
 
-def cpu_engine(layer: Layer, num_slots: int, channels: ChannelMap) -> ReducedEngine:
+def cpu_engine(layer: Layer, num_slots: int, channels: ChannelMap, options: EngineOptions) -> ReducedEngine:
     """Reduced recurrence in Numba's float32."""
     from sketchssm.cpu.standard import StandardEngine
 
-    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), num_slots), channels)
+    return ReducedEngine(layer, StandardEngine(channels.reduced(layer), num_slots, options), channels)
+
+
+REDUCED = System("reduced", {"reference": f"{__name__}:reference_engine", "cpu": f"{__name__}:cpu_engine"})
 
 
 class ReducedHead(DecodeHead):
@@ -120,7 +125,7 @@ class ReducedHead(DecodeHead):
     def __init__(self, layer: Layer, channels: ChannelMap, num_slots: int, backend: str) -> None:
         capacity = check_capacity(num_slots)
         self.channels = channels
-        super().__init__(layer, capacity, *load_engine("reduced", backend, layer, capacity, channels))
+        super().__init__(layer, capacity, *load_engine(REDUCED, backend, layer, capacity, channels))
 
 
 def check_sparsity(sparsity: float) -> float:
