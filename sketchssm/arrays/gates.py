@@ -114,7 +114,7 @@ class GateInput:
             If its kind is not kda, or heads or channels differ.
         """
         check_instance("layer", layer, Layer)
-        if layer.kind != "kda":
+        if not layer.channel_decays:
             raise ValueError(f"gate: expected None for {layer.kind}; only kda has raw gate inputs")
         want, have = (layer.heads, layer.key_dim), self.dt_bias.shape
         if have != want:

@@ -17,7 +17,7 @@ import numpy as np
 
 from sketchssm.cpu.columns import columns_16, substitute, transpose
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
+from sketchssm.cpu.layout import Record
 from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
 from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows, dots
 
@@ -27,7 +27,7 @@ __all__ = ["fold_block", "prepare_fold", "prepare_keys", "reflects"]
 @njit
 def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) -> None:
     """Transpose the keys of a key head and compute their Gram matrix, for gdn; its value heads share both."""
-    if m.kind != GDN:
+    if not m.erases or m.channel_decays:
         return
     first = slot * m.k_stride + key_head * m.keys
     _across(m, at, buf, floats(m.k), first, m.key_row)
@@ -55,7 +55,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
     if reflects(m, slot, head, count):
         _prepare_turns(m, at, buf, slot, head, count)
         return
-    if m.kind == KDA:
+    if m.channel_decays:
         _prepare_channels(m, at, buf, slot, head, count)
         _scale_gram(m, at, buf, slot, head, count)
         return
@@ -73,7 +73,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
     whole = splat(buf[at.start + count - 1])
     for c in range(0, max(m.keys, m.values), LANES):
         store(buf, at.decay + c, whole)
-    if m.kind == MAMBA2:
+    if not m.erases:
         return
     # the decays of row j of the Gram matrix follow from those of row j - 1
     for j in range(count):
@@ -90,7 +90,7 @@ def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, coun
 @njit
 def reflects(m: Record, slot: int, head: int, count: int) -> bool:
     """Whether a ring has a beta above 1, and so is folded token by token."""
-    if m.kind != MAMBA2:
+    if m.erases:
         for s in range(count):
             if floats(m.beta)[slot * m.beta_stride + s * m.heads + head] > 1:
                 return True
@@ -104,11 +104,11 @@ def _prepare_turns(m: Record, at: Record, buf: Pointer, slot: int, head: int, co
         key = slot * m.k_stride + s * m.key_row + head // m.group * m.keys
         gate = slot * m.gate_stride + s * m.gate_row + head * m.keys
         buf[at.start + s] = np.float32(1.0)
-        if m.kind == GDN:
+        if m.erases and not m.channel_decays:
             buf[at.start + s] = math.exp(floats(m.gate)[slot * m.gate_stride + s * m.heads + head])
         for c in range(0, m.keys, LANES):
             left = splat(buf[at.start + s])
-            if m.kind == KDA:
+            if m.channel_decays:
                 left = load(floats(m.gate), gate + c) * load(floats(m.k), key + c)
             store(buf, at.left + s * m.keys + c, left)
 
@@ -122,7 +122,7 @@ def _fold_turns(
     for s in range(count):
         left, key = at.left + s * m.keys, slot * m.k_stride + s * m.key_row + head // m.group * m.keys
         predictor, predictor_at, decays, decays_at = floats(m.k), key, buf, left
-        if m.kind == KDA:
+        if m.channel_decays:
             predictor, predictor_at, decays = buf, left, floats(m.gate)
             decays_at = slot * m.gate_stride + s * m.gate_row + head * m.keys
         dots(state, first, m.keys, LANES, predictor, predictor_at, 0, 1, m.keys, buf, at.write, 0)
@@ -185,7 +185,7 @@ def fold_block(
     """Advance 16 rows of a state, from element `first` on, through the ring; return their squared norm."""
     if reflects(m, slot, head, count):
         return _fold_turns(m, at, buf, slot, head, block, count, state, first)
-    erases = m.kind != MAMBA2
+    erases = m.erases
     if erases:
         for s in range(0, count, LANES):
             columns_16(state, first, m.keys, buf, at.keys_across + s, m.tokens, m.keys,
@@ -209,7 +209,7 @@ def fold_block(
             store(buf, at.carried + s * m.values + block, splat(buf[at.reach + s]) * load(buf, at.write + s * LANES))
     left, stride = floats(m.k), m.key_row
     left_at = slot * m.k_stride + head // m.group * m.keys
-    if m.kind == KDA:
+    if m.channel_decays:
         left, left_at, stride = buf, at.left, m.keys
     squares = splat(np.float32(0.0))
     for r in range(0, LANES, TILE_ROWS):

@@ -18,7 +18,7 @@ from sketchssm.arrays.options import EngineOptions
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.parts import CACHE_LINE, STATE_TYPES, Array, Parts, flat, offsets, own_part, slot_parts
 from sketchssm.cpu.simd import LANES, floats, padded, pointer_cast
-from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import DUE
 
 __all__ = [
@@ -28,10 +28,7 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "FLUSH",
-    "GDN",
     "HEADS_TOGETHER",
-    "KDA",
-    "MAMBA2",
     "REBUILD",
     "STEP",
     "Memory",
@@ -41,8 +38,6 @@ __all__ = [
     "call_record",
     "scratch_areas",
 ]
-
-MAMBA2, GDN, KDA = (KINDS.index(kind) for kind in ("mamba2", "gdn", "kda"))
 
 Record = Any
 """In signatures of compiled functions: one record of `CONTEXT` (``m``) or `AREAS` (``at``)."""
@@ -57,8 +52,8 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """Types of stored states, in the order of `STATE_TYPES`."""
 
 SIZES = (
-    "kind", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values", "tokens",
-    "workers", "key_row", "value_row", "gate_row", "gram_row",
+    "erases", "channel_decays", "heads", "key_heads", "group", "key_dim", "value_dim", "window", "keys", "values",
+    "tokens", "workers", "key_row", "value_row", "gate_row", "gram_row",
 )  # fmt: skip
 """Sizes of a layer. `keys`, `values` and `tokens` are K, V and W padded to whole vectors. `key_row`, `value_row`,
 `gate_row` and `gram_row` are the distances between two tokens in the arrays of the ring."""
@@ -127,7 +122,8 @@ class Memory:
         self._shared: dict[str, Array] = {}
         dims = (layer.key_dim, layer.value_dim, window)
         keys, values, tokens = map(padded, dims)
-        sizes = (KINDS.index(layer.kind), layer.heads, layer.key_heads, layer.group, *dims, keys, values, tokens)
+        kind = layer.erases, layer.channel_decays
+        sizes = (*kind, layer.heads, layer.key_heads, layer.group, *dims, keys, values, tokens)
         self.set(**dict(zip(SIZES, sizes, strict=False)))
         apart = layer.heads | 1
         self.set(key_row=(layer.key_heads | 1) * keys, value_row=apart * values)
@@ -206,10 +202,10 @@ def scratch_areas(sizes: Any, rank: int, drafts: int = 0) -> Array:
     columns = padded(rank)
     narrow = 0 if sizes["state_type"] == FLOAT32 else values * keys
     needs = {
-        "inputs": 2 * key_heads * keys, "x": 2 * keys * (heads if sizes["kind"] == KDA else 1),
+        "inputs": 2 * key_heads * keys, "x": 2 * keys * (heads if sizes["channel_decays"] else 1),
         "scores": 2 * key_heads * tokens, "open": heads * tokens, "weights": heads * tokens,
         "coefficients": HEADS_TOGETHER * 4 * columns,
-        "draft_reach": 0 if sizes["kind"] == KDA else heads * tokens,
+        "draft_reach": 0 if sizes["channel_decays"] else heads * tokens,
         "output": heads * values, "now": padded(heads) + LANES,
         **dict.fromkeys(("ones", "decay"), max(keys, values)), **dict.fromkeys(("reach", "start", "walk"), tokens),
         "keys_across": keys * tokens, "key_gram": tokens * tokens, "gram": tokens * tokens, "left": tokens * keys,

@@ -110,7 +110,7 @@ def window_parts(layer: Layer, window: int, state_dtype: str = "float32", sketch
         "keys": (Run("k", (tokens, key_heads, keys)),),
         "values": (Run("v", (window, heads, values)),),
     }
-    if layer.kind == "kda":
+    if layer.channel_decays:
         parts["gates"] = (Run("gate", (window, heads, keys)),)
     else:
         each = Run("gate", (window, layer.heads)), Run("start", (window, layer.heads))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, KDA, MAMBA2, Record, blank
+from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, Record, blank
 from sketchssm.cpu.packed import (
     BFLOAT,
     FACTORS,
@@ -94,7 +94,7 @@ def read_drafts(
     together = max(1, HEADS_TOGETHER // m.group)
     for start in range(first, last, together):
         end = min(start + together, last)
-        if m.kind != KDA:
+        if not m.channel_decays:
             heads = start * m.group * m.tokens
             copy(buf, at.draft_reach + heads, floats(m.reach), slot * m.reach_stride + heads,
                  (end - start) * m.group * m.tokens)  # fmt: skip
@@ -107,7 +107,7 @@ def read_drafts(
 @njit
 def keep_drafts(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, count: int) -> None:
     """Update the decays of a slot for its first `count` drafts, as `read` does."""
-    if m.kind == KDA:
+    if m.channel_decays:
         return
     reaches = floats(m.reach)
     for t in range(cursor, cursor + count):
@@ -142,8 +142,8 @@ def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -
 
     For maps in factors, the results are ``Pi^T x`` of both vectors, then ``(B - Pi Diag(w) L)^T x`` of both.
     """
-    x = at.x + 2 * head * m.keys if m.kind == KDA else at.inputs + 2 * (head // m.group) * m.keys
-    vectors = 1 if m.kind == MAMBA2 else 2
+    x = at.x + 2 * head * m.keys if m.channel_decays else at.inputs + 2 * (head // m.group) * m.keys
+    vectors = 2 if m.erases else 1
     if m.map != RIDGE:
         dots(floats(m.pi), field(m, head, PI), m.keys, field(m, head, RANK), buf, x, m.keys, vectors, m.keys,
              buf, spot, m.columns)  # fmt: skip
@@ -163,7 +163,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
 
     ``C x_t = C D_{1:t} q_t - sum_j c_tj h_j``, with the projected keys ``h_j = C D_{1:j} k_j`` of all tokens so far.
     """
-    rank, rows, erases = field(m, head, RANK), field(m, head, ROWS), m.kind != MAMBA2
+    rank, rows, erases = field(m, head, RANK), field(m, head, ROWS), m.erases
     scales = slot * m.factors_stride + field(m, head, FACTORS)
     if m.map == LOWRANK or m.map == PRIOR:
         factors = scales
@@ -180,7 +180,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
                     value = fma(splat(buf[result + 2 * m.columns + i]), factor, value)
                 store(buf, result + g, value)
     scale = splat(
-        floats(m.start)[slot * m.start_stride + cursor * m.heads + head] if m.kind != KDA else np.float32(1.0)
+        floats(m.start)[slot * m.start_stride + cursor * m.heads + head] if not m.channel_decays else np.float32(1.0)
     )
     weights, pending = at.weights + head * m.tokens, slot * m.pending_stride + field(m, head, PENDING)
     for g in range(0, rank, LANES):

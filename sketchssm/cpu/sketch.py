@@ -49,5 +49,5 @@ class SketchEngine(ReplayEngine):
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
     # a master copy of U would keep digits that a 16-bit state has lost
-    packing = pack(plan, sketch_dtype, tracked=plan.layer.kind != "kda" and state_dtype == "float32")
+    packing = pack(plan, sketch_dtype, tracked=not plan.layer.channel_decays and state_dtype == "float32")
     return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)

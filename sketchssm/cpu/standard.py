@@ -15,8 +15,6 @@ from sketchssm.cpu.layout import (
     COMMIT,
     DRAFT,
     FLOAT32,
-    KDA,
-    MAMBA2,
     STEP,
     Memory,
     Record,
@@ -160,7 +158,7 @@ def _share(m: Record, at: Record, worker: int) -> None:
         for t in range(count):
             place = row * m.length + t
             _take(m, at, buf, place, head)
-            if m.kind == MAMBA2:
+            if not m.erases:
                 _write(m, at, buf, place * m.heads + head, state, first)
             else:
                 _erase_write(m, at, buf, place * m.heads + head, state, first)
@@ -190,7 +188,7 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
     gates = place * m.heads + head
     copy(buf, at.inputs, floats(m.in_q), source, m.key_dim)
     copy(buf, at.inputs + m.keys, floats(m.in_k), source, m.key_dim)
-    if m.kind == KDA:
+    if m.channel_decays:
         copy(buf, at.decay, floats(m.in_g), gates * m.key_dim, m.key_dim)
         for c in range(m.key_dim, m.keys):
             buf[at.decay + c] = np.float32(0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.cpu.jit import njit
-from sketchssm.cpu.layout import GDN, KDA, MAMBA2, Record
+from sketchssm.cpu.layout import Record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, splat, store, total
 from sketchssm.cpu.tiles import DOT_ROWS, accumulate, dots
 
@@ -35,13 +35,13 @@ def buffer_token(
     for head in range(first, last):
         source = place * m.heads + head
         copy(floats(m.v), values + head * m.values, floats(m.in_v), source * m.value_dim, m.value_dim)
-        if m.kind == KDA:
+        if m.channel_decays:
             _buffer_gates(m, source * m.key_dim, slot * m.gate_stride + cursor * m.gate_row + head * m.keys)
     source, target, count = place * m.heads + first, cursor * m.heads + first, last - first
-    if m.kind != KDA:
+    if not m.channel_decays:
         copy(floats(m.gate), slot * m.gate_stride + target, floats(m.in_g), source, count)
         copy(buf, at.now + first, floats(m.in_g), source, count)
-    if m.kind != MAMBA2:
+    if m.erases:
         copy(floats(m.beta), slot * m.beta_stride + target, floats(m.in_beta), source, count)
 
 
@@ -65,12 +65,12 @@ def weigh(
     The newest token is number `cursor` of the ring. For kda, ``x`` then holds ``D_{1:t} q`` and ``D_{1:t} k_t`` of
     every head.
     """
-    if m.kind == KDA:
+    if m.channel_decays:
         _channel_scores(m, at, buf, slot, cursor, first * m.group, last * m.group)
     else:
         _key_scores(m, at, buf, slot, cursor, first, last)
         _scalar_scores(m, at, buf, slot, cursor, first * m.group, last * m.group, reaches, reach)
-    if m.kind != MAMBA2:
+    if m.erases:
         _solve(m, at, buf, slot, cursor, first * m.group, last * m.group)
 
 
@@ -81,7 +81,7 @@ def _key_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, fir
         row = slot * m.k_stride + s * m.key_row
         for key_head in range(first, last):
             dots(floats(m.k), row + key_head * m.keys, m.key_row, min(DOT_ROWS, cursor + 1 - s),
-                 buf, at.inputs + 2 * key_head * m.keys, m.keys, 1 if m.kind == MAMBA2 else 2, m.keys,
+                 buf, at.inputs + 2 * key_head * m.keys, m.keys, 2 if m.erases else 1, m.keys,
                  buf, at.scores + 2 * key_head * m.tokens + s, m.tokens)  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _scalar_scores(
     """Decay the shared scores by scalar gates. Lanes after the newest token are undefined and unused."""
     row, products = slot * m.start_stride + cursor * m.heads, slot * m.gram_stride + cursor * m.gram_row
     starts = floats(m.start)
-    weights = at.weights if m.kind == MAMBA2 else at.open
+    weights = at.open if m.erases else at.weights
     for head in range(first, last, LANES):
         store(buf, at.now + head, exp(load(buf, at.now + head)))
     for head in range(first, last):
@@ -104,7 +104,7 @@ def _scalar_scores(
         for i in range(0, cursor + 1, LANES):
             carried = load(reaches, own + i)
             store(buf, weights + head * m.tokens + i, carried * load(buf, scores + i))
-            if m.kind == GDN:
+            if m.erases and not m.channel_decays:
                 product = carried * load(buf, scores + m.tokens + i)
                 store(floats(m.gram), products + head * m.tokens + i, product)
 
@@ -162,7 +162,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
 def full_state_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
     """Compute the effective query of a head that reads its full state; return its offset in scratch memory."""
     keys = slot * m.k_stride + head // m.group * m.keys
-    if m.kind == KDA:
+    if m.channel_decays:
         gates, x = slot * m.gate_stride + head * m.keys, at.x + 2 * head * m.keys
         for c in range(0, m.keys, LANES):
             decay, query = splat(np.float32(1.0)), load(buf, x + c)
@@ -177,7 +177,7 @@ def full_state_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, 
     scale = splat(floats(m.start)[starts + cursor * m.heads])
     for c in range(0, m.keys, LANES):
         store(buf, at.x + c, scale * load(buf, query + c))
-    if m.kind == GDN:
+    if m.erases and not m.channel_decays:
         for j in range(cursor + 1):
             weight = buf[at.weights + head * m.tokens + j]
             buf[at.walk + j] = -weight * floats(m.start)[starts + j * m.heads]

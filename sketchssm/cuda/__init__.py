@@ -14,8 +14,8 @@ __all__ = ["common_rank", "load_layer_inputs", "missing"]
 DRIVER = 12000
 """First version of the driver that has launches with attributes."""
 
-COMMON_RANKS = {"mamba2": (70, 61), "gdn": (70, 61), "kda": (61, 56)}
-"""Ranks of `common_rank` at K = V = 128, with windows of up to 16 and of 32."""
+COMMON_RANKS = {False: (70, 61), True: (61, 56)}
+"""Ranks of `common_rank` at K = V = 128, with windows of up to 16 and of 32, without and with channel decays."""
 
 
 @cache
@@ -63,7 +63,7 @@ def common_rank(layer: Layer, window: int) -> int:
     int
         Columns for which flushes of `ridge` in 16 or 8 bits have room, at most min(K, V).
     """
-    short, long = COMMON_RANKS[layer.kind]
+    short, long = COMMON_RANKS[layer.channel_decays]
     return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 

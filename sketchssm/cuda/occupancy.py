@@ -9,15 +9,15 @@ from sketchssm.layer.recurrence import Layer
 __all__ = ["blocks_per_multiprocessor", "read_pace"]
 
 FLUSH_BLOCKS = {
-    ("mamba2", 64): 4,
-    ("mamba2", 80): 3,
-    ("mamba2", 96): 2,
-    ("gdn", 64): 3,
-    ("gdn", 80): 2,
-    ("gdn", 96): 2,
-    ("gdn", 128): 2,
+    (False, 64): 4,
+    (False, 80): 3,
+    (False, 96): 2,
+    (True, 64): 3,
+    (True, 80): 2,
+    (True, 96): 2,
+    (True, 128): 2,
 }
-"""Blocks of the flush on a multiprocessor that registers leave room for, by kind and value_dim; otherwise one.
+"""Blocks of the flush on a multiprocessor that registers leave room for, by `erases` and value_dim; otherwise one.
 Measured on H200: spilt registers cost more than fewer blocks."""
 
 MOST_DENSE_BLOCKS = 3
@@ -41,7 +41,7 @@ def blocks_per_multiprocessor(layer: Layer, raw_keys: bool, dense: bool) -> int:
     int
         At least 1.
     """
-    blocks = FLUSH_BLOCKS.get((layer.kind, layer.value_dim), 1) if raw_keys else 1
+    blocks = FLUSH_BLOCKS.get((layer.erases, layer.value_dim), 1) if raw_keys else 1
     return min(blocks, MOST_DENSE_BLOCKS) if dense else blocks
 
 

@@ -99,7 +99,7 @@ class WindowEngine:
             **packed.constants,
         }
         prior = constants.pop("PRIOR")
-        raw_keys = constants["ACT"] == TYPES["bfloat16"] and layer.kind != "kda"  # RAW_KEYS in flush/stages.cuh
+        raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/stages.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
         flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}

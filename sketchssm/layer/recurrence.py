@@ -20,6 +20,7 @@ import numpy.typing as npt
 __all__ = [
     "FULL_STATE",
     "KINDS",
+    "PROPERTIES",
     "ROUNDING",
     "Layer",
     "Tokens",
@@ -30,7 +31,18 @@ __all__ = [
     "shard_range",
 ]
 
-KINDS = ("mamba2", "gdn", "kda")
+
+class Kind(NamedTuple):
+    """What tells kinds of recurrences apart."""
+
+    erases: bool
+    channel_decays: bool
+
+
+PROPERTIES = {"mamba2": Kind(False, False), "gdn": Kind(True, False), "kda": Kind(True, True)}
+"""Kinds by name."""
+
+KINDS = tuple(PROPERTIES)
 
 FULL_STATE = -1
 """Rank that marks a head which reads the full state instead of a sketch."""
@@ -137,12 +149,17 @@ class Layer:
     @property
     def erases(self) -> bool:
         """Whether a token erases along its key before it writes (the delta rule: gdn and kda)."""
-        return self.kind != "mamba2"
+        return PROPERTIES[self.kind].erases
+
+    @property
+    def channel_decays(self) -> bool:
+        """Whether every key channel of a head has a decay of its own (kda); else one gate decays the whole state."""
+        return PROPERTIES[self.kind].channel_decays
 
     @property
     def gate_channels(self) -> int:
-        """Length of one head's log-decay: K for kda, 1 for a scalar gate."""
-        return self.key_dim if self.kind == "kda" else 1
+        """Length of one head's log-decay: K, or 1 for a scalar gate."""
+        return self.key_dim if self.channel_decays else 1
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -161,7 +178,7 @@ class Layer:
             "q": (self.key_heads, self.key_dim),
             "k": (self.key_heads, self.key_dim),
             "v": (self.heads, self.value_dim),
-            "g": (self.heads, self.key_dim) if self.kind == "kda" else (self.heads,),
+            "g": (self.heads, self.key_dim) if self.channel_decays else (self.heads,),
         }
         if self.erases:
             shapes["beta"] = (self.heads,)

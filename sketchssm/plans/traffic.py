@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, check_choice
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, PROPERTIES, check_choice
 
 __all__ = [
     "compressed",
@@ -213,7 +213,7 @@ def sketch_read(
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == FULL_STATE) | (g >= 0)).all():
         raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
-    erase = 2 * check_size("window", window) if map.storage == "dense" and kind != "mamba2" else 0
+    erase = 2 * check_size("window", window) if map.storage == "dense" and PROPERTIES[kind].erases else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
     size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim) + erase * rank
     return np.where(g == FULL_STATE, state, size)

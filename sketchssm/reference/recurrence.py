@@ -52,7 +52,7 @@ def per_head(layer: Layer, tokens: Tokens) -> Tokens:
     wide = [None if x is None else np.asarray(x, dtype=np.float64) for x in tokens]
     q, k, v, g, beta = wide
     assert q is not None and k is not None and g is not None
-    gates = g if layer.kind == "kda" else g[..., None]
+    gates = g if layer.channel_decays else g[..., None]
     return Tokens(layer.expand_keys(q), layer.expand_keys(k), v, gates, beta)
 
 

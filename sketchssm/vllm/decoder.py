@@ -78,7 +78,7 @@ class Recipe:
         tokens = 1, self._tokens
         q = torch.zeros(*tokens, layer.key_heads, layer.key_dim, dtype=kind, device=device)
         v = torch.zeros(*tokens, layer.heads, layer.value_dim, dtype=kind, device=device)
-        g = torch.zeros(*tokens, layer.heads, *([layer.key_dim] if layer.kind == "kda" else []), device=device)
+        g = torch.zeros(*tokens, layer.heads, *([layer.key_dim] if layer.channel_decays else []), device=device)
         beta = torch.zeros(*tokens, layer.heads, device=device) if layer.erases else None
         pad = torch.full((1,), NULL_BLOCK, dtype=torch.int32, device=device)
         head.step(q, q, v, g, beta, slots=pad, draft=True, lengths=torch.ones_like(pad))

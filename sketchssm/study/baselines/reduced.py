@@ -85,7 +85,7 @@ class ReducedEngine:
             for maps, x, norm in zip((self._query, self._key), (tokens.q, tokens.k), self._norms, strict=True)
         )
         g = tokens.g
-        if self.layer.kind == "kda":
+        if self.layer.channel_decays:
             g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0).astype(g.dtype)
         self._inner.step(Tokens(q, k, tokens.v, g, tokens.beta), slots, out)
 
