@@ -18,7 +18,7 @@
 #include "read/warp.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
-constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : KIND == KDA ? 5 : 4;
+constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHED_HEADS ? 1 : CHANNEL_DECAYS ? 5 : 4;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     read_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const int4* heads,

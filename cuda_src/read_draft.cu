@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     NewTokens new_tokens(arg, begin * TILE_HEADS, end * TILE_HEADS);
     new_tokens.values.to = new_tokens.values.from;
     if (!SHARED_SCORES) new_tokens.keys.to = new_tokens.keys.from;
-    if (KIND == KDA) new_tokens.gates.to = new_tokens.gates.from;
+    if (CHANNEL_DECAYS) new_tokens.gates.to = new_tokens.gates.from;
     const int pieces = new_tokens.pieces();
     if (threadIdx.x == 0)
         block.max_tokens = block.max_elements = 0, block.next_tile = block.next_piece = 0,

@@ -45,10 +45,10 @@ struct DraftRings {
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++) {
             if (part.head % HEADS_PER_KEY == 0) given.k[j].store(key(slot, part.head, t) + channel(j));
-            if constexpr (KIND == KDA) given.g[j].store(gate(slot, part.head, t) + channel(j));
+            if constexpr (CHANNEL_DECAYS) given.g[j].store(gate(slot, part.head, t) + channel(j));
         }
         if (lane > 0) return;
-        if constexpr (KIND != KDA) *gate(slot, part.head, t) = narrow<GATE_TYPE>(given.gate);
+        if constexpr (!CHANNEL_DECAYS) *gate(slot, part.head, t) = narrow<GATE_TYPE>(given.gate);
         if constexpr (ERASES) *beta(slot, part.head, t) = given.beta;
     }
 };

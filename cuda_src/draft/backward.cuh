@@ -10,21 +10,21 @@ template <class Key, class Gates, class Put>
 __device__ __forceinline__ void read_window_drafts(const Key& key, const Gates& gates, const GateInput<LK>& input,
                                                    float gate, float beta, int last, int newest,
                                                    float (&x)[GROUP][LK], const Put& put) {
-    const float same = KIND == KDA ? 1.f : decay(gate);
+    const float same = CHANNEL_DECAYS ? 1.f : decay(gate);
     struct Coming {
         Packed<ACT, LK> key;
         Packed<GATE_TYPE, LK> gates;
     } coming[2];
     auto load = [&](int i, int s) {
         coming[i].key.load(key(s));
-        if constexpr (KIND == KDA) coming[i].gates.load(gates(s));
+        if constexpr (CHANNEL_DECAYS) coming[i].gates.load(gates(s));
     };
     auto unpack = [&](int i, int s, float(&k)[LK], float(&decays)[LK]) {
-        const float one = KIND == KDA ? 1.f : __shfl_sync(ALL, same, s);
+        const float one = CHANNEL_DECAYS ? 1.f : __shfl_sync(ALL, same, s);
 #pragma unroll
         for (int c = 0; c < LK; c++) {
             k[c] = coming[i].key[c];
-            decays[c] = KIND == KDA ? input.quick_decay(coming[i].gates[c], c) : one;
+            decays[c] = CHANNEL_DECAYS ? input.quick_decay(coming[i].gates[c], c) : one;
         }
     };
     // One token at a time: tokens that not all drafts see, and one more token if the number of the others is odd.

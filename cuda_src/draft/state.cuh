@@ -26,7 +26,7 @@ __device__ __forceinline__ void read_state_drafts(const Arguments& arg, int head
         }
     auto token_of = [&](int s) { return arg.token(row, max(s - pos, 0), head); };
     float gate = 0, beta = 0;  // of token number `lane`
-    if constexpr (KIND != KDA)
+    if constexpr (!CHANNEL_DECAYS)
         if (lane < count) gate = lane < pos ? ring.g[lane] : *token_of(lane).g;
     if (ERASES && lane < count) beta = lane < pos ? ring.beta[lane] : *token_of(lane).beta;
     GateInput<LK> input;

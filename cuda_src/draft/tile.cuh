@@ -42,7 +42,7 @@ struct DraftScalars {
         if (s >= tile.pos + tile.length) return;
         const Ring ring(arg.memory, tile.slot, head);
         const Token token = arg.token(tile.row, max(s - tile.pos, 0), head);
-        if constexpr (KIND != KDA) g = s < tile.pos ? ring.g[s] : *token.g;
+        if constexpr (!CHANNEL_DECAYS) g = s < tile.pos ? ring.g[s] : *token.g;
         if (ERASES) beta = s < tile.pos ? ring.beta[s] : *token.beta;
     }
 };

@@ -11,6 +11,37 @@
 // the instruction cache.
 constexpr int UNROLLED = RAW_KEYS ? 2 : 1;
 
+// Lane map of the values to write. A thread has columns 2c, 2c+1, 8+2c, 9+2c of rows r and r + 8 of an operand.
+// token_of maps them (e = 0 to 3) to tokens of the block of 16: the same numbers with RAW_KEYS, otherwise 4c to 4c+3.
+__device__ __forceinline__ int token_of(int block, int e) {
+    return 16 * block + (RAW_KEYS ? 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2 : 4 * (threadIdx.x % 4) + e);
+}
+struct Values {
+    float v[TOKEN_BLOCKS][2][4];
+    __device__ __forceinline__ void load(const ValueStage& values, int count) {
+        const int first = threadIdx.x / 32 * 16;
+#pragma unroll
+        for (int b = 0; b < TOKEN_BLOCKS; b++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int s = token_of(b, e);
+                    v[b][half][e] = s < count ? values.at(s, first + value_row(half)) : 0.f;
+                }
+    }
+    // Scales the warp's values into the range of fp16; returns the unit, value = unit * scaled value.
+    __device__ __forceinline__ float scale() {
+        float most = 0;
+#pragma unroll
+        for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) most = fmaxf(most, fabsf(v[i / 8][i / 4 % 2][i % 4]));
+        const float power = power_for<HALF_EXPONENT>(warp_most(most));
+#pragma unroll
+        for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) v[i / 8][i / 4 % 2][i % 4] *= power;
+        return inverse_of_power(power);
+    }
+};
+
 // Predictions from the state at the window's start: k_s^T S, or k_s^T D_{1:s} S with decays per channel. The state is
 // the right operand as stored in shared memory.
 __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], StateBlock& rows, const KeyStage& stage,
@@ -67,7 +98,7 @@ __device__ __forceinline__ float erase(Values& writes, const ValueStage& values,
                 const int s = 16 * b + 8 * (e / 2) + threadIdx.x % 32 / 4;
                 float& x = predicted[b][t][e];
                 const float value = s < count ? values.at(s, first + value_at(t, e % 2)) : 0.f;
-                x = solve.weight[s] * (value - (KIND == KDA ? 1.f : solve.upto[s]) * x);
+                x = solve.weight[s] * (value - (CHANNEL_DECAYS ? 1.f : solve.upto[s]) * x);
                 most = fmaxf(most, fabsf(x));
             }
     const float power = power_for<HALF_EXPONENT>(warp_most(most));
@@ -141,7 +172,7 @@ struct Writes {
                 if constexpr (RAW_KEYS) slices<3>(unit * pair[0], unit * pair[1], &a[b][0][i], 4);
                 else half_slices(pair[0], pair[1], a[b][0][i], a[b][1][i]);
             }
-        kept = KIND == KDA ? 0.f : solve.whole();
+        kept = CHANNEL_DECAYS ? 0.f : solve.whole();
         if constexpr (!RAW_KEYS) unit *= keys.unit;
     }
 
@@ -179,7 +210,7 @@ struct Writes {
             }
         }
         float whole[4] = {kept, kept, kept, kept};
-        if constexpr (KIND == KDA) {
+        if constexpr (CHANNEL_DECAYS) {
             const float4 x = *reinterpret_cast<const float4*>(&keys.whole[16 * step + 4 * c]);
             whole[0] = x.x, whole[1] = x.y, whole[2] = x.z, whole[3] = x.w;
         }

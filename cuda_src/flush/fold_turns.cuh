@@ -34,7 +34,7 @@ __device__ __forceinline__ float fold_in_turns(const Flush& f, const FlushTile& 
             key.load((RAW_KEYS ? stage.k[t] : kept ? ring.k + t * K : own.k) + channel);
             const float one = __shfl_sync(ALL, same, t);
             float decays[4] = {one, one, one, one}, predicted = 0;
-            if constexpr (KIND == KDA) {
+            if constexpr (CHANNEL_DECAYS) {
                 Packed<GATE_TYPE, 4> given;
                 given.load((kept ? ring.g + t * GATES : own.g) + channel);
 #pragma unroll

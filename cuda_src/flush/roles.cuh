@@ -255,10 +255,10 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
             m.prepared[n % PREPARED_STAGES], m.solve[n % SOLVE_STAGES], m.transform[n % 2], m.keys[n % KEY_STAGES],
             input, f.folded(tiles.now), member,
             [&] {
-                if (KIND == KDA) m.gram_full[n % SOLVE_STAGES].arrive();
+                if (CHANNEL_DECAYS) m.gram_full[n % SOLVE_STAGES].arrive();
             },
             [&] { wait_operands_empty(m, n - PREPARED_STAGES); });
-        if (KIND == KDA) fence_async_proxy();  // decays were stored where the next log-decays will be copied to
+        if (CHANNEL_DECAYS) fence_async_proxy();  // decays were stored where the next log-decays will be copied to
         m.operands_full[n % KEY_STAGES].arrive();
     }
 }
@@ -281,7 +281,7 @@ __device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool
         if (RAW_KEYS) {
             if (ERASES) m.keys[n % KEY_STAGES].full.wait(n / KEY_STAGES);
             wait_operands_empty(m, n - SOLVE_STAGES);  // the solve stage was used by tile n - SOLVE_STAGES
-        } else if (KIND == KDA) {
+        } else if (CHANNEL_DECAYS) {
             m.gram_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES);
         } else {
             m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);

@@ -9,8 +9,17 @@
 // share of the channels, over all row blocks of the group. The result is one sum per group. The epilogue warps add the
 // groups' sums and compute the map (map/maps.cuh).
 #pragma once
-#include "flush/sketch_memory.cuh"
+#include "flush/config.cuh"
 #include "slot/codes.cuh"
+
+// Warps that compute a map together.
+template <int SIZE> struct Team {
+    int member;
+    __device__ __forceinline__ void sync() const {
+        if constexpr (SIZE > 1) named_barrier_sync<32 * SIZE>(FIRST_GROUP_BARRIER + SKETCH_GROUPS);
+        else __syncwarp();
+    }
+};
 
 // Releases a warp's row blocks if the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for each
 // row block. The owner makes all of them, because an arrival of another warp that is a tile ahead must not count.

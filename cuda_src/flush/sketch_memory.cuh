@@ -1,20 +1,12 @@
-// Shared memory and barriers of sketches: the next head's basis, U, S U, and the workspace of the map.
+// Shared memory and barriers of sketches: the next head's basis, U, S U, and the workspace of the map. Included by
+// flush/config.cuh.
 #pragma once
 #include "lib/warp_mbarrier.cuh"
-#include "flush/solve.cuh"
 
 constexpr int COLUMN = V + 4;  // padded, so that fragment stores of U hit all banks
-constexpr int PRODUCT_COLUMNS = MAP == DENSE       ? RANK_MAX
-                                : MAP == FACTORS ? PIVOTS
-                                                 : 0;  // columns of U that S is multiplied by
 constexpr int DOTS = PIVOTS + 1;  // products of a column of U: with the pivots, and with itself
-constexpr int SKETCH_GROUPS = ROW_BLOCKS / GROUP_BLOCKS;
-constexpr int OWN_STEPS = (STEPS + GROUP_WARPS - 1) / GROUP_WARPS;          // a warp's steps along K
-constexpr int OWN_BLOCKS = (GROUP_BLOCKS + GROUP_WARPS - 1) / GROUP_WARPS;  // a warp's row blocks
 
-// A head's basis as operands of 8 columns, in the host's layout (sketchssm/cuda/layout.py): two bf16 slices for float32
-// sketches, one otherwise.
-constexpr int BASIS_SLICES = SKETCH == FP32 ? 2 : 1, BASIS_TILES = (RANK_MAX + 7) / 8, RANKS = 8 * BASIS_TILES;
+// A head's basis as operands of 8 columns, in the host's layout (sketchssm/cuda/layout.py).
 struct Basis {
     alignas(16) uint2 columns[BASIS_TILES][STEPS][BASIS_SLICES][32];
     CopyBarrier full;
@@ -26,24 +18,6 @@ struct Basis {
         full.commit();
     }
 };
-
-// Teams of epilogue warps take sketches in turn. Variants with transform warps have room for two epilogue warps. With
-// high ranks there is one team, whose warps share each sketch's map: another team would need more shared memory.
-constexpr int EPILOGUE_TEAMS = !RAW_KEYS && (MAP == FACTORS || (MAP == DENSE && !HIGH_RANKS)) ? 2 : 1;
-
-// Warps that compute a map together.
-template <int SIZE> struct Team {
-    int member;
-    __device__ __forceinline__ void sync() const {
-        if constexpr (SIZE > 1) named_barrier_sync<32 * SIZE>(FIRST_GROUP_BARRIER + SKETCH_GROUPS);
-        else __syncwarp();
-    }
-};
-
-// SLICED: shared memory has U as two bf16 slices, in the order of left operands (flushes with high ranks and bf16
-// sketches). Gram matrix and S U use the same slices, so the map is exact for a U with an error of 2^-17, which is less
-// than the error of U in a bf16 sketch.
-constexpr bool SLICED = HIGH_RANKS && !CODED && BASIS_SLICES == 1;
 
 // U and the norms of the state's row blocks. Row g of `of` is column g of U; SLICED: `operands` has U instead.
 struct Columns {
@@ -94,25 +68,9 @@ struct Columns {
     }
 };
 constexpr int GRAM_ROW = RANKS + (RAW_KEYS || HIGH_RANKS ? 4 : 0);  // padded where there is room
-// Shared memory of a block of the flush with high ranks and raw keys, if the block has `states` stages of states and
-// `sums` of S U. flush/tiles.cuh compares this number with the size of BlockMemory.
-constexpr int bytes_with(int states, int sums) {
-    const int rest = 16 * ROW_BLOCKS * states + 320;  // barriers, tile scheduler
-    return static_cast<int>(states * ROW_BLOCKS * sizeof(StateStage) + KEY_STAGES * sizeof(KeyStage) +
-                            VALUE_STAGES * sizeof(ValueStage) + SOLVE_STAGES * sizeof(Solve) + sizeof(PreparedKeys) +
-                            2 * sizeof(TransformShared) + sizeof(Basis) + sizeof(Columns) +
-                            sizeof(float) * (sums * (sums > 1 ? RANKS : RANK_MAX) * K + RANKS * GRAM_ROW)) +
-           rest;
-}
-// With high ranks S U has two stages if the second stage costs neither a block of the multiprocessor nor a state stage.
-constexpr int BLOCKS_OF_ONE_SUM = bytes_with(1, 1) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
-constexpr bool TWO_SUMS =
-    SLICED && RAW_KEYS &&
-    bytes_with(bytes_with(2, 1) <= block_shared(BLOCKS_OF_ONE_SUM) ? 2 : 1, 2) <= block_shared(BLOCKS_OF_ONE_SUM);
-
 // Each group's share of S U.
-struct Sums {
-    static constexpr int ROWS = TWO_SUMS ? RANKS : PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1;
+template <int STAGES> struct SumsOf {
+    static constexpr int ROWS = SLICED && STAGES > 1 ? RANKS : PRODUCT_COLUMNS > 0 ? PRODUCT_COLUMNS : 1;
     alignas(16) float parts[SKETCH_GROUPS][ROWS][PRODUCT_COLUMNS > 0 ? K : 4];
 
     // Neighbouring channels of a row, swizzled: four rows that are read at once are in different banks.
@@ -123,48 +81,31 @@ struct Sums {
         return &parts[group][row][channel ^ row % 4 * 8];
     }
 };
-// Two if there is room: the next S U is then computed during the epilogue.
-constexpr int SUM_STAGES = TWO_SUMS || (MAP != SHARED && !RAW_KEYS && WP == 16 && RANK_MAX <= 16) ? 2 : 1;
-// Number of sums_full barriers, used in turn. With two stages one barrier is not enough: the next sums may be complete
-// before the epilogue waits for the current sums.
-constexpr int SUM_PHASES = SUM_STAGES > EPILOGUE_TEAMS ? SUM_STAGES : EPILOGUE_TEAMS;
-
-// Two if this does not cost a state stage.
-constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;
-// The epilogue warp stores U: U has two stages, so nobody overwrites U meanwhile; or U is stored as codes with scales.
-constexpr bool EPILOGUE_STORES = COLUMN_STAGES > 1 || CODED;
-
-struct SketchMemory {
+// `SUMS`: number of stages of S U.
+template <int SUMS> struct SketchMemoryOf {
     Basis basis;
     Columns columns[COLUMN_STAGES];
-    Sums sums[SUM_STAGES];
-#if MAP == 0
+    SumsOf<SUMS> sums[SUMS];
+#if MAP == FACTORS
     float dots[EPILOGUE_TEAMS][RANK_MAX][DOTS];  // U^T U in the pivots' columns, then |u|^2
-#elif MAP == 1
+#elif MAP == DENSE
     alignas(16) float gram[RANKS][GRAM_ROW];
 #endif
 
     __device__ __forceinline__ void init() {
-#if MAP == 1
+#if MAP == DENSE
         if (SLICED)  // FINITE_PAST_RANK: the padding, too, must be finite
             for (int i = 0; i < RANKS * 4; i++) gram[i / 4][RANKS + i % 4] = 0;
 #endif
     }
 };
 
-#if MAP == 1
-// Whether map/blocks.cuh may read rows of S U past the rank, where W has zeros: the numbers must be finite. With
-// SLICED, rows past the rank are zeros; rows past Sums::ROWS lie in the Gram matrix, unless they reach beyond its end.
-constexpr bool FINITE_PAST_RANK = SLICED && sizeof(float) * (RANKS - Sums::ROWS) * K <= sizeof(SketchMemory::gram);
-static_assert(!FINITE_PAST_RANK || ((SUM_STAGES == 1 || Sums::ROWS == RANKS) &&
-                                    sizeof(SketchMemory) == sizeof(Basis) + sizeof(Columns) * COLUMN_STAGES +
-                                                                sizeof(Sums) * SUM_STAGES + sizeof(SketchMemory::gram)),
-              "the Gram matrix begins where the last sums end");
-#endif
-
-struct SketchBarriers {
-    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[SUM_PHASES];  // completed by all groups
-    WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUM_STAGES];
+template <int SUMS> struct SketchBarriersOf {
+    // Phases of sums_full, used in turn. With two stages one barrier is not enough: the next sums may be complete before
+    // the epilogue waits for the current sums.
+    static constexpr int PHASES = SUMS > EPILOGUE_TEAMS ? SUMS : EPILOGUE_TEAMS;
+    WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[PHASES];  // completed by all groups
+    WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUMS];
     WarpMbarrier columns_stored;  // by the warps that sketch
     WarpMbarrier gram_empty;
     WarpMbarrier group_sync[SKETCH_GROUPS];

@@ -7,10 +7,6 @@
 #pragma once
 #include "flush/sketch.cuh"
 
-// The epilogue scales U only after the warps that sketch have stored all of U. A single group needs no barrier: an
-// extreme group stores U in scale_group.
-constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && !EPILOGUE_STORES && PRODUCT_COLUMNS > 0;
-
 __device__ __forceinline__ float group_power(const Columns& u, int group) {
     const int first = group * GROUP_BLOCKS;
     return u.extreme<GROUP_BLOCKS>(first) ? u.power<GROUP_BLOCKS>(first) : 1.f;

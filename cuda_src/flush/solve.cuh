@@ -1,49 +1,6 @@
 // Key operands that need preparation, and the delta rule's triangular solve (flush/fold.cuh has the algebra).
 #pragma once
-#include "flush/stages.cuh"
-
-constexpr int TRANSFORM_THREADS = 256;  // threads of all transform warps: at most two per channel
-// High ranks leave room for a second state stage only if keys have one stage.
-constexpr bool ONE_KEY_STAGE = !RAW_KEYS && (W > 16 || (HIGH_RANKS && RANK_MAX > (SKETCH == BF16 ? 17 : 20)));
-constexpr int KEY_STAGES = ONE_KEY_STAGE ? 1 : 2;
-
-// Output of the transform warps (not RAW_KEYS), for a window of n tokens:
-//
-//            kda                       scalar decays   stored as
-//   starts   D_{1:s} k_s               k_s             float32, in the order of LeftOperand
-//   ends     D_{s+1:n} k_s / d_s       k_s             fp16, two slices, in units of `unit`
-//   whole    D_{1:n}                   -               float32
-//
-// Solve explains d_s. Lane l of half i of `starts` is at l ^ 4i, so that stores hit all banks. `ends` has 16 tokens for
-// each channel; a lane of an operand loads four neighbouring tokens.
-struct PreparedKeys {
-    alignas(16) u16 ends[2][RAW_KEYS ? 1 : TOKEN_BLOCKS][RAW_KEYS ? 1 : K][16];
-    alignas(16) float4 starts[RAW_KEYS ? 1 : TOKEN_BLOCKS][RAW_KEYS ? 1 : STEPS][2][RAW_KEYS ? 1 : 32];
-    alignas(16) float whole[KIND == KDA ? K : 4];
-    alignas(16) float query[RAW_KEYS ? 4 : K];
-    float unit;  // of `ends`, a power of two
-
-    // Address of `starts` for tokens s and s + 8 of a block of 16, which are neighbours.
-    __device__ __forceinline__ float* start(int s, int channel) {
-        const int in = channel % 16, i = in % 4 / 2, lane = (s % 8 * 4 + in / 4) ^ (4 * i);
-        return reinterpret_cast<float*>(
-                   &starts[RAW_KEYS ? 0 : s / 16][RAW_KEYS ? 0 : channel / 16][i][RAW_KEYS ? 0 : lane]) +
-               2 * (in % 2);
-    }
-};
-constexpr int PREPARED_STAGES = RAW_KEYS || ONE_KEY_STAGE || MOST_SHARED < 200000 ? 1 : 2;
-// One stage more than prepared keys: a transform warp that has waited for operands_empty then knows that the solve
-// stage is free, too.
-constexpr int SOLVE_STAGES = RAW_KEYS ? 2 : PREPARED_STAGES + 1;
-
-// Values that the transform warps exchange before their named barrier. A block has two copies, because a warp may be
-// one tile ahead of another warp.
-struct TransformShared {
-    // The largest decay of each token in the warp's channels, or 1: see KEPT
-    alignas(16) float decays[KIND == KDA ? K / 16 : 1][KIND == KDA ? WP : 1];
-    float most[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];  // the warp's largest key
-    int steep[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];   // whether a channel of the warp decays too fast: see STEEP
-};
+#include "flush/config.cuh"
 
 // Log-decay over 8 tokens. A channel with a larger log-decay keeps more than 2^-6 over half a window. If there is such
 // a channel, no token counts as forgotten and the largest decays are set to 1: the range of fp16 suffices.
@@ -56,7 +13,7 @@ __device__ __forceinline__ float decay_power(const TransformShared& shared) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < K / 16; i += 32 / WP)
-        most = fmaxf(most, shared.decays[KIND == KDA ? i + lane / WP : 0][KIND == KDA ? lane % WP : 0]);
+        most = fmaxf(most, shared.decays[CHANNEL_DECAYS ? i + lane / WP : 0][CHANNEL_DECAYS ? lane % WP : 0]);
     if (WP < 32) {
         most = fmaxf(most, __shfl_xor_sync(ALL, most, 16));
         if (lane >= WP) most = 1;
@@ -69,44 +26,6 @@ __device__ __forceinline__ float decay_power(const TransformShared& shared) {
 __device__ __forceinline__ int operand_of(int to, int from, int t) { return 2 * (to + from) + t; }
 __device__ __forceinline__ constexpr int tile_of(int s) { return RAW_KEYS ? s / 8 : s % 4 / 2; }
 __device__ __forceinline__ constexpr int place_in_tile(int s) { return RAW_KEYS ? s % 8 : s / 4 * 2 + s % 2; }
-
-// Output of the solver warp: N of the delta rule, and scalar decays. `n` holds in turn the Gram matrix, the decayed
-// Gram matrix, and N as operands.
-//
-// Until the window's end, the write of token s decays by d_s = D_{s+1:n}. With decays per channel, d_s is an upper
-// bound: the product of the later tokens' largest decays, each rounded up to a power of two (decay_power). Forgotten
-// tokens (small d_s) must not take up the range of fp16. So the operands are Diag(d) N Diag(1 / weight), and the
-// right-hand side is Diag(weight) (v - predictions).
-struct Solve {
-    alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
-    float weight[WP];  // power of two by which a column of Diag(d) N is divided; weight[0] is negative if in_turns
-    static constexpr int SCALARS = KIND == KDA ? 1 : WP;
-    float upto[SCALARS], after[SCALARS];  // scalar decays D_{1:s} and D_{s+1:n}
-
-    // Whether the fold warps fold the window token by token (flush/fold_turns.cuh): if a beta is above 1.
-    __device__ __forceinline__ bool in_turns() const { return ERASES && weight[0] < 0; }
-    // N as right operands, stored over the Gram matrix: a lane has columns 2c, 2c+1, 8+2c, 9+2c of row r, in two fp16
-    // slices.
-    __device__ __forceinline__ uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
-    __device__ __forceinline__ const uint4 (*operands() const)[32] { return reinterpret_cast<const uint4(*)[32]>(n); }
-
-    // Lane s passes token s's log-decay (0 past the last token) and gets D_{s+1:n}.
-    __device__ __forceinline__ float set_decays(float gate) {
-        const int lane = threadIdx.x % 32;
-        float before = gate, behind = __shfl_down_sync(ALL, gate, 1);
-        if (lane == 31) behind = 0;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const float x = __shfl_up_sync(ALL, before, d), y = __shfl_down_sync(ALL, behind, d);
-            if (lane >= d) before += x;
-            if (lane + d < 32) behind += y;
-        }
-        const float left = decay(behind);
-        if (lane < SCALARS) upto[lane] = decay(before), after[lane] = left;
-        return left;
-    }
-    __device__ __forceinline__ float whole() const { return upto[SCALARS - 1]; }
-};
 
 // Keys of a block of 16 tokens in 16 channels, raw or prepared, as a left operand.
 __device__ __forceinline__ LeftOperand load_keys(const KeyStage& stage, const PreparedKeys& m, int block, int step) {
@@ -224,7 +143,7 @@ __device__ __forceinline__ void substitute(Solve& table, float beta, float left)
 __device__ __forceinline__ void solve_window(Solve& solve, const KeyStage& stage, const PreparedKeys& m,
                                              const TransformShared& shared, float gate, float beta) {
     float left;
-    if constexpr (KIND == KDA) {
+    if constexpr (CHANNEL_DECAYS) {
         left = decay_power(shared);
         if (__any_sync(ALL, left != 1.f)) {
             const int lane = threadIdx.x % 32;
@@ -244,7 +163,7 @@ __device__ __forceinline__ void solve_window(Solve& solve, const KeyStage& stage
         __syncwarp();
         return;
     }
-    if (ERASES && KIND != KDA) {
+    if (ERASES && !CHANNEL_DECAYS) {
         gram_of_keys(solve, stage, m);
         decay_gram(solve, gate);
     }

@@ -3,52 +3,22 @@
 //   KeyStage     keys and log-decays (kda) of the window's tokens, and the query
 //   ValueStage   values of the window's tokens
 //   StateStage   one row block (16 value rows) of a state
+//   PreparedKeys, TransformShared   what the transform warps make of keys
+//   Solve        what the solver makes of a window
 //
-// flush/roles.cuh has the diagram of all roles, buffers and barriers.
+// flush/roles.cuh has the diagram of all roles, buffers and barriers. Included by flush/config.cuh.
 #pragma once
-#include "flush/fragments.cuh"
-#include "slot/ring.cuh"
-#include "slot/sketch_layout.cuh"
 
-constexpr bool RAW_KEYS = ACT == BF16 && KIND != KDA;  // keys are operands as stored: no transform warps
-
-// Warps that sketch form groups of GROUP_WARPS. With FOLD_WARPS_SKETCH the fold warps sketch, each its own row block.
-// Otherwise a block has the multiprocessor to itself, and one group of extra warps (the sketch warps) sketches a state
-// while the fold warps work on the next state. With raw keys there are sketch warps if V = 128 and the sketch's
-// workspace leaves no room for a second block.
-constexpr bool FOLD_WARPS_SKETCH =
-    RAW_KEYS && !(HIGH_RANKS && ROW_BLOCKS == 8 && RANK_MAX > 21 && SKETCH == BF16 && STATE == FP32);
-// With high ranks all fold warps are one group, because a group's sums take as much memory as the map.
-constexpr int GROUP_WARPS = !RAW_KEYS               ? 4
-                            : HIGH_RANKS            ? ROW_BLOCKS
-                            : ROW_BLOCKS % 4 == 0   ? 4
-                            : ROW_BLOCKS % 3 == 0   ? 3
-                                                    : ROW_BLOCKS;
-constexpr int GROUP_BLOCKS = FOLD_WARPS_SKETCH ? GROUP_WARPS : ROW_BLOCKS;
-
-// Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
-// memory (STATIC_SHARED on the host), and 1024 for the system.
-constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
-// Blocks on a multiprocessor, if shared memory has room: see BLOCKS (flush/tiles.cuh).
-constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
-                              : !HIGH_RANKS || MIN_BLOCKS < 2     ? MIN_BLOCKS
-                              : ROW_BLOCKS == 8 && RANK_MAX > 24 ? 1
-                                                                  : 2;
-
-// Numbers of named barriers: of the transform warps, and of the first group of warps that sketch.
-constexpr int TRANSFORM_BARRIER = 1, FIRST_GROUP_BARRIER = 2;
-
-constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
 // Rows of RAW_KEYS are operands: padded so that the four rows that a warp reads at once are in different banks.
 constexpr int KEY_ROW = RAW_KEYS ? K + 16 : K;
-constexpr int GATE_ROWS = KIND == KDA ? WP : 1;  // the transform warps store WP rows of decays
+constexpr int GATE_ROWS = CHANNEL_DECAYS ? WP : 1;  // the transform warps store WP rows of decays
 
 // Keys of one key head, log-decays per channel (kda), and the query. Raw gates are copied to the end of a row of `g`,
 // and their decays then overwrite the row.
 struct KeyStage {
     alignas(16) act_t k[WP][KEY_ROW];
     alignas(16) act_t q[K];
-    alignas(KIND == KDA ? 16 : 4) float g[GATE_ROWS][GATES];
+    alignas(CHANNEL_DECAYS ? 16 : 4) float g[GATE_ROWS][GATES];
     CopyBarrier full;
 
     __device__ __forceinline__ gate_t* given_gates(int s) {
@@ -60,7 +30,7 @@ struct KeyStage {
     __device__ __forceinline__ const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
     __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
-        constexpr int KEY = K * sizeof(act_t), GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
+        constexpr int KEY = K * sizeof(act_t), GATE = CHANNEL_DECAYS ? K * sizeof(gate_t) : 0;
         full.expect(buffered * ((KEY_ROW == K ? KEY : 0) + GATE));
         if (KEY_ROW != K) full.copy_rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
         else if (buffered > 0) full.copy_contiguous<1>(k, 0, ring.k, buffered * KEY);
@@ -73,16 +43,14 @@ struct KeyStage {
         }
         full.commit();
     }
-    // Zeros for missing tokens, because RAW_KEYS operands read all WP rows. Copies of later tiles overwrite them. By one
-    // warp.
+    // Zeros for the rows past the last token, because RAW_KEYS operands read all WP rows. Copies of later tiles
+    // overwrite them. By one warp.
     __device__ __forceinline__ void clear(int count) {
         for (int i = count * KEY_ROW + threadIdx.x % 32; i < WP * KEY_ROW; i += 32) (&k[0][0])[i] = 0;
         fence_async_proxy();
     }
 };
 
-// Two if sketch warps let the fold warps go on to the next tile at once, and shared memory has room.
-constexpr int VALUE_STAGES = RAW_KEYS && !FOLD_WARPS_SKETCH && W <= 16 && RANK_MAX <= 40 ? 2 : 1;
 // Values of the window's tokens.
 struct ValueStage {
     // Swizzled or padded, so that threads that read different tokens access different banks.
@@ -145,33 +113,74 @@ struct StateStage {
     }
 };
 
-// Lane map of the values to write. A thread has columns 2c, 2c+1, 8+2c, 9+2c of rows r and r + 8 of an operand.
-// token_of maps them (e = 0 to 3) to tokens of the block of 16: the same numbers with RAW_KEYS, otherwise 4c to 4c+3.
-__device__ __forceinline__ int token_of(int block, int e) {
-    return 16 * block + (RAW_KEYS ? 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2 : 4 * (threadIdx.x % 4) + e);
-}
-struct Values {
-    float v[TOKEN_BLOCKS][2][4];
-    __device__ __forceinline__ void load(const ValueStage& values, int count) {
-        const int first = threadIdx.x / 32 * 16;
-#pragma unroll
-        for (int b = 0; b < TOKEN_BLOCKS; b++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int s = token_of(b, e);
-                    v[b][half][e] = s < count ? values.at(s, first + value_row(half)) : 0.f;
-                }
+// Output of the transform warps (not RAW_KEYS), for a window of n tokens:
+//
+//            kda                       scalar decays   stored as
+//   starts   D_{1:s} k_s               k_s             float32, in the order of LeftOperand
+//   ends     D_{s+1:n} k_s / d_s       k_s             fp16, two slices, in units of `unit`
+//   whole    D_{1:n}                   -               float32
+//
+// Solve explains d_s. Lane l of half i of `starts` is at l ^ 4i, so that stores hit all banks. `ends` has 16 tokens for
+// each channel; a lane of an operand loads four neighbouring tokens.
+struct PreparedKeys {
+    alignas(16) u16 ends[2][RAW_KEYS ? 1 : TOKEN_BLOCKS][RAW_KEYS ? 1 : K][16];
+    alignas(16) float4 starts[RAW_KEYS ? 1 : TOKEN_BLOCKS][RAW_KEYS ? 1 : STEPS][2][RAW_KEYS ? 1 : 32];
+    alignas(16) float whole[CHANNEL_DECAYS ? K : 4];
+    alignas(16) float query[RAW_KEYS ? 4 : K];
+    float unit;  // of `ends`, a power of two
+
+    // Address of `starts` for tokens s and s + 8 of a block of 16, which are neighbours.
+    __device__ __forceinline__ float* start(int s, int channel) {
+        const int in = channel % 16, i = in % 4 / 2, lane = (s % 8 * 4 + in / 4) ^ (4 * i);
+        return reinterpret_cast<float*>(
+                   &starts[RAW_KEYS ? 0 : s / 16][RAW_KEYS ? 0 : channel / 16][i][RAW_KEYS ? 0 : lane]) +
+               2 * (in % 2);
     }
-    // Scales the warp's values into the range of fp16; returns the unit, value = unit * scaled value.
-    __device__ __forceinline__ float scale() {
-        float most = 0;
+};
+
+// Values that the transform warps exchange before their named barrier. A block has two copies, because a warp may be
+// one tile ahead of another warp.
+struct TransformShared {
+    // The largest decay of each token in the warp's channels, or 1: see KEPT
+    alignas(16) float decays[CHANNEL_DECAYS ? K / 16 : 1][CHANNEL_DECAYS ? WP : 1];
+    float most[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];  // the warp's largest key
+    int steep[RAW_KEYS ? 1 : TRANSFORM_THREADS / 32];   // whether a channel of the warp decays too fast: see STEEP
+};
+
+// Output of the solver warp: N of the delta rule, and scalar decays. `n` holds in turn the Gram matrix, the decayed
+// Gram matrix, and N as operands.
+//
+// Until the window's end, the write of token s decays by d_s = D_{s+1:n}. With decays per channel, d_s is an upper
+// bound: the product of the later tokens' largest decays, each rounded up to a power of two (decay_power). Forgotten
+// tokens (small d_s) must not take up the range of fp16. So the operands are Diag(d) N Diag(1 / weight), and the
+// right-hand side is Diag(weight) (v - predictions).
+struct Solve {
+    alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
+    float weight[WP];  // power of two by which a column of Diag(d) N is divided; weight[0] is negative if in_turns
+    static constexpr int SCALARS = CHANNEL_DECAYS ? 1 : WP;
+    float upto[SCALARS], after[SCALARS];  // scalar decays D_{1:s} and D_{s+1:n}
+
+    // Whether the fold warps fold the window token by token (flush/fold_turns.cuh): if a beta is above 1.
+    __device__ __forceinline__ bool in_turns() const { return ERASES && weight[0] < 0; }
+    // N as right operands, stored over the Gram matrix: a lane has columns 2c, 2c+1, 8+2c, 9+2c of row r, in two fp16
+    // slices.
+    __device__ __forceinline__ uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
+    __device__ __forceinline__ const uint4 (*operands() const)[32] { return reinterpret_cast<const uint4(*)[32]>(n); }
+
+    // Lane s passes token s's log-decay (0 past the last token) and gets D_{s+1:n}.
+    __device__ __forceinline__ float set_decays(float gate) {
+        const int lane = threadIdx.x % 32;
+        float before = gate, behind = __shfl_down_sync(ALL, gate, 1);
+        if (lane == 31) behind = 0;
 #pragma unroll
-        for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) most = fmaxf(most, fabsf(v[i / 8][i / 4 % 2][i % 4]));
-        const float power = power_for<HALF_EXPONENT>(warp_most(most));
-#pragma unroll
-        for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) v[i / 8][i / 4 % 2][i % 4] *= power;
-        return inverse_of_power(power);
+        for (int d = 1; d < 32; d *= 2) {
+            const float x = __shfl_up_sync(ALL, before, d), y = __shfl_down_sync(ALL, behind, d);
+            if (lane >= d) before += x;
+            if (lane + d < 32) behind += y;
+        }
+        const float left = decay(behind);
+        if (lane < SCALARS) upto[lane] = decay(before), after[lane] = left;
+        return left;
     }
+    __device__ __forceinline__ float whole() const { return upto[SCALARS - 1]; }
 };

@@ -1,133 +1,12 @@
-// Shared memory of a block of the flush, its tile scheduler, and the launch's arguments.
+// The launch's arguments, the list of rows to flush, and iteration over a block's tiles.
 #pragma once
 #include "slot/call_slots.cuh"
 #include "slot/cursor.cuh"
 #include "slot/schedule.cuh"
-#include "lib/warp_mbarrier.cuh"
-#include "slot/sketch_layout.cuh"
 #include "flush/fold.cuh"
 #include "map/maps.cuh"
 
 enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
-
-constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // stages of the fold warps' key operands
-
-// Work tile: a (row, head); index = row * HEADS + head. `buffered`: tokens in the ring. slot < 0: past the last tile.
-struct alignas(8) FlushTile {
-    int slot;
-    u32 index : 26, buffered : 6;
-    __device__ __forceinline__ bool exists() const { return slot >= 0; }
-    __device__ __forceinline__ int row() const { return index / HEADS; }
-    __device__ __forceinline__ int head() const { return index % HEADS; }
-};
-
-// The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart,
-// and the solver warp then claims one tile at a time for the whole block. Tiles are claimed, not divided evenly,
-// because memory serves multiprocessors at different speeds and ranks differ: with even shares the last blocks ended up
-// to 10% after the others.
-struct TileScheduler {
-    static constexpr int LENGTH = 8, AHEAD = RAW_KEYS ? 2 : 3, RELEASE_GROUP = 2;
-    static_assert(AHEAD >= KEY_STAGES + !RAW_KEYS && AHEAD >= 2,
-                  "the warps that fetch keys and states only wait for tiles that are already in the ring");
-    static_assert(AHEAD + RELEASE_GROUP <= LENGTH && LENGTH % RELEASE_GROUP == 0,
-                  "the solver never waits for a warp that waits for the solver");
-    FlushTile tiles[LENGTH];
-    WarpMbarrier full[LENGTH], empty[LENGTH / RELEASE_GROUP];  // tiles are released RELEASE_GROUP at a time
-
-    __device__ __forceinline__ void init(int warps) {
-        for (WarpMbarrier& barrier : full) barrier.init(1);
-        for (WarpMbarrier& barrier : empty) barrier.init(warps);
-    }
-    // The block's nth tile. The warp may look at most AHEAD tiles beyond the first one that it has not released.
-    __device__ __forceinline__ FlushTile get(int n) {
-        if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
-        return tiles[n % LENGTH];
-    }
-    __device__ __forceinline__ void release(int n) {
-        if (n % RELEASE_GROUP == RELEASE_GROUP - 1) empty[n % LENGTH / RELEASE_GROUP].arrive();
-    }
-    // By the solver warp, for n = AHEAD, AHEAD + 1, ...
-    __device__ __forceinline__ void push(int n, const FlushTile& tile) {
-        if (n >= LENGTH && n % RELEASE_GROUP == 0) empty[n % LENGTH / RELEASE_GROUP].wait(n / LENGTH - 1);
-        if (threadIdx.x % 32 == 0) tiles[n % LENGTH] = tile;
-        full[n % LENGTH].arrive();
-    }
-};
-
-// A block's shared memory, with so many pipeline stages for states. flush/roles.cuh says who completes each barrier.
-template <int STAGES> struct BlockMemoryOf {
-    StateStage rows[STAGES][ROW_BLOCKS];
-    KeyStage keys[KEY_STAGES];
-    ValueStage values[VALUE_STAGES];
-    PreparedKeys prepared[PREPARED_STAGES];
-    Solve solve[SOLVE_STAGES];
-    TransformShared transform[2];
-    WarpMbarrier operands_empty[OPERAND_STAGES], solve_full[SOLVE_STAGES];
-    WarpMbarrier gram_full[SOLVE_STAGES], operands_full[KEY_STAGES];
-    WarpMbarrier state_folded[STAGES][ROW_BLOCKS], state_empty[STAGES][ROW_BLOCKS];
-    WarpMbarrier first_keys_full;
-    TileScheduler queue;
-#if SKETCHED_HEADS
-    SketchMemory sketch;
-    SketchBarriers sketch_barriers;
-#endif
-
-    // By one thread, before a barrier of the block. `warps`: number of the block's warps; `team`: EPILOGUE_TEAM.
-    __device__ __forceinline__ void init(int warps, [[maybe_unused]] int team) {
-        first_keys_full.init(1), queue.init(warps);
-        for (WarpMbarrier& barrier : gram_full) barrier.init(TRANSFORM_THREADS / 32);
-        for (WarpMbarrier& barrier : operands_full) barrier.init(TRANSFORM_THREADS / 32);
-        for (WarpMbarrier& barrier : operands_empty) barrier.init(ROW_BLOCKS);
-        for (WarpMbarrier& barrier : solve_full) barrier.init(1);
-        for (auto& stage : state_folded)
-            for (WarpMbarrier& barrier : stage) barrier.init(1);
-        for (auto& stage : state_empty)
-            for (WarpMbarrier& barrier : stage) barrier.init(GROUP_WARPS);
-        for (KeyStage& stage : keys) stage.full.init();
-        for (ValueStage& stage : values) stage.full.init();
-        for (auto& stage : rows)
-            for (StateStage& block : stage) block.full.init();
-#if SKETCHED_HEADS
-        sketch_barriers.init(team), sketch.basis.full.init(), sketch.init();
-#endif
-    }
-};
-// Blocks on a multiprocessor, and warps of a team that finishes a sketch (EPILOGUE_TEAM). Without high ranks there are
-// MIN_BLOCKS blocks, and teams of one warp. With high ranks a block has more warps and needs more shared memory:
-//
-//   keys         V            blocks                             warps of a team
-//                                                                up to rank 21  beyond
-//   raw          64, 80, 96   two if they fit, otherwise one     3              4
-//   raw          128          two if they fit, up to rank 24 *   1 **           1 **
-//   raw          128          otherwise one                      3              4
-//   transformed  any          one                                2              4
-//
-//   *  rank 21 for bf16 sketches of float32 states (FOLD_WARPS_SKETCH)
-//   ** with more than 20 warps on the multiprocessor, fold warps would have too few registers
-constexpr int BLOCKS = HIGH_RANKS && sizeof(BlockMemoryOf<1>) > block_shared(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
-// Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
-// high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
-constexpr int STATE_STAGES =
-    (BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) && sizeof(BlockMemoryOf<2>) <= block_shared(BLOCKS) ? 2 : 1;
-typedef BlockMemoryOf<STATE_STAGES> BlockMemory;
-static_assert(!SLICED || !RAW_KEYS ||
-                  (sizeof(BlockMemory) <= bytes_with(STATE_STAGES, SUM_STAGES) &&
-                   sizeof(BlockMemory) + 64 > bytes_with(STATE_STAGES, SUM_STAGES)),
-              "bytes_with is the size of the block's memory");
-
-constexpr bool TWO_LARGE_BLOCKS = BLOCKS > 1 && ROW_BLOCKS == 8;
-constexpr int EPILOGUE_TEAM = !HIGH_RANKS || TWO_LARGE_BLOCKS ? 1 : RANK_MAX > 21 ? 4 : RAW_KEYS ? 3 : 2;
-constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
-// Warp numbers by role, see flush/roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
-// leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
-constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && !HIGH_RANKS && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
-constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS;
-static_assert(FOLD_WARPS_SKETCH || GROUP_WARPS <= ROW_BLOCKS,
-              "each sketch warp waits for the row blocks that it makes U of");
-constexpr int FIRST_SKETCH_WARP = PRODUCER + 1,
-              FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0);
-constexpr int WARPS = FOLD_WARPS_SKETCH ? EPILOGUE + EPILOGUE_WARPS
-                                        : FIRST_TRANSFORM_WARP + (RAW_KEYS ? 0 : TRANSFORM_THREADS / 32);
 
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
 // the same list. `room`: shared memory for SCAN_ROOM numbers.
@@ -227,7 +106,7 @@ struct Flush {
         return ERASES ? scalar(tile, ring(tile).beta, token(tile).beta) : 0.f;
     }
     __device__ __forceinline__ float gate_of(const FlushTile& tile) const {
-        return KIND == KDA ? 0.f : scalar(tile, ring(tile).g, token(tile).g);
+        return CHANNEL_DECAYS ? 0.f : scalar(tile, ring(tile).g, token(tile).g);
     }
 };
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage
 
 // The decayed Gram matrix is computed on the tensor cores (tile_gram), unless a channel keeps less than 2^-40 over 8
 // tokens.
-constexpr bool TILED_GRAM = KIND == KDA && WP == 16;
+constexpr bool TILED_GRAM = CHANNEL_DECAYS && WP == 16;
 constexpr float STEEP = -27.7f;
 
 // A thread's channel. Two neighbouring threads share a channel and have 8 of each 16 tokens each. A warp has 16
@@ -117,7 +117,7 @@ struct ChannelTokens {
         }
         if (member % 32 >= 2) return;  // the other lanes hold the same values
         float4* const to = reinterpret_cast<float4*>(
-            &shared.decays[KIND == KDA ? member / 32 : 0][KIND == KDA ? 16 * b + 8 * half : 0]);
+            &shared.decays[CHANNEL_DECAYS ? member / 32 : 0][CHANNEL_DECAYS ? 16 * b + 8 * half : 0]);
         to[0] = make_float4(largest[0], largest[1], largest[2], largest[3]);
         to[1] = make_float4(largest[4], largest[5], largest[6], largest[7]);
     }
@@ -288,7 +288,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
     const bool works = member < 2 * K;  // uniform in a warp
     [[maybe_unused]] ChannelTokens own;
     [[maybe_unused]] LeftOperand starts;
-    if constexpr (KIND == KDA) {
+    if constexpr (CHANNEL_DECAYS) {
         if (works) own.take(shared, stage, input, count, member);
         else if (member % 32 == 0)
             shared.most[RAW_KEYS ? 0 : member / 32] = 0, shared.steep[RAW_KEYS ? 0 : member / 32] = 0;
@@ -306,7 +306,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
     named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
     const float power =
         power_for<HALF_EXPONENT>(warp_most(shared.most[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]));
-    if constexpr (KIND == KDA) {
+    if constexpr (CHANNEL_DECAYS) {
         const bool steep = __any_sync(ALL, shared.steep[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]);
         if (TILED_GRAM && !steep) {
             sum_tiles(table, stage, member);
@@ -322,7 +322,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
     wait_empty();
     for (int i = member; i < K; i += TRANSFORM_THREADS) m.query[RAW_KEYS ? 0 : i] = widen<ACT>(stage.q[i]);
     if (member == 0) m.unit = inverse_of_power(power);
-    if constexpr (KIND == KDA) {
+    if constexpr (CHANNEL_DECAYS) {
         if (!works) return;
         if (TILED_GRAM) {
 #pragma unroll
@@ -336,7 +336,7 @@ __device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, Tr
         const float all = own.sum + __shfl_xor_sync(ALL, own.sum, 1);
         // Computed from the sum, which is more accurate than the product: the state is multiplied by this factor in
         // every window.
-        if (member % 2 == 0) m.whole[KIND == KDA ? channel_of(member) : 0] = decay(all);
+        if (member % 2 == 0) m.whole[CHANNEL_DECAYS ? channel_of(member) : 0] = decay(all);
     } else {
         copy_keys(m, stage, count, member, power);
     }

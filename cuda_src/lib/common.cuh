@@ -9,9 +9,9 @@
 enum { MAMBA2 = 0, GDN = 1, KDA = 2 };
 enum { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };  // INT8: codes (slot/codes.cuh)
 
-constexpr bool ERASES = KIND != MAMBA2;
+constexpr bool CHANNEL_DECAYS = KIND == KDA, ERASES = KIND != MAMBA2;
 constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
-constexpr int GATES = KIND == KDA ? K : 1;        // log-decays of a head and token
+constexpr int GATES = CHANNEL_DECAYS ? K : 1;        // log-decays of a head and token
 constexpr int LK = K / 32;                        // key channels of a lane: [LK * lane, LK * lane + LK)
 constexpr u32 ALL = 0xffffffffu;
 

@@ -7,7 +7,7 @@
 
 constexpr int GATE_TYPE = RAW_GATE ? ACT : FP32;
 typedef Element<GATE_TYPE>::type gate_t;
-static_assert(!RAW_GATE || KIND == KDA, "raw gates are decays per channel");
+static_assert(!RAW_GATE || CHANNEL_DECAYS, "raw gates are decays per channel");
 
 // Polynomial with these coefficients, the constant first.
 template <int N> __device__ __forceinline__ float horner(const float (&coefficients)[N], float x) {

@@ -20,6 +20,13 @@
 #include "map/elimination.cuh"
 
 static_assert(SKETCH_GROUPS == 1, "the product with W replaces the sums");
+// Whether rows of S U past the rank may be read, where W has zeros: the numbers must be finite. With
+// SLICED, rows past the rank are zeros; rows past Sums::ROWS lie in the Gram matrix, unless they reach beyond its end.
+constexpr bool FINITE_PAST_RANK = SLICED && sizeof(float) * (RANKS - Sums::ROWS) * K <= sizeof(SketchMemory::gram);
+static_assert(!FINITE_PAST_RANK || ((SUM_STAGES == 1 || Sums::ROWS == RANKS) &&
+                                    sizeof(SketchMemory) == sizeof(Basis) + sizeof(Columns) * COLUMN_STAGES +
+                                                                sizeof(Sums) * SUM_STAGES + sizeof(SketchMemory::gram)),
+              "the Gram matrix begins where the last sums end");
 
 // Products of column 8 i + r of U with columns 8 j + 2c and 8 j + 2c + 1, from the slices of U (SLICED).
 __device__ __forceinline__ float2 products_of_slices(const Columns& u, int i, int j) {

@@ -12,11 +12,11 @@
 // Not inside the conditions: the sources are joined without a preprocessor.
 #include "flush/sketch_scale.cuh"
 #include "map/sums.cuh"
-#if MAP == 0
+#if MAP == FACTORS
 #include "map/factors.cuh"
-#elif MAP == 1 && RANK_MAX <= 16
+#elif MAP == DENSE && RANK_MAX <= 16
 #include "map/dense.cuh"
-#elif MAP == 1
+#elif MAP == DENSE
 #include "map/blocks.cuh"
 #endif
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
     if (sketch_n >= COLUMN_STAGES) barriers.columns_empty[sketch_n % COLUMN_STAGES].wait(sketch_n / COLUMN_STAGES - 1);
     // An epilogue warp may read U while other warps still multiply by it.
     if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !FOLD_WARPS_SKETCH && sketch_n > 0)
-        barriers.sums_full[(sketch_n - 1) % SUM_PHASES].wait((sketch_n - 1) / SUM_PHASES);
+        barriers.sums_full[(sketch_n - 1) % SketchBarriers::PHASES].wait((sketch_n - 1) / SketchBarriers::PHASES);
     m.basis.full.wait(sketch_n);
     sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
                           if (!FOLD_WARPS_SKETCH) then(block);
                       });
     }
-    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % SUM_PHASES].arrive();
+    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % SketchBarriers::PHASES].arrive();
     if (FOLD_WARPS_SKETCH && PRODUCT_COLUMNS > 0)
         group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
     if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
@@ -82,13 +82,13 @@ __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemo
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
-#if MAP == 2
+#if MAP == SHARED
     if constexpr (CODED) store_column_codes(u, packed, rank, 1.f);
     else if constexpr (EPILOGUE_STORES) store_columns(u, packed, rank);
     columns_empty.arrive();
 #else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
-    auto wait_sums = [&] { barriers.sums_full[sketch_n % SUM_PHASES].wait(sketch_n / SUM_PHASES); };
+    auto wait_sums = [&] { barriers.sums_full[sketch_n % SketchBarriers::PHASES].wait(sketch_n / SketchBarriers::PHASES); };
     float power = 1;
     if (u.extreme<ROW_BLOCKS>(0)) {
         wait_sums();
@@ -101,7 +101,7 @@ __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemo
     [[maybe_unused]] const float missing = CODED ? inverse_of_power(power) : 1.f;  // factor for the scales of U's codes
     const float norm = power * u.norm<ROW_BLOCKS>(0), squares = warp_sum(norm * norm);
     const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the lower bound is for states of zeros
-#if MAP == 0
+#if MAP == FACTORS
     if constexpr (CODED) store_column_codes(u, packed, rank, missing);
     store_factors(m.dots[sketch_n % EPILOGUE_TEAMS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);

@@ -21,7 +21,7 @@ __device__ __forceinline__ void append_token(const Token& token, const Ring& rin
 #pragma unroll
     for (int i = 0; i < ValueShare::COUNT; i++)
         if (ValueShare::at(i) < V) values[i].store(ring.v + pos * V + ValueShare::at(i));
-    if constexpr (KIND == KDA) {
+    if constexpr (CHANNEL_DECAYS) {
         Packed<GATE_TYPE, LK> gate;
         gate.load(token.g + lane * LK);
         gate.store(ring.g + pos * K + lane * LK);
@@ -60,7 +60,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 #pragma unroll
     for (int n = 0; n < HELD; n++) fetch(n, keys[n]);
     float gate = 0, beta = 0;  // of token number `lane`
-    if (KIND != KDA) gate = lane < pos ? ring.g[lane] : lane == pos ? *token.g : 0.f;
+    if (!CHANNEL_DECAYS) gate = lane < pos ? ring.g[lane] : lane == pos ? *token.g : 0.f;
     if (ERASES) beta = lane < pos ? ring.beta[lane] : lane == pos ? *token.beta : 0.f;
 #pragma unroll
     for (int c = 0; c < LK; c++) window.x[c] = query[c];
@@ -100,7 +100,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 #pragma unroll
         for (int c = 0; c < LK; c++) window.x[c] *= whole;
     } else {
-        const float same = KIND == KDA ? 1.f : decay(gate);  // of token number `lane`
+        const float same = CHANNEL_DECAYS ? 1.f : decay(gate);  // of token number `lane`
         auto back = [&](int s, const Packed<ACT, LK>& key, const float* gates) {
             float product = 0;
 #pragma unroll
@@ -111,11 +111,11 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 #pragma unroll
             for (int c = 0; c < LK; c++)
                 window.x[c] =
-                    (KIND == KDA ? decay(input.log_decay(gates[c], c)) : one) * (window.x[c] - weight * key[c]);
+                    (CHANNEL_DECAYS ? decay(input.log_decay(gates[c], c)) : one) * (window.x[c] - weight * key[c]);
         };
-        constexpr int FETCH = KIND == KDA ? CHUNK : 1;
+        constexpr int FETCH = CHANNEL_DECAYS ? CHUNK : 1;
         float gates[FETCH][LK];
-        if constexpr (KIND == KDA) {
+        if constexpr (CHANNEL_DECAYS) {
             Packed<GATE_TYPE, LK> packed;
             packed.load(token.g + lane * LK);
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 #pragma unroll
         for (int n = CHUNKS - 1; n >= 0; n--) {
             if (n * CHUNK >= pos) continue;
-            if constexpr (KIND == KDA) {
+            if constexpr (CHANNEL_DECAYS) {
 #pragma unroll
                 for (int i = 0; i < CHUNK; i++) {
                     Packed<GATE_TYPE, LK> packed;

@@ -4,7 +4,7 @@
 #include "read/window.cuh"
 
 // Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
-constexpr bool MATRIX = KIND != KDA && ACT == BF16 && SKETCH != FP32 && W <= 16;
+constexpr bool MATRIX = !CHANNEL_DECAYS && ACT == BF16 && SKETCH != FP32 && W <= 16;
 constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
 constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
 constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
@@ -82,7 +82,7 @@ struct TokenScalars {
         auto get = [&](const auto& ring, const auto& input) -> float {
             return *(s < tile.pos ? ring.of(tile.slot) + head * W + s : input.of(tile.row) + head);
         };
-        if (KIND != KDA) g = get(arg.memory.gates, arg.inputs.g);
+        if (!CHANNEL_DECAYS) g = get(arg.memory.gates, arg.inputs.g);
         if (ERASES && !TWO_HALVES) beta = get(arg.memory.betas, arg.inputs.beta);
     }
 };
@@ -104,7 +104,7 @@ __device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile&
 //   value half   per head: values of tokens 0 to pos - 1 | newest value of each head | sketches of all heads
 struct TileBuffer {
     static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t);
-    static constexpr int GATE = KIND == KDA ? K * sizeof(gate_t) : 0;
+    static constexpr int GATE = CHANNEL_DECAYS ? K * sizeof(gate_t) : 0;
     char *keys, *rest;
     int pos;
 

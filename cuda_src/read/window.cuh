@@ -31,7 +31,7 @@ struct TokenPointers {
 __device__ __forceinline__ void read_window(const TokenPointers& tokens, const GateInput<LK>& input, int pos,
                                             float gate, float (&x)[LK], float* weights) {
     const int lane = threadIdx.x % 32;
-    const float same = KIND == KDA ? 1.f : decay(gate);
+    const float same = CHANNEL_DECAYS ? 1.f : decay(gate);
     const act_t* const keys = tokens.k + lane * LK;
     const gate_t* const gates = tokens.g + lane * LK;
     // This lane's channels of a token, as stored.
@@ -41,14 +41,14 @@ __device__ __forceinline__ void read_window(const TokenPointers& tokens, const G
     } coming[2];
     auto load = [&](int i, int s) {
         coming[i].key.load(keys + s * K);
-        if (KIND == KDA) coming[i].gates.load(gates + s * K);
+        if (CHANNEL_DECAYS) coming[i].gates.load(gates + s * K);
     };
     auto unpack = [&](int i, int s, float(&key)[LK], float(&decays)[LK]) {
-        const float one = KIND == KDA ? 1.f : __shfl_sync(ALL, same, s);
+        const float one = CHANNEL_DECAYS ? 1.f : __shfl_sync(ALL, same, s);
 #pragma unroll
         for (int c = 0; c < LK; c++) {
             key[c] = coming[i].key[c];
-            decays[c] = KIND == KDA ? input.quick_decay(coming[i].gates[c], c) : one;
+            decays[c] = CHANNEL_DECAYS ? input.quick_decay(coming[i].gates[c], c) : one;
         }
     };
     Packed<ACT, LK> query;

@@ -26,7 +26,7 @@ struct WarpRows {
 // A lane's share of a token's inputs at one head.
 struct TokenInputs {
     Packed<ACT, 4> q[CHUNKS], k[CHUNKS];
-    Packed<GATE_TYPE, 4> g[KIND == KDA ? CHUNKS : 1];
+    Packed<GATE_TYPE, 4> g[CHANNEL_DECAYS ? CHUNKS : 1];
     float v[ROW_SETS], gate, beta;
 
     __device__ __forceinline__ void load(const Token& token, int own) {
@@ -34,23 +34,23 @@ struct TokenInputs {
         for (int j = 0; j < CHUNKS; j++) {
             q[j].load(token.q + channel(j));
             k[j].load(token.k + channel(j));
-            if (KIND == KDA) g[KIND == KDA ? j : 0].load(token.g + channel(j));
+            if (CHANNEL_DECAYS) g[CHANNEL_DECAYS ? j : 0].load(token.g + channel(j));
         }
 #pragma unroll
         for (int i = 0; i < ROW_SETS; i++) v[i] = widen<ACT>(token.v[own + SIDE * i]);
-        gate = KIND == KDA ? 0.f : widen<GATE_TYPE>(*token.g);
+        gate = CHANNEL_DECAYS ? 0.f : widen<GATE_TYPE>(*token.g);
         beta = ERASES ? *token.beta : 1.f;
     }
 };
 
 // A lane's gate parameters (raw gates).
 struct GateInputs {
-    GateInput<4> input[KIND == KDA ? CHUNKS : 1];
+    GateInput<4> input[CHANNEL_DECAYS ? CHUNKS : 1];
 
     __device__ __forceinline__ GateInputs(const float* packed, int head) {
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++)
-            if (KIND == KDA) input[KIND == KDA ? j : 0].load(packed, head, channel(j));
+            if (CHANNEL_DECAYS) input[CHANNEL_DECAYS ? j : 0].load(packed, head, channel(j));
     }
 };
 
@@ -101,14 +101,14 @@ struct StateRegisters {
     }
     // Applies one token; returns the output of the row of set number `lane`.
     __device__ __forceinline__ float take(const TokenInputs& token, const GateInputs& gates) {
-        const float same = KIND == KDA ? 1.f : decay(token.gate);
+        const float same = CHANNEL_DECAYS ? 1.f : decay(token.gate);
         float predicted[ROW_SETS] = {}, read[ROW_SETS] = {}, key_query = 0;
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++) {
-            const int own = KIND == KDA ? j : 0;
+            const int own = CHANNEL_DECAYS ? j : 0;
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float a = KIND == KDA ? decay(gates.input[own].log_decay(token.g[own][e], e)) : same;
+                const float a = CHANNEL_DECAYS ? decay(gates.input[own].log_decay(token.g[own][e], e)) : same;
                 const float key = token.k[j][e], query = token.q[j][e];
                 key_query += key * query;
 #pragma unroll
@@ -139,4 +139,4 @@ struct StateRegisters {
 // Least blocks of WARPS warps per multiprocessor, or 0 for the compiler's choice. For kda with four rows the compiler
 // chooses 64 registers and loads q, k and v only after the decays: batch 512 on an H100 took 822 us instead of 729. The
 // other numbers were the fastest on H200, by up to 1%.
-constexpr int MIN_BLOCKS = KIND == KDA && ROWS == 4 ? 7 : KIND == GDN ? 1 : 0;
+constexpr int MIN_BLOCKS = CHANNEL_DECAYS ? (ROWS == 4 ? 7 : 0) : ERASES;
