@@ -4,8 +4,8 @@
 // Rows of an array may be any distance apart; a row is contiguous. A thread loads all its elements before it stores
 // any.
 //
-// -D constants besides lib/common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V is
-// the number of elements of a head; K, OUT and STATE are not used.
+// -D constants besides lib/common.cuh's: RAW, RATE and BIAS (types of raw gates, of rates and skips, and of biases). V
+// is the number of elements of a head; K, OUT and STATE are not used.
 #include "lib/log_decay.cuh"
 
 constexpr int THREADS = 256;
@@ -13,7 +13,7 @@ typedef Element<RAW>::type raw_t;
 typedef Element<RATE>::type rate_t;
 typedef Element<BIAS>::type bias_t;
 
-__device__ __forceinline__ float softplus(float x) { return softplus(x, exp_of_negative(-fabsf(x))); }
+DEVICE float softplus(float x) { return softplus(x, exp_of_negative(-fabsf(x))); }
 
 // The most neighbouring elements of a head, of at most `limit`, that one access can load.
 constexpr int elements_of_access(int limit) {
@@ -29,10 +29,10 @@ template <int N> struct Piece {
     static constexpr int BYTES = N * sizeof(act_t);
     float x[N];
 
-    static __device__ __forceinline__ bool aligned(const act_t* array, i64 stride) {
+    static DEVICE bool aligned(const act_t* array, i64 stride) {
         return BYTES >= 4 && (reinterpret_cast<i64>(array) | stride * static_cast<i64>(sizeof(act_t))) % BYTES == 0;
     }
-    __device__ __forceinline__ void load(const act_t* from, bool aligned) {
+    DEVICE void load(const act_t* from, bool aligned) {
         if constexpr (BYTES >= 4) {
             if (aligned) {
                 Packed<ACT, N> packed;
@@ -45,7 +45,7 @@ template <int N> struct Piece {
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = widen<ACT>(from[i]);
     }
-    __device__ __forceinline__ void store(act_t* to, bool aligned) const {
+    DEVICE void store(act_t* to, bool aligned) const {
         if constexpr (BYTES >= 4) {
             if (aligned) {
                 Packed<ACT, N> packed;
@@ -64,7 +64,7 @@ struct RowPiece {
     static constexpr int PIECES = HEADS * V / OF_THREAD;
     i64 row;
     int element, head;
-    __device__ __forceinline__ RowPiece() {
+    DEVICE RowPiece() {
         const i64 piece = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
         row = piece / PIECES;
         element = static_cast<int>(piece % PIECES) * OF_THREAD;

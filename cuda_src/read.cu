@@ -8,9 +8,9 @@
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read/warp.cuh).
 //
-// -D constants besides lib/common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS, MAP
-// (form of the map: FACTORS, DENSE or SHARED, in slot/sketch_layout.cuh), SKETCH (type of sketches and maps: BF16, FP32 or
-// INT8, in lib/common.cuh), PACE (read/warp.cuh).
+// -D constants besides lib/common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS,
+// MAP (form of the map: FACTORS, DENSE or SHARED, in slot/sketch_layout.cuh), SKETCH (type of sketches and maps: BF16,
+// FP32 or INT8, in lib/common.cuh), PACE (read/warp.cuh).
 #include "slot/cursor.cuh"
 #include "slot/schedule.cuh"
 #include "slot/call_slots.cuh"
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
-    BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
+    ReadMemory& block = *reinterpret_cast<ReadMemory*>(shared);
     const Share share(batch);
     const int begin = share.begin, end = share.end, count = share.count, first_row = share.first_row,
               rows = share.rows, first_key = share.first_key, keys = share.keys;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     const int compared = slots.scan.from + threadIdx.x;  // the row whose slot this thread compares with the block's
     const bool compares = compared < slots.scan.to;
     const int early_number =
-        compares ? slots.numbers.narrow(slots.numbers.words<const volatile int>(compared)) : PADDING;
+        compares ? slots.numbers.to_int(slots.numbers.words<const volatile int>(compared)) : PADDING;
     bool search = slots.scan.to - slots.scan.from > static_cast<int>(blockDim.x);
     __syncthreads();
     for (int n = 0; n < rows; n++) {
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         search |= slot == LEFT_OUT;
         if (first_tile_is_own(row)) schedule->slots[row] = slot;
     }
-    search |= compares && slots.numbers.narrow(words) != early_number;
+    search |= compares && slots.numbers.to_int(words) != early_number;
     if (__syncthreads_or(due || search)) {
         if (__syncthreads_or(search))
 #pragma unroll 1
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 
     // As many active warps as fit, each with room for the largest tile.
     const int pool_at =
-        round_up_128(sizeof(BlockMemory) + rows * static_cast<int>(sizeof(int2)) +
+        round_up_128(sizeof(ReadMemory) + rows * static_cast<int>(sizeof(int2)) +
                      keys * static_cast<int>(sizeof(KeyScores)));
     const int largest = TileBuffer::bytes(BOTH_HALVES, block.max_tokens, block.max_elements),
               room = TILES_OFFSET + round_up_128(largest);
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 // a block.
 extern "C" __device__ int read_shared_bytes =
     SKETCHED_HEADS
-        ? round_up_128(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2) +
+        ? round_up_128(sizeof(ReadMemory) + MAX_ROWS * sizeof(int2) +
                        (SHARED_SCORES ? MAX_SCORES * sizeof(KeyScores) : 0)) +
               TILES_OFFSET + round_up_128(LARGEST_TILE)
         : 0;

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
-    BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
+    ReadMemory& block = *reinterpret_cast<ReadMemory*>(shared);
     const Share share(batch);
     const int begin = share.begin, end = share.end, count = share.count, first_row = share.first_row,
               rows = share.rows, first_key = share.first_key, keys = share.keys;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 
     // As many active warps as fit, each with room for the largest tile. At least one fits, because the host asks for
     // read_draft_shared_bytes.
-    const int pool_at = round_up_128(sizeof(BlockMemory) + rows * static_cast<int>(sizeof(int2)) +
+    const int pool_at = round_up_128(sizeof(ReadMemory) + rows * static_cast<int>(sizeof(int2)) +
                                      keys * static_cast<int>(sizeof(DraftScores)));
     const int most = block.max_tokens;  // one tile's key half fits beside another tile's value half
     const int largest = DraftBuffer::bytes(BOTH_HALVES, most, min(tokens, most), block.max_elements),
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 extern "C" __device__ int read_draft_max_warps = BLOCK_WARPS;
 extern "C" __device__ int read_draft_shared_bytes =
     SKETCHED_HEADS
-        ? round_up_128(sizeof(BlockMemory) + MAX_ROWS * sizeof(int2) +
+        ? round_up_128(sizeof(ReadMemory) + MAX_ROWS * sizeof(int2) +
                        (SHARED_SCORES ? MAX_SCORES * sizeof(DraftScores) : 0)) +
               DRAFTS_OFFSET + round_up_128(LARGEST_DRAFT)
         : 0;

@@ -19,12 +19,12 @@ struct Standard {
     int batch, tokens;
 
     // The outputs of a row without work.
-    __device__ __forceinline__ void write_zeros(const WarpRows& part, const CallSlots& slots, int slot) const {
+    DEVICE void write_zeros(const WarpRows& part, const CallSlots& slots, int slot) const {
         if (part.value == 0 && part.head == 0 && threadIdx.x % 32 == 0) slots.note(slot);
         for (int t = 0; t < tokens; t++) Output(out, part).put(t, 0.f);
     }
     // Decodes all tokens of the call.
-    __device__ __forceinline__ void decode(const WarpRows& part, const CallSlots& slots, int slot) const {
+    DEVICE void decode(const WarpRows& part, const CallSlots& slots, int slot) const {
         state_t* const home = state.of(slot) + (part.head * V + part.first_row()) * K;
         StateRegisters rows;
         rows.load(home);

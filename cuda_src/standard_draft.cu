@@ -16,26 +16,20 @@ struct DraftRings {
     Strided<gate_t> gates;
     Strided<float> betas;
 
-    __device__ __forceinline__ act_t* key(int slot, int head, int t) const {
+    DEVICE act_t* key(int slot, int head, int t) const {
         return keys.of(slot) + (head / HEADS_PER_KEY * DRAFTS + t) * K;
     }
-    __device__ __forceinline__ act_t* value(int slot, int head, int t) const {
-        return values.of(slot) + (head * DRAFTS + t) * V;
-    }
-    __device__ __forceinline__ gate_t* gate(int slot, int head, int t) const {
-        return gates.of(slot) + (head * DRAFTS + t) * GATES;
-    }
-    __device__ __forceinline__ float* beta(int slot, int head, int t) const {
-        return betas.of(slot) + head * DRAFTS + t;
-    }
+    DEVICE act_t* value(int slot, int head, int t) const { return values.of(slot) + (head * DRAFTS + t) * V; }
+    DEVICE gate_t* gate(int slot, int head, int t) const { return gates.of(slot) + (head * DRAFTS + t) * GATES; }
+    DEVICE float* beta(int slot, int head, int t) const { return betas.of(slot) + head * DRAFTS + t; }
     // A kept token. Its output is not used, so the query is arbitrary.
-    __device__ __forceinline__ Token token(int slot, int head, int t) const {
+    DEVICE Token token(int slot, int head, int t) const {
         const act_t* const k = key(slot, head, t);
         return Token(k, k, value(slot, head, t), gate(slot, head, t), beta(slot, head, t));
     }
     // Stores the warp's share of a token in the ring: the values of the warp's rows. The warp with the head's first
     // rows also stores key, gates and beta.
-    __device__ __forceinline__ void put(const WarpRows& part, const TokenInputs& given, int slot, int t) const {
+    DEVICE void put(const WarpRows& part, const TokenInputs& given, int slot, int t) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < ROW_SETS; i++)
@@ -61,7 +55,7 @@ struct DraftRings {
             {ring_gates, ring_gates_stride}, { ring_betas, ring_betas_stride }                 \
     }
 
-__device__ __forceinline__ state_t* home_of(const Strided<state_t>& states, const WarpRows& part, int slot) {
+DEVICE state_t* home_of(const Strided<state_t>& states, const WarpRows& part, int slot) {
     return states.of(slot) + (part.head * V + part.first_row()) * K;
 }
 

@@ -7,9 +7,8 @@
 // x[t]; x holds the queries at first. key(s) and gates(s) are this lane's channels of token s; lane s of `gate` and
 // `beta` has that token's scalars. put(s, c) gets the weights c[t] of token s (garbage for drafts that end before s).
 template <class Key, class Gates, class Put>
-__device__ __forceinline__ void read_window_drafts(const Key& key, const Gates& gates, const GateInput<LK>& input,
-                                                   float gate, float beta, int last, int newest,
-                                                   float (&x)[GROUP][LK], const Put& put) {
+DEVICE void read_window_drafts(const Key& key, const Gates& gates, const GateInput<LK>& input, float gate, float beta,
+                               int last, int newest, float (&x)[GROUP][LK], const Put& put) {
     const float same = CHANNEL_DECAYS ? 1.f : decay(gate);
     struct Coming {
         Packed<ACT, LK> key;
@@ -91,9 +90,8 @@ __device__ __forceinline__ void read_window_drafts(const Key& key, const Gates& 
 }
 
 // Effective queries and token weights of a group from a tile's buffer.
-__device__ __forceinline__ void walk_back_drafts(const DraftBuffer& buffer, const DraftScalars& gates,
-                                                 const GateInput<LK>& input, int first, DraftScratch& scratch,
-                                                 float (&x)[GROUP][LK]) {
+DEVICE void walk_back_drafts(const DraftBuffer& buffer, const DraftScalars& gates, const GateInput<LK>& input,
+                             int first, DraftScratch& scratch, float (&x)[GROUP][LK]) {
     const int lane = threadIdx.x % 32, last = buffer.pos + first, newest = min(last + GROUP, buffer.count()) - 1;
 #pragma unroll
     for (int t = 0; t < GROUP; t++) {
@@ -118,9 +116,8 @@ __device__ __forceinline__ void walk_back_drafts(const DraftBuffer& buffer, cons
 // Products of the effective queries with maps and pivots, for bf16 storage: rows are left operands as stored, and a
 // right operand has the two slices of two queries, slice p % 2 of query p / 2 in columns 2p and 2p + 1. Lanes with even
 // c finish the first two drafts, the others the last two.
-__device__ __forceinline__ void project_drafts_slices(const Arguments& arg, const DraftBuffer& buffer,
-                                                      const TileHeads& heads, const MapRow& first_rows,
-                                                      DraftScratch& scratch) {
+DEVICE void project_drafts_slices(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
+                                  const MapRow& first_rows, DraftScratch& scratch) {
     static_assert(GROUP == 4, "two operands with two queries each");
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     QueryFragment queries[GROUP / 2];

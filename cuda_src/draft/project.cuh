@@ -14,7 +14,7 @@ struct DraftScores {
 // Right operand for products with rows that are left operands as stored (see QueryFragment), here with GROUP queries.
 // Columns 2t and 2t + 1 hold the two halves of query t, so that <row r, query t> is `product` in lane (r, t). `row(t)`
 // is query t.
-template <class Row> __device__ __forceinline__ void load_queries(QueryFragment& to, const Row& row) {
+template <class Row> DEVICE void load_queries(QueryFragment& to, const Row& row) {
     const int column = threadIdx.x % 32 / 4;
     const u32* const words = reinterpret_cast<const u32*>(row(column / 2)) + column % 2;
 #pragma unroll
@@ -25,16 +25,16 @@ template <class Row> __device__ __forceinline__ void load_queries(QueryFragment&
 // Token weights of each draft, and the tokens' parts of its effective query, as in `solve` (read/sketch.cuh). The
 // triangular system is the same for all drafts; draft t's right-hand side ends at its last token. The weights become
 // rows from first_token_row on of scratch.c, up to TOKEN_ROWS.
-__device__ __forceinline__ void solve_drafts(const float (*with_query)[16], const TileHeads& heads,
-                                             const DraftScalars& gates, int last, int newest, DraftScratch& scratch) {
+DEVICE void solve_drafts(const float (*with_query)[16], const TileHeads& heads, const DraftScalars& gates, int last,
+                         int newest, DraftScratch& scratch) {
     const int lane = threadIdx.x % 32, s = lane % SPAN, h = lane / SPAN;
     auto score = [&](int t) { return s <= last + t ? with_query[t][s % 16] : 0.f; };
     float e[ERASES ? GROUP : 1];
     // Log-decays from token s to the first draft; no differences, which would be NaN for gates of -inf.
-    const float sum = sum_of_later(s <= last ? gates.g : 0.f), same = decay(gates.g);
+    const float sum = sum_of_later<SPAN, 16>(s <= last ? gates.g : 0.f), same = decay(gates.g);
     if constexpr (ERASES) {
         float row[16];
-        load_products(row, scratch, s % 16);
+        load_floats(row, scratch.product[s % 16]);
 #pragma unroll
         for (int t = 0; t < GROUP; t++) e[t] = gates.beta * score(t);
 #pragma unroll
@@ -72,10 +72,9 @@ __device__ __forceinline__ void solve_drafts(const float (*with_query)[16], cons
 
 // Without erasure (mamba2): eight rows with all queries of the group at a time. query(t): draft t's query.
 template <class Query>
-__device__ __forceinline__ void project_drafts_query(const Arguments& arg, const DraftBuffer& buffer,
-                                                     const TileHeads& heads, const DraftScalars& gates,
-                                                     const MapRow (&first_rows)[TILE_HEADS], DraftScores& shared,
-                                                     int first, const Query& query, DraftScratch& scratch) {
+DEVICE void project_drafts_query(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
+                                 const DraftScalars& gates, const MapRow (&first_rows)[TILE_HEADS], DraftScores& shared,
+                                 int first, const Query& query, DraftScratch& scratch) {
     QueryFragment queries;
     load_queries(queries, query);
     shared.full.wait(0);
@@ -109,25 +108,16 @@ __device__ __forceinline__ void project_drafts_query(const Arguments& arg, const
 }
 
 // Sums x[n] over the eight lanes (r, c) with this c: lane (r, c) returns the sum of x[r].
-__device__ __forceinline__ float sum_over_rows(float (&x)[8]) {
-#pragma unroll
-    for (int half = 4, bit = 16; half > 0; half /= 2, bit /= 2) {
-        const bool upper = threadIdx.x & bit;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            const float keep = upper ? x[i + half] : x[i], send = upper ? x[i] : x[i + half];
-            x[i] = keep + __shfl_xor_sync(ALL, send, bit);
-        }
-    }
+DEVICE float sum_over_rows(float (&x)[8]) {
+    exchange<4, 16, 4>(x);
     return x[0];
 }
 
 // With erasure (gdn): products of all tokens, and of the queries, with the rows. As in project_matrix, effective
 // queries are never formed.
-__device__ __forceinline__ void project_drafts_matrix(const Arguments& arg, const DraftBuffer& buffer,
-                                                      const TileHeads& heads, const DraftScalars& gates,
-                                                      const MapRow (&first_rows)[TILE_HEADS], int first,
-                                                      DraftScratch& scratch) {
+DEVICE void project_drafts_matrix(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
+                                  const DraftScalars& gates, const MapRow (&first_rows)[TILE_HEADS], int first,
+                                  DraftScratch& scratch) {
     constexpr int TILES = TILE_HEADS + PIVOT_TILES;  // first eight rows of each head's map | pivots of all heads
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, count = buffer.count();
     const u32 none = count < 0;

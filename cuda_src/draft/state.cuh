@@ -5,8 +5,8 @@
 
 // A quarter of the value rows of one (row, head). `tokens`: drafts of a row in the output array; outputs past the row's
 // `length` are zeros.
-__device__ __forceinline__ void read_state_drafts(const Arguments& arg, int head, int row, int slot, int pos,
-                                                  int length, int tokens, int part) {
+DEVICE void read_state_drafts(const Arguments& arg, int head, int row, int slot, int pos, int length, int tokens,
+                              int part) {
     const int lane = threadIdx.x % 32, count = pos + length;
     constexpr int SHARE = V / QUARTERS;
     out_t* const output = arg.out.of(row) + head * V + part * SHARE;

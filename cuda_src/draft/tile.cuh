@@ -5,7 +5,7 @@
 #include "read/sketch.cuh"
 
 // base + index * STEP + more
-template <int STEP, class T> __device__ __forceinline__ T* place(T* base, int index, int more) {
+template <int STEP, class T> DEVICE T* place(T* base, int index, int more) {
     return base + static_cast<i64>(index) * STEP + more;
 }
 
@@ -16,9 +16,9 @@ struct DraftRows {
     const int2* rows;
     int first_row, tokens, t;
 
-    __device__ __forceinline__ int2 entry(int row) const { return rows[row - first_row]; }
+    DEVICE int2 entry(int row) const { return rows[row - first_row]; }
     // {slot, position} of draft t; no slot if the row has fewer drafts.
-    __device__ __forceinline__ int2 of(int row) const {
+    DEVICE int2 of(int row) const {
         const int2 x = entry(row);
         return t < drafted_of(x.y) ? make_int2(x.x, position_of(x.y, W) + t) : make_int2(-1, 0);
     }
@@ -28,15 +28,15 @@ struct DraftRows {
 // row: -1 past the last tile.
 struct DraftTile {
     int row, index, slot, pos, length, bytes;
-    __device__ __forceinline__ bool reads() const { return bytes > 0; }
-    __device__ __forceinline__ int head() const { return index * TILE_HEADS; }
+    DEVICE bool reads() const { return bytes > 0; }
+    DEVICE int head() const { return index * TILE_HEADS; }
 };
 
 // Scalar gate and beta of token lane % SPAN, at head lane / SPAN of the tile; 0 past the newest.
 struct DraftScalars {
     float g, beta;
 
-    __device__ __forceinline__ void load(const Arguments& arg, const DraftTile& tile) {
+    DEVICE void load(const Arguments& arg, const DraftTile& tile) {
         const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.head() + lane / SPAN;
         g = beta = 0;
         if (s >= tile.pos + tile.length) return;
@@ -49,35 +49,31 @@ struct DraftScalars {
 
 // A tile in shared memory, in two halves without gaps, each part in the order and with the swizzle of the ring:
 //
-//   keys:  keys of all tokens, queries of the drafts (both absent with SHARED_SCORES) | gates of all tokens (kda)
-//   rest:  per head: values of all tokens | sketches of all heads
+//   keys:        keys of all tokens, queries of the drafts (both absent with SHARED_SCORES) | gates of all tokens (kda)
+//   value_half:  per head: values of all tokens | sketches of all heads
 struct DraftBuffer {
     static constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     // Bytes of one draft in each half.
     static constexpr int NEW_KEYS = (SHARED_SCORES ? 0 : 2 * KEY) + GATE, NEW_VALUES = TILE_HEADS * VALUE;
-    char *keys, *rest;
+    char *keys, *value_half;
     int pos, length;
 
-    __device__ __forceinline__ int count() const { return pos + length; }
-    __device__ __forceinline__ const act_t* key(int s) const { return reinterpret_cast<const act_t*>(keys + s * KEY); }
+    DEVICE int count() const { return pos + length; }
+    DEVICE const act_t* key(int s) const { return reinterpret_cast<const act_t*>(keys + s * KEY); }
     // With SHARED_SCORES: any valid row.
-    __device__ __forceinline__ const act_t* query(int t = 0) const {
-        return reinterpret_cast<const act_t*>(SHARED_SCORES ? rest : keys + (count() + t) * KEY);
+    DEVICE const act_t* query(int t = 0) const {
+        return reinterpret_cast<const act_t*>(SHARED_SCORES ? value_half : keys + (count() + t) * KEY);
     }
-    __device__ __forceinline__ const gate_t* gates(int s) const {
+    DEVICE const gate_t* gates(int s) const {
         return reinterpret_cast<const gate_t*>(keys + gates_at(count(), length) + s * GATE);
     }
-    // Offset of head h's value of token s in `rest`.
-    __device__ __forceinline__ int value_at(int h, int s) const { return (h * count() + s) * VALUE; }
-    __device__ __forceinline__ int sketches_at() const { return TILE_HEADS * count() * VALUE; }
-    __device__ __forceinline__ const sketch_t* sketches() const {
-        return reinterpret_cast<const sketch_t*>(rest + sketches_at());
-    }
+    // Offset of head h's value of token s in `value_half`.
+    DEVICE int value_at(int h, int s) const { return (h * count() + s) * VALUE; }
+    DEVICE int sketches_at() const { return TILE_HEADS * count() * VALUE; }
+    DEVICE const sketch_t* sketches() const { return reinterpret_cast<const sketch_t*>(value_half + sketches_at()); }
 
-    static constexpr __device__ __forceinline__ int gates_at(int count, int length) {
-        return SHARED_SCORES ? 0 : (count + length) * KEY;
-    }
-    static constexpr __device__ __forceinline__ int bytes(int half, int count, int length, int elements) {
+    static constexpr DEVICE int gates_at(int count, int length) { return SHARED_SCORES ? 0 : (count + length) * KEY; }
+    static constexpr DEVICE int bytes(int half, int count, int length, int elements) {
         return (half & KEY_HALF ? gates_at(count, length) + count * GATE : 0) +
                (half & VALUE_HALF
                     ? TILE_HEADS * count * VALUE + elements * static_cast<int>(sizeof(sketch_t))
@@ -86,17 +82,16 @@ struct DraftBuffer {
 };
 
 // Calls move(row, offset) for every 16 bytes of `count` rows, by one lane each. BYTES: length of a row.
-template <int BYTES, class Move> __device__ __forceinline__ void for_pieces(int count, const Move& move) {
+template <int BYTES, class Move> DEVICE void for_pieces(int count, const Move& move) {
 #pragma unroll 1
     for (int i = threadIdx.x % 32 * 16; i < count * BYTES; i += 512) move(i / BYTES, i % BYTES);
 }
-template <class T> __device__ __forceinline__ const char* bytes_of(Strided<T> rows, int row) {
+template <class T> DEVICE const char* bytes_of(Strided<T> rows, int row) {
     return reinterpret_cast<const char*>(rows.of(row));
 }
 
 // Copies `count` rows of BYTES to shared memory; place(row, offset) is where 16 bytes go.
-template <int BYTES, class T, class Place>
-__device__ __forceinline__ void copy_rows(Strided<T> rows, int count, const Place& place) {
+template <int BYTES, class T, class Place> DEVICE void copy_rows(Strided<T> rows, int count, const Place& place) {
     if constexpr (512 % BYTES == 0) {
         const int own = threadIdx.x % 32 * 16, at = own % BYTES;
         const char* from = bytes_of(rows, own / BYTES) + at;
@@ -110,8 +105,8 @@ __device__ __forceinline__ void copy_rows(Strided<T> rows, int count, const Plac
 
 // Starts the copies of one half of a tile, or of both: ring and sketches in bulk, the drafts' own rows piece by piece.
 template <int HALF>
-__device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
-                                      const DraftTile& tile, WarpCopyBarrier& full) {
+DEVICE void fetch(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads, const DraftTile& tile,
+                  WarpCopyBarrier& full) {
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     constexpr int NEW =
         (HALF & KEY_HALF ? DraftBuffer::NEW_KEYS : 0) + (HALF & VALUE_HALF ? DraftBuffer::NEW_VALUES : 0);
@@ -127,8 +122,8 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& b
             if (HALF & VALUE_HALF) {
 #pragma unroll
                 for (int h = 0; h < TILE_HEADS; h++)
-                    copy(buffer.rest + buffer.value_at(h, 0), ring.v + h * W * V, pos * VALUE);
-                copy(buffer.rest + buffer.sketches_at(), arg.memory.sketch.of(tile.slot) + heads.from,
+                    copy(buffer.value_half + buffer.value_at(h, 0), ring.v + h * W * V, pos * VALUE);
+                copy(buffer.value_half + buffer.sketches_at(), arg.memory.sketch.of(tile.slot) + heads.from,
                      heads.elements * static_cast<int>(sizeof(sketch_t)));
             }
         },
@@ -147,14 +142,14 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const DraftBuffer& b
                                     [&](int t, int at) { return gates + (pos + t) * GATE + at; });
     if constexpr (HALF & VALUE_HALF)
         copy_rows<TILE_HEADS * VALUE>(Strided<const act_t>{token.v, steps.v}, tile.length, [&](int t, int at) {
-            const int turn = swizzle(pos + t) * static_cast<int>(sizeof(act_t));
-            return buffer.rest + buffer.value_at(at / VALUE, pos + t) + (at % VALUE ^ turn);
+            const int mask = swizzle(pos + t) * static_cast<int>(sizeof(act_t));
+            return buffer.value_half + buffer.value_at(at / VALUE, pos + t) + (at % VALUE ^ mask);
         });
     copy_async_commit();
 }
 
 // Waits for the copies of a half or of a tile. LATER: number of `fetch` calls since then.
-template <int LATER> __device__ __forceinline__ void wait_for_copies(WarpCopyBarrier& full, int phase) {
+template <int LATER> DEVICE void wait_for_copies(WarpCopyBarrier& full, int phase) {
     full.wait(phase);
     copy_async_wait<LATER>();
     __syncwarp();
@@ -162,14 +157,11 @@ template <int LATER> __device__ __forceinline__ void wait_for_copies(WarpCopyBar
 
 // Whether a tile appends the keys of its drafts to the ring, for all tiles of the key head. With SHARED_SCORES,
 // NewTokens appends keys.
-__device__ __forceinline__ bool appends_keys(const DraftTile& tile) {
-    return !SHARED_SCORES && tile.index % KEY_TILES == 0;
-}
+DEVICE bool appends_keys(const DraftTile& tile) { return !SHARED_SCORES && tile.index % KEY_TILES == 0; }
 
 // Appends the drafts of one half of a tile, or of both, to the ring: values, keys and kda's gates, as they lie in the
 // buffer.
-template <int HALF>
-__device__ __forceinline__ void append(const Arguments& arg, const DraftBuffer& buffer, const DraftTile& tile) {
+template <int HALF> DEVICE void append(const Arguments& arg, const DraftBuffer& buffer, const DraftTile& tile) {
     const int pos = tile.pos, length = tile.length;
     const Ring ring(arg.memory, tile.slot, tile.head(), pos);
     auto copy = [](void* to, const void* from, int bytes) {
@@ -184,11 +176,11 @@ __device__ __forceinline__ void append(const Arguments& arg, const DraftBuffer& 
     if (HALF & VALUE_HALF)
 #pragma unroll
         for (int h = 0; h < TILE_HEADS; h++)
-            copy(ring.v + h * W * V, buffer.rest + buffer.value_at(h, pos), length * DraftBuffer::VALUE);
+            copy(ring.v + h * W * V, buffer.value_half + buffer.value_at(h, pos), length * DraftBuffer::VALUE);
 }
 
 // The same for a tile without sketches, straight from the inputs.
-__device__ __forceinline__ void append_inputs(const Arguments& arg, const DraftTile& tile) {
+DEVICE void append_inputs(const Arguments& arg, const DraftTile& tile) {
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     const int pos = tile.pos;
     const Token token = arg.token(tile.row, 0, tile.head());
@@ -205,8 +197,8 @@ __device__ __forceinline__ void append_inputs(const Arguments& arg, const DraftT
                  bytes_of(Strided<const gate_t>{token.g, arg.steps.g}, t) + at);
         });
     for_pieces<TILE_HEADS * VALUE>(tile.length, [&](int t, int at) {
-        const int turn = swizzle(pos + t) * static_cast<int>(sizeof(act_t));
-        move(reinterpret_cast<char*>(ring.v) + (at / VALUE * W + t) * VALUE + (at % VALUE ^ turn),
+        const int mask = swizzle(pos + t) * static_cast<int>(sizeof(act_t));
+        move(reinterpret_cast<char*>(ring.v) + (at / VALUE * W + t) * VALUE + (at % VALUE ^ mask),
              bytes_of(Strided<const act_t>{token.v, arg.steps.v}, t) + at);
     });
 }
@@ -219,7 +211,7 @@ constexpr int DRAFT_WEIGHTS = (RANK_MAX + (CODED ? 15 : 0) + TOKEN_ROWS + 15) / 
 constexpr int DRAFT_COLUMNS = (TILE_HEADS * DRAFT_WEIGHTS + 31) / 32 * 32 + 8;
 
 // Row of the first token among a head's weights. With codes, columns of U fill whole operands.
-__device__ __forceinline__ int first_token_row(int rank) { return CODED ? (rank + 15) / 16 * 16 : rank; }
+DEVICE int first_token_row(int rank) { return CODED ? (rank + 15) / 16 * 16 : rank; }
 
 // Small intermediate results for a group of drafts in shared memory, one DraftScratch per warp.
 struct DraftScratch {
@@ -239,7 +231,7 @@ struct DraftScratch {
     float window_decay[GROUP][TILE_HEADS];                     // decay of the window up to draft t
 
     // Stores a weight of draft t for a tensor-core product: two bf16 slices in one word.
-    __device__ __forceinline__ void put(int t, int h, int n, float weight) {
+    DEVICE void put(int t, int h, int n, float weight) {
         const float leading = __uint_as_float(__float_as_uint(weight) & 0xffff0000u);
         c[t][h * DRAFT_WEIGHTS + n] = __uint_as_float(floats_to_bf16(weight - leading, leading));
     }
@@ -250,7 +242,7 @@ struct ColumnFactors {
     int p;
     float w = 1, f[PIVOTS] = {};
 
-    __device__ __forceinline__ ColumnFactors(const DraftBuffer& buffer, const TileHeads& heads, int h, int column)
+    DEVICE ColumnFactors(const DraftBuffer& buffer, const TileHeads& heads, int h, int column)
         : p(pivots_of(heads.rank[h])) {
         const SmallPart<const small_t> small(buffer.sketches() + heads.at[h], heads.rank[h]);
         const float scale = CODED ? widen<SMALL>(small.scale[column]) : 1.f;
@@ -265,7 +257,7 @@ struct ColumnFactors {
             w = scale;
         }
     }
-    __device__ __forceinline__ float of(const DraftScratch& scratch, int h, int t, float z) const {
+    DEVICE float of(const DraftScratch& scratch, int h, int t, float z) const {
         float sum = w * z;
         if constexpr (MAP == FACTORS) {
 #pragma unroll
@@ -282,8 +274,8 @@ struct CoefficientLane {
     int t, j;
 
     // Coefficient of column first + j of head h.
-    __device__ __forceinline__ void put(const DraftBuffer& buffer, const TileHeads& heads, int h, int first, float z,
-                                        DraftScratch& scratch) const {
+    DEVICE void put(const DraftBuffer& buffer, const TileHeads& heads, int h, int first, float z,
+                    DraftScratch& scratch) const {
         const int column = first + j;
         if constexpr (!SWIZZLED) {  // add_draft_values multiplies with the factors
             if (column < heads.rank[h]) scratch.c[t][column] = z;
@@ -297,9 +289,9 @@ struct CoefficientLane {
     // First eight rows of all maps (z) and the pivots (y), then further rows; multiply(rows, head) returns the products
     // of eight rows of a head's map.
     template <class Multiply>
-    __device__ __forceinline__ void finish(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
-                                           const float (&z)[TILE_HEADS], const float (&y)[PIVOT_TILES + 1],
-                                           DraftScratch& scratch, const Multiply& multiply) const {
+    DEVICE void finish(const Arguments& arg, const DraftBuffer& buffer, const TileHeads& heads,
+                       const float (&z)[TILE_HEADS], const float (&y)[PIVOT_TILES + 1], DraftScratch& scratch,
+                       const Multiply& multiply) const {
 #pragma unroll
         for (int n = 0; n < PIVOT_TILES; n++) scratch.y[t][8 * n + j] = y[n];
         __syncwarp();

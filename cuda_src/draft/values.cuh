@@ -11,8 +11,8 @@
 
 // All heads of the tile on the tensor cores, side by side. Draft t of the `many` in the group goes to
 // output + t * HEADS * V. Sums of a full-state head are not stored.
-__device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many,
-                                                      out_t* output, const DraftScratch& scratch) {
+DEVICE void multiply_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many, out_t* output,
+                                  const DraftScratch& scratch) {
     constexpr int ELEMENT = sizeof(act_t), VALUE = TileBuffer::VALUE;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, half = lane / 8 % 2 * 16;
     const int place = lane % 8 + lane / 16 * 8;  // row of an operand that the lane loads
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
 #pragma unroll
                 for (int channel = 0; channel < V; channel += 32) {
                     u32 x[4];
-                    load_transposed(x, buffer.rest, codes + column.share(channel, half));
+                    load_transposed(x, buffer.value_half, codes + column.share(channel, half));
 #pragma unroll
                     for (int i = 0; i < 2; i++)
                         if (channel + 16 * i < V)
@@ -65,13 +65,13 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
             const int n = min(first + place, rows - 1), s = n - rank;
             const bool column = !CODED && s < 0;
             const int at = column ? buffer.sketches_at() + heads.at[h] * ELEMENT + n * VALUE : buffer.value_at(h, s);
-            const int turn = swizzle(column ? n : s) * ELEMENT ^ half;
+            const int mask = swizzle(column ? n : s) * ELEMENT ^ half;
 #pragma unroll
             for (int channel = 0; channel < V; channel += 16) {
                 u32 x[4];
                 load_transposed(
-                    x, buffer.rest,
-                    at + channel / SWIZZLE_SPAN * SWIZZLE_SPAN * ELEMENT + (channel % SWIZZLE_SPAN * ELEMENT ^ turn));
+                    x, buffer.value_half,
+                    at + channel / SWIZZLE_SPAN * SWIZZLE_SPAN * ELEMENT + (channel % SWIZZLE_SPAN * ELEMENT ^ mask));
                 mma_bf16(sums[h][channel / 16], x, slices[0], slices[1]);
             }
         }
@@ -101,8 +101,8 @@ __device__ __forceinline__ void multiply_draft_values(const DraftBuffer& buffer,
 }
 
 // Row by row, for other types.
-__device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many,
-                                                 out_t* output, DraftScratch& scratch) {
+DEVICE void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many, out_t* output,
+                             DraftScratch& scratch) {
     const int rank = heads.rank[0];
     for (int j = threadIdx.x % 32; j < rank; j += 32) {
         const ColumnFactors factors(buffer, heads, 0, j);
@@ -110,5 +110,6 @@ __device__ __forceinline__ void add_draft_values(const DraftBuffer& buffer, cons
         for (int t = 0; t < GROUP; t++) scratch.c[t][j] = factors.of(scratch, 0, t, scratch.c[t][j]);
     }
     __syncwarp();
-    add_values<GROUP>(buffer.sketches(), rank, buffer.rest, buffer.count(), many, output, scratch.c, scratch.weight);
+    add_values<GROUP>(buffer.sketches(), rank, buffer.value_half, buffer.count(), many, output, scratch.c,
+                      scratch.weight);
 }

@@ -18,8 +18,8 @@ struct DraftMemory {
 constexpr int DRAFTS_OFFSET = (sizeof(DraftMemory) - 1) / 128 * 128;
 
 // Scores of `count` key heads from `first` on. The key heads are divided among `warps` warps; this is number `warp`.
-__device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const DraftRows& own_rows, int first,
-                                                     int count, int warp, int warps, DraftScores* scores) {
+DEVICE void compute_draft_scores(const Arguments& arg, const DraftRows& own_rows, int first, int count, int warp,
+                                 int warps, DraftScores* scores) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     for (int i = warp; i < count; i += warps) {
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS * HEADS_PER_KEY;
@@ -51,26 +51,23 @@ __device__ __forceinline__ void compute_draft_scores(const Arguments& arg, const
     }
 }
 
-// The block's tiles, `begin` to `end` - 1, as in TileReader. Warp i starts with tile `begin` + i; `rest` is the first
-// tile that is claimed.
+// The block's tiles, `begin` to `end` - 1, as in TileReader. Warp i starts with tile `begin` + i.
 struct DraftReader {
     const Arguments& arg;
-    BlockMemory& block;
+    ReadMemory& block;
     const DraftRows own_rows;
     DraftScores* scores;  // as if those of key head 0 of row 0 came first
-    int begin, rest, end;
+    int begin, first_claimed, end;
     u32 start;
 
-    __device__ __forceinline__ const TileHeads& heads_of(const DraftTile& tile) const {
-        return block.heads[tile.index];
-    }
-    __device__ __forceinline__ DraftScores& scores_of(const DraftTile& tile) const {
+    DEVICE const TileHeads& heads_of(const DraftTile& tile) const { return block.heads[tile.index]; }
+    DEVICE DraftScores& scores_of(const DraftTile& tile) const {
         return scores[(tile.row * ROW_TILES + tile.index) / KEY_TILES];
     }
-    __device__ __forceinline__ out_t* output(const DraftTile& tile, int h, int t) const {
+    DEVICE out_t* output(const DraftTile& tile, int h, int t) const {
         return place<HEADS * V>(arg.out.of(tile.row), t, (tile.head() + h) * V);
     }
-    __device__ __forceinline__ DraftTile find(u32 number) const {
+    DEVICE DraftTile find(u32 number) const {
         DraftTile tile{static_cast<int>(number / ROW_TILES), static_cast<int>(number % ROW_TILES), -1, 0, 0, 0};
         if (number >= static_cast<u32>(end)) {
             tile.row = -1;
@@ -83,14 +80,14 @@ struct DraftReader {
             tile.bytes = DraftBuffer::bytes(BOTH_HALVES, tile.pos + tile.length, tile.length, elements);
         return tile;
     }
-    __device__ __forceinline__ DraftTile first() const {
+    DEVICE DraftTile first() const {
         const DraftTile tile = find(begin + threadIdx.x / 32);
         if (tile.reads()) wait_since(start, threadIdx.x / 32 * tile.bytes / PACE);
         return tile;
     }
-    __device__ __forceinline__ DraftTile next() const { return find(rest + claim_next(block.next_tile)); }
+    DEVICE DraftTile next() const { return find(first_claimed + claim_next(block.next_tile)); }
     // Outputs past the row's last draft.
-    __device__ __forceinline__ void write_zeros(const DraftTile& tile) const {
+    DEVICE void write_zeros(const DraftTile& tile) const {
         for (int t = tile.length; t < own_rows.tokens; t++)
             for (int j = threadIdx.x % 32; j < TILE_HEADS * V; j += 32)
                 if (heads_of(tile).rank[j / V] > 0) output(tile, 0, t)[j] = narrow<OUT>(0.f);
@@ -98,8 +95,8 @@ struct DraftReader {
 };
 
 // Values and outputs of drafts first, first + 1, ... of a tile, GROUP at most, from the coefficients.
-__device__ __forceinline__ void read_values_of_group(const DraftReader& of, const DraftTile& tile,
-                                                     const DraftBuffer& buffer, int first, DraftScratch& scratch) {
+DEVICE void read_values_of_group(const DraftReader& of, const DraftTile& tile, const DraftBuffer& buffer, int first,
+                                 DraftScratch& scratch) {
     const TileHeads& own = of.heads_of(tile);
     const int many = min(tile.length - first, GROUP);
     __syncwarp();
@@ -109,8 +106,8 @@ __device__ __forceinline__ void read_values_of_group(const DraftReader& of, cons
 }
 
 // Outputs of drafts first, first + 1, ... of a whole tile, GROUP at most (MATRIX).
-__device__ __forceinline__ void read_group(const DraftReader& of, const DraftTile& tile, const DraftBuffer& buffer,
-                                           const DraftScalars& scalars, int first, DraftScratch& scratch) {
+DEVICE void read_group(const DraftReader& of, const DraftTile& tile, const DraftBuffer& buffer,
+                       const DraftScalars& scalars, int first, DraftScratch& scratch) {
     const TileHeads& own = of.heads_of(tile);
     const Arguments& arg = of.arg;
     // Maps' first rows; a shared projection's are loaded long before they are needed.
@@ -130,14 +127,13 @@ __device__ __forceinline__ void read_group(const DraftReader& of, const DraftTil
 }
 
 // A tile that does not read: its drafts are appended, and outputs past the last draft are 0.
-__device__ __forceinline__ void skip(const DraftReader& of, const DraftTile& tile) {
+DEVICE void skip(const DraftReader& of, const DraftTile& tile) {
     if (tile.length > 0) append_inputs(of.arg, tile);
     of.write_zeros(tile);
 }
 
 // A warp's loop over its tiles, in its memory from `lower` to `upper`.
-__device__ __forceinline__ void read_whole_drafts(const DraftReader& of, DraftMemory& memory, char* const lower,
-                                                  char* const upper) {
+DEVICE void read_whole_drafts(const DraftReader& of, DraftMemory& memory, char* const lower, char* const upper) {
     WarpCopyBarrier(&full)[2] = of.block.full[threadIdx.x / 32];
     u32 issued = 0, consumed = 0;
     auto buffer_of = [&](u32 number, const DraftTile& tile) {
@@ -179,8 +175,7 @@ __device__ __forceinline__ void read_whole_drafts(const DraftReader& of, DraftMe
 
 // The same with TWO_HALVES, as in read_tiles_in_halves: the next tile's key half is requested when the last backward
 // pass over this tile's keys has ended, its value half when this tile is done.
-__device__ __forceinline__ void read_drafts_in_halves(const DraftReader& of, DraftMemory& memory, char* const lower,
-                                                      char* const upper) {
+DEVICE void read_drafts_in_halves(const DraftReader& of, DraftMemory& memory, char* const lower, char* const upper) {
     const Arguments& arg = of.arg;
     DraftScratch& scratch = memory.scratch;
     WarpCopyBarrier(&full)[2] = of.block.full[threadIdx.x / 32];

@@ -13,12 +13,12 @@ constexpr int UNROLLED = RAW_KEYS ? 2 : 1;
 
 // Lane map of the values to write. A thread has columns 2c, 2c+1, 8+2c, 9+2c of rows r and r + 8 of an operand.
 // token_of maps them (e = 0 to 3) to tokens of the block of 16: the same numbers with RAW_KEYS, otherwise 4c to 4c+3.
-__device__ __forceinline__ int token_of(int block, int e) {
+DEVICE int token_of(int block, int e) {
     return 16 * block + (RAW_KEYS ? 8 * (e / 2) + 2 * (threadIdx.x % 4) + e % 2 : 4 * (threadIdx.x % 4) + e);
 }
 struct Values {
     float v[TOKEN_BLOCKS][2][4];
-    __device__ __forceinline__ void load(const ValueStage& values, int count) {
+    DEVICE void load(const ValueStage& values, int count) {
         const int first = threadIdx.x / 32 * 16;
 #pragma unroll
         for (int b = 0; b < TOKEN_BLOCKS; b++)
@@ -31,7 +31,7 @@ struct Values {
                 }
     }
     // Scales the warp's values into the range of fp16; returns the unit, value = unit * scaled value.
-    __device__ __forceinline__ float scale() {
+    DEVICE float scale() {
         float most = 0;
 #pragma unroll
         for (int i = 0; i < 8 * TOKEN_BLOCKS; i++) most = fmaxf(most, fabsf(v[i / 8][i / 4 % 2][i % 4]));
@@ -44,8 +44,8 @@ struct Values {
 
 // Predictions from the state at the window's start: k_s^T S, or k_s^T D_{1:s} S with decays per channel. The state is
 // the right operand as stored in shared memory.
-__device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], StateBlock& rows, const KeyStage& stage,
-                                        const PreparedKeys& keys) {
+DEVICE void predict(float (&predicted)[TOKEN_BLOCKS][2][4], StateBlock& rows, const KeyStage& stage,
+                    const PreparedKeys& keys) {
     float rest[UNROLLED][TOKEN_BLOCKS][2][4] = {};  // independent accumulator chains
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS; step++) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ void predict(float (&predicted)[TOKEN_BLOCKS][2][4], 
 
 // w = N (v - decayed predictions), decayed to the window's end and scaled: see Solve. Returns the unit of the results,
 // which are at most 2^15.
-__device__ __forceinline__ float erase(Values& writes, const ValueStage& values, int count,
-                                       float (&predicted)[TOKEN_BLOCKS][2][4], const Solve& solve) {
+DEVICE float erase(Values& writes, const ValueStage& values, int count, float (&predicted)[TOKEN_BLOCKS][2][4],
+                   const Solve& solve) {
     const int first = threadIdx.x / 32 * 16;
     float most = 0;
 #pragma unroll
@@ -144,9 +144,8 @@ struct Writes {
     // predictions, which do not need `solve`. Of a window that is folded token by token, nothing here is used: to
     // return early would take more registers.
     template <class Wait>
-    __device__ __forceinline__ void prepare(StateBlock& rows, ValueStage& from, int phase, int count,
-                                            const KeyStage& stage, const PreparedKeys& keys, const Solve& solve,
-                                            Wait wait_solve) {
+    DEVICE void prepare(StateBlock& rows, ValueStage& from, int phase, int count, const KeyStage& stage,
+                        const PreparedKeys& keys, const Solve& solve, Wait wait_solve) {
         Values values;
         unit = 1;
         if constexpr (ERASES) {
@@ -177,8 +176,7 @@ struct Writes {
     }
 
     // Folds the window into 16 channels of the rows.
-    __device__ __forceinline__ void fold(StateFragment& fragment, int step, const KeyStage& stage,
-                                         const PreparedKeys& keys) const {
+    DEVICE void fold(StateFragment& fragment, int step, const KeyStage& stage, const PreparedKeys& keys) const {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
         // The update is summed apart from the state: tensor cores round toward zero, so a sum that includes the state
         // would shrink the state at every flush.
@@ -210,10 +208,7 @@ struct Writes {
             }
         }
         float whole[4] = {kept, kept, kept, kept};
-        if constexpr (CHANNEL_DECAYS) {
-            const float4 x = *reinterpret_cast<const float4*>(&keys.whole[16 * step + 4 * c]);
-            whole[0] = x.x, whole[1] = x.y, whole[2] = x.z, whole[3] = x.w;
-        }
+        if constexpr (CHANNEL_DECAYS) load_floats(whole, &keys.whole[16 * step + 4 * c]);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int t = i / 4, half = i % 4 / 2, e = i % 2;

@@ -25,43 +25,39 @@ constexpr int STEPS = K / 16;        // fragments along K
 constexpr int ROW_BLOCKS = V / 16;
 
 // Operand column that holds channel `column` of 16: columns 2c, 2c+1, 8+2c, 8+2c+1 hold channels 4c to 4c+3.
-__device__ __forceinline__ int place_of(int column) { return 8 * (column % 4 / 2) + 2 * (column / 4) + column % 2; }
+DEVICE int place_of(int column) { return 8 * (column % 4 / 2) + 2 * (column / 4) + column % 2; }
 
 // The leading bf16 slices of two floats (their upper halves, truncated), the first float's in the low half-word.
-__device__ __forceinline__ u32 upper_halves(float x, float y) {
-    return __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632);
-}
-__device__ __forceinline__ float rest(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
+DEVICE u32 upper_halves(float x, float y) { return __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632); }
+DEVICE float below_bf16(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
 // The part of a float that tf32 truncates: 13 bits.
-__device__ __forceinline__ float below_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+DEVICE float below_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
 // Splits a pair into TERMS bf16 slices.
-template <int TERMS> __device__ __forceinline__ void slices(float x, float y, u32* to, int stride) {
+template <int TERMS> DEVICE void slices(float x, float y, u32* to, int stride) {
 #pragma unroll
     for (int i = 0; i < TERMS; i++) {
         to[i * stride] = upper_halves(x, y);
-        if (i + 1 < TERMS) x = rest(x), y = rest(y);
+        if (i + 1 < TERMS) x = below_bf16(x), y = below_bf16(y);
     }
 }
 
 // The power of two that brings a number to [2^EXPONENT, 2^(EXPONENT + 1)), and the inverse of a power of two.
-template <int EXPONENT> __device__ __forceinline__ float power_for(float most) {
+template <int EXPONENT> DEVICE float power_for(float most) {
     const int exponent = static_cast<int>(__float_as_uint(most) >> 23);
     return __uint_as_float(static_cast<u32>(min(max(254 + EXPONENT - exponent, 1), 253)) << 23);
 }
-__device__ __forceinline__ float inverse_of_power(float x) {
-    return __uint_as_float((254u << 23) - __float_as_uint(x));
-}
+DEVICE float inverse_of_power(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
 // If a state's norm is between these bounds, float32 holds the squares of the state's numbers.
 constexpr float LEAST_ORDINARY = 0x1p-40f, MOST_ORDINARY = 0x1p40f;
 // The power of two that brings a norm to [1, 2), so that float32 holds squares. The power is bounded, so that its
 // inverse is finite.
-__device__ __forceinline__ float power_for_norm(float norm) { return fminf(power_for<0>(norm), 0x1p116f); }
+DEVICE float power_for_norm(float norm) { return fminf(power_for<0>(norm), 0x1p116f); }
 constexpr int HALF_EXPONENT = 14;  // of scaled numbers: less than half of fp16's range
 
 // Splits a pair into two fp16 slices. Error: 2^-23 of a number, or 2^-39 of a number of 2^(HALF_EXPONENT + 1).
-__device__ __forceinline__ void half_slices(float x, float y, u32& high, u32& low) {
+DEVICE void half_slices(float x, float y, u32& high, u32& low) {
     high = floats_to_halves(x, y);
     const float2 taken = halves_to_floats(high);
     low = floats_to_halves(x - taken.x, y - taken.y);
@@ -73,11 +69,11 @@ struct LeftOperand {
     float a[2][4];
 
     // The thread's channels 4c to 4c + 3 of row r (half 0) or r + 8 (half 1).
-    __device__ __forceinline__ void set(int half, const float (&x)[4]) {
+    DEVICE void set(int half, const float (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i / 2][half + i % 2 * 2] = x[i];
     }
-    __device__ __forceinline__ void set(int half, const uint2& bf16) {
+    DEVICE void set(int half, const uint2& bf16) {
         const float x[4] = {__uint_as_float(bf16.x << 16), __uint_as_float(bf16.x & 0xffff0000u),
                             __uint_as_float(bf16.y << 16), __uint_as_float(bf16.y & 0xffff0000u)};
         set(half, x);
@@ -85,8 +81,7 @@ struct LeftOperand {
     // sum + rest += product i with the right operand (x, y), to about 2^-22. SHORT: this operand is exact in tf32 (or
     // precise enough); SHORT_RIGHT: the other operand is.
     template <bool SHORT, bool SHORT_RIGHT>
-    __device__ __forceinline__ void multiply(int i, float (&sum)[4], [[maybe_unused]] float (&rest)[4], float x,
-                                             float y) const {
+    DEVICE void multiply(int i, float (&sum)[4], [[maybe_unused]] float (&rest)[4], float x, float y) const {
         const float(&k)[4] = a[i];
         mma_tf32(sum, k[0], k[1], k[2], k[3], x, y);
         if (!SHORT_RIGHT) mma_tf32(rest, k[0], k[1], k[2], k[3], below_tf32(x), below_tf32(y));
@@ -98,10 +93,8 @@ struct LeftOperand {
 struct StoredOperand {
     u32 a[4];
 
-    __device__ __forceinline__ void set(int half, const uint2& bf16) { a[half] = bf16.x, a[half + 2] = bf16.y; }
-    __device__ __forceinline__ void multiply(float (&sum)[4], const uint2& state) const {
-        mma_bf16(sum, a, state.x, state.y);
-    }
+    DEVICE void set(int half, const uint2& bf16) { a[half] = bf16.x, a[half + 2] = bf16.y; }
+    DEVICE void multiply(float (&sum)[4], const uint2& state) const { mma_bf16(sum, a, state.x, state.y); }
 };
 
 // A row block is stored as PARTS parts of PART_ROWS value rows. Neighbouring rows r of an operand are rows of different
@@ -110,12 +103,12 @@ struct StoredOperand {
 constexpr int PARTS = STATE == FP32 ? 2 : 4, PART_ROWS = 16 / PARTS;
 
 // The value row that is row r (half 0) or r + 8 (half 1) of a thread's operand.
-__device__ __forceinline__ int value_row(int half) {
+DEVICE int value_row(int half) {
     const int r = threadIdx.x % 32 / 4;
     return PART_ROWS * (r % PARTS) + r / PARTS + PART_ROWS / 2 * half;
 }
 // The value row of column 2c + e of an accumulator. The right operand was half `half` of the state's rows.
-__device__ __forceinline__ int value_at(int half, int e) {
+DEVICE int value_at(int half, int e) {
     const int c = threadIdx.x % 4;
     return (PARTS == 2 ? c : 8 * (c % 2) + c / 2) + PART_ROWS * e + PART_ROWS / 2 * half;
 }
@@ -124,19 +117,17 @@ __device__ __forceinline__ int value_at(int half, int e) {
 struct StateBlock {
     static constexpr int PART = PART_ROWS * K, SHIFT = PART + 128 / PARTS / static_cast<int>(sizeof(state_t));
     alignas(16) state_t data[(PARTS - 1) * SHIFT + PART];
-    __device__ __forceinline__ state_t* at(int row, int channel) {
-        return &data[row / PART_ROWS * SHIFT + row % PART_ROWS * K + channel];
-    }
+    DEVICE state_t* at(int row, int channel) { return &data[row / PART_ROWS * SHIFT + row % PART_ROWS * K + channel]; }
 };
 
 // 16 channels of a row block in registers: s[half] holds channels 4c to 4c + 3 of value_row(half).
 struct StateFragment {
     float s[2][4];
 
-    static __device__ __forceinline__ state_t* place(StateBlock& rows, int half, int step) {
+    static DEVICE state_t* place(StateBlock& rows, int half, int step) {
         return rows.at(value_row(half), 16 * step + 4 * (threadIdx.x % 4));
     }
-    __device__ __forceinline__ void load(StateBlock& rows, int step) {
+    DEVICE void load(StateBlock& rows, int step) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             Packed<STATE, 4> x;
@@ -146,11 +137,11 @@ struct StateFragment {
         }
     }
     // Channels 4c to 4c + 3 of value_row(half) of a state in 16 bits, as stored.
-    static __device__ __forceinline__ uint2 words(StateBlock& rows, int half, int step) {
+    static DEVICE uint2 words(StateBlock& rows, int half, int step) {
         return *reinterpret_cast<const uint2*>(place(rows, half, step));
     }
     // Stores the fragment, rounded if `rows` have 16 bits. The registers keep the unrounded numbers.
-    __device__ __forceinline__ void store(StateBlock& rows, int step) const {
+    DEVICE void store(StateBlock& rows, int step) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             Packed<STATE, 4> x;

@@ -7,9 +7,9 @@
 struct alignas(8) FlushTile {
     int slot;
     u32 index : 26, buffered : 6;
-    __device__ __forceinline__ bool exists() const { return slot >= 0; }
-    __device__ __forceinline__ int row() const { return index / HEADS; }
-    __device__ __forceinline__ int head() const { return index % HEADS; }
+    DEVICE bool exists() const { return slot >= 0; }
+    DEVICE int row() const { return index / HEADS; }
+    DEVICE int head() const { return index % HEADS; }
 };
 
 // The block's tile scheduler: a ring of work tiles in shared memory. A block begins with AHEAD tiles, gridDim.x apart,
@@ -25,27 +25,28 @@ struct TileScheduler {
     FlushTile tiles[LENGTH];
     WarpMbarrier full[LENGTH], empty[LENGTH / RELEASE_GROUP];  // tiles are released RELEASE_GROUP at a time
 
-    __device__ __forceinline__ void init(int warps) {
+    DEVICE void init(int warps) {
         for (WarpMbarrier& barrier : full) barrier.init(1);
         for (WarpMbarrier& barrier : empty) barrier.init(warps);
     }
     // The block's nth tile. The warp may look at most AHEAD tiles beyond the first one that it has not released.
-    __device__ __forceinline__ FlushTile get(int n) {
+    DEVICE FlushTile get(int n) {
         if (n >= AHEAD) full[n % LENGTH].wait((n - AHEAD) / LENGTH);
         return tiles[n % LENGTH];
     }
-    __device__ __forceinline__ void release(int n) {
+    DEVICE void release(int n) {
         if (n % RELEASE_GROUP == RELEASE_GROUP - 1) empty[n % LENGTH / RELEASE_GROUP].arrive();
     }
     // By the solver warp, for n = AHEAD, AHEAD + 1, ...
-    __device__ __forceinline__ void push(int n, const FlushTile& tile) {
+    DEVICE void push(int n, const FlushTile& tile) {
         if (n >= LENGTH && n % RELEASE_GROUP == 0) empty[n % LENGTH / RELEASE_GROUP].wait(n / LENGTH - 1);
         if (threadIdx.x % 32 == 0) tiles[n % LENGTH] = tile;
         full[n % LENGTH].arrive();
     }
 };
 
-// A block's shared memory, with so many pipeline stages for states and for S U. flush/roles.cuh says who completes each barrier.
+// A block's shared memory, with so many pipeline stages for states and for S U. flush/roles.cuh says who completes each
+// barrier.
 template <int STAGES, int SUMS> struct BlockMemoryOf {
     StateStage rows[STAGES][ROW_BLOCKS];
     KeyStage keys[KEY_STAGES];
@@ -64,7 +65,7 @@ template <int STAGES, int SUMS> struct BlockMemoryOf {
 #endif
 
     // By one thread, before a barrier of the block. `warps`: number of the block's warps; `team`: EPILOGUE_TEAM.
-    __device__ __forceinline__ void init(int warps, [[maybe_unused]] int team) {
+    DEVICE void init(int warps, [[maybe_unused]] int team) {
         first_keys_full.init(1), queue.init(warps);
         for (WarpMbarrier& barrier : gram_full) barrier.init(TRANSFORM_THREADS / 32);
         for (WarpMbarrier& barrier : operands_full) barrier.init(TRANSFORM_THREADS / 32);

@@ -71,10 +71,10 @@
 // With high ranks (HIGH_RANKS: dense maps beyond rank 16) all epilogue warps are one team, which computes each map
 // together. Every warp of the team waits and arrives where the table says "epilogue warp".
 #pragma once
-#include "flush/fold_turns.cuh"
+#include "flush/fold_tokens.cuh"
 
 // Fold warp, one tile: folds the window into the warp's row block and reads the output from the updated rows.
-__device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& rows) {
+DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& rows) {
     BlockMemory& m = f.m;
     const int lane = threadIdx.x % 32, block = threadIdx.x / 32, c = lane % 4, folded = f.folded(tile);
     KeyStage& stage = m.keys[n % KEY_STAGES];
@@ -90,10 +90,10 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (folded > 0) writes.prepare(rows.state, values, n / VALUE_STAGES, folded, stage, prepared, solve, wait_solve);
     else wait_solve(), values.full.wait(n / VALUE_STAGES);
     float squares = 0, read[2] = {0, 0};
-    const bool in_turns = folded > 0 && solve.in_turns();
-    if (in_turns) squares = fold_in_turns(f, tile, stage, prepared, values, rows.state);
+    const bool by_token = folded > 0 && solve.by_token();
+    if (by_token) squares = fold_by_token(f, tile, stage, prepared, values, rows.state);
 #pragma unroll UNROLLED
-    for (int step = 0; step < STEPS && !in_turns; step++) {
+    for (int step = 0; step < STEPS && !by_token; step++) {
         StateFragment fragment;
         fragment.load(rows.state, step);
         if (folded > 0) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
     if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
     if (!FOLD_WARPS_SKETCH) m.state_folded[n % STATE_STAGES][block].arrive();
-    if (!f.takes_own() || in_turns) return;
+    if (!f.takes_own() || by_token) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
@@ -129,8 +129,8 @@ __device__ __forceinline__ void fold_tile(const Flush& f, const FlushTile& tile,
 // A warp's part of the sketch of a folded state, if the head has a sketch (info.x is its rank); `then` as in
 // sketch_head.
 template <class Then>
-__device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group,
-                                            int member, int& sketch_n, Then then) {
+DEVICE void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group, int member,
+                        int& sketch_n, Then then) {
 #if SKETCHED_HEADS
     if (info.x > 0) {
         sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[n % STATE_STAGES], group, member,
@@ -144,7 +144,7 @@ __device__ __forceinline__ void sketch_tile(const Flush& f, const FlushTile& til
 // Fold warp. Waits for: keys.full (RAW_KEYS) or operands_full, rows.full, solve_full, values.full. Signals:
 // operands_empty, state_folded. With FOLD_WARPS_SKETCH the fold warp also loads, sketches and stores its own row
 // block.
-__device__ __forceinline__ void run_fold_warp(const Flush& f) {
+DEVICE void run_fold_warp(const Flush& f) {
     BlockMemory& m = f.m;
     const int block = threadIdx.x / 32;
     int sketch_n = 0;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void run_fold_warp(const Flush& f) {
 }
 
 // Starts the copies of a tile's keys and query.
-__device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
+DEVICE void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
     if (!tile.exists()) return;
     KeyStage& stage = f.m.keys[n % KEY_STAGES];
     if (RAW_KEYS && f.folded(tile) < W) stage.clear(f.folded(tile));
@@ -181,7 +181,7 @@ __device__ __forceinline__ void fetch_keys(const Flush& f, const FlushTile& tile
 // (transform warps and solver have released the keys' stage), state_folded (to store), state_empty (to load). Signals:
 // keys.full, rows.full, by its copies. With two PREPARED_STAGES the next keys are usually requested before the
 // previous tile's state is folded.
-__device__ __forceinline__ void run_producer_warp(const Flush& f) {
+DEVICE void run_producer_warp(const Flush& f) {
     auto follow = [&](int n) {
         if (RAW_KEYS) return;  // the solver loads keys
         f.m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
@@ -224,7 +224,7 @@ __device__ __forceinline__ void run_producer_warp(const Flush& f) {
 
 // Sketch warp (not FOLD_WARPS_SKETCH). Waits for: state_folded of its row blocks; see sketch_head. Signals:
 // state_empty.
-__device__ __forceinline__ void run_sketch_warp(const Flush& f) {
+DEVICE void run_sketch_warp(const Flush& f) {
     const int member = threadIdx.x / 32 - FIRST_SKETCH_WARP;
     int sketch_n = 0;
     for (TileIterator tiles(f); tiles.now.exists(); tiles.advance()) {
@@ -237,13 +237,13 @@ __device__ __forceinline__ void run_sketch_warp(const Flush& f) {
     }
 }
 
-__device__ __forceinline__ void wait_operands_empty(BlockMemory& m, int n) {  // operands of tile n
+DEVICE void wait_operands_empty(BlockMemory& m, int n) {  // operands of tile n
     if (n >= 0) m.operands_empty[n % OPERAND_STAGES].wait(n / OPERAND_STAGES);
 }
 
 // Transform warp (not RAW_KEYS): turns keys into operands, and makes the decayed Gram matrix (kda). Waits for:
 // keys.full, operands_empty. Signals: gram_full, operands_full, first_keys_full.
-__device__ __forceinline__ void run_transform_warp(const Flush& f) {
+DEVICE void run_transform_warp(const Flush& f) {
     BlockMemory& m = f.m;
     for (TileIterator tiles(f); tiles.now.exists(); tiles.advance()) {
         const int n = tiles.n, member = opaque(threadIdx.x) - 32 * FIRST_TRANSFORM_WARP;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void run_transform_warp(const Flush& f) {
 //
 // Epilogue warp (`member`; -1 for none): its team finishes every EPILOGUE_TEAMS-th sketch and loads the next head's
 // basis. Waits and signals: see finish_sketch.
-__device__ __forceinline__ void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
+DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
     BlockMemory& m = f.m;
     auto fetch_values = [&](const FlushTile& tile, int n) {
         if (tile.exists())

@@ -15,7 +15,7 @@
 // Warps that compute a map together.
 template <int SIZE> struct Team {
     int member;
-    __device__ __forceinline__ void sync() const {
+    DEVICE void sync() const {
         if constexpr (SIZE > 1) named_barrier_sync<32 * SIZE>(FIRST_GROUP_BARRIER + SKETCH_GROUPS);
         else __syncwarp();
     }
@@ -23,7 +23,7 @@ template <int SIZE> struct Team {
 
 // Releases a warp's row blocks if the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for each
 // row block. The owner makes all of them, because an arrival of another warp that is a tile ahead must not count.
-template <class Then> __device__ __forceinline__ void release_rows(int member, Then then) {
+template <class Then> DEVICE void release_rows(int member, Then then) {
     if constexpr (FOLD_WARPS_SKETCH) {
         then(0);
     } else {
@@ -33,15 +33,14 @@ template <class Then> __device__ __forceinline__ void release_rows(int member, T
 }
 
 // Two bf16 slices of a pair. The first slice is the rounded number.
-__device__ __forceinline__ void rounded_slices(float x, float y, u32& first, u32& second) {
+DEVICE void rounded_slices(float x, float y, u32& first, u32& second) {
     first = floats_to_bf16(x, y);
     second = floats_to_bf16(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
 }
 
 // U of a warp's own row blocks, 8 TILES columns from `first` on. The group reads U after its barrier.
 template <int TILES>
-__device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int group, int member,
-                                             int first, int rank) {
+DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int group, int member, int first, int rank) {
     const int lane = threadIdx.x % 32;
     auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * GROUP_WARPS; };
     auto exists = [&](int i) { return GROUP_BLOCKS % GROUP_WARPS == 0 || member + i * GROUP_WARPS < GROUP_BLOCKS; };
@@ -112,15 +111,14 @@ __device__ __forceinline__ void sketch_tiles(Columns& u, const Basis& from, Stat
                 }
     }
 }
-__device__ __forceinline__ void sketch_columns(Columns& u, const Basis& basis, StateStage* rows, int group, int member,
-                                               int rank) {
+DEVICE void sketch_columns(Columns& u, const Basis& basis, StateStage* rows, int group, int member, int rank) {
     for (int first = 0; first < rank; first += 16)
         if (rank - first > 8) sketch_tiles<2>(u, basis, rows, group, member, first, rank);
         else sketch_tiles<1>(u, basis, rows, group, member, first, rank);
 }
 
 // Stores a row block of U in the packed sketch.
-__device__ __forceinline__ void store_columns(const Columns& u, int block, sketch_t* packed, int rank) {
+DEVICE void store_columns(const Columns& u, int block, sketch_t* packed, int rank) {
     const int lane = threadIdx.x % 32, row = 16 * block + lane % 8 * 2;
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
@@ -132,7 +130,7 @@ __device__ __forceinline__ void store_columns(const Columns& u, int block, sketc
 }
 
 // Stores all of U, by one warp.
-__device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed, int rank) {
+DEVICE void store_columns(const Columns& u, sketch_t* packed, int rank) {
 #pragma unroll 2
     for (int i = threadIdx.x % 32; i < rank * (V / 4); i += 32) {
         const int g = i / (V / 4), row = i % (V / 4) * 4;
@@ -144,13 +142,13 @@ __device__ __forceinline__ void store_columns(const Columns& u, sketch_t* packed
     }
 }
 
-// Stores all of U as codes, by one warp. `missing`: factor that the scales are multiplied by.
-__device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* packed, int rank, float missing) {
+// Stores all of U as codes, by one warp. The scales are multiplied by `factor`.
+DEVICE void store_column_codes(const Columns& u, sketch_t* packed, int rank, float factor) {
     const SmallPart<float> small(packed, rank);
 #pragma unroll 2
     for (int g = 0; g < rank; g++) {
         const float scale = store_column_codes(u.of[g], g, packed);
-        if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
+        if (threadIdx.x % 32 == 0) small.scale[g] = scale * factor;
     }
 }
 
@@ -158,8 +156,8 @@ __device__ __forceinline__ void store_column_codes(const Columns& u, sketch_t* p
 // channels of warp `member`. For bf16 maps the state is rounded to bf16. All columns are multiplied by the same rounded
 // matrix, so the solve does not amplify the rounding.
 template <int TILES, class Then>
-__device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group,
-                                                    int member, int first, int count, Then then) {
+DEVICE void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group, int member, int first,
+                                int count, Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of the operand are the first slices of 8 columns of U, rows 8 to 15 the second slices: one product
     // for both. The operand's columns 2c + e are value rows value_at(0, e); columns 8 further are value_at(1, e).
@@ -232,8 +230,8 @@ __device__ __forceinline__ void state_product_tiles(Sums& sums, const Columns& c
         }
 }
 template <class Then>
-__device__ __forceinline__ void state_products(Sums& sums, const Columns& u, StateStage* rows, int group, int member,
-                                              int count, Then then) {
+DEVICE void state_products(Sums& sums, const Columns& u, StateStage* rows, int group, int member, int count,
+                           Then then) {
     if constexpr (PRODUCT_COLUMNS <= 8) {
         state_product_tiles<1>(sums, u, rows, group, member, 0, count, then);
     } else {

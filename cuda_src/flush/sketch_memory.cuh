@@ -11,7 +11,7 @@ struct Basis {
     alignas(16) uint2 columns[BASIS_TILES][STEPS][BASIS_SLICES][32];
     CopyBarrier full;
 
-    __device__ __forceinline__ void fetch(const uint2* basis, int rank) {
+    DEVICE void fetch(const uint2* basis, int rank) {
         const int bytes = (rank + 7) / 8 * static_cast<int>(sizeof(columns[0]));
         full.expect(bytes);
         full.copy_contiguous<1>(columns, 0, basis, bytes);
@@ -28,32 +28,30 @@ struct Columns {
     };
     float norms[ROW_BLOCKS];
 
-    __device__ __forceinline__ void operand(u32 (&to)[4], int tile, int block) const {
+    DEVICE void operand(u32 (&to)[4], int tile, int block) const {
         const uint4 x = operands[tile][block][threadIdx.x % 32];
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
     // The first slice, which is U rounded to bf16, of a column in row n of a row block: see value_at.
-    __device__ __forceinline__ u16 leading(int column, int block, int n) const {
+    DEVICE u16 leading(int column, int block, int n) const {
         const int c = PARTS == 2 ? n % 4 : n / 8 + n % 2 * 2, half = PARTS == 2 ? n / 4 % 2 : n / 2 % 2,
                   e = PARTS == 2 ? n / 8 : n / 4 % 2;
         return reinterpret_cast<const u16*>(&operands[column / 8][block][column % 8 * 4 + c])[4 * half + e];
     }
 
     // This lane's norm of COUNT row blocks.
-    template <int COUNT> __device__ __forceinline__ float norm(int first) const {
+    template <int COUNT> DEVICE float norm(int first) const {
         return threadIdx.x % 32 < COUNT ? norms[first + threadIdx.x % 32] : 0.f;
     }
-    // Whether U of these row blocks must be scaled before it is squared or multiplied by the state (flush/sketch_scale.cuh).
-    template <int COUNT> __device__ __forceinline__ bool extreme(int first) const {
+    // Whether U of these row blocks must be scaled before it is squared or multiplied by the state (sketch_scale.cuh).
+    template <int COUNT> DEVICE bool extreme(int first) const {
         const float x = norm<COUNT>(first);
         return __any_sync(ALL, x > MOST_ORDINARY || (x > 0.f && x < LEAST_ORDINARY));
     }
     // The power of two by which U of extreme row blocks is multiplied.
-    template <int COUNT> __device__ __forceinline__ float power(int first) const {
-        return power_for_norm(warp_most(norm<COUNT>(first)));
-    }
+    template <int COUNT> DEVICE float power(int first) const { return power_for_norm(warp_most(norm<COUNT>(first))); }
     // Multiplies row blocks [first, first + COUNT) of U; by one warp.
-    template <int COUNT> __device__ __forceinline__ void scale(int first, int rank, float factor) {
+    template <int COUNT> DEVICE void scale(int first, int rank, float factor) {
         if constexpr (SLICED) {
             for (int i = 0; i < (rank + 7) / 8 * COUNT; i++) {
                 u32* const words = &operands[i / COUNT][first + i % COUNT][threadIdx.x % 32].x;
@@ -74,12 +72,8 @@ template <int STAGES> struct SumsOf {
     alignas(16) float parts[SKETCH_GROUPS][ROWS][PRODUCT_COLUMNS > 0 ? K : 4];
 
     // Neighbouring channels of a row, swizzled: four rows that are read at once are in different banks.
-    __device__ __forceinline__ const float* at(int group, int row, int channel) const {
-        return &parts[group][row][channel ^ row % 4 * 8];
-    }
-    __device__ __forceinline__ float* at(int group, int row, int channel) {
-        return &parts[group][row][channel ^ row % 4 * 8];
-    }
+    DEVICE const float* at(int group, int row, int channel) const { return &parts[group][row][channel ^ row % 4 * 8]; }
+    DEVICE float* at(int group, int row, int channel) { return &parts[group][row][channel ^ row % 4 * 8]; }
 };
 // `SUMS`: number of stages of S U.
 template <int SUMS> struct SketchMemoryOf {
@@ -92,7 +86,7 @@ template <int SUMS> struct SketchMemoryOf {
     alignas(16) float gram[RANKS][GRAM_ROW];
 #endif
 
-    __device__ __forceinline__ void init() {
+    DEVICE void init() {
 #if MAP == DENSE
         if (SLICED)  // FINITE_PAST_RANK: the padding, too, must be finite
             for (int i = 0; i < RANKS * 4; i++) gram[i / 4][RANKS + i % 4] = 0;
@@ -101,8 +95,8 @@ template <int SUMS> struct SketchMemoryOf {
 };
 
 template <int SUMS> struct SketchBarriersOf {
-    // Phases of sums_full, used in turn. With two stages one barrier is not enough: the next sums may be complete before
-    // the epilogue waits for the current sums.
+    // Barriers sums_full, used in turn. With two stages one barrier is not enough: the next sums may be complete
+    // before the epilogue waits for the current sums.
     static constexpr int PHASES = SUMS > EPILOGUE_TEAMS ? SUMS : EPILOGUE_TEAMS;
     WarpMbarrier columns_full[EPILOGUE_TEAMS], sums_full[PHASES];  // completed by all groups
     WarpMbarrier columns_empty[COLUMN_STAGES], sums_empty[SUMS];
@@ -110,7 +104,7 @@ template <int SUMS> struct SketchBarriersOf {
     WarpMbarrier gram_empty;
     WarpMbarrier group_sync[SKETCH_GROUPS];
 
-    __device__ __forceinline__ void init(int team) {  // warps of a team
+    DEVICE void init(int team) {  // warps of a team
         gram_empty.init(1), columns_stored.init(SKETCH_GROUPS * GROUP_WARPS);
         for (WarpMbarrier& barrier : columns_empty) barrier.init(team);
         for (WarpMbarrier& barrier : columns_full) barrier.init(SKETCH_GROUPS * GROUP_WARPS);

@@ -7,7 +7,7 @@
 #pragma once
 #include "flush/sketch.cuh"
 
-__device__ __forceinline__ float group_power(const Columns& u, int group) {
+DEVICE float group_power(const Columns& u, int group) {
     const int first = group * GROUP_BLOCKS;
     return u.extreme<GROUP_BLOCKS>(first) ? u.power<GROUP_BLOCKS>(first) : 1.f;
 }
@@ -38,11 +38,11 @@ __device__ __noinline__ float scale_sketch(Columns& u, Sums& sums, sketch_t* pac
         __syncwarp();
     }
     for (int group = 0; group < SKETCH_GROUPS; group++) {
-        const float missing = power * inverse_of_power(powers[group]);
-        u.scale<GROUP_BLOCKS>(group * GROUP_BLOCKS, rank, COLUMN_STAGES > 1 && !CODED ? power : missing);
+        const float factor = power * inverse_of_power(powers[group]);
+        u.scale<GROUP_BLOCKS>(group * GROUP_BLOCKS, rank, COLUMN_STAGES > 1 && !CODED ? power : factor);
         float* const part = &sums.parts[group][0][0];
         for (int i = threadIdx.x % 32; i < static_cast<int>(sizeof(sums.parts[0]) / sizeof(float)); i += 32)
-            part[i] *= power * missing;
+            part[i] *= power * factor;
     }
     __syncwarp();
     return power;

@@ -8,7 +8,7 @@ constexpr float KEPT = -4.16f * 16 / WP;
 constexpr int SOLVE_EXPONENT = 12;  // exponent of the largest element of a column of N as an operand
 
 // Lane s returns token s's largest decay, rounded up to a power of two; 0 for a decay of 0.
-__device__ __forceinline__ float decay_power(const TransformShared& shared) {
+DEVICE float decay_power(const TransformShared& shared) {
     const int lane = threadIdx.x % 32;
     float most = 0;
 #pragma unroll
@@ -23,12 +23,12 @@ __device__ __forceinline__ float decay_power(const TransformShared& shared) {
 
 // Operands of N have 8 rows. Rows 16 to, ..., 16 to + 15 and columns 16 from, ..., 16 from + 15 of N are the operands
 // operand_of(to, from, 0) and operand_of(to, from, 1); row s of these 16 is row place_in_tile(s) of operand tile_of(s).
-__device__ __forceinline__ int operand_of(int to, int from, int t) { return 2 * (to + from) + t; }
-__device__ __forceinline__ constexpr int tile_of(int s) { return RAW_KEYS ? s / 8 : s % 4 / 2; }
-__device__ __forceinline__ constexpr int place_in_tile(int s) { return RAW_KEYS ? s % 8 : s / 4 * 2 + s % 2; }
+DEVICE int operand_of(int to, int from, int t) { return 2 * (to + from) + t; }
+DEVICE constexpr int tile_of(int s) { return RAW_KEYS ? s / 8 : s % 4 / 2; }
+DEVICE constexpr int place_in_tile(int s) { return RAW_KEYS ? s % 8 : s / 4 * 2 + s % 2; }
 
 // Keys of a block of 16 tokens in 16 channels, raw or prepared, as a left operand.
-__device__ __forceinline__ LeftOperand load_keys(const KeyStage& stage, const PreparedKeys& m, int block, int step) {
+DEVICE LeftOperand load_keys(const KeyStage& stage, const PreparedKeys& m, int block, int step) {
     const int lane = threadIdx.x % 32;
     LeftOperand keys;
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ LeftOperand load_keys(const KeyStage& stage, const Pr
 }
 
 // Four neighbouring channels of the query.
-__device__ __forceinline__ void load_query(float (&x)[4], const KeyStage& stage, const PreparedKeys& m, int channel) {
+DEVICE void load_query(float (&x)[4], const KeyStage& stage, const PreparedKeys& m, int channel) {
     constexpr int TYPE = RAW_KEYS ? ACT : FP32;
     const void* const from = RAW_KEYS ? static_cast<const void*>(&stage.q[channel]) : &m.query[channel];
     Packed<TYPE, 4> packed;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_query(float (&x)[4], const KeyStage& stage,
 }
 
 // Gram matrix of the raw keys (kinds with scalar decays), in 16 x 16 blocks on and below the diagonal. By one warp.
-__device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage, const PreparedKeys& m) {
+DEVICE void gram_of_keys(Solve& table, const KeyStage& stage, const PreparedKeys& m) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll 1
     for (int pair = 0; pair < TOKEN_BLOCKS * (TOKEN_BLOCKS + 1) / 2; pair++) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void gram_of_keys(Solve& table, const KeyStage& stage
 
 // Multiplies element (s, j) of the Gram matrix by exp(g_{j+1} + ... + g_s). Lane s passes token s's log-decay. By one
 // warp, one column a lane.
-__device__ __forceinline__ void decay_gram(Solve& table, float gate) {
+DEVICE void decay_gram(Solve& table, float gate) {
     const int lane = threadIdx.x % 32;
     float between = 0;
 #pragma unroll
@@ -96,7 +96,7 @@ __device__ __forceinline__ void decay_gram(Solve& table, float gate) {
 
 // N from the decayed Gram matrix by forward substitution, as operands. Lane s passes token s's beta and d_s. By one
 // warp, one column a lane.
-__device__ __forceinline__ void substitute(Solve& table, float beta, float left) {
+DEVICE void substitute(Solve& table, float beta, float left) {
     const int lane = threadIdx.x % 32;
     float n[WP], most = 0;
 #pragma unroll
@@ -104,8 +104,8 @@ __device__ __forceinline__ void substitute(Solve& table, float beta, float left)
         float sum[2] = {s == lane ? 1.f : 0.f, 0};
 #pragma unroll
         for (int i = 0; i < s; i += 4) {
-            const float4 x = *reinterpret_cast<const float4*>(&table.n[ERASES ? s : 0][i]);
-            const float row[4] = {x.x, x.y, x.z, x.w};
+            float row[4];
+            load_floats(row, &table.n[ERASES ? s : 0][i]);
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if (i + j < s) sum[j % 2] -= row[j] * n[i + j];
@@ -140,8 +140,8 @@ __device__ __forceinline__ void substitute(Solve& table, float beta, float left)
 }
 
 // The solver warp's work on one tile: scalar decays, and N. Lane s passes token s's log-decay and beta.
-__device__ __forceinline__ void solve_window(Solve& solve, const KeyStage& stage, const PreparedKeys& m,
-                                             const TransformShared& shared, float gate, float beta) {
+DEVICE void solve_window(Solve& solve, const KeyStage& stage, const PreparedKeys& m, const TransformShared& shared,
+                         float gate, float beta) {
     float left;
     if constexpr (CHANNEL_DECAYS) {
         left = decay_power(shared);

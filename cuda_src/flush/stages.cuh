@@ -21,15 +21,15 @@ struct KeyStage {
     alignas(CHANNEL_DECAYS ? 16 : 4) float g[GATE_ROWS][GATES];
     CopyBarrier full;
 
-    __device__ __forceinline__ gate_t* given_gates(int s) {
+    DEVICE gate_t* given_gates(int s) {
         return reinterpret_cast<gate_t*>(g[s % GATE_ROWS]) + (sizeof(float) / sizeof(gate_t) - 1) * GATES;
     }
     // Address of a channel's log-decay. Later the same address holds a decay, then a product of decays, then a share of
     // the Gram matrix (flush/transform_keys.cuh).
-    __device__ __forceinline__ float* gate(int s, int channel) { return &g[0][0] + s * GATES + channel; }
-    __device__ __forceinline__ const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
+    DEVICE float* gate(int s, int channel) { return &g[0][0] + s * GATES + channel; }
+    DEVICE const float* gate(int s, int channel) const { return &g[0][0] + s * GATES + channel; }
     // Starts the copies: `buffered` tokens from the ring, then the step's own token if there is one.
-    __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
+    DEVICE void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int KEY = K * sizeof(act_t), GATE = CHANNEL_DECAYS ? K * sizeof(gate_t) : 0;
         full.expect(buffered * ((KEY_ROW == K ? KEY : 0) + GATE));
         if (KEY_ROW != K) full.copy_rows(k, KEY_ROW * sizeof(act_t), ring.k, KEY, buffered, KEY);
@@ -45,7 +45,7 @@ struct KeyStage {
     }
     // Zeros for the rows past the last token, because RAW_KEYS operands read all WP rows. Copies of later tiles
     // overwrite them. By one warp.
-    __device__ __forceinline__ void clear(int count) {
+    DEVICE void clear(int count) {
         for (int i = count * KEY_ROW + threadIdx.x % 32; i < WP * KEY_ROW; i += 32) (&k[0][0])[i] = 0;
         fence_async_proxy();
     }
@@ -57,7 +57,7 @@ struct ValueStage {
     alignas(16) act_t v[W][SWIZZLED ? V : V + 8];
     CopyBarrier full;
 
-    __device__ __forceinline__ void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
+    DEVICE void fetch(const Token& token, const Ring& ring, int buffered, bool own) {
         constexpr int VALUES = V * sizeof(act_t);
         full.expect(SWIZZLED ? buffered * VALUES : 0);
         if (!SWIZZLED) full.copy_rows(v, sizeof(v[0]), ring.v, VALUES, buffered, VALUES);
@@ -67,9 +67,7 @@ struct ValueStage {
                           [&](int, int byte) { return byte ^ swizzle(buffered) * static_cast<int>(sizeof(act_t)); });
         full.commit();
     }
-    __device__ __forceinline__ float at(int s, int channel) const {
-        return widen<ACT>(v[s % W][channel ^ swizzle(s % W)]);
-    }
+    DEVICE float at(int s, int channel) const { return widen<ACT>(v[s % W][channel ^ swizzle(s % W)]); }
 };
 
 // Norm of a warp's rows if float32 cannot hold the sum of their squares, or if the rows are zeros. Rarely called, so
@@ -99,14 +97,14 @@ struct StateStage {
     CopyBarrier full;
     float norm;
 
-    __device__ __forceinline__ void fetch(const state_t* from) {
+    DEVICE void fetch(const state_t* from) {
         full.expect(PARTS * BYTES);
         full.copy_contiguous<PARTS>(state.data, STRIDE, from, BYTES);
         full.commit();
     }
-    __device__ __forceinline__ void store(state_t* to) const { bulk_store<PARTS>(to, state.data, STRIDE, BYTES); }
+    DEVICE void store(state_t* to) const { bulk_store<PARTS>(to, state.data, STRIDE, BYTES); }
     // By the fold warp of the rows. `squares`: the lane's share of the sum of squares.
-    __device__ __forceinline__ void set_norm(float squares) {
+    DEVICE void set_norm(float squares) {
         squares = warp_sum(squares);
         const float root = squares > 0x1p-60f && squares < 0x1p126f ? squares * rsqrtf(squares) : scaled_norm(state);
         if (threadIdx.x % 32 == 0) norm = root;
@@ -130,7 +128,7 @@ struct PreparedKeys {
     float unit;  // of `ends`, a power of two
 
     // Address of `starts` for tokens s and s + 8 of a block of 16, which are neighbours.
-    __device__ __forceinline__ float* start(int s, int channel) {
+    DEVICE float* start(int s, int channel) {
         const int in = channel % 16, i = in % 4 / 2, lane = (s % 8 * 4 + in / 4) ^ (4 * i);
         return reinterpret_cast<float*>(
                    &starts[RAW_KEYS ? 0 : s / 16][RAW_KEYS ? 0 : channel / 16][i][RAW_KEYS ? 0 : lane]) +
@@ -156,19 +154,19 @@ struct TransformShared {
 // right-hand side is Diag(weight) (v - predictions).
 struct Solve {
     alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
-    float weight[WP];  // power of two by which a column of Diag(d) N is divided; weight[0] is negative if in_turns
+    float weight[WP];  // power of two by which a column of Diag(d) N is divided; weight[0] is negative if by_token
     static constexpr int SCALARS = CHANNEL_DECAYS ? 1 : WP;
     float upto[SCALARS], after[SCALARS];  // scalar decays D_{1:s} and D_{s+1:n}
 
-    // Whether the fold warps fold the window token by token (flush/fold_turns.cuh): if a beta is above 1.
-    __device__ __forceinline__ bool in_turns() const { return ERASES && weight[0] < 0; }
+    // Whether the fold warps fold the window token by token (flush/fold_tokens.cuh): if a beta is above 1.
+    DEVICE bool by_token() const { return ERASES && weight[0] < 0; }
     // N as right operands, stored over the Gram matrix: a lane has columns 2c, 2c+1, 8+2c, 9+2c of row r, in two fp16
     // slices.
-    __device__ __forceinline__ uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
-    __device__ __forceinline__ const uint4 (*operands() const)[32] { return reinterpret_cast<const uint4(*)[32]>(n); }
+    DEVICE uint4 (*operands())[32] { return reinterpret_cast<uint4(*)[32]>(n); }
+    DEVICE const uint4 (*operands() const)[32] { return reinterpret_cast<const uint4(*)[32]>(n); }
 
     // Lane s passes token s's log-decay (0 past the last token) and gets D_{s+1:n}.
-    __device__ __forceinline__ float set_decays(float gate) {
+    DEVICE float set_decays(float gate) {
         const int lane = threadIdx.x % 32;
         float before = gate, behind = __shfl_down_sync(ALL, gate, 1);
         if (lane == 31) behind = 0;
@@ -182,5 +180,5 @@ struct Solve {
         if (lane < SCALARS) upto[lane] = decay(before), after[lane] = left;
         return left;
     }
-    __device__ __forceinline__ float whole() const { return upto[SCALARS - 1]; }
+    DEVICE float whole() const { return upto[SCALARS - 1]; }
 };

@@ -10,8 +10,8 @@ enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
 
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
 // the same list. `room`: shared memory for SCAN_ROOM numbers.
-__device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots,
-                                         const Lengths& lengths, int batch, int mode, int* room) {
+DEVICE int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots, const Lengths& lengths,
+                     int batch, int mode, int* room) {
     __shared__ int counts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int total = 0;
@@ -43,8 +43,8 @@ __device__ __forceinline__ int list_rows(Schedule& schedule, const Memory& memor
 
 // Whether no row folds before its drafts, as in most calls. Then the blocks share the check of the rows' slots. By
 // all threads of a block.
-__device__ __forceinline__ bool no_row_folds(Schedule& schedule, const Memory& memory, const CallSlots& slots,
-                                             const Lengths& lengths, int batch) {
+DEVICE bool no_row_folds(Schedule& schedule, const Memory& memory, const CallSlots& slots, const Lengths& lengths,
+                         int batch) {
     bool folds = false;
 #pragma unroll 1
     for (int row = threadIdx.x; row < batch; row += 32 * WARPS) {
@@ -75,44 +75,37 @@ struct Flush {
     float ridge;
     int count;  // rows to flush
 
-    __device__ __forceinline__ bool takes_own() const { return mode == STEP; }  // the step's own token is the last
-    __device__ __forceinline__ int folded(const FlushTile& tile) const { return tile.buffered + takes_own(); }
-    __device__ __forceinline__ Token token(const FlushTile& tile) const {
-        return Token(inputs, tile.row(), tile.head());
-    }
-    __device__ __forceinline__ Ring ring(const FlushTile& tile) const {
-        return Ring(memory, tile.slot, tile.head());
-    }
-    __device__ __forceinline__ state_t* home(const FlushTile& tile, int block) const {
+    DEVICE bool takes_own() const { return mode == STEP; }  // the step's own token is the last
+    DEVICE int folded(const FlushTile& tile) const { return tile.buffered + takes_own(); }
+    DEVICE Token token(const FlushTile& tile) const { return Token(inputs, tile.row(), tile.head()); }
+    DEVICE Ring ring(const FlushTile& tile) const { return Ring(memory, tile.slot, tile.head()); }
+    DEVICE state_t* home(const FlushTile& tile, int block) const {
         return memory.state.of(tile.slot) + (tile.head() * V + 16 * block) * K;
     }
-    __device__ __forceinline__ sketch_t* packed(const FlushTile& tile, const int4& info) const {
+    DEVICE sketch_t* packed(const FlushTile& tile, const int4& info) const {
         return memory.sketch.of(tile.slot) + info.y;
     }
-    __device__ __forceinline__ out_t* output(const FlushTile& tile) const {
-        return out.of(tile.row()) + tile.head() * V;
-    }
+    DEVICE out_t* output(const FlushTile& tile) const { return out.of(tile.row()) + tile.head() * V; }
     // {rank, offsets} of the tile's head in the plan; zeros if no head has a sketch.
-    __device__ __forceinline__ int4 head(const FlushTile& tile) const {
+    DEVICE int4 head(const FlushTile& tile) const {
         return SKETCHED_HEADS ? heads[tile.head()] : make_int4(0, 0, 0, 0);
     }
     // Lane s: token s's scalar from the ring, or from the step's own token.
-    template <class T>
-    __device__ __forceinline__ float scalar(const FlushTile& tile, const T* kept, const T* own) const {
+    template <class T> DEVICE float scalar(const FlushTile& tile, const T* kept, const T* own) const {
         const int lane = threadIdx.x % 32, last = tile.buffered;
         return lane < last ? kept[lane] : takes_own() && lane == last ? *own : 0.f;
     }
-    __device__ __forceinline__ float beta_of(const FlushTile& tile) const {
+    DEVICE float beta_of(const FlushTile& tile) const {
         return ERASES ? scalar(tile, ring(tile).beta, token(tile).beta) : 0.f;
     }
-    __device__ __forceinline__ float gate_of(const FlushTile& tile) const {
+    DEVICE float gate_of(const FlushTile& tile) const {
         return CHANNEL_DECAYS ? 0.f : scalar(tile, ring(tile).g, token(tile).g);
     }
 };
 
 constexpr FlushTile NO_TILE{-1};
 // Tile number i of the flush. The tiles of a row are consecutive; `entry` is the row's entry in the schedule.
-__device__ __forceinline__ FlushTile tile_at(int i, const DueRow& entry) {
+DEVICE FlushTile tile_at(int i, const DueRow& entry) {
     return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered};
 }
 
@@ -122,9 +115,9 @@ struct TileIterator {
     int n = 0;
     FlushTile now;
 
-    __device__ __forceinline__ explicit TileIterator(const Flush& flush) : queue(flush.m.queue), now(queue.get(0)) {}
-    __device__ __forceinline__ FlushTile ahead(int by) const { return queue.get(n + by); }
-    __device__ __forceinline__ void advance() {
+    DEVICE explicit TileIterator(const Flush& flush) : queue(flush.m.queue), now(queue.get(0)) {}
+    DEVICE FlushTile ahead(int by) const { return queue.get(n + by); }
+    DEVICE void advance() {
         queue.release(n++);
         now = queue.get(n);
     }
@@ -137,14 +130,12 @@ struct TileClaim {
     int number;
     DueRow entry;
 
-    __device__ __forceinline__ void begin() {
-        if (threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->next_tile, 1);
-    }
-    __device__ __forceinline__ void find() {
+    DEVICE void begin() { if (threadIdx.x % 32 == 0) number = atomicAdd(&flush.schedule->next_tile, 1); }
+    DEVICE void find() {
         number = __shfl_sync(ALL, number, 0) + TileScheduler::AHEAD * gridDim.x;
         entry = flush.schedule->rows[min(number / HEADS, MAX_ROWS - 1)];  // past the last row: stale, not used
     }
-    __device__ __forceinline__ void push(int n) {
+    DEVICE void push(int n) {
         flush.m.queue.push(n + TileScheduler::AHEAD, number < flush.count * HEADS ? tile_at(number, entry) : NO_TILE);
     }
 };

@@ -4,7 +4,7 @@
 #include "flush/solve.cuh"
 
 // The largest key of the warp's share, in every lane.
-__device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, int member) {
+DEVICE float most_of_keys(const KeyStage& stage, int count, int member) {
     constexpr int N = 16 / sizeof(act_t);
     float most = 0;
     for (int i = member; i < count * K / N; i += TRANSFORM_THREADS) {
@@ -17,7 +17,7 @@ __device__ __forceinline__ float most_of_keys(const KeyStage& stage, int count, 
 }
 
 // Kinds with scalar decays (fp16, float32): stores the keys as operands. `member`: number of the transform thread.
-__device__ __forceinline__ void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float power) {
+DEVICE void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int member, float power) {
     for (int i = member; i < WP / 2 * K; i += TRANSFORM_THREADS) {
         const int s = i / K / 8 * 16 + i / K % 8, channel = i % K, place = channel / 16 * 16 + place_of(channel % 16);
 #pragma unroll
@@ -40,7 +40,7 @@ constexpr float STEEP = -27.7f;
 
 // A thread's channel. Two neighbouring threads share a channel and have 8 of each 16 tokens each. A warp has 16
 // channels, in the order of PreparedKeys::ends, in which 8 tokens are 16 bytes.
-__device__ __forceinline__ int channel_of(int member) {
+DEVICE int channel_of(int member) {
     const int place = member % 32 / 2;
     return member / 32 * 16 % K + 4 * (place % 8 / 2) + place / 8 * 2 + place % 2;
 }
@@ -50,7 +50,7 @@ struct ChannelTokens {
     float keys[TOKEN_BLOCKS][8], decays[TOKEN_BLOCKS][8];
     float product[TOKEN_BLOCKS], sum;  // product of the decays of each token block; sum of all log-decays
 
-    __device__ __forceinline__ void multiply() {
+    DEVICE void multiply() {
 #pragma unroll
         for (int b = 0; b < TOKEN_BLOCKS; b++) {
             product[b] = decays[b][0];
@@ -59,8 +59,7 @@ struct ChannelTokens {
         }
     }
     // Loads the tokens, and stores the warp's values in TransformShared.
-    __device__ __forceinline__ void take(TransformShared& shared, KeyStage& stage, const GateInput<1>& input, int count,
-                                         int member) {
+    DEVICE void take(TransformShared& shared, KeyStage& stage, const GateInput<1>& input, int count, int member) {
         const int channel = channel_of(member), half = member % 2;
         float gates[TOKEN_BLOCKS][8];
         auto load = [&](bool all) {
@@ -102,7 +101,7 @@ struct ChannelTokens {
         multiply();
     }
     // The largest decay of each token of a block, or 1 if a lane with the same tokens keeps more than KEPT.
-    __device__ __forceinline__ void tell_largest(TransformShared& shared, int b, u32 kept, int member) const {
+    DEVICE void tell_largest(TransformShared& shared, int b, u32 kept, int member) const {
         constexpr u32 EVEN = 0x55555555u;
         const int half = member % 2;
         float largest[8];
@@ -122,7 +121,7 @@ struct ChannelTokens {
         to[1] = make_float4(largest[4], largest[5], largest[6], largest[7]);
     }
     // Replaces the log-decays by the decays, or by their running products within the 8 tokens.
-    __device__ __forceinline__ void put(KeyStage& stage, int member, bool products) const {
+    DEVICE void put(KeyStage& stage, int member, bool products) const {
 #pragma unroll
         for (int b = 0; b < TOKEN_BLOCKS; b++) {
             float x = 1;
@@ -134,7 +133,7 @@ struct ChannelTokens {
         }
     }
     // Keys decayed from the window's start, for variants without tile_gram, which also returns them.
-    __device__ __forceinline__ void decay_from_start(PreparedKeys& m, int member) const {
+    DEVICE void decay_from_start(PreparedKeys& m, int member) const {
         float before = 1;
 #pragma unroll
         for (int b = 0; b < TOKEN_BLOCKS; b++) {
@@ -149,8 +148,7 @@ struct ChannelTokens {
         }
     }
     // Keys decayed to the window's end, as operands.
-    __device__ __forceinline__ void decay_to_end(PreparedKeys& m, const TransformShared& shared, int member,
-                                                 float power) {
+    DEVICE void decay_to_end(PreparedKeys& m, const TransformShared& shared, int member, float power) {
         const int half = member % 2;
         const float inverse = inverse_of_power(decay_power(shared));
         if (__any_sync(ALL, inverse != 1.f)) {
@@ -189,7 +187,7 @@ struct ChannelTokens {
 // half window. If both keys are in the same half, the later key is multiplied by its product and the earlier key is
 // divided by its own product (see STEEP). Otherwise the later key is decayed from the window's start. The share
 // replaces the products in `stage.g`.
-__device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int member) {
+DEVICE LeftOperand tile_gram(KeyStage& stage, int count, int member) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, first = member / 32 * 16 % K, channel = first + 4 * c;
     Packed<FP32, 4> before;
     before.load(stage.gate(7, channel));
@@ -230,7 +228,7 @@ __device__ __forceinline__ LeftOperand tile_gram(KeyStage& stage, int count, int
 }
 
 // Sums the warps' shares, one matrix element a thread.
-__device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, int member) {
+DEVICE void sum_tiles(Solve& table, const KeyStage& stage, int member) {
     const int s = member / WP, j = member % WP;
     float sum = 0;
 #pragma unroll
@@ -241,7 +239,7 @@ __device__ __forceinline__ void sum_tiles(Solve& table, const KeyStage& stage, i
 // Decayed Gram matrix <D_{j+1:s} k_j, k_s> below the diagonal without quotients (windows of 32, steep decays). The loop
 // goes back from token s and multiplies its key by one decay after another. `stage.g` holds decays. Each warp
 // alternates between long and short rows, so that all warps finish together.
-__device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage, int count, int member) {
+DEVICE void decayed_gram(Solve& table, const KeyStage& stage, int count, int member) {
     const int lane = threadIdx.x % 32;
     for (int job = member / 32 * 2; job < WP; job += job % 2 ? 2 * (TRANSFORM_THREADS / 32) - 1 : 1) {
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
@@ -282,9 +280,9 @@ __device__ __forceinline__ void decayed_gram(Solve& table, const KeyStage& stage
 // A transform warp's work on one tile. `gram_ready` is called when the decayed Gram matrix is stored; `wait_empty`
 // waits until the last prepared keys of this stage have been used.
 template <class GramReady, class WaitEmpty>
-__device__ __forceinline__ void transform_keys(PreparedKeys& m, Solve& table, TransformShared& shared, KeyStage& stage,
-                                               const GateInput<1>& input, int count, int member, GramReady gram_ready,
-                                               WaitEmpty wait_empty) {
+DEVICE void transform_keys(PreparedKeys& m, Solve& table, TransformShared& shared, KeyStage& stage,
+                           const GateInput<1>& input, int count, int member, GramReady gram_ready,
+                           WaitEmpty wait_empty) {
     const bool works = member < 2 * K;  // uniform in a warp
     [[maybe_unused]] ChannelTokens own;
     [[maybe_unused]] LeftOperand starts;

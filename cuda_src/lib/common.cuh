@@ -22,13 +22,13 @@ typedef Element<ACT>::type act_t;
 typedef Element<OUT>::type out_t;
 typedef Element<STATE>::type state_t;
 
-template <int TYPE> __device__ __forceinline__ float widen(typename Element<TYPE>::type x) {
+template <int TYPE> DEVICE float widen(typename Element<TYPE>::type x) {
     if constexpr (TYPE == FP32) return x;
     else if constexpr (TYPE == FP16) return half_to_float(x);
     else return __uint_as_float(static_cast<u32>(x) << 16);
 }
 
-template <int TYPE> __device__ __forceinline__ typename Element<TYPE>::type narrow(float x) {
+template <int TYPE> DEVICE typename Element<TYPE>::type narrow(float x) {
     if constexpr (TYPE == FP32) return x;
     else if constexpr (TYPE == FP16) return float_to_half(x);
     else return float_to_bf16(x);
@@ -40,7 +40,7 @@ template <int TYPE, int N> struct Packed {
     static constexpr int WORDS = BYTES < 4 ? 1 : BYTES / 4;
     u32 word[WORDS];
 
-    __device__ __forceinline__ void load(const typename Element<TYPE>::type* from) {
+    DEVICE void load(const typename Element<TYPE>::type* from) {
         if constexpr (WORDS % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < WORDS; i += 4) {
@@ -54,7 +54,7 @@ template <int TYPE, int N> struct Packed {
             word[0] = *reinterpret_cast<const u32*>(from);
         }
     }
-    __device__ __forceinline__ void store(typename Element<TYPE>::type* to) const {
+    DEVICE void store(typename Element<TYPE>::type* to) const {
         if constexpr (WORDS % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < WORDS; i += 4)
@@ -66,14 +66,14 @@ template <int TYPE, int N> struct Packed {
         }
     }
     // The same, bypassing the caches.
-    __device__ __forceinline__ void store_streaming(typename Element<TYPE>::type* to) const {
+    DEVICE void store_streaming(typename Element<TYPE>::type* to) const {
         static_assert(WORDS == 4 || WORDS == 2);
         const Packed& x = *this;
         if constexpr (TYPE == FP32) __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
         else __stcs(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
     }
     // Rounds N floats.
-    __device__ __forceinline__ void set(const float (&x)[N]) {
+    DEVICE void set(const float (&x)[N]) {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             if constexpr (TYPE == FP32) word[i] = __float_as_uint(x[i]);
@@ -81,7 +81,7 @@ template <int TYPE, int N> struct Packed {
         }
     }
     // The same for a state, with instructions that convert pairs.
-    __device__ __forceinline__ void set_state(const float (&x)[N]) {
+    DEVICE void set_state(const float (&x)[N]) {
         if constexpr (TYPE == FP32) {
             set(x);
         } else {
@@ -91,29 +91,36 @@ template <int TYPE, int N> struct Packed {
                                        : floats_to_bf16(x[2 * i], x[2 * i + 1]);
         }
     }
-    __device__ __forceinline__ void clear() {
+    DEVICE void clear() {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) word[i] = 0;
     }
-    __device__ __forceinline__ float operator[](int i) const {
+    DEVICE float operator[](int i) const {
         if constexpr (TYPE == FP32) return __uint_as_float(word[i]);
         else return widen<TYPE>(static_cast<u16>(word[i / 2] >> (16 * (i % 2))));
     }
 };
 
+// Loads N neighbouring floats, four at a time.
+template <int N> DEVICE void load_floats(float (&x)[N], const float* from) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        const float4 y = *reinterpret_cast<const float4*>(from + i);
+        x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+    }
+}
+
 // Sums over each group of LANES neighbouring lanes.
-template <int LANES> __device__ __forceinline__ float group_sum(float x) {
+template <int LANES> DEVICE float group_sum(float x) {
 #pragma unroll
     for (int bit = LANES / 2; bit; bit /= 2) x += __shfl_xor_sync(ALL, x, bit);
     return x;
 }
-__device__ __forceinline__ float warp_sum(float x) { return group_sum<32>(x); }
+DEVICE float warp_sum(float x) { return group_sum<32>(x); }
 // The largest absolute value in the warp.
-__device__ __forceinline__ float warp_most(float x) {
-    return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x))));
-}
+DEVICE float warp_most(float x) { return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x)))); }
 
-template <int HALF, int BIT> __device__ __forceinline__ void exchange(float* x) {
+template <int HALF, int BIT, int LAST = 1> DEVICE void exchange(float* x) {
     if constexpr (HALF > 0) {
         const bool upper = threadIdx.x & BIT;
 #pragma unroll
@@ -122,21 +129,34 @@ template <int HALF, int BIT> __device__ __forceinline__ void exchange(float* x) 
             const float send = upper ? x[i] : x[i + HALF];
             x[i] = keep + __shfl_xor_sync(ALL, send, BIT);
         }
-        exchange<HALF / 2, BIT / 2>(x);
-    } else if constexpr (BIT > 0) {
+        exchange<HALF / 2, BIT / 2, LAST>(x);
+    } else if constexpr (BIT >= LAST) {
         x[0] += __shfl_xor_sync(ALL, x[0], BIT);
-        exchange<0, BIT / 2>(x);
+        exchange<0, BIT / 2, LAST>(x);
     }
 }
 
 // Sums N values (a power of two) over a group of lanes, with about N instead of N log2(LANES) shuffles: lane l of the
 // group returns the sum of x[l / (LANES / N)].
-template <int LANES, int N> __device__ __forceinline__ float group_sums(float (&x)[N]) {
+template <int LANES, int N> DEVICE float group_sums(float (&x)[N]) {
     static_assert(N <= LANES, "one value a lane at the end");
     exchange<N / 2, LANES / 2>(x);
     return x[0];
 }
-template <int N> __device__ __forceinline__ float warp_sums(float (&x)[N]) { return group_sums<32>(x); }
+template <int N> DEVICE float warp_sums(float (&x)[N]) { return group_sums<32>(x); }
+
+// Sum over the lanes behind this lane in its group of LANES; the groups' first TOKENS lanes may be other than 0.
+template <int LANES, int TOKENS = LANES> DEVICE float sum_of_later(float own) {
+    const int s = threadIdx.x % LANES;
+    float sum = __shfl_down_sync(ALL, own, 1, LANES);
+    if (s == LANES - 1) sum = 0;
+#pragma unroll
+    for (int d = 1; d < TOKENS; d *= 2) {
+        const float y = __shfl_down_sync(ALL, sum, d, LANES);
+        if (s + d < LANES) sum += y;
+    }
+    return sum;
+}
 
 // exp of a log-decay or of a sum of log-decays: at most 1, and 0 for -inf.
-__device__ __forceinline__ float decay(float log_decay) { return expf(log_decay); }
+DEVICE float decay(float log_decay) { return expf(log_decay); }

@@ -5,6 +5,8 @@ typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
+#define DEVICE __device__ __forceinline__
+
 // The most shared memory of a block, in bytes; data-centre chips have more.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
 constexpr int MOST_SHARED = 232448;
@@ -16,7 +18,7 @@ constexpr int MOST_SHARED = 101376;
 
 // d (16 x 8, float32) += a (16 x 16) b (16 x 8), bf16 operands. With c = lane % 4 and r = lane / 4, a thread holds
 // d[r][2c, 2c+1], d[r+8][2c, 2c+1]; a[r][2c..], a[r+8][2c..], a[r][2c+8..], a[r+8][2c+8..]; b[2c..][r], b[2c+8..][r].
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -24,7 +26,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b
 
 // d (16 x 8, float32) += a (16 x 8) b (8 x 8), tf32 operands: the upper 19 bits of float32 (11 bits of mantissa). A
 // thread holds a[r][c], a[r+8][c], a[r][c+4], a[r+8][c+4]; b[c][r], b[c+4][r]; d as above.
-__device__ __forceinline__ void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
@@ -32,14 +34,14 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], float a0, float a1, floa
 }
 
 // As mma_bf16, with fp16 operands.
-__device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Transposes an 8 x 8 matrix of 16-bit elements: a thread passes [r][2c, 2c+1] and gets [2c, 2c+1][r].
-__device__ __forceinline__ u32 transpose_8x8(u32 x) {
+DEVICE u32 transpose_8x8(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
@@ -47,7 +49,7 @@ __device__ __forceinline__ u32 transpose_8x8(u32 x) {
 
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory, transposed: lane l passes the address of row l % 8
 // of matrix l / 8 (16 bytes, aligned) and gets [2c, 2c+1][r] of each.
-__device__ __forceinline__ void load_transposed(u32 (&x)[4], const void* shared, int offset) {
+DEVICE void load_transposed(u32 (&x)[4], const void* shared, int offset) {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(shared)) + offset;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -56,12 +58,12 @@ __device__ __forceinline__ void load_transposed(u32 (&x)[4], const void* shared,
 }
 
 // Starts a copy of 16 bytes from global to shared memory, past L1.
-__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+DEVICE void copy_async_16(void* shared, const void* global) {
     u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 // The same for 4 bytes, through L1.
-__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+DEVICE void copy_async_4(void* shared, const void* global) {
     u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
 }
@@ -70,13 +72,13 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
 // Every thread calls this function before it accesses memory that other kernels write or read; docs/cuda.md
 // lists the exceptions. Pointers to this memory are not __restrict__: the compiler could move reads of __restrict__
 // pointers ahead of the wait.
-__device__ __forceinline__ void wait_for_previous_kernel() {
+DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 // Lets the next kernel of the stream start, once all blocks have called this or ended.
-__device__ __forceinline__ void allow_next_kernel() {
+DEVICE void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -84,10 +86,10 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 // Release and acquire across kernels: a thread that loads the value also sees all writes that the storing thread had
 // made or seen before.
-__device__ __forceinline__ void store_release(int* at, int x) {
+DEVICE void store_release(int* at, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
-__device__ __forceinline__ int load_acquire(const int* at) {
+DEVICE int load_acquire(const int* at) {
     int x;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
     return x;
@@ -95,33 +97,33 @@ __device__ __forceinline__ int load_acquire(const int* at) {
 
 // Returns its argument, but hides the value from the compiler: the compiler recomputes values that depend on the result
 // instead of keeping them in registers.
-__device__ __forceinline__ u32 opaque(u32 x) {
+DEVICE u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
 // Prefetches a line to L2.
-__device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // The multiprocessor's cycle counter, which wraps; and a wait until `cycles` have passed since `then`.
-__device__ __forceinline__ u32 clock_now() {
+DEVICE u32 clock_now() {
     u32 x;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
     return x;
 }
-__device__ __forceinline__ void wait_since(u32 then, u32 cycles) {
+DEVICE void wait_since(u32 then, u32 cycles) {
     while (clock_now() - then < cycles) {}
 }
 
 // Closes a group of cp.async copies; and waits until at most PENDING of this thread's groups are in flight.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // A named barrier (1 to 15; 0 is __syncthreads'), for THREADS of the block's threads (whole warps that all call it
 // equally often). Waiting issues no instructions, unlike waiting at an mbarrier.
-template <int THREADS> __device__ __forceinline__ void named_barrier_sync(int number) {
+template <int THREADS> DEVICE void named_barrier_sync(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
@@ -131,19 +133,19 @@ struct Mbarrier {
     unsigned long long state;
 
     // By one thread, before a barrier of the block.
-    __device__ __forceinline__ void init(int count) {
+    DEVICE void init(int count) {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    __device__ __forceinline__ void arrive() {
+    DEVICE void arrive() {
         asm volatile("{\n\t.reg .b64 token;\n\tmbarrier.arrive.shared.b64 token, [%0];\n\t}" ::"r"(address())
                      : "memory");
     }
     // Waits until the phase is complete. No thread may be more than one phase late, because the hardware compares only
     // the parity of the phase.
-    __device__ __forceinline__ void wait(int phase) {
+    DEVICE void wait(int phase) {
 #if __CUDA_ARCH__ >= 900
 #define TRY "mbarrier.try_wait.parity.shared.b64"
 #else
@@ -155,26 +157,26 @@ struct Mbarrier {
                      : "memory");
 #undef TRY
     }
-    __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
+    DEVICE u32 address() { return static_cast<u32>(__cvta_generic_to_shared(this)); }
 };
 
 #if __CUDA_ARCH__ >= 900
 // True in one lane of a whole warp. The compiler must know that only one lane is active: for any other condition it
 // issues bulk copies, whose operands must be uniform, in a loop over lanes.
-__device__ __forceinline__ bool elect_one() {
+DEVICE bool elect_one() {
     u32 yes;
     asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\tselp.u32 %0, 1, 0, one;\n\t}" : "=r"(yes));
     return yes;
 }
 // Bulk copy of `bytes` (a multiple of 16) from global to shared memory. Completes `bytes` at the mbarrier with the
 // given shared address. The other function arrives and expects such bytes, in one operation.
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, u32 mbarrier) {
+DEVICE void bulk_load(void* shared, const void* global, int bytes, u32 mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      static_cast<u32>(__cvta_generic_to_shared(shared))),
                  "l"(global), "r"(bytes), "r"(mbarrier)
                  : "memory");
 }
-__device__ __forceinline__ void arrive_and_expect(int bytes, u32 mbarrier) {
+DEVICE void arrive_and_expect(int bytes, u32 mbarrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 #endif
@@ -189,9 +191,9 @@ __device__ __forceinline__ void arrive_and_expect(int bytes, u32 mbarrier) {
 struct CopyBarrier {
     Mbarrier mbarrier;
 
-    __device__ __forceinline__ void init() { mbarrier.init(33); }
+    DEVICE void init() { mbarrier.init(33); }
     // Before the phase's copies. `bytes` of all copy_contiguous and copy_row_per_lane; the same in all lanes.
-    __device__ __forceinline__ void expect(int bytes) {
+    DEVICE void expect(int bytes) {
 #if __CUDA_ARCH__ >= 900
         if (elect_one()) arrive_and_expect(bytes, mbarrier.address());
 #else
@@ -201,8 +203,8 @@ struct CopyBarrier {
     // Copies rows of `bytes` (a multiple of 16), with strides in bytes. `place(row, byte)` is the source byte in the
     // row for a destination byte.
     template <class Place>
-    __device__ __forceinline__ void copy_rows(void* shared, int shared_stride, const void* global, int global_stride,
-                                              int count, int bytes, const Place& place) {
+    DEVICE void copy_rows(void* shared, int shared_stride, const void* global, int global_stride, int count, int bytes,
+                          const Place& place) {
         char* const to = static_cast<char*>(shared);
         const char* const from = static_cast<const char*>(global);
         const int pieces = bytes / 16;
@@ -212,13 +214,12 @@ struct CopyBarrier {
             copy_async_16(to + row * shared_stride + at, from + row * global_stride + place(row, at));
         }
     }
-    __device__ __forceinline__ void copy_rows(void* shared, int shared_stride, const void* global, int global_stride,
-                                              int count, int bytes) {
+    DEVICE void copy_rows(void* shared, int shared_stride, const void* global, int global_stride, int count,
+                          int bytes) {
         copy_rows(shared, shared_stride, global, global_stride, count, bytes, [](int, int at) { return at; });
     }
     // Copies COUNT long rows of `bytes` that are contiguous in global memory.
-    template <int COUNT>
-    __device__ __forceinline__ void copy_contiguous(void* shared, int shared_stride, const void* global, int bytes) {
+    template <int COUNT> DEVICE void copy_contiguous(void* shared, int shared_stride, const void* global, int bytes) {
 #if __CUDA_ARCH__ >= 900
         if (elect_one()) {
 #pragma unroll
@@ -231,8 +232,8 @@ struct CopyBarrier {
 #endif
     }
     // Copies up to 32 long rows, one a lane.
-    __device__ __forceinline__ void copy_row_per_lane(void* shared, int shared_stride, const void* global,
-                                                      int global_stride, int count, int bytes) {
+    DEVICE void copy_row_per_lane(void* shared, int shared_stride, const void* global, int global_stride, int count,
+                                  int bytes) {
 #if __CUDA_ARCH__ >= 900
         const int lane = threadIdx.x % 32;
         if (lane < count) {
@@ -243,16 +244,15 @@ struct CopyBarrier {
         copy_rows(shared, shared_stride, global, global_stride, count, bytes);
 #endif
     }
-    __device__ __forceinline__ void commit() {
+    DEVICE void commit() {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mbarrier.address()) : "memory");
     }
-    __device__ __forceinline__ void wait(int phase) { mbarrier.wait(phase); }
+    DEVICE void wait(int phase) { mbarrier.wait(phase); }
 };
 
 // Bulk store: copies COUNT rows of `bytes` (a multiple of 16) from shared memory to contiguous global memory. By a
 // whole warp, after fence_async_proxy by the writers. The shared memory may be written again after wait_bulk_stores.
-template <int COUNT>
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, int shared_stride, int bytes) {
+template <int COUNT> DEVICE void bulk_store(void* global, const void* shared, int shared_stride, int bytes) {
     char* const to = static_cast<char*>(global);
     const char* const from = static_cast<const char*>(shared);
 #if __CUDA_ARCH__ >= 900
@@ -272,12 +272,12 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
 #endif
 }
 // Orders this thread's accesses of shared memory before bulk copies from or to it that are issued afterwards.
-__device__ __forceinline__ void fence_async_proxy() {
+DEVICE void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_bulk_stores() {
+DEVICE void wait_bulk_stores() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
@@ -290,12 +290,12 @@ struct WarpCopyBarrier {
     Mbarrier mbarrier;
 
     // By one thread, before the warp meets.
-    __device__ __forceinline__ void init() {
+    DEVICE void init() {
 #if __CUDA_ARCH__ >= 900
         mbarrier.init(1);
 #endif
     }
-    __device__ __forceinline__ void wait(int phase) {
+    DEVICE void wait(int phase) {
 #if __CUDA_ARCH__ >= 900
         mbarrier.wait(phase);
 #else
@@ -306,8 +306,7 @@ struct WarpCopyBarrier {
 
 // Issues a phase's copies, `all` bytes in total. `copies` calls its argument with (shared, global, bytes) for each
 // copy, bytes a multiple of 16 (0: none). By a whole warp, with the same values in all lanes.
-template <class Copies>
-__device__ __forceinline__ void bulk_copy(const Copies& copies, [[maybe_unused]] int all, WarpCopyBarrier& full) {
+template <class Copies> DEVICE void bulk_copy(const Copies& copies, [[maybe_unused]] int all, WarpCopyBarrier& full) {
 #if __CUDA_ARCH__ >= 900
     if (elect_one()) {
         arrive_and_expect(all, full.mbarrier.address());
@@ -326,7 +325,7 @@ __device__ __forceinline__ void bulk_copy(const Copies& copies, [[maybe_unused]]
 
 // Takes the next number of a counter in shared memory, for the whole warp. An increment with a bound instead of a plain
 // atomic add, because the compiler combines the lanes of a plain add first.
-__device__ __forceinline__ int claim_next(int& counter) {
+DEVICE int claim_next(int& counter) {
     u32 number = 0;
     if (threadIdx.x % 32 == 0)
         asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;"
@@ -336,64 +335,64 @@ __device__ __forceinline__ int claim_next(int& counter) {
     return static_cast<int>(__shfl_sync(0xffffffffu, number, 0));
 }
 
-__device__ __forceinline__ u16 float_to_bf16(float x) {
+DEVICE u16 float_to_bf16(float x) {
     u16 y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ float half_to_float(u16 x) {
+DEVICE float half_to_float(u16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
 }
 
-__device__ __forceinline__ u16 float_to_half(float x) {
+DEVICE u16 float_to_half(float x) {
     u16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
 
 // A pair rounded to bf16, the first in the low half-word.
-__device__ __forceinline__ u32 floats_to_bf16(float x, float y) {
+DEVICE u32 floats_to_bf16(float x, float y) {
     u32 z;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
     return z;
 }
 
 // Products of bf16 pairs plus pairs, rounded. Subnormal numbers are kept.
-__device__ __forceinline__ u32 fma_bf16(u32 x, u32 y, u32 z) {
+DEVICE u32 fma_bf16(u32 x, u32 y, u32 z) {
     u32 sum;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
     return sum;
 }
 
 // The larger number, or NaN if one is NaN.
-__device__ __forceinline__ float larger(float x, float y) {
+DEVICE float larger(float x, float y) {
     float z;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
 
 // Bytes 0 and 2 (1 and 3) of a word as half-words, whose upper bytes repeat the sign bits.
-__device__ __forceinline__ u32 extend_bytes_0_2(u32 x) {
+DEVICE u32 extend_bytes_0_2(u32 x) {
     u32 y;
     asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(y) : "r"(x));
     return y;
 }
-__device__ __forceinline__ u32 extend_bytes_1_3(u32 x) {
+DEVICE u32 extend_bytes_1_3(u32 x) {
     u32 y;
     asm("prmt.b32 %0, %1, 0, 0xb391;" : "=r"(y) : "r"(x));
     return y;
 }
 
 // A pair rounded to fp16, the first in the low half-word, and back.
-__device__ __forceinline__ u32 floats_to_halves(float x, float y) {
+DEVICE u32 floats_to_halves(float x, float y) {
     u32 z;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
     return z;
 }
-__device__ __forceinline__ float2 halves_to_floats(u32 x) {
+DEVICE float2 halves_to_floats(u32 x) {
     float2 y;
     asm("{\n\t.reg .f16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
         : "=f"(y.x), "=f"(y.y)

@@ -11,7 +11,7 @@ template <class T> struct Strided {
     T* first;
     int stride;
 
-    __device__ __forceinline__ T* of(int index) const {
+    DEVICE T* of(int index) const {
         typedef typename BytesOf<T>::type bytes;
         return reinterpret_cast<T*>(reinterpret_cast<bytes*>(first) + static_cast<i64>(index) * stride);
     }

@@ -12,11 +12,11 @@ constexpr int ARRIVING = 1;
 struct WarpMbarrier {
     Mbarrier mbarrier;
 
-    __device__ __forceinline__ void init(int warps) { mbarrier.init(warps * ARRIVING); }
+    DEVICE void init(int warps) { mbarrier.init(warps * ARRIVING); }
     // Makes what all lanes have written visible to those who wait.
-    __device__ __forceinline__ void arrive() {
+    DEVICE void arrive() {
         __syncwarp();
         if (threadIdx.x % 32 < ARRIVING) mbarrier.arrive();
     }
-    __device__ __forceinline__ void wait(int round) { mbarrier.wait(round); }
+    DEVICE void wait(int round) { mbarrier.wait(round); }
 };

@@ -29,7 +29,7 @@ static_assert(!FINITE_PAST_RANK || ((SUM_STAGES == 1 || Sums::ROWS == RANKS) &&
               "the Gram matrix begins where the last sums end");
 
 // Products of column 8 i + r of U with columns 8 j + 2c and 8 j + 2c + 1, from the slices of U (SLICED).
-__device__ __forceinline__ float2 products_of_slices(const Columns& u, int i, int j) {
+DEVICE float2 products_of_slices(const Columns& u, int i, int j) {
     float sum[2][4] = {};
 #pragma unroll 4
     for (int step = 0; step < ROW_BLOCKS; step++) {
@@ -44,8 +44,7 @@ __device__ __forceinline__ float2 products_of_slices(const Columns& u, int i, in
 
 // U^T U / mu + ridge I: blocks on and above the diagonal, and some below, which are not used.
 template <int SIZE>
-__device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMemory& m, int rank, float mu,
-                                                float ridge) {
+DEVICE void gram_of_columns(const Team<SIZE>& team, SketchMemory& m, int rank, float mu, float ridge) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const float scale = 1.f / mu;
     int piece = 0;
@@ -79,24 +78,22 @@ __device__ __forceinline__ void gram_of_columns(const Team<SIZE>& team, SketchMe
     }
 }
 
-// Rows of U or of S U in shared memory: `channels` numbers, `length` apart. `turn` is their swizzle, see Sums.
+// Rows of U or of S U in shared memory: `channels` numbers, `length` apart. `mask` is their swizzle, see Sums.
 struct Rows {
     float* data;
-    int channels, length, turn;
+    int channels, length, mask;
 
-    __device__ __forceinline__ float* at(int row, int channel) const {
-        return data + row * length + (channel ^ row % 4 * turn);
-    }
+    DEVICE float* at(int row, int channel) const { return data + row * length + (channel ^ row % 4 * mask); }
 };
-__device__ __forceinline__ Rows rows_of(Columns& u) { return {&u.of[0][0], V, COLUMN, 0}; }
-__device__ __forceinline__ Rows rows_of(Sums& sums) { return {&sums.parts[0][0][0], K, K, 8}; }
+DEVICE Rows rows_of(Columns& u) { return {&u.of[0][0], V, COLUMN, 0}; }
+DEVICE Rows rows_of(Sums& sums) { return {&sums.parts[0][0][0], K, K, 8}; }
 
 // Eight rows of a product with blocks [begin, end) of rows: `weight(i, e)` is an element of the other factor's block i,
 // in the order of a right operand. A lane has four neighbouring channels of rows 2c and 2c + 1. SHORT: the rows are
 // rounded to tf32.
 template <bool SHORT, class Weight>
-__device__ __forceinline__ void multiply_blocks(float (&to)[2][4], const Rows& rows, int rank, int channel, int begin,
-                                                int end, float scale, const Weight& weight) {
+DEVICE void multiply_blocks(float (&to)[2][4], const Rows& rows, int rank, int channel, int begin, int end, float scale,
+                            const Weight& weight) {
     const int c = threadIdx.x % 4;
     float sum[2][4] = {}, rest[2][4] = {};  // left operands: channels 4r + 2 half and 4r + 2 half + 1
 #pragma unroll 2
@@ -124,8 +121,7 @@ __device__ __forceinline__ void multiply_blocks(float (&to)[2][4], const Rows& r
 }
 
 // W times rows, in place, times `scale`: from the last rows to the first, in the 32 channels that contain `channel`.
-__device__ __forceinline__ void multiply_in_place(const SketchMemory& m, const Rows& rows, int rank, int channel,
-                                                  float scale) {
+DEVICE void multiply_in_place(const SketchMemory& m, const Rows& rows, int rank, int channel, float scale) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll 1
     for (int n = blocks_of(rank) - 1; n >= 0; n--) {
@@ -150,13 +146,11 @@ constexpr bool HELD = BASIS_TILES <= 5;
 struct HeldRows {
     float x[BASIS_TILES][4] = {};
 
-    __device__ __forceinline__ float2 row(int n, int e, float scale) const {
-        return make_float2(scale * x[n][e], scale * x[n][2 + e]);
-    }
+    DEVICE float2 row(int n, int e, float scale) const { return make_float2(scale * x[n][e], scale * x[n][2 + e]); }
 };
 
 // W times rows. `channel`: the lane's first channel.
-__device__ __forceinline__ HeldRows multiply_held(const SketchMemory& m, const Rows& rows, int rank, int channel) {
+DEVICE HeldRows multiply_held(const SketchMemory& m, const Rows& rows, int rank, int channel) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
     HeldRows product;
 #pragma unroll
@@ -181,8 +175,7 @@ __device__ __forceinline__ HeldRows multiply_held(const SketchMemory& m, const R
 }
 
 // W^T times rows times `scale`.
-__device__ __forceinline__ HeldRows multiply_transposed(const SketchMemory& m, const HeldRows& rows, int rank,
-                                                        float scale) {
+DEVICE HeldRows multiply_transposed(const SketchMemory& m, const HeldRows& rows, int rank, float scale) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
     HeldRows product;
 #pragma unroll
@@ -203,8 +196,8 @@ __device__ __forceinline__ HeldRows multiply_transposed(const SketchMemory& m, c
 
 // The map W^T W (S U)^T / mu. Beyond rank 40, W (S U)^T replaces the sums.
 template <int SIZE>
-__device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const SketchMemory& m, Sums& sums,
-                                               sketch_t* map, int rank, float mu) {
+DEVICE void multiply_dense(const Team<SIZE>& team, const SketchMemory& m, Sums& sums, sketch_t* map, int rank,
+                           float mu) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
     const Rows rows = rows_of(sums);
     const float scale = 1.f / mu;
@@ -245,8 +238,7 @@ __device__ __forceinline__ void multiply_dense(const Team<SIZE>& team, const Ske
 }
 
 // Q and B, in place of U and of the sums.
-template <int SIZE>
-__device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums, int rank, float mu) {
+template <int SIZE> DEVICE void split_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums, int rank, float mu) {
     constexpr int PADDED = (V + 31) / 32 * 32;
     const int r = threadIdx.x % 32 / 4;
     const float scale = 1.f / mu;
@@ -277,10 +269,10 @@ __device__ __forceinline__ void split_dense(const Team<SIZE>& team, SketchMemory
     }
 }
 
-// Stores Q and B, which have replaced U and the sums, as codes. `missing`: factor that the scales are multiplied by.
+// Stores Q and B, which have replaced U and the sums, as codes. The scales are multiplied by `factor`.
 template <int SIZE>
-__device__ __forceinline__ void store_split(const Team<SIZE>& team, const Columns& q, const Sums& b, sketch_t* packed,
-                                            int rank, float missing) {
+DEVICE void store_split(const Team<SIZE>& team, const Columns& q, const Sums& b, sketch_t* packed, int rank,
+                        float factor) {
     const SmallPart<float> small(packed, rank);
 #pragma unroll 1
     for (int g = team.member; g < rank; g += SIZE) {
@@ -288,17 +280,15 @@ __device__ __forceinline__ void store_split(const Team<SIZE>& team, const Column
                             store_row_codes(packed + rank * V + g * K, [&](int channel, float(&x)[4]) {
                                 load_floats(x, b.at(0, g, channel));
                             });
-        if (threadIdx.x % 32 == 0) small.scale[g] = scale * missing;
+        if (threadIdx.x % 32 == 0) small.scale[g] = scale * factor;
     }
 }
 
 // Computes and stores the map, by the whole team. Begins with team.sync(), because other warps of the team may still be
 // working on the previous sketch.
 template <int SIZE, class Wait>
-__device__ __forceinline__ void store_dense(const Team<SIZE>& team, SketchMemory& m, Sums& sums,
-                                            SketchBarriers& barriers, sketch_t* packed, int rank, float mu, float ridge,
-                                            float missing, [[maybe_unused]] int sketch_n,
-                                            Wait wait_sums) {
+DEVICE void store_dense_by_team(const Team<SIZE>& team, SketchMemory& m, Sums& sums, SketchBarriers& barriers,
+                                sketch_t* packed, int rank, float mu, float ridge, float factor, Wait wait_sums) {
     team.sync();
     gram_of_columns(team, m, rank, mu, ridge);
     if (!CODED) barriers.columns_empty[0].arrive();
@@ -308,7 +298,7 @@ __device__ __forceinline__ void store_dense(const Team<SIZE>& team, SketchMemory
     if constexpr (CODED) {
         split_dense(team, m, sums, rank, mu);
         team.sync();
-        store_split(team, m.columns[0], sums, packed, rank, missing);
+        store_split(team, m.columns[0], sums, packed, rank, factor);
         barriers.columns_empty[0].arrive();
     } else {
         multiply_dense(team, m, sums, packed + rank * V, rank, mu);

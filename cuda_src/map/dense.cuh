@@ -12,8 +12,7 @@
 // U^T U / mu + ridge I of 8 TILES columns. Calls `between` when U has been read and before the last matrix is
 // overwritten.
 template <int TILES, class Between>
-__device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float mu, float ridge,
-                                                Between between) {
+DEVICE void gram_of_tiles(SketchMemory& m, int rank, float mu, float ridge, Between between) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float dots[TILES][4], squares[TILES];
     multiply_first_columns<TILES, TILES>(m.columns[0], rank, dots, squares);
@@ -32,7 +31,7 @@ __device__ __forceinline__ void gram_of_columns(SketchMemory& m, int rank, float
 // Replaces the matrix by W times `scale`. A lane has one column of the matrix or of the identity, and subtracts the
 // pivot row from the other rows. The pivot row is always in register 0, so that the elimination can be a rolled loop:
 // the code must stay short because the other roles share the instruction cache.
-template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, float scale, float ridge) {
+template <int TILES> DEVICE void eliminate_tiles(SketchMemory& m, float scale, float ridge) {
     constexpr int N = 8 * TILES;
     const int lane = threadIdx.x % 32, column = lane % N;
     float x[N];
@@ -55,8 +54,7 @@ template <int TILES> __device__ __forceinline__ void eliminate(SketchMemory& m, 
 // W^T W (S U)^T, 32 channels at a time: a lane's four neighbouring channels are rows r and r + 8 of two left operands.
 // Calls `then` when W has been read.
 template <int TILES, class Then>
-__device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums& sums,
-                                               sketch_t* map, int rank, Then then) {
+DEVICE void multiply_tiles(const SketchMemory& m, const Sums& sums, sketch_t* map, int rank, Then then) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float first[TILES][TILES][2], second[TILES][TILES][2];  // W^T and W as right operands, without tiles of zeros
 #pragma unroll
@@ -111,14 +109,13 @@ __device__ __forceinline__ void multiply_dense(const SketchMemory& m, const Sums
 
 // Word n of a row is the four numbers that become word n of its codes. A lane has words r, r + 8, ... of rows 2c and
 // 2c + 1 of each operand tile: rows_of_lane(i) for i = 0 to 2 TILES - 1.
-__device__ __forceinline__ int rows_of_lane(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+DEVICE int rows_of_lane(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 // W times rows of LENGTH numbers, in place, 32 numbers at a time. `load(row, n, x)` and `store(row, n, x)` move word n
 // of a row. `largest`: the largest magnitudes of the lane's products, or NaN.
 template <int TILES, int LENGTH, class Load, class Store>
-__device__ __forceinline__ void multiply_in_place(const float (&w)[TILES][TILES][2], int rank,
-                                                  float (&largest)[2 * TILES], const Load& load,
-                                                  const Store& store) {
+DEVICE void multiply_words(const float (&w)[TILES][TILES][2], int rank, float (&largest)[2 * TILES], const Load& load,
+                           const Store& store) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (float& x : largest) x = 0;
@@ -159,8 +156,7 @@ __device__ __forceinline__ void multiply_in_place(const float (&w)[TILES][TILES]
 // Stores rows of products as codes: each lane the words that it has computed. Makes `largest` the rows' largest
 // magnitudes. `load` as above; `place(row, byte)` is the address of a byte of a row's codes.
 template <int TILES, int LENGTH, class Load, class Place>
-__device__ __forceinline__ void store_products(int rank, float (&largest)[2 * TILES], const Load& load,
-                                               const Place& place) {
+DEVICE void store_products(int rank, float (&largest)[2 * TILES], const Load& load, const Place& place) {
     const int r = threadIdx.x % 32 / 4;
     float inverses[2 * TILES];
 #pragma unroll
@@ -184,8 +180,8 @@ __device__ __forceinline__ void store_products(int rank, float (&largest)[2 * TI
 // Q and B, in place of U and of the sums, and their codes. Calls `w_is_read` when W has been read, and
 // `q_is_stored` when the codes of Q are stored.
 template <int TILES, class Read, class Stored>
-__device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, sketch_t* packed, int rank, float missing,
-                                            Read w_is_read, Stored q_is_stored) {
+DEVICE void split_tiles(SketchMemory& m, Sums& sums, sketch_t* packed, int rank, float factor, Read w_is_read,
+                        Stored q_is_stored) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float w[TILES][TILES][2];
 #pragma unroll
@@ -197,15 +193,15 @@ __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, sketch_
     w_is_read();
     float largest_q[2 * TILES], largest_b[2 * TILES];
     auto load_q = [&](int row, int n, float(&x)[4]) { load_column_word(x, m.columns[0].of[row], n); };
-    multiply_in_place<TILES, V>(w, rank, largest_q, load_q, [&](int row, int n, const float(&x)[4]) {
+    multiply_words<TILES, V>(w, rank, largest_q, load_q, [&](int row, int n, const float(&x)[4]) {
         store_column_word(m.columns[0].of[row], n, x);
     });
     store_products<TILES, V>(rank, largest_q, load_q, [&](int row, int byte) {
         const CodedColumn as(row);
-        return packed + as.at + (byte ^ as.turn);
+        return packed + as.at + (byte ^ as.mask);
     });
     q_is_stored();
-    multiply_in_place<TILES, K>(
+    multiply_words<TILES, K>(
         w, rank, largest_b, [&](int row, int n, float(&x)[4]) { sum_parts(sums, row, 4 * n, x); },
         [&](int row, int n, const float(&x)[4]) {
             *reinterpret_cast<float4*>(sums.at(0, row, 4 * n)) = make_float4(x[0], x[1], x[2], x[3]);
@@ -223,34 +219,32 @@ __device__ __forceinline__ void split_dense(SketchMemory& m, Sums& sums, sketch_
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++)
         if (r == 0 && rows_of_lane(i) < rank)
-            small.scale[rows_of_lane(i)] = scale_of(largest_q[i]) * scale_of(largest_b[i]) * missing;
+            small.scale[rows_of_lane(i)] = scale_of(largest_q[i]) * scale_of(largest_b[i]) * factor;
 }
 
 template <int TILES, class Wait>
-__device__ __forceinline__ void store_tiles(SketchMemory& m, Sums& sums, SketchBarriers& barriers, sketch_t* packed,
-                                            int rank, float mu, float ridge, float missing, int sketch_n,
-                                            Wait wait_sums) {
-    gram_of_columns<TILES>(m, rank, mu, ridge, [&] {
+DEVICE void store_tiles(SketchMemory& m, Sums& sums, SketchBarriers& barriers, sketch_t* packed, int rank, float mu,
+                        float ridge, float factor, int sketch_n, Wait wait_sums) {
+    gram_of_tiles<TILES>(m, rank, mu, ridge, [&] {
         if (!CODED) barriers.columns_empty[0].arrive();
         if (EPILOGUE_TEAMS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
     });
-    eliminate<TILES>(m, rsqrtf(mu), ridge);
+    eliminate_tiles<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
     auto w_is_read = [&] {
         if (EPILOGUE_TEAMS > 1) barriers.gram_empty.arrive();
     };
     if constexpr (CODED) {
-        split_dense<TILES>(m, sums, packed, rank, missing, w_is_read, [&] { barriers.columns_empty[0].arrive(); });
+        split_tiles<TILES>(m, sums, packed, rank, factor, w_is_read, [&] { barriers.columns_empty[0].arrive(); });
     } else {
-        multiply_dense<TILES>(m, sums, packed + rank * V, rank, w_is_read);
+        multiply_tiles<TILES>(m, sums, packed + rank * V, rank, w_is_read);
     }
 }
 
 template <class Wait>
-__device__ __forceinline__ void store_dense(const Team<1>&, SketchMemory& m, Sums& sums, SketchBarriers& barriers,
-                                            sketch_t* packed, int rank, float mu, float ridge, float missing,
-                                            int sketch_n, Wait wait_sums) {
+DEVICE void store_dense_by_warp(const Team<1>&, SketchMemory& m, Sums& sums, SketchBarriers& barriers, sketch_t* packed,
+                                int rank, float mu, float ridge, float factor, int sketch_n, Wait wait_sums) {
     if (RANK_MAX > 8 && rank > 8)
-        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
-    else store_tiles<1>(m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
+        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
+    else store_tiles<1>(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
 }

@@ -7,11 +7,11 @@
 
 constexpr int BLOCK = 8;
 
-__device__ __forceinline__ int blocks_of(int rank) { return (rank + BLOCK - 1) / BLOCK; }
+DEVICE int blocks_of(int rank) { return (rank + BLOCK - 1) / BLOCK; }
 
 // Replaces a diagonal block by the inverse of its Cholesky factor. A lane has one column of the block or of the
 // identity, and subtracts the pivot row from the rows below.
-__device__ __forceinline__ void invert_block(SketchMemory& m, int first, float ridge) {
+DEVICE void invert_block(SketchMemory& m, int first, float ridge) {
     const int lane = threadIdx.x % 32, column = lane % BLOCK;
     float x[BLOCK];
     load_floats(x, &m.gram[first + column][first]);  // the block is symmetric
@@ -30,7 +30,7 @@ __device__ __forceinline__ void invert_block(SketchMemory& m, int first, float r
 }
 
 // The columns of blocks `column` and `column` + 1 of a row of blocks, as rows of a left operand times `sign`.
-__device__ __forceinline__ LeftOperand transposed_blocks(const SketchMemory& m, int row, int column, float sign) {
+DEVICE LeftOperand transposed_blocks(const SketchMemory& m, int row, int column, float sign) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     LeftOperand left;
 #pragma unroll
@@ -51,8 +51,7 @@ __device__ __forceinline__ LeftOperand transposed_blocks(const SketchMemory& m, 
 //    begin on the diagonal, because the matrix is symmetric.
 //
 // By the whole team. The caller calls team.sync() before; the last step ends with a team.sync().
-template <int SIZE>
-__device__ __forceinline__ void eliminate(const Team<SIZE>& team, SketchMemory& m, int rank, float ridge) {
+template <int SIZE> DEVICE void eliminate(const Team<SIZE>& team, SketchMemory& m, int rank, float ridge) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, blocks = blocks_of(rank);
 #pragma unroll 1
     for (int b = 0; b < blocks; b++) {

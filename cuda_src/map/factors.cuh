@@ -5,7 +5,7 @@
 // Products of each column of U with the pivots, and with itself.
 typedef float ColumnDots[RANK_MAX][DOTS];
 
-__device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
+DEVICE void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     auto put = [&](int g, float first, float second, float square) {
         if (g >= rank) return;
@@ -38,10 +38,9 @@ __device__ __forceinline__ void dots_of_columns(ColumnDots& to, const Columns& u
 // Factors of the map. `prior` distributes the energy that the pivots miss as in calibration. U and the sums are read
 // first and then released for the next tile.
 template <class Wait>
-__device__ __forceinline__ void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u,
-                                              WarpMbarrier& columns_empty, WarpMbarrier& sums_empty, sketch_t* packed,
-                                              const projection_t* projection, int rank, float mu, float ridge,
-                                              Wait wait_sums) {
+DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, WarpMbarrier& columns_empty,
+                          WarpMbarrier& sums_empty, sketch_t* packed, const projection_t* projection, int rank,
+                          float mu, float ridge, Wait wait_sums) {
     const int lane = threadIdx.x % 32, p = pivots_of(rank);
     sketch_t* const b = packed + rank * V;
     const SmallPart<small_t> small(packed, rank);

@@ -27,8 +27,8 @@
 // Waits for: columns_empty, sums_empty, basis.full; columns_full or group_sync (U of the whole group is stored);
 // sums_full of the sketch before (see below). Signals: columns_full, sums_full, columns_stored, group_sync.
 template <class Then>
-__device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* rows, int group,
-                                            int member, sketch_t* packed, int rank, int& sketch_n, Then then) {
+DEVICE void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* rows, int group, int member,
+                        sketch_t* packed, int rank, int& sketch_n, Then then) {
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] WarpMbarrier& group_sync = barriers.group_sync[group];
     Columns& u = m.columns[sketch_n % COLUMN_STAGES];
@@ -74,10 +74,9 @@ __device__ __forceinline__ void sketch_head(SketchMemory& m, SketchBarriers& bar
 // sums_full; columns_stored if the state is extreme; gram_empty (dense maps of two epilogue teams). Signals:
 // columns_empty, sums_empty, gram_empty.
 template <int SIZE, class Then>
-__device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemory& m,
-                                              SketchBarriers& barriers, [[maybe_unused]] sketch_t* packed,
-                                              [[maybe_unused]] const projection_t* projection, int rank,
-                                              [[maybe_unused]] float ridge, int sketch_n, Then then) {
+DEVICE void finish_sketch(const Team<SIZE>& team, SketchMemory& m, SketchBarriers& barriers,
+                          [[maybe_unused]] sketch_t* packed, [[maybe_unused]] const projection_t* projection, int rank,
+                          [[maybe_unused]] float ridge, int sketch_n, Then then) {
     barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
@@ -98,15 +97,16 @@ __device__ __forceinline__ void finish_sketch(const Team<SIZE>& team, SketchMemo
     } else if constexpr (EPILOGUE_STORES && !CODED) {
         store_columns(u, packed, rank);
     }
-    [[maybe_unused]] const float missing = CODED ? inverse_of_power(power) : 1.f;  // factor for the scales of U's codes
+    [[maybe_unused]] const float factor = CODED ? inverse_of_power(power) : 1.f;  // for the scales of U's codes
     const float norm = power * u.norm<ROW_BLOCKS>(0), squares = warp_sum(norm * norm);
     const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the lower bound is for states of zeros
 #if MAP == FACTORS
-    if constexpr (CODED) store_column_codes(u, packed, rank, missing);
+    if constexpr (CODED) store_column_codes(u, packed, rank, factor);
     store_factors(m.dots[sketch_n % EPILOGUE_TEAMS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    store_dense(team, m, sums, barriers, packed, rank, mu, ridge, missing, sketch_n, wait_sums);
+    if constexpr (HIGH_RANKS) store_dense_by_team(team, m, sums, barriers, packed, rank, mu, ridge, factor, wait_sums);
+    else store_dense_by_warp(team, m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

@@ -11,8 +11,7 @@ constexpr float INDEPENDENT = 9e-6f;
 constexpr float ROUNDING = 0x1p-22f, SURE = 16;
 
 // Neighbouring channels of row i of S U, summed over groups.
-template <int N>
-__device__ __forceinline__ void sum_parts(const Sums& sums, int i, int channel, float (&x)[N]) {
+template <int N> DEVICE void sum_parts(const Sums& sums, int i, int channel, float (&x)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = 0;
 #pragma unroll
@@ -24,21 +23,11 @@ __device__ __forceinline__ void sum_parts(const Sums& sums, int i, int channel, 
     }
 }
 
-// Loads N neighbouring floats of shared memory.
-template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], const float* from) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-        const float4 y = *reinterpret_cast<const float4*>(from + i);
-        x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
-    }
-}
-
 // Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order. Products past the rank are zeros.
 // SUMS (1 or 2): independent sums, which are added at the end. Calls `visit(upper, lower)` with the lane's channels of
 // columns i + r and i + 8 + r, step by step.
 template <int SUMS, class Visit>
-__device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4],
-                                                 const Visit& visit) {
+DEVICE void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4], const Visit& visit) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float sum[SUMS][4] = {}, rest[SUMS][4] = {};
     auto load = [&](float (&x)[4], int g, int step) {
@@ -66,8 +55,7 @@ __device__ __forceinline__ void multiply_columns(const Columns& u, int rank, int
 // Products of the first 8 TILES columns with the first 8 RIGHT columns; squares of columns 8 tile + r, in all four
 // lanes of r.
 template <int TILES, int RIGHT>
-__device__ __forceinline__ void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4],
-                                                       float (&squares)[TILES]) {
+DEVICE void multiply_first_columns(const Columns& u, int rank, float (&dots)[RIGHT][4], float (&squares)[TILES]) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float sum[RIGHT][2][4] = {}, rest[RIGHT][2][4] = {};  // four independent chains
 #pragma unroll

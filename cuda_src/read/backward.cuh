@@ -4,8 +4,8 @@
 #include "read/sketch.cuh"
 
 // Token weights, and this lane's channels of the effective query, for one head. Needs only the key half of the tile.
-__device__ __forceinline__ void walk_back(const TileBuffer& buffer, const TokenScalars& gates,
-                                          const GateInput<LK>& input, Scratch& scratch, float (&x)[LK]) {
+DEVICE void walk_back(const TileBuffer& buffer, const TokenScalars& gates, const GateInput<LK>& input, Scratch& scratch,
+                      float (&x)[LK]) {
     const int lane = threadIdx.x % 32;
     if (lane < W && lane > buffer.pos) scratch.weight[0][lane] = 0;
     __syncwarp();
@@ -19,12 +19,12 @@ template <int N> struct LaneRows {
     Packed<SMALL, LK> of[N];
 
     // Rows first, first + 1, ... of `count` > 0; indices past the end load the last row.
-    __device__ __forceinline__ void load(const small_t* rows, int first, int count) {
+    DEVICE void load(const small_t* rows, int first, int count) {
 #pragma unroll
         for (int j = 0; j < N; j++) of[j].load(rows + min(first + j, count - 1) * K + threadIdx.x % 32 * LK);
     }
     // Products of the rows with the effective query.
-    __device__ __forceinline__ void multiply(const float (&x)[LK], float* to) const {
+    DEVICE void multiply(const float (&x)[LK], float* to) const {
         float sums[N] = {};
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -37,8 +37,7 @@ template <int N> struct LaneRows {
 
 // Rows of a head's map: the shared projection, or the map of this state.
 template <class Buffer>
-__device__ __forceinline__ const small_t* map_of(const Arguments& arg, const Buffer& buffer,
-                                                 const TileHeads& heads) {
+DEVICE const small_t* map_of(const Arguments& arg, const Buffer& buffer, const TileHeads& heads) {
     const void* const rows = MAP == DENSE ? static_cast<const void*>(buffer.sketches() + heads.rank[0] * V)
                                         : arg.projection + heads.projection[0];
     return static_cast<const small_t*>(rows);
@@ -46,8 +45,7 @@ __device__ __forceinline__ const small_t* map_of(const Arguments& arg, const Buf
 
 // Products of COUNT queries x[t] with maps and pivots that are stored in float32.
 template <int COUNT, class Buffer, class X, class C, class Y>
-__device__ __forceinline__ void project_lanes(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
-                                              const X& x, C& c, Y&& y) {
+DEVICE void project_lanes(const Arguments& arg, const Buffer& buffer, const TileHeads& heads, const X& x, C& c, Y&& y) {
     const int rank = heads.rank[0];
     LaneRows<8> rows;
     rows.load(map_of(arg, buffer, heads), 0, rank);
@@ -69,9 +67,8 @@ __device__ __forceinline__ void project_lanes(const Arguments& arg, const Buffer
 
 // The same on the tensor cores, for bf16 storage. The caller has loaded the map's first and second eight rows, if the
 // map has them.
-__device__ __forceinline__ void project_slices(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                               const MapRow& first_rows, const MapRow& second_rows,
-                                               Scratch& scratch) {
+DEVICE void project_slices(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                           const MapRow& first_rows, const MapRow& second_rows, Scratch& scratch) {
     const int rank = heads.rank[0], lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     QueryFragment query;
     query.load(scratch.query);

@@ -13,8 +13,8 @@ template <int ROW_HEADS, int LENGTH, class T, bool VALUES = false> struct NewTok
     Strided<const T> input;
     int step, from, to;  // step: bytes from a row's token to its next one
 
-    __device__ __forceinline__ int pieces() const { return ((to - from) * CHUNKS + 32 * LOADS - 1) / (32 * LOADS); }
-    template <class Rows> __device__ __forceinline__ void append(const Rows& own_rows, int piece) const {
+    DEVICE int pieces() const { return ((to - from) * CHUNKS + 32 * LOADS - 1) / (32 * LOADS); }
+    template <class Rows> DEVICE void append(const Rows& own_rows, int piece) const {
         Chunk x[LOADS];
         Chunk* into[LOADS];
 #pragma unroll
@@ -42,16 +42,14 @@ struct NewTokens {
     NewTokenArray<HEADS, GATES, gate_t> gates;
     NewTokenArray<HEADS, 1, float> betas;
 
-    __device__ __forceinline__ NewTokens(const Arguments& arg, int from, int to)
+    DEVICE NewTokens(const Arguments& arg, int from, int to)
         : values{arg.memory.values, arg.inputs.v, arg.steps.v, from, to},
           keys{arg.memory.keys, arg.inputs.k, arg.steps.k, (from + HEADS_PER_KEY - 1) / HEADS_PER_KEY,
                (to + HEADS_PER_KEY - 1) / HEADS_PER_KEY},
           gates{arg.memory.gates, arg.inputs.g, arg.steps.g, from, to},
           betas{arg.memory.betas, arg.inputs.beta, arg.steps.beta, from, ERASES ? to : from} {}
-    __device__ __forceinline__ int pieces() const {
-        return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces();
-    }
-    template <class Rows> __device__ __forceinline__ void append(const Rows& own_rows, int piece) const {
+    DEVICE int pieces() const { return values.pieces() + keys.pieces() + gates.pieces() + betas.pieces(); }
+    template <class Rows> DEVICE void append(const Rows& own_rows, int piece) const {
         auto take = [&](const auto& newest) {
             const bool own = piece >= 0 && piece < newest.pieces();
             if (own) newest.append(own_rows, piece);
@@ -63,8 +61,8 @@ struct NewTokens {
 
 // Scores <k_s, q> of the tokens, for `count` key heads from `first` on. The key heads are divided among `warps` warps;
 // this is number `warp`.
-__device__ __forceinline__ void compute_scores(const Arguments& arg, const BlockRows& own_rows, int first, int count,
-                                               int warp, int warps, KeyScores* scores) {
+DEVICE void compute_scores(const Arguments& arg, const BlockRows& own_rows, int first, int count, int warp, int warps,
+                           KeyScores* scores) {
     const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     for (int i = warp; i < count; i += warps) {
         const int row = (first + i) / KEY_HEADS, head = (first + i) % KEY_HEADS;

@@ -4,8 +4,8 @@
 
 // Starts the copies of a tile, or of one half of a tile.
 template <int HALF>
-__device__ __forceinline__ void fetch(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                      const ReadTile& tile, WarpCopyBarrier& full) {
+DEVICE void fetch(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads, const ReadTile& tile,
+                  WarpCopyBarrier& full) {
     constexpr int KEY = TileBuffer::KEY, VALUE = TileBuffer::VALUE, GATE = TileBuffer::GATE;
     const int head = tile.index * TILE_HEADS, key_head = head / HEADS_PER_KEY, pos = tile.pos;
     const Inputs& inputs = arg.inputs;
@@ -27,9 +27,10 @@ __device__ __forceinline__ void fetch(const Arguments& arg, const TileBuffer& bu
             if (HALF & VALUE_HALF) {
 #pragma unroll
                 for (int h = 0; h < TILE_HEADS; h++)
-                    copy(buffer.rest + h * pos * VALUE, ring.v + h * W * V, pos * VALUE);
-                copy(buffer.rest + TileBuffer::newest_at(pos), inputs.v.of(tile.row) + head * V, TILE_HEADS * VALUE);
-                copy(buffer.rest + TileBuffer::sketches_at(pos), arg.memory.sketch.of(tile.slot) + heads.from,
+                    copy(buffer.value_half + h * pos * VALUE, ring.v + h * W * V, pos * VALUE);
+                copy(buffer.value_half + TileBuffer::newest_at(pos), inputs.v.of(tile.row) + head * V,
+                     TILE_HEADS * VALUE);
+                copy(buffer.value_half + TileBuffer::sketches_at(pos), arg.memory.sketch.of(tile.slot) + heads.from,
                      heads.elements * static_cast<int>(sizeof(sketch_t)));
             }
         },

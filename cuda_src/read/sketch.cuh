@@ -18,7 +18,7 @@ constexpr int KEY_CHUNKS = K / 32;
 // Operand order of this kernel for m16n8k16: lane (r, c) has chunks of 8 channels of row r. Chunk i is the 16-byte
 // piece number piece_of(i) of the row. All operands have their channels in the same order, so the sum does not depend
 // on the order. With codes, chunks 2i and 2i + 1 are neighbours: one 16-byte load gets the codes of both.
-__device__ __forceinline__ int piece_of(int i) {
+DEVICE int piece_of(int i) {
     const int c = threadIdx.x % 4;
     return CODED ? 8 * (i / 2) + 2 * c + i % 2 : 4 * i + c;
 }
@@ -27,12 +27,10 @@ struct QuerySlices {
     alignas(16) u32 of[QUERY_SLICED ? 32 * KEY_CHUNKS : 4];
 
     // The even (odd = 0) or odd words of a slice for lanes (r, c) with this c, in QueryFragment's order of loads.
-    __device__ __forceinline__ u32* words(int slice, int odd, int c) {
-        return &of[(8 * slice + 4 * odd + c) * 2 * KEY_CHUNKS];
-    }
+    DEVICE u32* words(int slice, int odd, int c) { return &of[(8 * slice + 4 * odd + c) * 2 * KEY_CHUNKS]; }
 
     // Stores the query, LK channels a lane.
-    __device__ __forceinline__ void set(const float (&x)[LK]) {
+    DEVICE void set(const float (&x)[LK]) {
 #pragma unroll
         for (int n = 0; n < LK; n += 2) {
             const int word = (threadIdx.x % 32 * LK + n) / 2, piece = word / 4;
@@ -69,19 +67,19 @@ struct KeyScores {
     WarpMbarrier full;
 };
 
-__device__ __forceinline__ uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[piece_of(i)]; }
+DEVICE uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(row)[piece_of(i)]; }
 
 // A lane's row of 16-bit numbers, or of codes; codes are widened at each use.
 template <bool CODES> struct RowFragment {
     static constexpr int LOADS = CODES ? K / 64 : KEY_CHUNKS;
     uint4 x[LOADS];
 
-    __device__ __forceinline__ void load(const void* row) {
+    DEVICE void load(const void* row) {
 #pragma unroll
         for (int i = 0; i < LOADS; i++)
             x[i] = CODES ? static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4] : chunk(row, i);
     }
-    __device__ __forceinline__ uint4 of(int i) const {
+    DEVICE uint4 of(int i) const {
         if constexpr (!CODES) return x[i];
         else return widen_codes(i % 2 ? make_uint2(x[i / 2].z, x[i / 2].w) : make_uint2(x[i / 2].x, x[i / 2].y));
     }
@@ -95,42 +93,21 @@ typedef RowFragment<CODED> PivotRow;
 // words again for every product.
 struct LeftFragment {
     u32 x[2][4];
-    __device__ __forceinline__ LeftFragment(const uint4& low, const uint4& high, u32 none)
+    DEVICE LeftFragment(const uint4& low, const uint4& high, u32 none)
         : x{{low.x | none, high.x | none, low.y | none, high.y | none},
             {low.z | none, high.z | none, low.w | none, high.w | none}} {}
-    __device__ __forceinline__ void multiply(float (&d)[4], const uint4& other) const {
+    DEVICE void multiply(float (&d)[4], const uint4& other) const {
         mma_bf16(d, x[0], other.x, other.y);
         mma_bf16(d, x[1], other.z, other.w);
     }
 };
 
-// Sum of the log-decays of later tokens: of the lanes behind this lane, in its group of SPAN.
-__device__ __forceinline__ float sum_of_later(float own) {
-    const int s = threadIdx.x % SPAN;
-    float sum = __shfl_down_sync(ALL, own, 1, SPAN);
-    if (s == SPAN - 1) sum = 0;
-#pragma unroll
-    for (int d = 1; d < 16; d *= 2) {
-        const float y = __shfl_down_sync(ALL, sum, d, SPAN);
-        if (s + d < SPAN) sum += y;
-    }
-    return sum;
-}
-// Row s of the products of keys.
-template <class Scratch> __device__ __forceinline__ void load_products(float (&row)[16], Scratch& scratch, int s) {
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const float4 x = *reinterpret_cast<const float4*>(&scratch.product[s][4 * n]);
-        row[4 * n] = x.x, row[4 * n + 1] = x.y, row[4 * n + 2] = x.z, row[4 * n + 3] = x.w;
-    }
-}
-
 // Scalar decays: `after` the lane's token s up to the newest token, D_{s+1:t}; `whole` also includes token s itself.
 struct Decays {
     float after, whole;
 
-    __device__ __forceinline__ explicit Decays(const TokenScalars& gates) {
-        const float sum = sum_of_later(gates.g);
+    DEVICE explicit Decays(const TokenScalars& gates) {
+        const float sum = sum_of_later<SPAN, 16>(gates.g);
         after = decay(sum), whole = decay(sum + gates.g);
     }
 };
@@ -138,12 +115,11 @@ struct Decays {
 // Token weights, and the tokens' parts of the effective query, from the products of keys and query. With scalar decays
 // D_s after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) contains no
 // decay.
-__device__ __forceinline__ void solve(const float* with_query, const TokenScalars& gates, const Decays& decays, int pos,
-                                      Scratch& scratch) {
+DEVICE void solve(const float* with_query, const TokenScalars& gates, const Decays& decays, int pos, Scratch& scratch) {
     const int lane = threadIdx.x % 32, s = lane % SPAN, h = lane / SPAN;
     float e = s <= pos ? with_query[s % 16] : 0.f, row[16];
     if (ERASES) {
-        load_products(row, scratch, s % 16);
+        load_floats(row, scratch.product[s % 16]);
         e *= gates.beta;
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
@@ -169,8 +145,7 @@ __device__ __forceinline__ void solve(const float* with_query, const TokenScalar
 
 // Eight rows of a head's map. A full-state head has no map and loads arbitrary valid rows.
 template <class Buffer>
-__device__ __forceinline__ MapRow load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads,
-                                                int h, int first) {
+DEVICE MapRow load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads, int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
     MapRow rows;
     const int at = heads.at[h] + rank * V + row * K;
@@ -181,8 +156,7 @@ __device__ __forceinline__ MapRow load_map(const Arguments& arg, const Buffer& b
 // Eight rows of the map of each head of a tile, as far as the maps have them.
 struct MapFragments {
     MapRow of[TILE_HEADS];
-    __device__ __forceinline__ void load(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                         int first) {
+    DEVICE void load(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads, int first) {
 #pragma unroll
         for (int h = 0; h < TILE_HEADS; h++)
             if (first == 0 || first < heads.rank[h]) of[h] = load_map(arg, buffer, heads, h, first);
@@ -190,15 +164,14 @@ struct MapFragments {
 };
 // Operand tiles of pivot rows. The pivots of all heads of a work tile are consecutive rows.
 constexpr int PIVOT_TILES = MAP == FACTORS ? (TILE_HEADS * PIVOT_SLOTS + 7) / 8 : 0;
-template <class Buffer>
-__device__ __forceinline__ const void* pivot_row(const Buffer& buffer, const TileHeads& heads, int tile) {
+template <class Buffer> DEVICE const void* pivot_row(const Buffer& buffer, const TileHeads& heads, int tile) {
     // Places without a pivot load another row; their products are not used.
     const int place = 8 * tile + threadIdx.x % 32 / 4, h = min(place / PIVOT_SLOTS, TILE_HEADS - 1);
     const int rank = heads.rank[h];
     if (TILE_HEADS > 1 && rank == 0) return buffer.query();
     return buffer.sketches() + heads.at[h] + rank * V + min(place % PIVOT_SLOTS, pivots_of(rank) - 1) * K;
 }
-__device__ __forceinline__ uint4 pivot_chunk(const void* row, int i) {
+DEVICE uint4 pivot_chunk(const void* row, int i) {
     if constexpr (CODED) return widen_codes(static_cast<const uint2*>(row)[piece_of(i)]);
     else return chunk(row, i);
 }
@@ -209,7 +182,7 @@ __device__ __forceinline__ uint4 pivot_chunk(const void* row, int i) {
 // row's four lanes.
 struct QueryFragment {
     u32 x[KEY_CHUNKS][2];
-    __device__ __forceinline__ void load(const void* row) {
+    DEVICE void load(const void* row) {
         const int odd = threadIdx.x / 4 % 2;
 #pragma unroll
         for (int i = 0; i < KEY_CHUNKS; i++) {
@@ -218,29 +191,29 @@ struct QueryFragment {
         }
     }
     // The query in two slices: columns 0, 1, 4, 5 hold the leading slice, columns 2, 3, 6, 7 the second.
-    __device__ __forceinline__ void load(QuerySlices& slices) {
+    DEVICE void load(QuerySlices& slices) {
         const int r = threadIdx.x / 4 % 8;
         load_slice(slices.words(r / 2 % 2, r % 2, threadIdx.x % 4));
     }
-    __device__ __forceinline__ void load_slice(const u32* words) {
+    DEVICE void load_slice(const u32* words) {
 #pragma unroll
         for (int i = 0; i < KEY_CHUNKS; i += 2) {
             const uint4 four = *reinterpret_cast<const uint4*>(words + 2 * i);
             x[i][0] = four.x, x[i][1] = four.y, x[i + 1][0] = four.z, x[i + 1][1] = four.w;
         }
     }
-    __device__ __forceinline__ void multiply(float (&d)[4], const uint4& row, int i) const {
+    DEVICE void multiply(float (&d)[4], const uint4& row, int i) const {
         const u32 a[4] = {row.x, row.y, row.z, row.w};
         mma_bf16(d, a, x[i][0], x[i][1]);
     }
     // <row r, query>, in all four lanes of r
-    static __device__ __forceinline__ float product(const float (&d)[4]) { return d[0] + d[3]; }
+    static DEVICE float product(const float (&d)[4]) { return d[0] + d[3]; }
 };
 
 // Products along K without erasure (mamba2): maps and pivots with the query, eight rows at a time.
-__device__ __forceinline__ void project_query(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                              const TokenScalars& gates, const MapFragments& first_rows,
-                                              KeyScores& scores, Scratch& scratch) {
+DEVICE void project_query(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                          const TokenScalars& gates, const MapFragments& first_rows, KeyScores& scores,
+                          Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const Decays decays(gates);
     QueryFragment query;
@@ -281,9 +254,8 @@ __device__ __forceinline__ void project_query(const Arguments& arg, const TileBu
 // All products along K with erasure (gdn), in one pass over K. Rows of the left operand: tokens 0 to pos; all other
 // rows: the query. Right operands: tokens, maps, pivots. The effective query is never formed: its product with a map
 // row is a sum over the products of keys and query with that row.
-__device__ __forceinline__ void project_matrix(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                                               const TokenScalars& gates, const MapFragments& first_rows,
-                                               Scratch& scratch) {
+DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
+                           const TokenScalars& gates, const MapFragments& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
     const u32 none = pos < 0;
     const act_t* const query = buffer.query();

@@ -10,8 +10,7 @@ typedef Packed<ACT, ValueShare::WIDTH> LaneValues[ValueShare::COUNT];
 
 // Appends the newest token to the ring; the caller has loaded the token's value. Only for replay, where no values are
 // swizzled.
-__device__ __forceinline__ void append_token(const Token& token, const Ring& ring, const LaneValues& values, int pos,
-                                             int head) {
+DEVICE void append_token(const Token& token, const Ring& ring, const LaneValues& values, int pos, int head) {
     const int lane = threadIdx.x % 32;
     if (head % HEADS_PER_KEY == 0) {
         Packed<ACT, LK> key;
@@ -41,8 +40,7 @@ struct WindowRead {
     float weight;  // lane s: weight of token s (0 after the newest)
 };
 
-__device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& ring, const GateInput<LK>& input,
-                                                int pos) {
+DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInput<LK>& input, int pos) {
     static_assert(W <= 32, "lane s keeps the scalars of token s");
     const int lane = threadIdx.x % 32;
     WindowRead window;
@@ -68,13 +66,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 
     if constexpr (!ERASES) {
         // c_s = exp(g_{s+1} + ... + g_t) <k_s, q>, for all tokens at once
-        float after = __shfl_down_sync(ALL, gate, 1);
-        if (lane == 31) after = 0;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const float y = __shfl_down_sync(ALL, after, d);
-            if (lane + d < 32) after += y;
-        }
+        const float after = sum_of_later<32>(gate);
         float dot = 0;
 #pragma unroll 1
         for (int n = 0; n * CHUNK < pos; n++) {
@@ -144,7 +136,7 @@ __device__ __forceinline__ WindowRead read_ring(const Token& token, const Ring& 
 }
 
 // A quarter of the value rows of one (row, head).
-__device__ __forceinline__ void read_state(const Arguments& arg, int head, int row, int slot, int pos, int part) {
+DEVICE void read_state(const Arguments& arg, int head, int row, int slot, int pos, int part) {
     const int lane = threadIdx.x % 32;
     constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
     const Token token(arg.inputs, row, head);

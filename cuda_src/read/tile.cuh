@@ -28,7 +28,7 @@ struct Arguments {
     Strided<out_t> out;
 
     // A row's draft number t.
-    __device__ __forceinline__ Token token(int row, int t, int head) const {
+    DEVICE Token token(int row, int t, int head) const {
         Token token(inputs, row, head);
         token.move(steps, t);
         return token;
@@ -41,8 +41,8 @@ struct BlockRows {
     int first_row;
     static constexpr int t = 0;  // the rows' token
 
-    __device__ __forceinline__ int2 of(int row) const { return rows[row - first_row]; }
-    static __device__ __forceinline__ bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
+    DEVICE int2 of(int row) const { return rows[row - first_row]; }
+    static DEVICE bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
 };
 
 // The plan's entries for the heads of a tile.
@@ -51,7 +51,7 @@ struct TileHeads {
     int at[TILE_HEADS];  // offsets of their sketches in the tile's sketches
     int from, elements;  // offset of the tile's sketches in a slot, and their length
 
-    __device__ __forceinline__ void load(const int4* heads, int part) {
+    DEVICE void load(const int4* heads, int part) {
         from = elements = 0;
 #pragma unroll
         for (int h = 0; h < TILE_HEADS; h++) {
@@ -68,14 +68,14 @@ struct TileHeads {
 // the last tile.
 struct ReadTile {
     int row, index, slot, pos, bytes;  // index: which tile of its row
-    __device__ __forceinline__ bool reads() const { return bytes > 0; }
+    DEVICE bool reads() const { return bytes > 0; }
 };
 
 // Scalar gates and betas of a tile's tokens, 0 past the newest. With TWO_HALVES the betas are in shared memory instead.
 struct TokenScalars {
     float g, beta;
 
-    __device__ __forceinline__ void load(const Arguments& arg, const ReadTile& tile) {
+    DEVICE void load(const Arguments& arg, const ReadTile& tile) {
         const int lane = threadIdx.x % 32, s = lane % SPAN, head = tile.index * TILE_HEADS + lane / SPAN;
         g = beta = 0;
         if (s > tile.pos) return;
@@ -90,7 +90,7 @@ struct TokenScalars {
 // Starts the copies of a tile's betas to shared memory, one token a lane (TWO_HALVES). These are copies instead of
 // loads, because an instruction that waits for one load also waits for the other loads on the same scoreboard, and the
 // betas come from DRAM.
-__device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
+DEVICE void copy_betas(const Arguments& arg, const ReadTile& tile, float* to) {
     const int s = threadIdx.x % 32;
     if (ERASES && s <= tile.pos)
         copy_async_4(to + s, s < tile.pos ? arg.memory.betas.of(tile.slot) + tile.index * W + s
@@ -105,31 +105,23 @@ __device__ __forceinline__ void copy_betas(const Arguments& arg, const ReadTile&
 struct TileBuffer {
     static constexpr int KEY = K * sizeof(act_t), VALUE = V * sizeof(act_t);
     static constexpr int GATE = CHANNEL_DECAYS ? K * sizeof(gate_t) : 0;
-    char *keys, *rest;
+    char *keys, *value_half;
     int pos;
 
-    __device__ __forceinline__ const act_t* key(int s) const { return reinterpret_cast<const act_t*>(keys + s * KEY); }
-    __device__ __forceinline__ const act_t* query() const {
-        return reinterpret_cast<const act_t*>(keys + query_at(pos));
+    DEVICE const act_t* key(int s) const { return reinterpret_cast<const act_t*>(keys + s * KEY); }
+    DEVICE const act_t* query() const { return reinterpret_cast<const act_t*>(keys + query_at(pos)); }
+    DEVICE const gate_t* gates() const { return reinterpret_cast<const gate_t*>(keys + gates_at(pos)); }
+    DEVICE const act_t* values(int h) const { return reinterpret_cast<const act_t*>(value_half + h * pos * VALUE); }
+    DEVICE const act_t* newest(int h) const {
+        return reinterpret_cast<const act_t*>(value_half + newest_at(pos) + h * VALUE);
     }
-    __device__ __forceinline__ const gate_t* gates() const {
-        return reinterpret_cast<const gate_t*>(keys + gates_at(pos));
-    }
-    __device__ __forceinline__ const act_t* values(int h) const {
-        return reinterpret_cast<const act_t*>(rest + h * pos * VALUE);
-    }
-    __device__ __forceinline__ const act_t* newest(int h) const {
-        return reinterpret_cast<const act_t*>(rest + newest_at(pos) + h * VALUE);
-    }
-    __device__ __forceinline__ const sketch_t* sketches() const {
-        return reinterpret_cast<const sketch_t*>(rest + sketches_at(pos));
-    }
+    DEVICE const sketch_t* sketches() const { return reinterpret_cast<const sketch_t*>(value_half + sketches_at(pos)); }
 
-    static constexpr __device__ __forceinline__ int query_at(int pos) { return SHARED_SCORES ? 0 : (pos + 1) * KEY; }
-    static constexpr __device__ __forceinline__ int gates_at(int pos) { return query_at(pos) + KEY; }
-    static constexpr __device__ __forceinline__ int newest_at(int pos) { return TILE_HEADS * pos * VALUE; }
-    static constexpr __device__ __forceinline__ int sketches_at(int pos) { return TILE_HEADS * (pos + 1) * VALUE; }
-    static constexpr __device__ __forceinline__ int bytes(int half, int pos, int elements) {
+    static constexpr DEVICE int query_at(int pos) { return SHARED_SCORES ? 0 : (pos + 1) * KEY; }
+    static constexpr DEVICE int gates_at(int pos) { return query_at(pos) + KEY; }
+    static constexpr DEVICE int newest_at(int pos) { return TILE_HEADS * pos * VALUE; }
+    static constexpr DEVICE int sketches_at(int pos) { return TILE_HEADS * (pos + 1) * VALUE; }
+    static constexpr DEVICE int bytes(int half, int pos, int elements) {
         return (half & KEY_HALF ? gates_at(pos) + (pos + 1) * GATE : 0) +
                (half & VALUE_HALF ? sketches_at(pos) + elements * static_cast<int>(sizeof(sketch_t)) : 0);
     }

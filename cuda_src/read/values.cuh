@@ -14,7 +14,7 @@ struct Coefficients {
     int p;
     float whole, y[PIVOTS];
 
-    __device__ __forceinline__ Coefficients(const TileBuffer& buffer, const TileHeads& heads, const Scratch& scratch,
+    DEVICE Coefficients(const TileBuffer& buffer, const TileHeads& heads, const Scratch& scratch,
                                             int h)
         : small(buffer.sketches() + heads.at[h], heads.rank[h]),
           p(pivots_of(heads.rank[h])),
@@ -27,7 +27,7 @@ struct Coefficients {
                     if (i < p) y[i] *= small.pivot_scale[i];
             }
     }
-    __device__ __forceinline__ float of(int j, float z) const {
+    DEVICE float of(int j, float z) const {
         float own = z;
         if constexpr (MAP == FACTORS) {
             own *= widen<SMALL>(small.w[j]);
@@ -42,7 +42,7 @@ struct Coefficients {
 
 // Adds weights times codes of U: `low` and `high` are words of two groups of eight columns, as `load_transposed`
 // returns them. Bytes 2n and 2n + 1 of 16 codes are channels n and n + 8: rows n and n + 8 of the operand.
-__device__ __forceinline__ void multiply_codes(float (&sums)[4], u32 low, u32 high, const u32 (&weights)[2]) {
+DEVICE void multiply_codes(float (&sums)[4], u32 low, u32 high, const u32 (&weights)[2]) {
     const u32 x[4] = {widen_codes<false>(low), widen_codes<true>(low), widen_codes<false>(high),
                       widen_codes<true>(high)};
     mma_bf16(sums, x, weights[0], weights[1]);
@@ -50,8 +50,7 @@ __device__ __forceinline__ void multiply_codes(float (&sums)[4], u32 low, u32 hi
 
 // On the tensor cores. All heads of a tile have as many rows as the longest head. Missing rows repeat the newest value,
 // with weight 0.
-__device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
-                                                Scratch& scratch) {
+DEVICE void multiply_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output, Scratch& scratch) {
     constexpr int ROWS = 16 / TILE_HEADS,
                   SERVED = 4 / TILE_HEADS;  // rows of a head per product; channel groups per accumulator
     constexpr int APART = 16 * SERVED, SUMS = (V + APART - 1) / APART;  // channels of an accumulator; accumulators
@@ -109,7 +108,7 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
 #pragma unroll
             for (int channel = 0; channel < V; channel += 32) {
                 u32 x[4];
-                load_transposed(x, buffer.rest, codes + column.share(channel, half));
+                load_transposed(x, buffer.value_half, codes + column.share(channel, half));
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int at = channel + 16 * i;
@@ -125,13 +124,13 @@ __device__ __forceinline__ void multiply_values(const TileBuffer& buffer, const 
         const bool last = n >= rows - 1;
         const bool column = !CODED && n < rank;
         const int from = last ? newest : n * VALUE + (column ? columns : values);
-        const int turn = swizzle(last ? 0 : column ? n : n - tokens) * ELEMENT ^ half;
+        const int mask = swizzle(last ? 0 : column ? n : n - tokens) * ELEMENT ^ half;
 #pragma unroll
         for (int channel = 0; channel < V; channel += 16) {
             u32 x[4];
             load_transposed(
-                x, buffer.rest,
-                from + channel / SWIZZLE_SPAN * SWIZZLE_SPAN * ELEMENT + (channel % SWIZZLE_SPAN * ELEMENT ^ turn));
+                x, buffer.value_half,
+                from + channel / SWIZZLE_SPAN * SWIZZLE_SPAN * ELEMENT + (channel % SWIZZLE_SPAN * ELEMENT ^ mask));
             const u32(&own)[2] = slices[channel / 16 % SERVED];
             mma_bf16(sums[channel / APART], x, own[0], own[1]);
         }
@@ -163,8 +162,8 @@ template <int N> struct ColumnShare<N, true> : Codes<N> {};
 // c[t] and the weights of `tokens` tokens with values from `values` on. Output t goes to output + t * HEADS * V, for
 // the first `many`.
 template <int COUNT, class Coefficients, class Weights>
-__device__ __forceinline__ void add_values(const sketch_t* u, int rank, const void* values, int tokens, int many,
-                                           out_t* output, const Coefficients& c, const Weights& weights) {
+DEVICE void add_values(const sketch_t* u, int rank, const void* values, int tokens, int many, out_t* output,
+                       const Coefficients& c, const Weights& weights) {
     static_assert(TILE_HEADS == 1 || SWIZZLED || SKETCHED_HEADS == 0);
     typedef ValueShare Own;
     constexpr int UNROLL = COUNT > 1 ? 2 : 4;
@@ -204,8 +203,7 @@ __device__ __forceinline__ void add_values(const sketch_t* u, int rank, const vo
         }
 }
 
-__device__ __forceinline__ void read_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output,
-                                            Scratch& scratch) {
+DEVICE void read_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output, Scratch& scratch) {
     if constexpr (SWIZZLED) {
         multiply_values(buffer, heads, output, scratch);
     } else {
@@ -213,7 +211,7 @@ __device__ __forceinline__ void read_values(const TileBuffer& buffer, const Tile
         for (int j = threadIdx.x % 32; j < heads.rank[0]; j += 32)
             scratch.c[0][j] = coefficients.of(j, scratch.c[0][j]);
         __syncwarp();
-        add_values<1>(buffer.sketches(), heads.rank[0], buffer.rest, buffer.pos + 1, 1, output, scratch.c,
+        add_values<1>(buffer.sketches(), heads.rank[0], buffer.value_half, buffer.pos + 1, 1, output, scratch.c,
                       scratch.weight);
     }
 }

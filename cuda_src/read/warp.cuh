@@ -19,7 +19,7 @@ constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                                                      : 16;  // limited by registers; multiples of 4
 
 // Header of the block's shared memory. After it: {slot, position} of each row, scores, and a part for each active warp.
-struct BlockMemory {
+struct ReadMemory {
     int max_tokens, max_elements;  // over the block's tiles
     int next_tile;                 // next unclaimed tile, not counting each warp's first
     int pieces, next_piece;        // pieces of the newest tokens to append to the ring, and the next unclaimed piece
@@ -32,7 +32,7 @@ struct BlockMemory {
 struct Share {
     int begin, end, count, first_row, rows, first_key, keys;
 
-    __device__ __forceinline__ explicit Share(int batch) {
+    DEVICE explicit Share(int batch) {
         const int tiles = ROW_TILES * batch;
         begin = static_cast<u32>(tiles) * blockIdx.x / gridDim.x;
         end = static_cast<u32>(tiles) * (blockIdx.x + 1) / gridDim.x;
@@ -40,7 +40,7 @@ struct Share {
         first_key = begin / KEY_TILES, keys = SHARED_SCORES ? (end - 1) / KEY_TILES - first_key + 1 : 0;
     }
     // Loads the plan's entries for the tiles. By all threads of the block, after a barrier.
-    __device__ __forceinline__ void load_heads(BlockMemory& block, const int4* heads) const {
+    DEVICE void load_heads(ReadMemory& block, const int4* heads) const {
         for (int i = begin + blockDim.x - 1 - threadIdx.x; i < min(end, begin + ROW_TILES); i += blockDim.x) {
             const int index = i % ROW_TILES;
             block.heads[index].load(heads, index);
@@ -55,14 +55,14 @@ struct WarpMemory {
     alignas(128) char tiles[1];
 };
 constexpr int TILES_OFFSET = (sizeof(WarpMemory) - 1) / 128 * 128;
-__device__ __forceinline__ constexpr int round_up_128(int bytes) { return (bytes + 127) / 128 * 128; }
+DEVICE constexpr int round_up_128(int bytes) { return (bytes + 127) / 128 * 128; }
 
 // Most key heads of a block with SHARED_SCORES. The host starts enough blocks that no block has more: a block's tiles
 // are whole rows, and a part of a row at each end.
 constexpr int MAX_SCORES = 128;
 
 // x / y for small positive integers: adding a half keeps the rounded quotient below the next integer.
-__device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(__fdividef(x + 0.5f, y)); }
+DEVICE int quotient(int x, int y) { return static_cast<int>(__fdividef(x + 0.5f, y)); }
 
 // Bytes per cycle that the warps of a block request at first, one warp after the other. PACE is slightly less than the
 // memory delivers: with a faster start, all tiles arrive at once and all warps then wait again at the same time.
@@ -70,17 +70,15 @@ __device__ __forceinline__ int quotient(int x, int y) { return static_cast<int>(
 // The block's tiles, `begin` to `begin + count - 1`. Warp i starts with tile i; then each warp claims its next tile.
 struct TileReader {
     const Arguments& arg;
-    BlockMemory& block;
+    ReadMemory& block;
     const BlockRows& own_rows;
     KeyScores* scores;
     int first_key, begin, count, active_warps;
     u32 start;  // clock when the block began
 
-    __device__ __forceinline__ const TileHeads& heads_of(const ReadTile& tile) const { return block.heads[tile.index]; }
-    __device__ __forceinline__ out_t* output(const ReadTile& tile) const {
-        return arg.out.of(tile.row) + tile.index * TILE_HEADS * V;
-    }
-    __device__ __forceinline__ ReadTile find(int i) const {
+    DEVICE const TileHeads& heads_of(const ReadTile& tile) const { return block.heads[tile.index]; }
+    DEVICE out_t* output(const ReadTile& tile) const { return arg.out.of(tile.row) + tile.index * TILE_HEADS * V; }
+    DEVICE ReadTile find(int i) const {
         const u32 buffer = begin + i;
         ReadTile tile{static_cast<int>(buffer / ROW_TILES), static_cast<int>(buffer % ROW_TILES), -1, 0, 0};
         if (i >= count) {
@@ -95,14 +93,14 @@ struct TileReader {
         return tile;
     }
     // A warp's first tile, and its next one.
-    __device__ __forceinline__ ReadTile first() const {
+    DEVICE ReadTile first() const {
         const ReadTile tile = find(threadIdx.x / 32);
         if (tile.reads()) wait_since(start, threadIdx.x / 32 * tile.bytes / PACE);
         return tile;
     }
-    __device__ __forceinline__ ReadTile next() const { return find(active_warps + claim_next(block.next_tile)); }
+    DEVICE ReadTile next() const { return find(active_warps + claim_next(block.next_tile)); }
     // The output of a padding row.
-    __device__ __forceinline__ void write_zeros(const ReadTile& tile) const {
+    DEVICE void write_zeros(const ReadTile& tile) const {
         if (tile.slot >= 0) return;
         for (int j = threadIdx.x % 32; j < TILE_HEADS * V; j += 32)
             if (heads_of(tile).rank[j / V] > 0) output(tile)[j] = narrow<OUT>(0.f);
@@ -111,8 +109,7 @@ struct TileReader {
 
 // A warp's loop over whole tiles, in its memory from `lower` to `upper`. Tiles alternate between the two ends: if two
 // tiles fit, the copies of the next tile run while the warp works on the current tile.
-__device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* const lower,
-                                                 char* const upper) {
+DEVICE void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* const lower, char* const upper) {
     const Arguments& arg = of.arg;
     WarpCopyBarrier(&full)[2] = of.block.full[threadIdx.x / 32];
     u32 issued = 0, consumed = 0;  // tiles whose copies were issued, and tiles that were consumed
@@ -171,8 +168,7 @@ __device__ __forceinline__ void read_whole_tiles(const TileReader& of, WarpMemor
 // The same with TWO_HALVES: key halves at the lower end, value halves at the upper end. There is room for the key half
 // of any tile together with the value half of any other tile (read.cu). A tile's value half is requested right after
 // its key half; the next tile's key half is requested when this tile's value half has landed.
-__device__ __forceinline__ void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char* const lower,
-                                                     char* const upper) {
+DEVICE void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char* const lower, char* const upper) {
     const Arguments& arg = of.arg;
     WarpCopyBarrier(&full)[2] = of.block.full[threadIdx.x / 32];
     auto buffer_of = [&](const ReadTile& tile) {

@@ -12,7 +12,7 @@
 // How the lanes share the value channels: lane l has chunks l, l + 32, ... of WIDTH neighbours.
 struct ValueShare {
     static constexpr int WIDTH = V % 128 == 0 ? 4 : 2, COUNT = (V / WIDTH + 31) / 32;
-    __device__ __forceinline__ static int at(int i) { return WIDTH * (threadIdx.x % 32 + 32 * i); }
+    DEVICE static int at(int i) { return WIDTH * (threadIdx.x % 32 + 32 * i); }
 };
 
 // Inputs of the window's tokens in shared memory, token after token.
@@ -28,8 +28,8 @@ struct TokenPointers {
 //
 // In a pair of tokens (0, 1), the later token has c_1 = beta_1 <k_1, x>. With x and k_1 decayed by token 1, the earlier
 // token has c_0 = beta_0 (<k_0, x> - c_1 <k_0, k_1>).
-__device__ __forceinline__ void read_window(const TokenPointers& tokens, const GateInput<LK>& input, int pos,
-                                            float gate, float (&x)[LK], float* weights) {
+DEVICE void read_window(const TokenPointers& tokens, const GateInput<LK>& input, int pos, float gate, float (&x)[LK],
+                        float* weights) {
     const int lane = threadIdx.x % 32;
     const float same = CHANNEL_DECAYS ? 1.f : decay(gate);
     const act_t* const keys = tokens.k + lane * LK;

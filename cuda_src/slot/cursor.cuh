@@ -6,27 +6,23 @@
 constexpr int POSITION_BITS = 127, DUE = 128, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
 
 // Tokens in the ring. The bound is for the caller's memory in which no window has begun and which may hold any word.
-__device__ __forceinline__ int position_of(int word, int window) { return min(word & POSITION_BITS, window - 1); }
-__device__ __forceinline__ int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
+DEVICE int position_of(int word, int window) { return min(word & POSITION_BITS, window - 1); }
+DEVICE int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
 // Whether a plain token flushes the row.
-__device__ __forceinline__ bool flushes_now(int word, int window) {
-    return word & DUE || position_of(word, window) == window - 1;
-}
+DEVICE bool flushes_now(int word, int window) { return word & DUE || position_of(word, window) == window - 1; }
 // The word after a plain token.
-__device__ __forceinline__ int after_token(int word, int window) {
-    return flushes_now(word, window) ? 0 : position_of(word, window) + 1;
-}
+DEVICE int after_token(int word, int window) { return flushes_now(word, window) ? 0 : position_of(word, window) + 1; }
 // Whether a row must fold its committed tokens before it drafts `length` tokens.
-__device__ __forceinline__ bool folds_before(int word, int length, int window) {
+DEVICE bool folds_before(int word, int length, int window) {
     return word & DUE || position_of(word, window) + length > window - 1;
 }
 // The word when a row begins a draft: at position 0 if it folds before.
-__device__ __forceinline__ int after_draft(int word, int length, int window) {
+DEVICE int after_draft(int word, int length, int window) {
     return (folds_before(word, length, window) ? 0 : position_of(word, window)) | length << DRAFTED_SHIFT;
 }
 // The word after a commit.
-__device__ __forceinline__ int after_commit(int word, i64 accepted, int window) {
+DEVICE int after_commit(int word, i64 accepted, int window) {
     const int position = position_of(word, window), drafted = min(drafted_of(word), window - 1 - position);
     const int kept = accepted < 0 ? 0 : accepted < drafted ? static_cast<int>(accepted) : drafted;
     return (word & DUE) + position + kept;
@@ -37,7 +33,7 @@ struct Lengths {
     Numbers rows;
     int tokens;
 
-    __device__ __forceinline__ int of(int row) const {
+    DEVICE int of(int row) const {
         if (rows.first == nullptr) return tokens;
         const i64 length = rows.of(row);
         return length < 0 ? 0 : length < tokens ? static_cast<int>(length) : tokens;
@@ -49,19 +45,17 @@ struct Clock {
     int* word;
 
     // The DUE bit of the clock, which all rows of the call take over.
-    __device__ __forceinline__ int stroke() const { return word ? *word & DUE : 0; }
+    DEVICE int stroke() const { return word ? *word & DUE : 0; }
     // Advances the clock by a plain token. By one thread.
-    __device__ __forceinline__ void tick(int window) const {
+    DEVICE void tick(int window) const {
         const int next = after_token(*word, window);
         *word = next | (next == window - 1 ? DUE : 0);
     }
     // Advances the clock by a draft of `length` tokens. By one thread.
-    __device__ __forceinline__ void draft(int length, int window) const {
-        *word = after_draft(*word, length, window);
-    }
+    DEVICE void draft(int length, int window) const { *word = after_draft(*word, length, window); }
     // Commits the clock's whole draft. If the window has no room for another draft of this length, the clock and the
     // call's rows become due. Returns that DUE bit. By all threads of a block.
-    __device__ __forceinline__ int commit(int window) const {
+    DEVICE int commit(int window) const {
         if (word == nullptr) return 0;
         const int drafted = drafted_of(*word), next = after_commit(*word, drafted, window);
         const int stroke = position_of(next, window) + drafted > window - 1 ? DUE : 0;

@@ -22,7 +22,7 @@ struct Schedule {
     DueRow rows[MAX_ROWS];           // in any order
 
     // By one thread of a read block, when the block has listed its due rows and needs no cursor any more.
-    __device__ __forceinline__ void report_listed() {
+    DEVICE void report_listed() {
         __threadfence();
         if (atomicAdd(&listed_blocks, 1u) + 1 < gridDim.x) return;
         __threadfence();
@@ -30,12 +30,12 @@ struct Schedule {
     }
     // Number of rows to flush, or -1 if the list is not complete. By all threads of a block, once. The read kernel may
     // still be running.
-    __device__ __forceinline__ int listed_rows() const {
+    DEVICE int listed_rows() const {
         __shared__ int seen;
         if (threadIdx.x == 0) seen = load_acquire(&listed);
         __syncthreads();
         return seen - 1;
     }
     // By one thread, after a flush and after the read kernel has ended.
-    __device__ __forceinline__ void reset() { due = next_tile = listed = 0, finished_blocks = listed_blocks = 0; }
+    DEVICE void reset() { due = next_tile = listed = 0, finished_blocks = listed_blocks = 0; }
 };

@@ -35,10 +35,10 @@ constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
 static_assert(PIVOTS <= 8, "as in sketchssm/cuda/limits.py");
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
-__device__ __forceinline__ int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
+DEVICE int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
 
 // Elements of a head's sketch and map, padded; 0 for a full-state head.
-__device__ __forceinline__ constexpr int sketch_elements(int rank) {
+DEVICE constexpr int sketch_elements(int rank) {
     constexpr int LINE = ALIGN / static_cast<int>(sizeof(sketch_t)), EACH = sizeof(small_t) / sizeof(sketch_t);
     const int p = rank < PIVOTS ? rank : PIVOTS;
     const int small = (MAP == FACTORS ? rank * p + rank : 0) + (CODED ? rank + (MAP == FACTORS ? p : 0) : 0);
@@ -50,7 +50,7 @@ __device__ __forceinline__ constexpr int sketch_elements(int rank) {
 template <class T> struct SmallPart {
     T *scale, *pivot_scale, *f, *w;
 
-    template <class P> __device__ __forceinline__ SmallPart(P* packed, int rank) {
+    template <class P> DEVICE SmallPart(P* packed, int rank) {
         const int p = pivots_of(rank);
         scale = reinterpret_cast<T*>(packed + rank * V + (MAP == DENSE ? rank : p) * K);
         pivot_scale = scale + (CODED ? rank : 0), f = pivot_scale + (CODED ? p : 0), w = f + rank * p;

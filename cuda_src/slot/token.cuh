@@ -33,14 +33,14 @@ struct Token {
     const gate_t* g;
     const float* beta;
 
-    __device__ __forceinline__ Token(const Inputs& inputs, int row, int head)
+    DEVICE Token(const Inputs& inputs, int row, int head)
         : q(inputs.q.of(row) + head / HEADS_PER_KEY * K), k(inputs.k.of(row) + head / HEADS_PER_KEY * K),
           v(inputs.v.of(row) + head * V), g(inputs.g.of(row) + head * GATES), beta(inputs.beta.of(row) + head) {}
-    __device__ __forceinline__ Token(const act_t* q_, const act_t* k_, const act_t* v_, const gate_t* g_,
+    DEVICE Token(const act_t* q_, const act_t* k_, const act_t* v_, const gate_t* g_,
                                      const float* beta_)
         : q(q_), k(k_), v(v_), g(g_), beta(beta_) {}
     // Moves `count` tokens ahead.
-    __device__ __forceinline__ void move(const TokenSteps& by, int count) {
+    DEVICE void move(const TokenSteps& by, int count) {
         q = Strided<const act_t>{q, by.q}.of(count), k = Strided<const act_t>{k, by.k}.of(count);
         v = Strided<const act_t>{v, by.v}.of(count), g = Strided<const gate_t>{g, by.g}.of(count);
         beta = Strided<const float>{beta, by.beta}.of(count);

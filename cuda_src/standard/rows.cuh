@@ -8,19 +8,19 @@ constexpr int ROW_SETS = ROWS / SIDE;                 // sets of rows side by si
 constexpr int CHUNKS = K / (4 * ROW_LANES);           // a lane's chunks of four channels, 4 ROW_LANES apart
 static_assert(ROW_SETS <= ROW_LANES, "a lane's output for each set");
 
-__device__ __forceinline__ int channel(int chunk) { return 4 * (threadIdx.x % ROW_LANES + ROW_LANES * chunk); }
+DEVICE int channel(int chunk) { return 4 * (threadIdx.x % ROW_LANES + ROW_LANES * chunk); }
 
 // The warp's value rows, from `value` on, of one head of a row of the batch.
 struct WarpRows {
     int value, head, row;
 
-    __device__ __forceinline__ WarpRows() {
+    DEVICE WarpRows() {
         const i64 task = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
         value = task % (V / ROWS) * ROWS, head = task / (V / ROWS) % HEADS;
         row = static_cast<int>(task / (V / ROWS * HEADS));
     }
     // The lane's value row in the first set.
-    __device__ __forceinline__ int first_row() const { return value + threadIdx.x % 32 / ROW_LANES; }
+    DEVICE int first_row() const { return value + threadIdx.x % 32 / ROW_LANES; }
 };
 
 // A lane's share of a token's inputs at one head.
@@ -29,7 +29,7 @@ struct TokenInputs {
     Packed<GATE_TYPE, 4> g[CHANNEL_DECAYS ? CHUNKS : 1];
     float v[ROW_SETS], gate, beta;
 
-    __device__ __forceinline__ void load(const Token& token, int own) {
+    DEVICE void load(const Token& token, int own) {
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++) {
             q[j].load(token.q + channel(j));
@@ -47,7 +47,7 @@ struct TokenInputs {
 struct GateInputs {
     GateInput<4> input[CHANNEL_DECAYS ? CHUNKS : 1];
 
-    __device__ __forceinline__ GateInputs(const float* packed, int head) {
+    DEVICE GateInputs(const float* packed, int head) {
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++)
             if (CHANNEL_DECAYS) input[CHANNEL_DECAYS ? j : 0].load(packed, head, channel(j));
@@ -58,9 +58,9 @@ struct GateInputs {
 struct Output {
     out_t* at;
 
-    __device__ __forceinline__ Output(const Strided<out_t>& out, const WarpRows& part)
+    DEVICE Output(const Strided<out_t>& out, const WarpRows& part)
         : at(out.of(part.row) + part.head * V + part.first_row() + SIDE * (threadIdx.x % ROW_LANES)) {}
-    __device__ __forceinline__ void put(int t, float x) const {
+    DEVICE void put(int t, float x) const {
         if (threadIdx.x % ROW_LANES < ROW_SETS) at[static_cast<i64>(t) * HEADS * V] = narrow<OUT>(x);
     }
 };
@@ -71,7 +71,7 @@ struct StateRegisters {
     Packed<STATE, 4> rounded[ROW_SETS][CHUNKS];  // the rows as in memory, for states of 16 bits
 
     // Calls `f` with the lane's registers (float32, as in memory) and their offset in memory.
-    template <class F> __device__ __forceinline__ void for_each(F f) {
+    template <class F> DEVICE void for_each(F f) {
 #pragma unroll
         for (int i = 0; i < ROW_SETS; i++)
 #pragma unroll
@@ -81,26 +81,26 @@ struct StateRegisters {
                 else f(s[i][j], rounded[i][j], at);
             }
     }
-    __device__ __forceinline__ void load(const state_t* home) {
+    DEVICE void load(const state_t* home) {
         for_each([&](auto&, auto& stored, int at) { stored.load(home + at); });
     }
-    __device__ __forceinline__ void widen() {
+    DEVICE void widen() {
         if constexpr (STATE != FP32)
             for_each([](auto& x, auto& stored, int) { x.set({stored[0], stored[1], stored[2], stored[3]}); });
     }
-    __device__ __forceinline__ void round() {
+    DEVICE void round() {
         if constexpr (STATE != FP32)
             for_each([](auto& x, auto& stored, int) { stored.set_state({x[0], x[1], x[2], x[3]}); });
     }
     // `streaming`: stores bypass the caches (measured on H200, with other work between two steps).
-    __device__ __forceinline__ void store(state_t* home, bool streaming) {
+    DEVICE void store(state_t* home, bool streaming) {
         for_each([&](auto&, auto& stored, int at) {
             if (streaming) stored.store_streaming(home + at);
             else stored.store(home + at);
         });
     }
     // Applies one token; returns the output of the row of set number `lane`.
-    __device__ __forceinline__ float take(const TokenInputs& token, const GateInputs& gates) {
+    DEVICE float take(const TokenInputs& token, const GateInputs& gates) {
         const float same = CHANNEL_DECAYS ? 1.f : decay(token.gate);
         float predicted[ROW_SETS] = {}, read[ROW_SETS] = {}, key_query = 0;
 #pragma unroll

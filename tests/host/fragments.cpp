@@ -1,4 +1,4 @@
-// Warp operations on matrix fragments, as cuda_src/ptx.cuh describes them. Compiled once, and linked into every library
+// Warp operations on matrix fragments, as cuda_src/lib/ptx.cuh describes them. Compiled once, and linked into every library
 // of kernels.
 #include "ptx.cuh"
 

@@ -1,10 +1,12 @@
-// Replaces cuda_src/ptx.cuh in the host build: the same names, in C++.
+// Replaces cuda_src/lib/ptx.cuh in the host build: the same names, in C++.
 #pragma once
 #include "device.h"
 
 typedef long long i64;
 typedef unsigned int u32;
 typedef unsigned short u16;
+
+#define DEVICE __device__ __forceinline__
 
 #ifndef HOST_MOST_SHARED
 #define HOST_MOST_SHARED 232448

@@ -9,9 +9,8 @@
 // By a fold warp, for its row block: K / 4 lanes share a value row (fewer would take more registers). Keys and gates
 // come from global memory, unless keys are in shared memory as given. Writes the outputs, and returns the lane's share
 // of the sum of squares.
-__device__ __forceinline__ float fold_in_turns(const Flush& f, const FlushTile& tile, const KeyStage& stage,
-                                               const PreparedKeys& prepared, const ValueStage& values,
-                                               StateBlock& rows) {
+DEVICE float fold_by_token(const Flush& f, const FlushTile& tile, const KeyStage& stage, const PreparedKeys& prepared,
+                           const ValueStage& values, StateBlock& rows) {
     constexpr int LANES = K / 4;
     const int channel = 4 * (threadIdx.x % LANES), folded = f.folded(tile);
     const Ring ring = f.ring(tile);
