@@ -170,12 +170,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 
 // Values for the host: least shared memory of a block (one warp), most warps of a block, tiles of a row, most tiles of
 // a block.
-extern "C" __device__ int read_shared_bytes =
-    SKETCHED_HEADS
-        ? round_up_128(sizeof(ReadMemory) + MAX_ROWS * sizeof(int2) +
-                       (SHARED_SCORES ? MAX_SCORES * sizeof(KeyScores) : 0)) +
-              TILES_OFFSET + round_up_128(LARGEST_TILE)
-        : 0;
+extern "C" __device__ int read_shared_bytes = least_shared<KeyScores>(TILES_OFFSET, LARGEST_TILE);
 extern "C" __device__ int read_max_warps = MAX_WARPS;
 extern "C" __device__ int read_row_tiles = ROW_TILES;
 extern "C" __device__ int read_max_tiles = SHARED_SCORES ? (MAX_SCORES - 2) * KEY_TILES : MAX_ROWS * ROW_TILES;

@@ -110,9 +110,4 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 
 // Values for the host: most warps of a block, and least shared memory of a block.
 extern "C" __device__ int read_draft_max_warps = BLOCK_WARPS;
-extern "C" __device__ int read_draft_shared_bytes =
-    SKETCHED_HEADS
-        ? round_up_128(sizeof(ReadMemory) + MAX_ROWS * sizeof(int2) +
-                       (SHARED_SCORES ? MAX_SCORES * sizeof(DraftScores) : 0)) +
-              DRAFTS_OFFSET + round_up_128(LARGEST_DRAFT)
-        : 0;
+extern "C" __device__ int read_draft_shared_bytes = least_shared<DraftScores>(DRAFTS_OFFSET, LARGEST_DRAFT);

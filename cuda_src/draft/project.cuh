@@ -109,7 +109,15 @@ DEVICE void project_drafts_query(const Arguments& arg, const DraftBuffer& buffer
 
 // Sums x[n] over the eight lanes (r, c) with this c: lane (r, c) returns the sum of x[r].
 DEVICE float sum_over_rows(float (&x)[8]) {
-    exchange<4, 16, 4>(x);
+#pragma unroll
+    for (int half = 4, bit = 16; half > 0; half /= 2, bit /= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const float keep = upper ? x[i + half] : x[i], send = upper ? x[i] : x[i + half];
+            x[i] = keep + __shfl_xor_sync(ALL, send, bit);
+        }
+    }
     return x[0];
 }
 

@@ -10,11 +10,7 @@ constexpr int LARGEST_DRAFT =
     DraftBuffer::bytes(BOTH_HALVES, W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS,
                        TILE_HEADS * sketch_elements(RANK_MAX));
 
-// Header of a warp's part. After it: room for at least one tile.
-struct DraftMemory {
-    DraftScratch scratch;
-    alignas(128) char tiles[1];
-};
+typedef PartHeader<DraftScratch> DraftMemory;
 constexpr int DRAFTS_OFFSET = (sizeof(DraftMemory) - 1) / 128 * 128;
 
 // Scores of `count` key heads from `first` on. The key heads are divided among `warps` warps; this is number `warp`.

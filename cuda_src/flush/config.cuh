@@ -92,8 +92,7 @@ constexpr int WANTED_BLOCKS = !FOLD_WARPS_SKETCH                  ? 1
 constexpr int BLOCKS = HIGH_RANKS && !fits<1, SMALL_SUM_STAGES>(WANTED_BLOCKS) ? 1 : WANTED_BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself, or states have 16 bits, or ranks are
 // high. (Otherwise several blocks on a multiprocessor overlap even with one stage each.)
-constexpr int STATE_STAGES =
-    (BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) && fits<2, SMALL_SUM_STAGES>(BLOCKS) ? 2 : 1;
+constexpr int STATE_STAGES = (BLOCKS == 1 || STATE != FP32 || HIGH_RANKS) && fits<2, SMALL_SUM_STAGES>(BLOCKS) ? 2 : 1;
 // With high ranks S U has two stages if the second stage costs neither a block of the multiprocessor nor a state stage.
 constexpr int SUM_STAGES = SLICED && RAW_KEYS && fits<STATE_STAGES, 2>(BLOCKS) ? 2 : SMALL_SUM_STAGES;
 

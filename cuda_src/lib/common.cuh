@@ -120,7 +120,7 @@ DEVICE float warp_sum(float x) { return group_sum<32>(x); }
 // The largest absolute value in the warp.
 DEVICE float warp_most(float x) { return __uint_as_float(__reduce_max_sync(ALL, __float_as_uint(fabsf(x)))); }
 
-template <int HALF, int BIT, int LAST = 1> DEVICE void exchange(float* x) {
+template <int HALF, int BIT> DEVICE void exchange(float* x) {
     if constexpr (HALF > 0) {
         const bool upper = threadIdx.x & BIT;
 #pragma unroll
@@ -129,10 +129,10 @@ template <int HALF, int BIT, int LAST = 1> DEVICE void exchange(float* x) {
             const float send = upper ? x[i] : x[i + HALF];
             x[i] = keep + __shfl_xor_sync(ALL, send, BIT);
         }
-        exchange<HALF / 2, BIT / 2, LAST>(x);
-    } else if constexpr (BIT >= LAST) {
+        exchange<HALF / 2, BIT / 2>(x);
+    } else if constexpr (BIT > 0) {
         x[0] += __shfl_xor_sync(ALL, x[0], BIT);
-        exchange<0, BIT / 2, LAST>(x);
+        exchange<0, BIT / 2>(x);
     }
 }
 

@@ -204,8 +204,7 @@ DEVICE void multiply_dense(const Team<SIZE>& team, const SketchMemory& m, Sums& 
     if constexpr (HELD) {
 #pragma unroll 1
         for (int channel = 16 * team.member + 2 * r; channel < K; channel += 16 * SIZE) {
-            const HeldRows product =
-                multiply_transposed(m, multiply_held(m, rows, rank, channel), rank, scale);
+            const HeldRows product = multiply_transposed(m, multiply_held(m, rows, rank, channel), rank, scale);
 #pragma unroll
             for (int n = 0; n < 2 * BASIS_TILES; n++) {
                 const int row = BLOCK * (n / 2) + 2 * c + n % 2;
@@ -255,8 +254,7 @@ template <int SIZE> DEVICE void split_dense(const Team<SIZE>& team, SketchMemory
             for (int n = 0; n < 2 * BASIS_TILES; n++) {
                 const int row = BLOCK * (n / 2) + 2 * c + n % 2;
                 if (row < rank)
-                    *reinterpret_cast<float2*>(rows.at(row, own)) =
-                        product.row(n / 2, n % 2, is_u ? 1.f : scale);
+                    *reinterpret_cast<float2*>(rows.at(row, own)) = product.row(n / 2, n % 2, is_u ? 1.f : scale);
             }
         }
     } else {

@@ -87,7 +87,8 @@ DEVICE void finish_sketch(const Team<SIZE>& team, SketchMemory& m, SketchBarrier
     columns_empty.arrive();
 #else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
-    auto wait_sums = [&] { barriers.sums_full[sketch_n % SketchBarriers::PHASES].wait(sketch_n / SketchBarriers::PHASES); };
+    constexpr int PHASES = SketchBarriers::PHASES;
+    auto wait_sums = [&] { barriers.sums_full[sketch_n % PHASES].wait(sketch_n / PHASES); };
     float power = 1;
     if (u.extreme<ROW_BLOCKS>(0)) {
         wait_sums();

@@ -17,8 +17,7 @@ struct Coefficients {
     DEVICE Coefficients(const TileBuffer& buffer, const TileHeads& heads, const Scratch& scratch,
                                             int h)
         : small(buffer.sketches() + heads.at[h], heads.rank[h]),
-          p(pivots_of(heads.rank[h])),
-          whole(TWO_HALVES ? 1.f : scratch.window_decay[h]) {
+          p(pivots_of(heads.rank[h])), whole(TWO_HALVES ? 1.f : scratch.window_decay[h]) {
         if (MAP == FACTORS)
 #pragma unroll
             for (int i = 0; i < PIVOTS; i++) {

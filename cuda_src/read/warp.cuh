@@ -50,16 +50,24 @@ struct Share {
 };
 
 // Header of a warp's part. After it: room for at least one tile.
-struct WarpMemory {
+template <class Scratch> struct PartHeader {
     Scratch scratch;
     alignas(128) char tiles[1];
 };
+typedef PartHeader<Scratch> WarpMemory;
 constexpr int TILES_OFFSET = (sizeof(WarpMemory) - 1) / 128 * 128;
 DEVICE constexpr int round_up_128(int bytes) { return (bytes + 127) / 128 * 128; }
 
 // Most key heads of a block with SHARED_SCORES. The host starts enough blocks that no block has more: a block's tiles
 // are whole rows, and a part of a row at each end.
 constexpr int MAX_SCORES = 128;
+
+// Least shared memory of a block: one warp, with room for the largest tile.
+template <class Scores> constexpr int least_shared(int offset, int largest) {
+    const int scores = SHARED_SCORES ? MAX_SCORES * sizeof(Scores) : 0;
+    if (SKETCHED_HEADS == 0) return 0;
+    return round_up_128(sizeof(ReadMemory) + MAX_ROWS * sizeof(int2) + scores) + offset + round_up_128(largest);
+}
 
 // x / y for small positive integers: adding a half keeps the rounded quotient below the next integer.
 DEVICE int quotient(int x, int y) { return static_cast<int>(__fdividef(x + 0.5f, y)); }
