@@ -48,7 +48,7 @@ struct Standard {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
     standard_step(state_t* state, int state_stride, const float* gate_input, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS,
                   SLOT_PARAMETERS, int batch, int tokens, SLOT_LIMITS) {
     wait_for_previous_kernel();

@@ -59,7 +59,7 @@ DEVICE state_t* home_of(const Strided<state_t>& states, const WarpRows& part, in
     return states.of(slot) + (part.head * V + part.first_row()) * K;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
     standard_draft(state_t* state, int state_stride, const float* gate_input, RING_PARAMETERS, INPUT_PARAMETERS,
                    TOKEN_STEP_PARAMETERS, SLOT_PARAMETERS, int batch, int tokens, const void* lengths,
                    int lengths_flags, SLOT_LIMITS) {
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         *Strided<int>{cursor, cursor_stride}.of(slot) = length << DRAFTED_SHIFT;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
     standard_commit(state_t* state, int state_stride, const float* gate_input, RING_PARAMETERS, SLOT_PARAMETERS,
                     int batch, const void* accepted, int accepted_flags, SLOT_LIMITS) {
     wait_for_previous_kernel();
@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     const int slot = slots.once_in_warp(part.row, slots.of(part.row));
     if (part.head == 0 && part.value == 0 && threadIdx.x % 32 == 0) slots.note(slot);
     if (slot < 0) return;
-    const int word = *Strided<int>{cursor, cursor_stride}.of(slot) & ~POSITION_BITS;
-    const int kept = after_commit(word, Numbers{accepted, accepted_flags}.of(part.row), DRAFTS + 1) & POSITION_BITS;
+    const int word = *Strided<int>{cursor, cursor_stride}.of(slot) & ~POSITION;
+    const int kept = after_commit(word, Numbers{accepted, accepted_flags}.of(part.row), DRAFTS + 1) & POSITION;
     if (kept == 0) return;
     state_t* const home = home_of({state, state_stride}, part, slot);
     StateRegisters rows;

@@ -67,9 +67,9 @@ constexpr int EPILOGUE_TEAMS = !RAW_KEYS && (MAP == FACTORS || (MAP == DENSE && 
 // The rest depends on the size of a block's memory.
 #include "flush/memory.cuh"
 
-// Largest shared memory of a block if `blocks` fit on one multiprocessor. 128 bytes of a block remain for static shared
-// memory (STATIC_SHARED on the host), and 1024 for the system.
-constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - 128; }
+// Largest shared memory of a block if `blocks` fit on one multiprocessor. STATIC_SHARED bytes of a block remain for
+// static shared memory, and 1024 for the system.
+constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - STATIC_SHARED; }
 template <int STATES, int SUMS> constexpr bool fits(int blocks) {
     return sizeof(BlockMemoryOf<STATES, SUMS>) <= block_shared(blocks);
 }

@@ -45,8 +45,7 @@ struct TileScheduler {
     }
 };
 
-// A block's shared memory, with so many pipeline stages for states and for S U. flush/roles.cuh says who completes each
-// barrier.
+// A block's shared memory, with STAGES of states and SUMS of S U. flush/roles.cuh says who completes each barrier.
 template <int STAGES, int SUMS> struct BlockMemoryOf {
     StateStage rows[STAGES][ROW_BLOCKS];
     KeyStage keys[KEY_STAGES];

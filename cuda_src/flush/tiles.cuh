@@ -6,8 +6,6 @@
 #include "flush/fold.cuh"
 #include "map/maps.cuh"
 
-enum { STEP = 0, FOLD = 1, LOAD = 2, DRAFT = 3 };
-
 // Checks the call's slots and lists the rows to flush, in order; returns their number. Every block computes and writes
 // the same list. `room`: shared memory for SCAN_ROOM numbers.
 DEVICE int list_rows(Schedule& schedule, const Memory& memory, const CallSlots& slots, const Lengths& lengths,

@@ -1,15 +1,12 @@
 // Constants of a variant, element types, and reductions over a warp.
 //
-// -D constants of every kernel: KIND (0 mamba2, 1 gdn, 2 kda), HEADS, KEY_HEADS, K, V; ACT, OUT and STATE (types of
-// activations, outputs and states: 0 bf16, 1 fp16, 2 float32). Constants of one operation are explained in its own
-// file.
+// -D constants of every kernel: ERASES and CHANNEL_DECAYS (of the layer's kind), HEADS, KEY_HEADS, K, V; ACT, OUT and
+// STATE (types of activations, outputs and states; sketchssm/cuda/constants.py has the numbers). Constants of one
+// operation are explained in its own file.
 #pragma once
+#include "constants.cuh"
 #include "lib/ptx.cuh"
 
-enum { MAMBA2 = 0, GDN = 1, KDA = 2 };
-enum { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };  // INT8: codes (slot/codes.cuh)
-
-constexpr bool CHANNEL_DECAYS = KIND == KDA, ERASES = KIND != MAMBA2;
 constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
 constexpr int GATES = CHANNEL_DECAYS ? K : 1;        // log-decays of a head and token
 constexpr int LK = K / 32;                        // key channels of a lane: [LK * lane, LK * lane + LK)

@@ -1,9 +1,7 @@
 // A call's integers per row: slots, lengths and accepted counts.
 #pragma once
+#include "constants.cuh"
 #include "lib/strided.cuh"
-
-// Flags. WIDE: a number has 8 bytes instead of 4. COUNTED (slots): rows that are left out are counted.
-enum { WIDE = 1, COUNTED = 2 };
 
 struct Numbers {
     const void* first;

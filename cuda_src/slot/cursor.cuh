@@ -3,10 +3,8 @@
 #pragma once
 #include "slot/call_slots.cuh"
 
-constexpr int POSITION_BITS = 127, DUE = 128, DRAFTED_SHIFT = 8, MAX_DRAFTS = 8;
-
 // Tokens in the ring. The bound is for the caller's memory in which no window has begun and which may hold any word.
-DEVICE int position_of(int word, int window) { return min(word & POSITION_BITS, window - 1); }
+DEVICE int position_of(int word, int window) { return min(word & POSITION, window - 1); }
 DEVICE int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
 // Whether a plain token flushes the row.

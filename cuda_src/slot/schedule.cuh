@@ -2,8 +2,6 @@
 #pragma once
 #include "lib/common.cuh"
 
-constexpr int MAX_ROWS = 512;
-
 // A row to flush, and the number of tokens in its ring.
 struct alignas(8) DueRow {
     int slot;

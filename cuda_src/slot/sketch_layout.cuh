@@ -21,18 +21,13 @@
 #pragma once
 #include "lib/common.cuh"
 
-// Values of MAP; macros, because #if has no constants.
-#define FACTORS 0
-#define DENSE 1
-#define SHARED 2
 
 typedef Element<SKETCH>::type sketch_t;
 constexpr bool CODED = SKETCH == INT8;
 constexpr int SMALL = CODED ? FP32 : SKETCH;  // type of F and w
 typedef Element<SMALL>::type small_t;
 typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
-constexpr int ALIGN = 128;  // as in sketchssm/cuda/layout.py
-static_assert(PIVOTS <= 8, "as in sketchssm/cuda/limits.py");
+static_assert(PIVOTS <= KERNEL_PIVOTS, "PIVOTS_2 covers them");
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
 DEVICE int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }

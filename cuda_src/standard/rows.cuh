@@ -2,7 +2,6 @@
 #pragma once
 #include "slot/token.cuh"
 
-constexpr int WARPS = 4;                              // most warps of a block
 constexpr int ROW_LANES = 16, SIDE = 32 / ROW_LANES;  // lanes of a row; rows side by side
 constexpr int ROW_SETS = ROWS / SIDE;                 // sets of rows side by side
 constexpr int CHUNKS = K / (4 * ROW_LANES);           // a lane's chunks of four channels, 4 ROW_LANES apart
@@ -136,7 +135,7 @@ struct StateRegisters {
     }
 };
 
-// Least blocks of WARPS warps per multiprocessor, or 0 for the compiler's choice. For kda with four rows the compiler
-// chooses 64 registers and loads q, k and v only after the decays: batch 512 on an H100 took 822 us instead of 729. The
-// other numbers were the fastest on H200, by up to 1%.
+// Least blocks of STANDARD_WARPS warps per multiprocessor, or 0 for the compiler's choice. For kda with four rows the
+// compiler chooses 64 registers and loads q, k and v only after the decays: batch 512 on an H100 took 822 us instead of
+// 729. The other numbers were the fastest on H200, by up to 1%.
 constexpr int MIN_BLOCKS = CHANNEL_DECAYS ? (ROWS == 4 ? 7 : 0) : ERASES;

@@ -19,7 +19,7 @@ __all__ = ["command"]
 
 FAST_RANKS = (24, 16)
 """Largest ranks below which CUDA flushes are faster: smaller teams of epilogue warps, and more blocks on a
-multiprocessor (`EPILOGUE_TEAM` and `BLOCKS` in ``flush/tiles.cuh``)."""
+multiprocessor (`EPILOGUE_TEAM` and `BLOCKS` in ``flush/config.cuh``)."""
 
 
 def _map(text: str) -> CoefficientMap:

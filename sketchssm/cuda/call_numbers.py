@@ -8,8 +8,9 @@ import numpy as np
 
 from sketchssm.arrays import interop
 from sketchssm.cuda.call_arguments import DEVICE, HOST, CallArguments
+from sketchssm.cuda.constants import COUNTED, WIDE
 from sketchssm.cuda.frameworks import Framework
-from sketchssm.cuda.pointer import COUNTED, WIDE, Slots
+from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.workspaces import stream_key
 
 __all__ = ["CallNumbers"]

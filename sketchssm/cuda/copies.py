@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.constants import MAX_ROWS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.slots import UNIT, part_of
-from sketchssm.cuda.workspaces import MAX_ROWS, PAIRS
+from sketchssm.cuda.workspaces import PAIRS
 
 __all__ = ["COPY", "Copier"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.constants import DRAFT, FOLD, LOAD, STEP
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import size_of
@@ -14,12 +15,9 @@ from sketchssm.cuda.parameters import SLOT_INPUTS, TOKEN_INPUTS
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.workspaces import spans
 
-__all__ = ["DRAFT", "FOLD", "LOAD", "STEP", "Flushes"]
+__all__ = ["Flushes"]
 
 NO_TOKENS = (0,) * len(TOKEN_INPUTS)
-
-STEP, FOLD, LOAD, DRAFT = 0, 1, 2, 3
-"""Modes of the kernel: a step's due rows; fold only; sketch only; rows that must fold before a draft."""
 
 
 class Flushes:

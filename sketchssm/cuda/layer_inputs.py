@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.constants import TYPES
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 
 __all__ = ["LayerInputs", "layer_inputs_variant"]
 
-TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 THREADS = 256
 """Threads of a block."""
 ACCESS_BYTES = 16
@@ -37,7 +37,7 @@ def layer_inputs_variant(heads: int, dim: int, types: tuple[str, ...]) -> Varian
     activation, raw, rate, bias = (TYPES[name] for name in types)
     sizes = {"HEADS": heads, "KEY_HEADS": heads, "K": 32, "V": dim}
     kinds = {"ACT": activation, "OUT": activation, "STATE": TYPES["float32"], "RAW": raw, "RATE": rate, "BIAS": bias}
-    return Variant("layer_inputs", sizes | kinds | {"KIND": 0, "RAW_GATE": 0})
+    return Variant("layer_inputs", sizes | kinds | {"ERASES": 0, "CHANNEL_DECAYS": 0, "RAW_GATE": 0})
 
 
 class LayerInputs:

@@ -8,21 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.cuda.constants import ALIGN, MAPS, TYPES
 from sketchssm.layer.coefficients import RIDGE_FLOOR
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
-
-ALIGN = 128
-"""Bytes: each head's packed sketch is padded to a multiple; ``cuda_src/slot/sketch_layout.cuh`` says why."""
-
-MAPS = {"factors": 0, "dense": 1, "shared": 2}
-"""Storage of maps, and its number in the kernels."""
-
-TYPES = {"bfloat16": 0, "float32": 2, "int8": 3}
-"""Formats of sketches, and their numbers in the kernels; see ``cuda_src/lib/common.cuh``."""
 
 ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8"}
 """Type of a slot's sketches in memory, by format."""
@@ -103,7 +95,7 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     plan : SketchPlan
         The plan.
     sketch_dtype : str
-        Format of the sketches, one of `TYPES`.
+        Format of the sketches, one of `ELEMENTS`.
 
     Returns
     -------

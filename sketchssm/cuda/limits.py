@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sketchssm.cuda.constants import KERNEL_PIVOTS, STATIC_SHARED
 from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import Layer
@@ -13,13 +14,10 @@ __all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
-KERNEL_PIVOTS = 8
 SUPPORTED = (
     f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
     f"up to {KERNEL_PIVOTS} pivots"
 )
-STATIC_SHARED = 128
-"""Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
 
 
 def _refuse(name: str, value: Any) -> None:

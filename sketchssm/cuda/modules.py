@@ -14,9 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.constants import header
+
 __all__ = ["KernelCompileError", "Variant", "load", "size_of", "source_text", "warmup"]
 
 STANDARD = "-std=c++17"
+
+CONSTANTS = "constants.cuh"
+"""Header that `sketchssm.cuda.constants` writes."""
 
 UNCACHED = "CUPY_CACHE_IN_MEMORY"
 """Environment variable that keeps CuPy from writing compiled kernels to disk, read at every compilation."""
@@ -70,7 +75,8 @@ def source_text(operation: str) -> str:
 
     def expand(name: str) -> str:
         lines = [f'#line 1 "{name}"']
-        for number, line in enumerate((folder / name).read_text(encoding="utf-8").splitlines(), 1):
+        text = header() if name == CONSTANTS else (folder / name).read_text(encoding="utf-8")
+        for number, line in enumerate(text.splitlines(), 1):
             match = re.fullmatch(r'#include "([^"]+)"', line.strip())
             if match is None:
                 lines.append("" if line.strip() == "#pragma once" else line)

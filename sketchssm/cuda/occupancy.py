@@ -32,7 +32,7 @@ def blocks_per_multiprocessor(layer: Layer, raw_keys: bool, dense: bool) -> int:
     layer : Layer
         Kind and shape.
     raw_keys : bool
-        RAW_KEYS in ``flush/stages.cuh``.
+        RAW_KEYS in ``flush/config.cuh``.
     dense : bool
         Whether the map is dense.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.arrays.options import EngineOptions
+from sketchssm.cuda.constants import TYPES
 from sketchssm.layer.recurrence import Layer
 
 __all__ = [
@@ -16,15 +17,9 @@ __all__ = [
     "STEPS_INPUTS",
     "TOKEN_INPUTS",
     "TOKEN_VALUES",
-    "TYPES",
     "gate_argument",
     "layer_constants",
 ]
-
-TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-"""Element types, and their numbers in the kernels."""
-
-KINDS = {"mamba2": 0, "gdn": 1, "kda": 2}
 
 TOKEN_INPUTS = "Q" * 6 + "i" * 6
 """Arguments of a step's kernels: addresses and row strides of q, k, v, g, beta and outputs."""
@@ -45,7 +40,8 @@ def layer_constants(
     """Constants of a layer and its types; "bfloat16" as long as no call has settled a type."""
     gate = options.gate
     return {
-        "KIND": KINDS[layer.kind],
+        "ERASES": int(layer.erases),
+        "CHANNEL_DECAYS": int(layer.channel_decays),
         "HEADS": layer.heads,
         "KEY_HEADS": layer.key_heads,
         "K": layer.key_dim,

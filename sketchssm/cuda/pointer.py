@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["COUNTED", "WIDE", "Pointer", "Slots", "StepInputs"]
+from sketchssm.cuda.constants import COUNTED, WIDE
 
-WIDE = 1
-"""Flag of integers of 8 bytes; as in ``cuda_src/slot/call_slots.cuh``."""
-
-COUNTED = 2
-"""Flag of slots: rows that are left out are counted."""
+__all__ = ["Pointer", "Slots", "StepInputs"]
 
 
 class Pointer:

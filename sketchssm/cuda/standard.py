@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.commits import COMMIT
+from sketchssm.cuda.constants import STANDARD_WARPS
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
@@ -29,9 +30,6 @@ from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart
 
 __all__ = ["StandardEngine"]
-
-STANDARD_WARPS = 4
-"""Largest number of warps of a block; WARPS in ``cuda_src/standard/rows.cuh``."""
 
 MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
 """With at least so many warps, a block has at most so many bytes of state: blocks start in the order of memory, and

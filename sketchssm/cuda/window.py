@@ -9,16 +9,17 @@ import numpy as np
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.commits import COMMIT
+from sketchssm.cuda.constants import DRAFT, FOLD, LOAD, MAPS, STEP, TYPES
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
-from sketchssm.cuda.flushes import DRAFT, FOLD, LOAD, STEP, Flushes
-from sketchssm.cuda.layout import MAPS, PackedPlan, pack_full_state, pack_plan
+from sketchssm.cuda.flushes import Flushes
+from sketchssm.cuda.layout import PackedPlan, pack_full_state, pack_plan
 from sketchssm.cuda.limits import check_layer, check_plan, check_shared, check_window
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.occupancy import blocks_per_multiprocessor, read_pace
-from sketchssm.cuda.parameters import SLOT_VALUES, TOKEN_VALUES, TYPES, gate_argument, layer_constants
+from sketchssm.cuda.parameters import SLOT_VALUES, TOKEN_VALUES, gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.reads import DraftReads, Reads, draft_variant
 from sketchssm.cuda.slots import SLOTS, part_of
@@ -99,7 +100,7 @@ class WindowEngine:
             **packed.constants,
         }
         prior = constants.pop("PRIOR")
-        raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/stages.cuh
+        raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
         flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.constants import MAX_ROWS
 from sketchssm.cuda.launch import capture_of
 
-__all__ = ["CHECKED_SLOTS", "MAX_ROWS", "PAIRS", "PER_THREAD", "WORDS", "Workspaces", "spans", "stream_key"]
-
-MAX_ROWS = 512
-"""Rows of a launch; as in ``cuda_src/slot/schedule.cuh``."""
+__all__ = ["CHECKED_SLOTS", "PAIRS", "PER_THREAD", "WORDS", "Workspaces", "spans", "stream_key"]
 
 HEADER = 5
 CHECKED_SLOTS = 4 * HEADER
