@@ -8,7 +8,7 @@
 #include "lib/ptx.cuh"
 
 constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
-constexpr int GATES = CHANNEL_DECAYS ? K : 1;        // log-decays of a head and token
+constexpr int GATES = CHANNEL_DECAYS ? K : 1;     // log-decays of a head and token
 constexpr int LK = K / 32;                        // key channels of a lane: [LK * lane, LK * lane + LK)
 constexpr u32 ALL = 0xffffffffu;
 
