@@ -39,7 +39,8 @@ from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import Tokens
-from sketchssm.reference import maps, narrow, quantise
+from sketchssm.reference import maps, quantise
+from sketchssm.reference.codes import sketched_read, split_form, stored
 from sketchssm.reference.recurrence import run
 from sketchssm.study.baselines import CopyReadHead
 from sketchssm.study.baselines.quantised import COPY
@@ -80,7 +81,7 @@ def read_matrix(form, map, states, omega, projection):
     if form.name == "bfloat16":
         sketch = bfloat16(states.swapaxes(-1, -2) @ omega)
         return sketch @ bfloat16(maps.coefficient_map(map, states, omega, projection))
-    return narrow.sketched_read(form, map, states, omega, projection)
+    return sketched_read(form, map, states, omega, projection)
 
 
 def shares(windows, make):
@@ -147,11 +148,11 @@ def coding_noise(windows, basis):
     form, found = SketchFormat.of("int8"), []
     for rank in NOISE_RANKS:
         for head, omega in enumerate(basis.columns(rank, weighted=False)[0]):
-            q, b = narrow.split_form(states[:, head], omega, CoefficientMap("ridge").effective_ridge)
+            q, b = split_form(states[:, head], omega, CoefficientMap("ridge").effective_ridge)
             order = np.argsort(-np.square(b).sum(axis=-1), axis=-1, kind="stable")[:, : rank // 2, None]
             left, right = (np.take_along_axis(x, order, axis=-2) for x in (q.swapaxes(-1, -2), b))
             reads = queries[:, head] @ right.swapaxes(-1, -2) @ left
-            coded = (narrow.stored(form, x) for x in (right, left))
+            coded = (stored(form, x) for x in (right, left))
             change = queries[:, head] @ next(coded).swapaxes(-1, -2) @ next(coded) - reads
             found.append(np.square(change).sum() / np.square(reads).sum())
     return {"int8": float(np.mean(found))}

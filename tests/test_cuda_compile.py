@@ -21,7 +21,7 @@ from sketchssm.cuda import common_rank
 from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.constants import STATIC_SHARED
 from sketchssm.cuda.copies import COPY
-from sketchssm.cuda.layer_inputs import layer_inputs_variant
+from sketchssm.cuda.layer_kernels import layer_inputs_variant
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.reads import draft_variant
 from sketchssm.cuda.slots import SLOTS

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from host import fixtures, standin
 
-from sketchssm.cuda.layer_inputs import LayerInputs
+from sketchssm.cuda.layer_kernels import LayerInputs
 
 cupy = fixtures.of_heads
 

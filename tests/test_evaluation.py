@@ -305,7 +305,7 @@ def test_broken_parts_are_measured_anew(tmp_path):
 
 def test_files(tmp_path):
     found = evaluated(study_of(tmp_path))
-    for path in found.save(tmp_path / "new" / "out"):
+    for path in found.save(tmp_path / "new" / "out", "1"):
         assert path.exists()
     results = json.loads((tmp_path / "new" / "out" / "results.json").read_text())
     [layer] = results["layers"]

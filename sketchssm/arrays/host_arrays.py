@@ -214,22 +214,22 @@ def slot_memory(
     Cursors in the caller's memory are set to 0. TypeError if memory is on a device or of a wrong type, ValueError if
     it does not fit its part or there is no part of a name.
     """
-    shapes, rest, memory = {part.name: part for part in parts}, dict(given or {}), {}
+    shapes, unused, memory = {part.name: part for part in parts}, dict(given or {}), {}
     for name, part in shapes.items():
-        if name not in rest:
+        if name not in unused:
             try:
                 memory[name] = np.zeros((num_slots, *part.shape), host_type(part.dtype))
             except (MemoryError, ValueError) as error:
                 raise no_memory(part, num_slots) from error
             continue
-        array = rest.pop(name)
+        array = unused.pop(name)
         if not hasattr(array, "shape") or is_on_device(array):
             raise TypeError(f"memory[{name!r}]: expected an array on the host, got {type(array).__name__}")
         host = memory_of(array, f"memory[{name!r}]")
         check_memory(f"memory[{name!r}]", host, part, num_slots)
         memory[name] = host.view(host_type(part.dtype))
-    if rest:
-        raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(rest))!r}")
+    if unused:
+        raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(unused))!r}")
     blocks = {
         name: (array.__array_interface__["data"][0], array.strides[0], shapes[name].bytes)
         for name, array in memory.items()

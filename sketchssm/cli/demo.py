@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+import sketchssm
 from sketchssm.cli import options
 from sketchssm.cli.options import COUNT, NEW_FOLDER, NUMBERS
 
@@ -88,7 +89,7 @@ def command(
     timed = f"Times: steps of {rows} rows on {used}. " if times else ""
     output.say(f"\n{timed}The demo took {took:.0f} s.")
     per_token = [{"layer": layer, "system": name, "microseconds": took} for (layer, name), took in times.items()]
-    output.finish(found.plain() | {"times": per_token, "rows": rows, "seconds": took})
+    output.finish(found.plain(sketchssm.__version__) | {"times": per_token, "rows": rows, "seconds": took})
 
 
 def _times(

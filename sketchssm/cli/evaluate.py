@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+import sketchssm
 from sketchssm.cli import options
 from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, PATH
 
@@ -149,8 +150,8 @@ def command(
         found = evaluate(studies, chosen, out, backend, step)
     for table in all_tables(found.layers):
         output.table(*table)
-    output.finish(found.plain())
-    written = [] if out is None else found.save(out)
+    output.finish(found.plain(sketchssm.__version__))
+    written = [] if out is None else found.save(out, sketchssm.__version__)
     if out is not None and plots:
         written += draw(found.layers, out, f".{suffix}").values()
     if report is not None:

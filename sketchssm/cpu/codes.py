@@ -1,6 +1,6 @@
 """Vectors as int8 codes, each vector with its own scale.
 
-The codes are those of `sketchssm.reference.narrow`, computed in float32. If a number is halfway between two codes, the
+The codes are those of `sketchssm.reference.codes`, computed in float32. If a number is halfway between two codes, the
 two backends may choose different codes.
 """
 

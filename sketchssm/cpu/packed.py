@@ -20,7 +20,7 @@ z = Pi^T x,
 
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 
-**Codes** (`sketchssm.reference.narrow`). SKETCH and MAP are bytes; K and V below are padded to multiples of 16. For
+**Codes** (`sketchssm.reference.codes`). SKETCH and MAP are bytes; K and V below are padded to multiples of 16. For
 `ridge`, SKETCH holds Q and MAP holds B of the split form. With p rows of the map, a head's bytes are, in
 this order:
 

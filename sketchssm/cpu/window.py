@@ -150,12 +150,12 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
     for j in range(cursor, -1, -1):
         betas, products = slot * m.beta_stride + j * m.heads, slot * m.gram_stride + j * m.gram_row
         for head in range(first, last):
-            rest = at.open + head * m.tokens
-            weight = floats(m.beta)[betas + head] * buf[rest + j]
+            scores = at.open + head * m.tokens
+            weight = floats(m.beta)[betas + head] * buf[scores + j]
             buf[at.weights + head * m.tokens + j] = weight
             minus, gram = splat(-weight), products + head * m.tokens
             for i in range(0, j, LANES):
-                store(buf, rest + i, fma(minus, load(floats(m.gram), gram + i), load(buf, rest + i)))
+                store(buf, scores + i, fma(minus, load(floats(m.gram), gram + i), load(buf, scores + i)))
 
 
 @njit

@@ -82,14 +82,14 @@ def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...])
     Returns
     -------
     kernels : LayerInputs
-        The kernels, see `sketchssm.cuda.layer_inputs`.
+        The kernels, see `sketchssm.cuda.layer_kernels`.
     stream : callable
         Returns the context in which they are launched on PyTorch's current stream.
     """
     import cupy
 
     from sketchssm.cuda.frameworks import TorchArrays
-    from sketchssm.cuda.layer_inputs import LayerInputs
+    from sketchssm.cuda.layer_kernels import LayerInputs
 
     with cupy.cuda.Device(device):
         return LayerInputs(heads, dim, types), TorchArrays(device).stream

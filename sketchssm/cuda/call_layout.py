@@ -103,9 +103,8 @@ class CallLayout:
         size = v_shape[0], v_shape[1] if several else 1
         self.inputs = [ArrayLayout(name, dtypes[name], *size, tail, several) for name, tail in tails.items()]
         self.out = ArrayLayout("out", output_dtype, *size, tails["v"], several)
-        missing = 5 - len(self.inputs)  # a layer without beta
         rows, steps, extents = zip(*(x.contiguous for x in self.inputs), strict=True)
-        nothing = (0,) * missing
+        nothing = (0,) * (5 - len(self.inputs))  # a layer without beta
         self.rows: tuple[int, ...] = rows + nothing
         self.steps: tuple[int, ...] = steps + nothing
         self.extents: tuple[int, ...] = extents + nothing

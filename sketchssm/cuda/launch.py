@@ -37,7 +37,7 @@ CODES = {np.uint64: "Q", np.int64: "q", np.int32: "i4x", np.float32: "f4x"}
 class Attribute(ctypes.Structure):
     """CUlaunchAttribute: a value of 64 bytes."""
 
-    _fields_ = [("id", ctypes.c_uint64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_uint64), ("value", ctypes.c_int), ("unused", ctypes.c_char * 60)]
 
 
 class Config(ctypes.Structure):

@@ -11,7 +11,7 @@ sketch_dtype   numbers of a sketch and its map
 `ridge` stores U ``(V, G)`` and C ``(G, K)`` in float32 and bfloat16. In codes it stores ``Q (V, G)`` and
 ``B (G, K)``, the *split form* with the same product. A column of Q and its row of B have one float32 scale, the
 product of the two. The other maps store the codes of U with one float32 scale per column, and the codes of the map's
-rows with one float32 scale per row; F and w stay float32. `sketchssm.reference.narrow` defines the codes.
+rows with one float32 scale per row; F and w stay float32. `sketchssm.reference.codes` defines the codes.
 """
 
 from __future__ import annotations

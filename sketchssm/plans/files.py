@@ -171,8 +171,8 @@ def load_file(
         if document.pop("sha256", None) != _checksum(document, tensors):
             raise ValueError("the contents do not match their checksum: the file is damaged")
         del document["format"]
-        missing = form.older.get(document.pop("version"), {})
-        return build(tensors, **document, **missing)
+        defaults = form.older.get(document.pop("version"), {})
+        return build(tensors, **document, **defaults)
     except SafetensorError as error:
         raise form.error(f"{path}: not a whole safetensors file ({error})") from error
     except OSError:

@@ -13,7 +13,7 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, PartsOf, SlotPart, drafted
 from sketchssm.plans.plan import SketchPlan
-from sketchssm.reference.narrow import sketched_read
+from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.reference.window import Ring, fold, read_window
 

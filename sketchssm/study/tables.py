@@ -31,9 +31,9 @@ def ruled(items: Iterable[T], key: Callable[[T], Hashable], row: Callable[[T], l
     return [each for group in groups.values() for each in ([], *group)][1:]
 
 
-def number(value: float, form: str = "g", missing: str = "-", before: str = "") -> str:
-    """Format a number after some text; `missing` stands for NaN, as a mean rank is if no head has a sketch."""
-    return missing if math.isnan(value) else f"{before}{value:{form}}"
+def number(value: float, form: str = "g", blank: str = "-", before: str = "") -> str:
+    """Format a number after some text; `blank` stands for NaN, as a mean rank is if no head has a sketch."""
+    return blank if math.isnan(value) else f"{before}{value:{form}}"
 
 
 def percent(share: float, digits: int = 2) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
-from sketchssm.reference.narrow import sketched_read
+from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import per_head, step
 
 HISTORY = 64

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import sketchssm
 from sketchssm.calibrate.traces import named_errors
 from sketchssm.plans.files import write_whole
 from sketchssm.study.evaluate.measure import Measurement, measure, rounded
@@ -52,8 +51,8 @@ class Evaluation:
     settings: dict[str, Any]
     layers: list[LayerResults]
 
-    def plain(self) -> dict[str, Any]:
-        """Return the results as JSON holds them."""
+    def plain(self, version: str) -> dict[str, Any]:
+        """Return the results, with the version of the library that measured them, as JSON holds them."""
         layers = [
             {
                 "name": layer.name,
@@ -64,13 +63,13 @@ class Evaluation:
             }
             for layer in self.layers
         ]
-        return {"version": sketchssm.__version__, "settings": self.settings, "layers": layers}
+        return {"version": version, "settings": self.settings, "layers": layers}
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path, version: str) -> list[Path]:
         """Write ``results.json``, ``results.csv`` and ``drift.csv`` into a folder, and return the files."""
         folder.mkdir(parents=True, exist_ok=True)
         texts = (
-            json.dumps(self.plain(), indent=1, allow_nan=False) + "\n",
+            json.dumps(self.plain(version), indent=1, allow_nan=False) + "\n",
             _csv(RESULT_COLUMNS, _result_rows(self.layers)),
             _csv(DRIFT_COLUMNS, _drift_rows(self.layers)),
         )

@@ -11,7 +11,8 @@ import sketchssm as ss
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
-from sketchssm.reference import maps, narrow
+from sketchssm.reference import maps
+from sketchssm.reference.codes import encode, sketched_read, split_form
 
 TOP = 127.0
 
@@ -23,7 +24,7 @@ VECTORS = arrays.arrays(
 
 
 def decoded(x):
-    codes, scale = narrow.encode(x, TOP)
+    codes, scale = encode(x, TOP)
     return codes * scale[..., None]
 
 
@@ -31,7 +32,7 @@ class TestCodes:
     @given(x=VECTORS, exponent=st.integers(-60, 63))
     def test_codes_are_codes(self, x, exponent):
         """At magnitudes of 1e-18 to 1e19."""
-        codes, scale = narrow.encode(np.ldexp(x, exponent), TOP)
+        codes, scale = encode(np.ldexp(x, exponent), TOP)
         assert (np.abs(codes) <= TOP).all()
         assert (scale >= 0).all()
         assert (scale[(x == 0).all(axis=-1)] == 0).all()
@@ -47,8 +48,8 @@ class TestCodes:
     @given(x=VECTORS, exponent=st.integers(-60, 60))
     def test_powers_of_two(self, x, exponent):
         """Scaling changes the scale alone."""
-        codes, scale = narrow.encode(x, TOP)
-        more = narrow.encode(np.ldexp(x, exponent), TOP)
+        codes, scale = encode(x, TOP)
+        more = encode(np.ldexp(x, exponent), TOP)
         np.testing.assert_array_equal(more.codes, codes)
         np.testing.assert_array_equal(more.scale, np.ldexp(scale, exponent))
 
@@ -63,7 +64,7 @@ class TestCodes:
         np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
 
     def test_ties_to_even(self):
-        codes, scale = narrow.encode(np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]), TOP)
+        codes, scale = encode(np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5]), TOP)
         assert scale == 1
         assert codes.tolist() == [127, 0, 2, 2, 0, -2]
 
@@ -75,7 +76,7 @@ class TestSplitForm:
         """2^-53 times a condition number of at most K over the ridge."""
         omega = np.linalg.qr(rng.standard_normal((48, 7)))[0]
         state = scale * rng.standard_normal((3, 2, 48, 33)) * 0.7 ** np.arange(48)[:, None]
-        q, b = narrow.split_form(state, omega, ridge)
+        q, b = split_form(state, omega, ridge)
         want = state.swapaxes(-1, -2) @ omega @ maps.ridge_map(state, omega, ridge)
         assert relative(q @ b, want) < 48 / ridge * 2.0**-52
 
@@ -83,14 +84,14 @@ class TestSplitForm:
         """``Q^T Q = mu (I - ridge (L^T L)^-1)``."""
         omega = np.linalg.qr(rng.standard_normal((48, 7)))[0]
         state = rng.standard_normal((48, 33))
-        q, _ = narrow.split_form(state, omega, 1e-3)
+        q, _ = split_form(state, omega, 1e-3)
         mu = maps.state_scale(state)
         sketch = state.T @ omega
         lower = np.linalg.cholesky(sketch.T @ sketch / mu + 1e-3 * np.eye(7))
         np.testing.assert_allclose(q.T @ q / mu, np.eye(7) - 1e-3 * np.linalg.inv(lower.T @ lower), atol=1e-12)
 
     def test_a_zero_state(self):
-        q, b = narrow.split_form(np.zeros((2, 6, 5)), np.eye(6)[:, :3], 1e-3)
+        q, b = split_form(np.zeros((2, 6, 5)), np.eye(6)[:, :3], 1e-3)
         assert not q.any()
         assert not b.any()
 
@@ -99,7 +100,7 @@ class TestSplitForm:
         state = rng.standard_normal((2, 6, 5))
         state[1, 2, 3] = bad
         with np.errstate(invalid="ignore"):
-            q, b = narrow.split_form(state, np.eye(6)[:, :3], 1e-3)
+            q, b = split_form(state, np.eye(6)[:, :3], 1e-3)
         assert np.isfinite(q[0] @ b[0]).all()
         assert np.isnan(q[1] @ b[1]).all()
 
@@ -123,10 +124,10 @@ class TestReads:
         omega = np.linalg.qr(rng.standard_normal((shape[0], rank)))[0]
         state = rng.standard_normal((2, *shape)) * (rng.random((2, shape[0], 1)) < 0.8)
         state *= rng.random((2, 1, shape[1])) < 0.8
-        read = narrow.sketched_read(form, map, state, omega, omega)
+        read = sketched_read(form, map, state, omega, omega)
         assert read.shape == (2, shape[1], shape[0])
         assert np.isfinite(read).all()
-        much = narrow.sketched_read(form, map, np.ldexp(state, exponent), omega, omega)
+        much = sketched_read(form, map, np.ldexp(state, exponent), omega, omega)
         # float64 rounds norms differently, which may move a code of a tie by one; float32 scales round alike
         np.testing.assert_allclose(np.ldexp(much, -exponent), read, atol=0.2 * np.abs(read).max(initial=0) + 1e-30)
 
@@ -136,8 +137,8 @@ class TestReads:
         map = CoefficientMap(map)
         omega = np.linalg.qr(rng.standard_normal((64, 8)))[0]
         state = rng.standard_normal((20, 64, 48)) * 0.8 ** np.arange(64)[:, None]
-        want = narrow.sketched_read(SketchFormat.of("float32"), map, state, omega, omega)
-        got = narrow.sketched_read(SketchFormat.of("int8"), map, state, omega, omega)
+        want = sketched_read(SketchFormat.of("float32"), map, state, omega, omega)
+        got = sketched_read(SketchFormat.of("int8"), map, state, omega, omega)
         assert 0.001 < relative(got, want) < 0.02
 
     @pytest.mark.parametrize("kind", LAYERS)
