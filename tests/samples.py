@@ -18,10 +18,9 @@ HARSH_WRITES = (0.0, 0.5, 1.0)
 
 
 def tokens_of(rng, layer, batch, length, dtype=np.float32, harsh=False):
-    """Tokens ``(batch, length, ...)`` with unit keys, decays of all time scales and write gates in (0, 1).
-
-    Harsh ones draw decays and write gates from the ends of their ranges, and repeat some keys. The values are float32
-    ones whatever the dtype, so that every backend sees the same.
+    """Tokens ``(batch, length, ...)`` with unit keys, decays of all time scales and write gates in (0, 1). Harsh ones
+    draw decays and write gates from the ends of their ranges, and repeat some keys. The values are float32 ones
+    whatever the dtype, so that every backend sees the same.
     """
 
     def draw(*shape):
@@ -49,7 +48,6 @@ REPEATED = "one", "four in turn", "correlated"
 
 def reflections(rng, layer, keys, length):
     """Float32 tokens of one row with beta = 2: every window reverses what a state holds along its keys, which repeat.
-
     Nothing is forgotten, so that an error which is the same in every window adds up.
     """
     tokens = tokens_of(rng, layer, 1, length)

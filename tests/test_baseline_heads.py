@@ -17,12 +17,7 @@ from sketchssm.reference.recurrence import run
 
 __all__ = ["TestArrays", "TestRefusals", "TestSeveralTokens", "TestSlots", "TestStates"]
 
-SYSTEMS = {
-    "quantised": ("mamba2", "gdn", "kda"),
-    "pruned": ("mamba2", "kda"),
-    "reduced": ("gdn",),
-    "sliced": ("gdn",),
-}
+SYSTEMS = {"quantised": ("mamba2", "gdn", "kda"), "pruned": ("mamba2", "kda"), "reduced": ("gdn",), "sliced": ("gdn",)}
 # A few operations of 2^-24 on vectors of at most six entries, for one token.
 FLOAT32 = 1e-6
 
@@ -64,9 +59,8 @@ def make(system, layer, backend):
 class TestBackends:
     def test_a_step_is_the_reference_s(self, system, layer, rng):
         """One token from the same states gives the reference's outputs and states, except for codes at a boundary.
-
-        Rounding moves an element that lies just between two codes to the other one: a step further, in one state of
-        a hundred at most.
+        Rounding moves an element that lies just between two codes to the other one: a step further, in one state of a
+        hundred at most.
         """
         heads = [head_of(system, layer, 4, backend) for backend in ("reference", "cpu")]
         tokens = tokens_of(rng, layer, 4, 30)

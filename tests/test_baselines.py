@@ -128,9 +128,8 @@ class TestCopies:
 class TestGhost:
     @pytest.mark.parametrize("kind", PRUNABLE)
     def test_score_is_controllability_times_observability(self, kind, rng):
-        """By brute force, token by token: the energy of a channel's row times the squared entry of the query.
-
-        This is also the squared error of the reads if this channel is zeroed.
+        """By brute force, token by token: the energy of a channel's row times the squared entry of the query. This is
+        also the squared error of the reads if this channel is zeroed.
         """
         layer = LAYERS[kind]
         tokens = tokens_of(rng, layer, 2, 12, np.float64)

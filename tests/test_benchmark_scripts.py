@@ -100,11 +100,10 @@ def test_no_sketch_loses_less_than_the_bound(kind, tmp_path):
 
 
 def test_heads_lose_what_the_equations_lose():
-    """Residual energies on the shipped slice: the heads of the cpu backend against float64.
-
-    A relative 1e-3: the heads compute in float32, whose Gram matrices are off by K 2^-24 = 8e-6, and some roundings to
-    bfloat16 and codes go the other way. Both change an error that is otherwise the same. The largest difference of 26
-    forms on nine layers is 4.3e-4.
+    """Residual energies on the shipped slice: the heads of the cpu backend against float64. A relative 1e-3: the heads
+    compute in float32, whose Gram matrices are off by K 2^-24 = 8e-6, and some roundings to bfloat16 and codes go the
+    other way. Both change an error that is otherwise the same. The largest difference of 26 forms on nine layers is
+    4.3e-4.
     """
     narrow, traces = script("narrow"), Traces.shipped("gdn")
     forms = ("* 8", "copy *")

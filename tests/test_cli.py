@@ -20,13 +20,7 @@ from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import KINDS, Layer
-from sketchssm.plans.model_plans import (
-    AllocationSummary,
-    LayerFingerprint,
-    ModelFingerprint,
-    ModelPlans,
-    load_plans,
-)
+from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
 from sketchssm.study.evaluate import Study
@@ -312,12 +306,7 @@ def test_demo_times_every_system(traces):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["demo", "--plots", "x"],
-        ["evaluate", "--report", "x.html"],
-        ["evaluate", "--out", "x", "--plots"],
-    ],
+    "command", [["demo", "--plots", "x"], ["evaluate", "--report", "x.html"], ["evaluate", "--out", "x", "--plots"]]
 )
 def test_missing_matplotlib_is_said_before_any_work(command, traces, monkeypatch, tmp_path):
     def refuse(*arguments, **settings):

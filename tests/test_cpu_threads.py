@@ -73,9 +73,8 @@ np.testing.assert_array_equal(decode(0), want)
 
 
 def test_idle_threads_sleep() -> None:
-    """A step of a quarter of a millisecond takes no more than 9 ms of processor time, the pause after it included.
-
-    On a loaded machine it took 6.5 ms. Threads that spin, like those of OpenMP, use more than the 10 ms of the pause;
+    """A step of a quarter of a millisecond takes no more than 9 ms of processor time, the pause after it included. On
+    a loaded machine it took 6.5 ms. Threads that spin, like those of OpenMP, use more than the 10 ms of the pause;
     PyTorch then lacks this time between two steps.
     """
     used = run("""

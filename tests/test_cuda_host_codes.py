@@ -102,9 +102,8 @@ def test_reads(layer, ranks, kind, window, activation, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "mamba2-80", "kda-64"])
 def test_codes_of_what_bf16_holds(name, rng, cupy):
-    """U and its scales are exact here, so that every code is the reference's, also in ties and next to zero.
-
-    The error is what two slices of weights and queries leave out.
+    """U and its scales are exact here, so that every code is the reference's, also in ties and next to zero. The error
+    is what two slices of weights and queries leave out.
     """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize([9, 17, 3], layer.heads), rng, map="offline")
@@ -118,8 +117,7 @@ def test_codes_of_what_bf16_holds(name, rng, cupy):
 
 
 @pytest.mark.parametrize(
-    ("name", "activation"),
-    [*((name, "bfloat16") for name in SHAPES), *((name, "float32") for name in SHAPES[:3])],
+    ("name", "activation"), [*((name, "bfloat16") for name in SHAPES), *((name, "float32") for name in SHAPES[:3])]
 )
 def test_codes_of_the_split_form(name, activation, rng, cupy):
     """Every code, its place and its scale are the reference's; the error is as above."""

@@ -37,10 +37,7 @@ def test_no_ridge_and_a_sketch_of_rank_one(rng, cupy):
     """A state in one direction of the basis: rounding errors of its Gram matrix are below the floor."""
     layer = LAYERS["mamba2"]
     plan = make_plan(layer, [32] * layer.heads, rng, map="ridge", ridge=0.0)
-    device, oracle = (
-        SketchEngine(plan, 4, "float32", output_dtype="float32"),
-        reference.SketchEngine(plan, 4),
-    )
+    device, oracle = (SketchEngine(plan, 4, "float32", output_dtype="float32"), reference.SketchEngine(plan, 4))
     keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.omega)
     start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
     device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
@@ -59,9 +56,8 @@ def test_no_ridge_and_a_sketch_of_rank_one(rng, cupy):
     ],
 )
 def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
-    """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80).
-
-    Powers of two change no digit, except where the lower halves of split numbers fall below 2^-126.
+    """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80). Powers of two change
+    no digit, except where the lower halves of split numbers fall below 2^-126.
     """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
@@ -126,11 +122,9 @@ def test_no_residual_is_negative(kind, rng, cupy):
 
 
 def test_pivots_that_almost_depend_on_each_other(rng, cupy):
-    """Columns that each add 2e-2 of their norm to the columns before them.
-
-    A Cholesky factor loses the later pivots to rounding. The kernels leave them out, so the worst read errs
-    about as much as with all pivots in float64. Pivots that are mostly rounding errors make some reads err more:
-    by three times their size with other random numbers.
+    """Columns that each add 2e-2 of their norm to the columns before them. A Cholesky factor loses the later pivots to
+    rounding. The kernels leave them out, so the worst read errs about as much as with all pivots in float64. Pivots
+    that are mostly rounding errors make some reads err more: by three times their size with other random numbers.
     """
     layer = Layer("mamba2", 4, 64, 64, 1)
     plan = make_plan(layer, [8] * 4, rng, pivots=8, window=8)

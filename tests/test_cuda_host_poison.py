@@ -1,5 +1,4 @@
 """NaN and infinity in a request's inputs: other slots never see them, and a new request of the slot does not either.
-
 The backend `cuda` runs its kernels on the host.
 """
 

@@ -72,10 +72,9 @@ MANY_HEADS = {
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", *MANY_HEADS])
 def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
-    """Bitwise equal results where one block takes more tiles than its queue holds, and where many take a few.
-
-    Few heads have a sketch. Between two of them, warps would get ahead of the warp that finishes sketches by more than
-    a queue's length if the kernel let them. (On the host, blocks run one after the other: the first takes all tiles.)
+    """Bitwise equal results where one block takes more tiles than its queue holds, and where many take a few. Few
+    heads have a sketch. Between two of them, warps would get ahead of the warp that finishes sketches by more than a
+    queue's length if the kernel let them. (On the host, blocks run one after the other: the first takes all tiles.)
     """
     layer, rows = (LAYERS | MANY_HEADS)[name], 5 if cupy is standin else 50
     ranks = np.where(np.arange(layer.heads) % (12 if name in MANY_HEADS else 3), FULL_STATE, 17)
@@ -100,9 +99,8 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
 def test_shares_of_a_read_step_do_not_matter(name, rng, host, monkeypatch):
-    """Bitwise equal results where few warps do everything: one tile after the other in room for one, or ahead.
-
-    With room for four, a block may have three tiles at most, so that there are many blocks.
+    """Bitwise equal results where few warps do everything: one tile after the other in room for one, or ahead. With
+    room for four, a block may have three tiles at most, so that there are many blocks.
     """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
@@ -167,7 +165,6 @@ def test_order_of_threads_does_not_matter_at_high_ranks(layer, rng, host, monkey
 
 def test_decays_that_transform_warps_leave_the_solver(rng, host, monkeypatch):
     """One block, all channels decay, at another rate for each token: bitwise equal results in many orders of threads.
-
     A tile's largest decays must stay until the solver has read them: those of another would scale writes by other
     powers. Without the producer's wait for the solver, one of these orders brings that out.
     """

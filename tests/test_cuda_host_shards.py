@@ -18,10 +18,9 @@ WINDOW = 4
 
 @pytest.mark.parametrize("map", ["lowrank", "ridge"])
 def test_shards(map, rng):
-    """States and flushed outputs are equal to the last bit; for maps in factors all outputs are.
-
-    A ridge map is solved in blocks, whose number depends on the largest rank of the layer's heads. Its sums then have
-    another order, and the maps are stored in bf16: outputs differ by a few roundings of 2^-9.
+    """States and flushed outputs are equal to the last bit; for maps in factors all outputs are. A ridge map is solved
+    in blocks, whose number depends on the largest rank of the layer's heads. Its sums then have another order, and the
+    maps are stored in bf16: outputs differ by a few roundings of 2^-9.
     """
     plan = make_plan(LAYER, [17, 3, 5, 9], rng, map=map, window=WINDOW)
     tokens, start = narrow(make_tokens(LAYER, 3, 3 * WINDOW + 1, "bfloat16", rng)), states_of(rng, LAYER, 3)

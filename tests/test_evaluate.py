@@ -95,9 +95,8 @@ def test_retained_is_what_the_map_keeps(study, map_name):
 
 
 def test_exact_map_agrees_with_rank_scores(study):
-    """A pseudo-inverse per window gives the projection that the library computes by one QR for all ranks.
-
-    Decoding evaluates the map at the smallest ridge, and retains a little less.
+    """A pseudo-inverse per window gives the projection that the library computes by one QR for all ranks. Decoding
+    evaluates the map at the smallest ridge, and retains a little less.
     """
     layer = study.calibrated()
     held_out, _ = study.traces.score_part()

@@ -1,7 +1,6 @@
-"""The example's models as classes of transformers: two code paths, the same perplexity and recall.
-
-The small models of random weights always run. The trained models need SKETCHSSM_MODELS, the folder of their weights,
-with a folder ``tokens`` beside it.
+"""The example's models as classes of transformers: two code paths, the same perplexity and recall. The small models of
+random weights always run. The trained models need SKETCHSSM_MODELS, the folder of their weights, with a folder
+``tokens`` beside it.
 """
 
 import importlib

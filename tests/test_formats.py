@@ -13,12 +13,7 @@ RIDGE = CoefficientMap("ridge")
 
 @pytest.mark.parametrize(
     ("name", "rank", "bytes_128", "bytes_64"),
-    [
-        ("bfloat16", 4, 2048, 1536),
-        ("bfloat16", 8, 4096, 3072),
-        ("int8", 8, 2080, 1568),
-        ("int8", 16, 4160, 3136),
-    ],
+    [("bfloat16", 4, 2048, 1536), ("bfloat16", 8, 4096, 3072), ("int8", 8, 2080, 1568), ("int8", 16, 4160, 3136)],
 )
 def test_bytes_of_the_split_form(name, rank, bytes_128, bytes_64):
     """K = 128; V = 128 and 64."""

@@ -25,10 +25,9 @@ def coded(rng, layer, ranks, name):
 
 
 def agree(got, want):
-    """Assert that reads are equal, except after flushes that rounded a number halfway to another code.
-
-    Float32 is off by 1e-7 times a condition number, so about one number in 1e4 lies on the other side. A read then
-    differs by a share of the code's step.
+    """Assert that reads are equal, except after flushes that rounded a number halfway to another code. Float32 is off
+    by 1e-7 times a condition number, so about one number in 1e4 lies on the other side. A read then differs by a share
+    of the code's step.
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     assert np.isfinite(got).all()

@@ -23,10 +23,9 @@ class TestMaps:
     """Every coefficient map, on both backends."""
 
     def test_a_full_rank_sketch_reads_exactly(self, layer, rng):
-        """For a state in the span of the basis, a ridge of zero loses only the effect of the floor.
-
-        A direction with share s of the metric is off by ``floor / (s + floor)`` of a read of ``sqrt(s mu)``: at most
-        half the floor's root, of reads of ``sqrt(mu)`` on average.
+        """For a state in the span of the basis, a ridge of zero loses only the effect of the floor. A direction with
+        share s of the metric is off by ``floor / (s + floor)`` of a read of ``sqrt(s mu)``: at most half the floor's
+        root, of reads of ``sqrt(mu)`` on average.
         """
         plan = plan_of(rng, layer, layer.value_dim, window=WINDOW, ridge=0.0)
         head = ss.SketchHead(plan, 2, "reference")
@@ -47,9 +46,8 @@ class TestMaps:
     @pytest.mark.parametrize("name", MAPS)
     @pytest.mark.parametrize("scale", [0.0, 1e-37, 1e-30, 1e-22, 1e-19, 1e-15, 1e15, 1e21, 1e35])
     def test_states_of_any_size(self, backend, name, scale, layer, rng):
-        """After harsh decays squares of the state underflow float32. Reads must stay finite and bounded.
-
-        Outputs are at most a few times the norms of their terms, with and without sketches.
+        """After harsh decays squares of the state underflow float32. Reads must stay finite and bounded. Outputs are
+        at most a few times the norms of their terms, with and without sketches.
         """
         head = ss.SketchHead(plan_of(rng, layer, RANKS, window=8, map=name), 3, backend)
         tokens, start = tokens_of(rng, layer, 3, 7, np.float64), scale * states_of(rng, layer, 3, np.float64)
@@ -88,10 +86,9 @@ class TestMaps:
 
     @pytest.mark.parametrize("exponent", [-58, -52, -30, 40, 54, 58])
     def test_columns_far_smaller_or_larger_than_the_state(self, exponent, rng):
-        """The squares of a sketch column leave float32's range before those of the state do.
-
-        The second direction of the state has 2^-14 of the norm of the first, on value channels of its own, which are
-        compared apart. The basis of `prior` is long where calibration saw little energy: here by 2^12.
+        """The squares of a sketch column leave float32's range before those of the state do. The second direction of
+        the state has 2^-14 of the norm of the first, on value channels of its own, which are compared apart. The basis
+        of `prior` is long where calibration saw little energy: here by 2^12.
         """
         layer = Layer("mamba2", 4, 32, 48, 1)
         for name, weak, long in (("lowrank", 2.0**-14, 1.0), ("prior", 0.5, 2.0**12)):
@@ -118,10 +115,9 @@ class TestMaps:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize("rank", [1, 2])
     def test_a_sketch_of_more_columns_than_the_state_has_directions(self, backend, name, dtype, rank, layer, rng):
-        """Float32 noise is all that the other directions hold, and no map enlarges it.
-
-        The state is in the span of the basis, so reads are compared with exact reads. Numbers in bf16 are off by 2^-9,
-        and the ridge's floor takes at most K times itself of a direction with the metric's mean diagonal.
+        """Float32 noise is all that the other directions hold, and no map enlarges it. The state is in the span of the
+        basis, so reads are compared with exact reads. Numbers in bf16 are off by 2^-9, and the ridge's floor takes at
+        most K times itself of a direction with the metric's mean diagonal.
         """
         layer = Layer(layer.kind, 4, 48, 32, 2)
         plan = plan_of(rng, layer, 8, window=8, map=name, ridge=0.0)
@@ -176,10 +172,9 @@ class TestMaps:
         assert relative(got, want) < tolerance
 
     def test_pivots_that_almost_depend_on_each_other(self, rng):
-        """Columns of which each adds 5e-3 of its norm to those before it: pivots stay orthogonal in float32.
-
-        One pass of Gram-Schmidt loses 2^-24 over 5e-3 a column, and more with every column: 0.2 in this read. Eight
-        pivots span all of the sketch, so that the reference's pivots are the same but for their order.
+        """Columns of which each adds 5e-3 of its norm to those before it: pivots stay orthogonal in float32. One pass
+        of Gram-Schmidt loses 2^-24 over 5e-3 a column, and more with every column: 0.2 in this read. Eight pivots span
+        all of the sketch, so that the reference's pivots are the same but for their order.
         """
         layer = Layer("mamba2", 4, 32, 48, 1)
         plan = plan_of(rng, layer, 8, window=8, map="lowrank", pivots=8, ridge=0.1)
@@ -218,10 +213,9 @@ class TestMaps:
         assert shares.max() < 1 / 2
 
     def test_thousands_of_tokens_on_the_cpu(self, layer, rng):
-        """4096 tokens with a memory of some thousand: float32 rounding errors do not build up.
-
-        The state forgets errors as it forgets tokens, so the last tokens are as accurate as the first. A random walk
-        of a thousand roundings of 2^-24 is 2e-6, and the ridge map's solve may add as much: 1e-5 covers both.
+        """4096 tokens with a memory of some thousand: float32 rounding errors do not build up. The state forgets
+        errors as it forgets tokens, so the last tokens are as accurate as the first. A random walk of a thousand
+        roundings of 2^-24 is 2e-6, and the ridge map's solve may add as much: 1e-5 covers both.
         """
         layer = Layer(layer.kind, heads=2, key_dim=24, value_dim=16, key_heads=1)
         tokens, start = tokens_of(rng, layer, 1, 4096, np.float64), states_of(rng, layer, 1)

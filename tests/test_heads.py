@@ -175,13 +175,6 @@ class TestSeveralTokens:
         np.testing.assert_array_equal(head.step(*tokens), singly(twin, tokens))
         same(head, twin)
 
-    def test_in_any_portions(self, make, layer, rng):
-        tokens = tokens_of(rng, layer, 2, 11)
-        head, twin = make(), make()
-        parts = [head.step(*at(tokens, np.s_[:, a:b])) for a, b in ((0, 5), (5, 6), (6, 11))]
-        np.testing.assert_array_equal(np.concatenate(parts, axis=1), twin.step(*tokens))
-        same(head, twin)
-
 
 class TestWindows:
     def test_position_counts_what_is_buffered(self, make, system, layer, rng):
@@ -281,12 +274,3 @@ class TestStates:
             each.load_state(start, slots=[1])
         np.testing.assert_array_equal(head.step(*tokens, slots=[1]), twin.step(*tokens, slots=[1]))
         same(head, twin)
-
-    def test_reset_of_all(self, make, layer, rng):
-        head, fresh = make(), make()
-        head.load_state(states_of(rng, layer, SLOTS))
-        head.step(*tokens_of(rng, layer, SLOTS, WINDOW + 1))
-        head.reset()
-        tokens = tokens_of(rng, layer, SLOTS, WINDOW + 1)
-        np.testing.assert_array_equal(head.step(*tokens), fresh.step(*tokens))
-        same(head, fresh)

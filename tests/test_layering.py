@@ -1,6 +1,5 @@
-"""Import rules between the package's modules: no circles, and no layer imports a layer above it.
-
-All import statements count, also those in functions and under ``TYPE_CHECKING``.
+"""Import rules between the package's modules: no circles, and no layer imports a layer above it. All import statements
+count, also those in functions and under ``TYPE_CHECKING``.
 """
 
 import ast

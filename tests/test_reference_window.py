@@ -8,14 +8,7 @@ from samples import HARSH_DECAYS, at, relative, states_of, tokens_of
 
 from sketchssm.layer.recurrence import KINDS, Layer
 from sketchssm.reference.recurrence import per_head, run, transition
-from sketchssm.reference.window import (
-    Ring,
-    decay_between,
-    effective_query,
-    erase_factors,
-    fold,
-    read_window,
-)
+from sketchssm.reference.window import Ring, decay_between, effective_query, erase_factors, fold, read_window
 
 # Both sides do a few hundred float64 operations on terms of size one (unit keys, decays and gates in [0, 1]; the
 # triangular systems are products of contractions, so they amplify nothing). 2^-53 times that, relative to the norm.

@@ -62,13 +62,7 @@ def _dropped(engine, flush, slots):
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [
-        ("copy", _without_keys),
-        ("commit", _one_too_many),
-        ("reset", _no_stroke),
-        ("adopt", _late),
-        ("flush", _dropped),
-    ],
+    [("copy", _without_keys), ("commit", _one_too_many), ("reset", _no_stroke), ("adopt", _late), ("flush", _dropped)],
 )
 def test_faults_are_found(name, wrong):
     """The error names the seed, and the request's events."""

@@ -98,9 +98,8 @@ def test_offloaded_caches(model):
 
 
 def test_bfloat16(model):
-    """transformers computes in float32 where heads do: with exact heads all tokens are the same.
-
-    With queries and keys in bfloat16, the divergence was up to 1e-2. 1e-5: outputs are rounded, some the other way.
+    """transformers computes in float32 where heads do: with exact heads all tokens are the same. With queries and keys
+    in bfloat16, the divergence was up to 1e-2. 1e-5: outputs are rounded, some the other way.
     """
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     found = st.evaluate(narrow, prompt(2, 40, seed=8), "standard", backend="cpu")

@@ -28,9 +28,8 @@ def random_plans(model, rank=1):
 
 
 def stepwise(model, plans, ids):
-    """Log-probabilities ``(rows, tokens, vocabulary)`` of a prompt of one window, then of calls of one token.
-
-    A head that decodes the first window from a zero state is exact there too, and flushes at its end.
+    """Log-probabilities ``(rows, tokens, vocabulary)`` of a prompt of one window, then of calls of one token. A head
+    that decodes the first window from a zero state is exact there too, and flushes at its end.
     """
     bamba = "Bamba" in type(model).__name__  # has wrong positions unless it is told them, as by generate
     with st.patch(model, plans, slots=len(ids), backend="cpu"):

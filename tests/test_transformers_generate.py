@@ -240,7 +240,6 @@ def test_assisted_decoding_is_refused(model, patched, settings):
 
 def test_assistants(model, patched):
     """A patched model proposes to a model of attention layers: what it says itself after the accepted tokens.
-
     transformers drops refused tokens from its caches. Without heads, recurrent states would keep them.
     """
     torch.manual_seed(0)

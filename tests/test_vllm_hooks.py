@@ -1,8 +1,7 @@
-"""vLLM's own layers and metadata builders with heads, on the CPU.
-
-The environment variable `SKETCHSSM_VLLM_SITE` names a folder with vLLM 0.26; without it the tests are skipped. vLLM's
-kernels are replaced by plain PyTorch, the heads compute in float64, and outputs are compared with each request's own
-recurrence. What surrounds the kernels (metadata, slices, forward passes of the layers) is vLLM's.
+"""vLLM's own layers and metadata builders with heads, on the CPU. The environment variable `SKETCHSSM_VLLM_SITE` names
+a folder with vLLM 0.26; without it the tests are skipped. vLLM's kernels are replaced by plain PyTorch, the heads
+compute in float64, and outputs are compared with each request's own recurrence. What surrounds the kernels (metadata,
+slices, forward passes of the layers) is vLLM's.
 """
 
 import inspect

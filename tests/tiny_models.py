@@ -1,6 +1,5 @@
-"""Tiny random models of the nine classes of transformers, and ways to run them with and without heads.
-
-Models are in float32, with large random weights: outputs then depend on the states.
+"""Tiny random models of the nine classes of transformers, and ways to run them with and without heads. Models are in
+float32, with large random weights: outputs then depend on the states.
 """
 
 import inspect
@@ -26,12 +25,7 @@ BASE = {
     "eos_token_id": None,
 }
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,

@@ -1,6 +1,5 @@
-"""One layer of vLLM with its pool, on the CPU: vLLM's kernels are replaced by plain PyTorch.
-
-Can be imported only where vLLM can be.
+"""One layer of vLLM with its pool, on the CPU: vLLM's kernels are replaced by plain PyTorch. Can be imported only
+where vLLM can be.
 """
 
 import warnings

@@ -52,10 +52,8 @@ def named_gate(name, layer, rng):
 
 
 def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True, gate=None):
-    """Host inputs ``(batch, tokens, ...)``, representable in the activation type.
-
-    Every other head has gates of all strengths: where all are mild, kda's flush makes its Gram matrix in another way.
-    With a gate g is raw.
+    """Host inputs ``(batch, tokens, ...)``, representable in the activation type. Every other head has gates of all
+    strengths: where all are mild, kda's flush makes its Gram matrix in another way. With a gate g is raw.
     """
     shape = (batch, tokens)
     q, k = rng.standard_normal((2, *shape, layer.key_heads, layer.key_dim))
@@ -106,11 +104,10 @@ def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=1
 
 
 def separable_states(plan, slots, rng):
-    """States ``(slots, heads, V, K)`` whose split form has the same codes in every backend.
-
-    Bases are the first unit vectors, in place of the plan's. Columns of U have no value channel in common, so the
-    Gram matrix is diagonal. All numbers are integers of up to 8 bits, with such largest numbers that no code is
-    halfway between two. Columns differ in energy, in a random order.
+    """States ``(slots, heads, V, K)`` whose split form has the same codes in every backend. Bases are the first unit
+    vectors, in place of the plan's. Columns of U have no value channel in common, so the Gram matrix is diagonal. All
+    numbers are integers of up to 8 bits, with such largest numbers that no code is halfway between two. Columns differ
+    in energy, in a random order.
     """
     layer = plan.layer
     plan.omega[...] = np.eye(*plan.omega.shape[1:])
@@ -144,9 +141,8 @@ def slot_table(batch, slots, tokens, rng, *, padding=0.2):
 
 
 def run_pair(device, reference, layer, tokens, table, activation, gate=None):
-    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token.
-
-    With a gate, raw inputs go to the device, and log-decays to the reference.
+    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token. With
+    a gate, raw inputs go to the device, and log-decays to the reference.
     """
     import cupy
 
@@ -246,9 +242,8 @@ StandardEngine, ReplayEngine, SketchEngine = map(
 
 
 def run_mixed(device, oracle, layer, steps, activation, rng, gate=None):
-    """Feed both engines steps of 1 to 4 rows and 1 to 3 tokens, with a flush of some slots in between.
-
-    Returns outputs of both ``(tokens, heads, V)`` and which of them are exact: those of flushes, and padding.
+    """Feed both engines steps of 1 to 4 rows and 1 to 3 tokens, with a flush of some slots in between. Returns outputs
+    of both ``(tokens, heads, V)`` and which of them are exact: those of flushes, and padding.
     """
     import cupy
 
@@ -343,7 +338,6 @@ def poisoned(engine):
 
 def run_served(device, oracle, layer, steps, activation, rng, cupy):
     """Feed both engines as a server would: rows come and go, states are loaded, slots flushed and reset in between.
-
     Returns outputs of both, and how many tokens each flush of the oracle folded. Cursor words must always agree.
     """
     slots, gots, wants, folded = oracle.position.size, [], [], []

@@ -27,10 +27,9 @@ ROWS, DIFFERENT, WINDOW = 256, 32, 16
 )
 @pytest.mark.parametrize("shape", ["nemotron-3-super", "qwen3-next", "kimi-linear"])
 def test_equal_rows_get_equal_bits(shape, map, stored, mean_rank, overlaps, cupy, monkeypatch):
-    """A tile's arithmetic does not depend on the block that works on the tile, nor on when its data arrive.
-
-    The first tiles of all blocks are loaded at the same time, so their states arrive last. Four flushes of steps, then
-    one of a half-full window.
+    """A tile's arithmetic does not depend on the block that works on the tile, nor on when its data arrive. The first
+    tiles of all blocks are loaded at the same time, so their states arrive last. Four flushes of steps, then one of a
+    half-full window.
     """
     if not overlaps:
         monkeypatch.setattr(launch, "OVERLAP", 1 << 30)

@@ -44,9 +44,8 @@ def make_head(system, slots, rng, monkeypatch, overlaps):
 @pytest.mark.parametrize("system", ["standard", "replay", *SKETCHES])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_order(torch, system, batch, rng, monkeypatch):
-    """Thousands of steps that feed on each other's outputs through kernels of PyTorch: the bits of one at a time.
-
-    A kernel changes the slots as well, between steps that follow at once.
+    """Thousands of steps that feed on each other's outputs through kernels of PyTorch: the bits of one at a time. A
+    kernel changes the slots as well, between steps that follow at once.
     """
     layer = LAYERS[SKETCHES[system][0] if system in SKETCHES else "gdn"]
     tokens = make_tokens(layer, batch, STEPS, "bfloat16", rng, hard_gates=False)

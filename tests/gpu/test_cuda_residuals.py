@@ -15,9 +15,8 @@ FORMS = ("ridge bfloat16 8", "ridge int8 8", "prior int8 8")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_lose_what_the_equations_lose(kind, cupy):
-    """Within 5%: maps are computed from products of two bf16 slices, and codes round where bf16 products fall.
-
-    The kernels on the host differ by up to 0.7% in two forms of gdn.
+    """Within 5%: maps are computed from products of two bf16 slices, and codes round where bf16 products fall. The
+    kernels on the host differ by up to 0.7% in two forms of gdn.
     """
     path = Path(__file__).parents[2] / "benchmarks" / "narrow.py"
     spec = importlib.util.spec_from_file_location("narrow", path)

@@ -1,11 +1,9 @@
-"""Whole engines of vLLM 0.26 with heads against vLLM alone, on tiny models of the three kinds.
-
-The environment variable `SKETCHSSM_VLLM_SITE` names a folder with vLLM, if Python does not find it. Without vLLM the
-tests are skipped. All engines serve the same requests, which must take the same tokens: prompts and outputs of random
-lengths, 16 at a time, in chunks of 128 tokens, in so few blocks that some requests are preempted; some are aborted.
-
-Compared are log-probabilities, as shares of their spread, with vLLM's own in eager mode when it serves one request at
-a time. vLLM's other passes are printed only: its gdn starts a prompt of one token from the state of the block's former
+"""Whole engines of vLLM 0.26 with heads against vLLM alone, on tiny models of the three kinds. The environment
+variable `SKETCHSSM_VLLM_SITE` names a folder with vLLM, if Python does not find it. Without vLLM the tests are
+skipped. All engines serve the same requests, which must take the same tokens: prompts and outputs of random lengths,
+16 at a time, in chunks of 128 tokens, in so few blocks that some requests are preempted; some are aborted. Compared
+are log-probabilities, as shares of their spread, with vLLM's own in eager mode when it serves one request at a time.
+vLLM's other passes are printed only: its gdn starts a prompt of one token from the state of the block's former
 request. Standard and replay heads, heads that read their full states, and sketches of all 64 columns give vLLM's
 outputs to rounding. The exact map regularises by 1e-4 of the mean diagonal of a state's metric: a singular direction
 of a state, s^2 times this mean, is read as s^2 / (s^2 + 1e-4) of itself, so that the error is at most sqrt(1e-4) / 2 =
@@ -105,10 +103,9 @@ def test_engines(engines, kind, graphs, capsys):
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
 def test_drafts(engines, kind, capsys):
-    """Speculative decoding: each engine's tokens are vLLM's likeliest ones, up to rounding.
-
-    A gap is the distance of a token's log-probability to the likeliest one's, by vLLM without drafts. Rounding makes a
-    gap at near ties only: it is at most the sum of two errors of log-probabilities. So the limits are those above.
+    """Speculative decoding: each engine's tokens are vLLM's likeliest ones, up to rounding. A gap is the distance of a
+    token's log-probability to the likeliest one's, by vLLM without drafts. Rounding makes a gap at near ties only: it
+    is at most the sum of two errors of log-probabilities. So the limits are those above.
     """
     results, error = engines(kind, "drafts")
     assert not error, error

@@ -154,9 +154,8 @@ def serve(graphs, model, counts):
 
 
 def serve_drafts(graphs, model, counts):
-    """Start an engine with speculative decoding and let it take its own tokens; what it gave.
-
-    A request needs blocks for its drafts' states too. vLLM's gdn is wrong for prompts of one token.
+    """Start an engine with speculative decoding and let it take its own tokens; what it gave. A request needs blocks
+    for its drafts' states too. vLLM's gdn is wrong for prompts of one token.
     """
     seconds, engine, pool = start(graphs, model, speculative_config=SPECULATIVE, num_gpu_blocks_override=3 * BLOCKS)
     requests = vllm_forced.draw_requests(REQUESTS, (2, 161), (4, 65), FEW_TOKENS, 1)

@@ -5,15 +5,7 @@ import numpy as np
 
 class Cursors:
     """Positions, drafts and DUE bits of one head's slots and of its clock (`sketchssm.layer.slots`), as plain arrays.
-
-    Parameters
-    ----------
-    window : int
-        W; 1 for a head that writes its states at every token.
-    phase : int or None
-        Where the clock begins; None for no clock.
-    slots : int
-        Number of slots.
+    The window is 1 for a head that writes its states at every token; without a phase there is no clock.
     """
 
     def __init__(self, window, phase, slots):

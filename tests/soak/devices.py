@@ -16,15 +16,7 @@ DRAFTS = 4
 
 
 class Device(Host):
-    """A head on the current CUDA device, or on the stand-in for CuPy.
-
-    Parameters
-    ----------
-    make, slots
-        See `Host`.
-    graphs : bool, default False
-        Whether steps and drafts are captured once and replayed, as a server does.
-    """
+    """A head on the current CUDA device, or on the stand-in for CuPy; with graphs, steps and drafts are replayed."""
 
     overlaps = leaves_out = True
     refuses = False

@@ -1,9 +1,8 @@
-"""What a head owes to each request, in float64: outputs and states from the request's own accepted tokens.
-
-The oracle keeps the state ``S`` after every accepted token, by the plain recurrence. Between flushes a sketched read
-differs from the exact output by ``E x``: the error ``E = U C - S0^T`` of the sketch of the state S0 at the window's
-start, times the effective query ``x = M_{1:t}^T q``. The product ``M_{1:t}`` of the window's transitions is kept
-beside S. So no ring, no slot and no fold takes part.
+"""What a head owes to each request, in float64: outputs and states from the request's own accepted tokens. The oracle
+keeps the state ``S`` after every accepted token, by the plain recurrence. Between flushes a sketched read differs from
+the exact output by ``E x``: the error ``E = U C - S0^T`` of the sketch of the state S0 at the window's start, times
+the effective query ``x = M_{1:t}^T q``. The product ``M_{1:t}`` of the window's transitions is kept beside S. So no
+ring, no slot and no fold takes part.
 """
 
 from collections import deque
@@ -22,10 +21,9 @@ HISTORY = 64
 
 
 class Past(NamedTuple):
-    """All that a request's tokens have come to; arrays are never written again.
-
-    ``state (heads, K, V)``, ``transitions (heads, K, K)`` of the window, ``missed (heads, V, K)`` by the sketch, and
-    ``size (heads,)``, the norm of the state at the window's start.
+    """All that a request's tokens have come to; arrays are never written again. ``state (heads, K, V)``, ``transitions
+    (heads, K, K)`` of the window, ``missed (heads, V, K)`` by the sketch, and ``size (heads,)``, the norm of the state
+    at the window's start.
     """
 
     state: np.ndarray
@@ -46,9 +44,8 @@ class Request:
 
 
 class Oracle:
-    """Outputs and states of the requests of one layer; with a plan, as sketches show them between flushes.
-
-    A state of a 16-bit type is rounded where a window begins, behind the outputs that are read from it.
+    """Outputs and states of the requests of one layer; with a plan, as sketches show them between flushes. A state of
+    a 16-bit type is rounded where a window begins, behind the outputs that are read from it.
     """
 
     def __init__(self, layer, plan=None, state_dtype="float32"):
@@ -83,10 +80,9 @@ class Oracle:
         return self.begin(np.stack([past.state for past in pasts])) if pasts else []
 
     def decode(self, pasts, token, flushes):
-        """Decode one token ``(rows, ...)`` of each past.
-
-        Returns the outputs ``(rows, heads, V)``, norms ``(rows, heads)`` that rounding errors are relative to, and the
-        pasts with the token. A row that flushes reads its output from the state, on which its next window begins.
+        """Decode one token ``(rows, ...)`` of each past. Returns the outputs ``(rows, heads, V)``, norms ``(rows,
+        heads)`` that rounding errors are relative to, and the pasts with the token. A row that flushes reads its
+        output from the state, on which its next window begins.
         """
         q, k, v, g, beta = per_head(self.layer, token)
         state, transitions, missed, size = (np.stack(x) for x in zip(*pasts, strict=True))

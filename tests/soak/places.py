@@ -27,15 +27,7 @@ def stored(part):
 
 
 class Host:
-    """A head on arrays of the host, with all of a slot in one block of the caller's pool.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the head: ``make(num_slots, memory)``.
-    slots : int
-        Number of slots.
-    """
+    """A head, from ``make(num_slots, memory)``, on arrays of the host: all of a slot is in one block of a pool."""
 
     overlaps = False
     """Whether calls on `side` run beside other calls."""

@@ -1,7 +1,6 @@
-"""A simulated server: requests join, decode, draft, fork, are preempted, finish and abort, in any order.
-
-Every output is compared with the request's own oracle. Slots without a request hold NaN. Everything follows from the
-seed; a failure tells it, with the last events of the request.
+"""A simulated server: requests join, decode, draft, fork, are preempted, finish and abort, in any order. Every output
+is compared with the request's own oracle. Slots without a request hold NaN. Everything follows from the seed; a
+failure tells it, with the last events of the request.
 """
 
 from collections import Counter
@@ -16,41 +15,12 @@ from soak.verdicts import SoakError, Verdicts
 
 
 class Server(Events):
-    """Drives one head.
-
-    Parameters
-    ----------
-    place : soak.places.Host
-        The head, and where it runs.
-    layer : Layer
-        Kind and shape.
-    requests : int
-        Requests to serve.
-    seed : int
-        Of all that is random.
-    tolerance : tuple of float
-        Relative errors allowed to exact heads and to sketched ones, and to 99% of all outputs.
-    plan : SketchPlan, optional
-        Plan of a sketch head.
-    phase : int, optional
-        The head's clock.
-    mean_length : float, default 12
-        Mean number of tokens of a request.
-    state_dtype : str, default "float32"
-        Type of the states.
+    """Drives one head, in a `soak.places.Host`, with requests drawn from a seed. `tolerance` has the errors allowed to
+    exact heads, to sketched ones, and to 99% of all outputs; `mean_length` counts a request's tokens.
     """
 
     def __init__(
-        self,
-        place,
-        layer,
-        requests,
-        seed,
-        tolerance,
-        plan=None,
-        phase=None,
-        mean_length=12.0,
-        state_dtype="float32",
+        self, place, layer, requests, seed, tolerance, plan=None, phase=None, mean_length=12.0, state_dtype="float32"
     ):
         self.place, self.head, self.layer = place, place.head, layer
         self.seed, self.rng = seed, np.random.default_rng(seed)

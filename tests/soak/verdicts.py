@@ -8,20 +8,8 @@ class SoakError(AssertionError):
 
 
 class Verdicts:
-    """Compares a head's results with the oracle's, and keeps the largest errors.
-
-    Parameters
-    ----------
-    exact : float
-        Error that states, and the outputs of flushes, may have, relative to the oracle's norms.
-    allowed : ndarray, (heads,)
-        Errors that the other outputs of each head may have.
-    usual : float
-        Error that 99% of all outputs may have.
-    where : str
-        The run, for the message.
-    counts : mapping
-        What the server has done so far, for the message.
+    """Compares a head's results with the oracle's, and keeps the largest errors. Allowed are errors `exact` of states
+    and of flushed outputs, `allowed` of each head's other outputs, and `usual` of 99% of all outputs.
     """
 
     def __init__(self, exact, allowed, usual, where, counts):
@@ -30,9 +18,8 @@ class Verdicts:
         self.compared = self.unusual = 0
 
     def outputs(self, rows, got, want, scale, flushed=False):
-        """Outputs ``(rows, tokens, heads, V)`` of requests, or of padding where a row is None.
-
-        `flushed` says which of them ``(rows, tokens)`` came from flushes.
+        """Outputs ``(rows, tokens, heads, V)`` of requests, or of padding where a row is None. `flushed` says which of
+        them ``(rows, tokens)`` came from flushes.
         """
         off = np.linalg.norm(np.asarray(got, np.float64) - want, axis=-1)
         self.worst = np.maximum(self.worst, np.divide(off, scale, out=np.zeros_like(off), where=scale > 0).max((0, 1)))
