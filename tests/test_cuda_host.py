@@ -11,10 +11,13 @@ from gpu.cuda_support import (
     RANKS,
     RIDGE,
     STORED,
+    TIPPED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
+    check_sketch,
     error,
+    load_same,
     make_plan,
     make_tokens,
     named_gate,
@@ -25,10 +28,10 @@ from gpu.cuda_support import (
     slot_table,
     token,
     tokens_to_device,
-    with_blocks,
 )
 from host import fixtures
 
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
@@ -108,62 +111,41 @@ def test_sketch(name, kind, stored, rng, cupy):
     """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
-    check_sketch(plan, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
-
-
-def check_sketch(plan, stored, activation, rng, cupy, gate=None, blocks=None):
-    layer, length = plan.layer, 2 * plan.window + 4
-    device = SketchEngine(plan, 5, stored, activation_dtype=activation, output_dtype="float32", gate=gate)
-    oracle = reference.SketchEngine(plan, 5)
-    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
-    if blocks:
-        with_blocks(device, blocks)
-    device.reset(cupy.arange(5))
-    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), cupy.arange(5))
-    oracle.load_state(start.astype(np.float64), np.arange(5))
-    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
-    flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
-    assert flushes.any()
-    assert error(got[flushes], want[flushes]) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
-    if full_state.any():
-        assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < EXACT
-    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < STORED[stored]
+    check_sketch(plan, stored, "bfloat16", rng, named_gate(name, layer, rng))
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "kind", "activation"),
+    ("name", "window", "kind", "activation", "stored"),
     [
-        ("mamba2-80", 4, "ridge", "float16"),
-        ("gdn", 8, "prior", "bfloat16"),
-        ("kda-raw", 4, "lowrank", "bfloat16"),
-        ("kda-64-bounded", 8, "lowrank", "float32"),
+        ("mamba2-80", 4, "ridge", "float16", "float32"),
+        ("gdn", 8, "prior", "bfloat16", "float32"),
+        ("gdn", 8, "lowrank", "bfloat16", "bfloat16"),
+        ("kda-64", 8, "lowrank", "bfloat16", "float16"),
+        ("kda-raw", 4, "lowrank", "bfloat16", "float32"),
+        ("kda-64-bounded", 8, "lowrank", "float32", "float32"),
     ],
 )
-def test_steps_of_mixed_sizes(name, window, kind, activation, rng, cupy):
+def test_steps_of_mixed_sizes(name, window, kind, activation, stored, rng, cupy):
     """Steps of any number of rows and tokens, windows that end inside a step, and flushes ahead of time."""
-    layer = LAYERS[name]
+    layer, exact = LAYERS[name], TIPPED.get(stored, EXACT)
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
     gate = named_gate(name, layer, rng)
-    device = SketchEngine(plan, 5, activation_dtype=activation, output_dtype="float32", gate=gate)
-    oracle = reference.SketchEngine(plan, 5)
+    options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
+    device = SketchEngine(plan, 5, **options)
+    oracle = reference.SketchEngine(plan, 5, options=EngineOptions(state_dtype=stored))
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(5))
-    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), cupy.arange(5))
-    oracle.load_state(start.astype(np.float64), np.arange(5))
-    got, want, exact = run_mixed(device, oracle, layer, 3 * window + 20, activation, rng, gate)
+    load_same(device, oracle, rng)
+    got, want, ends = run_mixed(device, oracle, layer, 3 * window + 20, activation, rng, gate)
     full_state = plan.ranks == FULL_STATE
-    assert exact.any()
-    assert not exact.all()
-    assert error(got[exact], want[exact]) < EXACT
-    assert error(got[~exact][:, ~full_state], want[~exact][:, ~full_state]) < STORED["bfloat16"]
-    assert not full_state.any() or error(got[~exact][:, full_state], want[~exact][:, full_state]) < EXACT
+    assert ends.any()
+    assert not ends.all()
+    assert error(got[ends], want[ends]) < exact
+    assert error(got[~ends][:, ~full_state], want[~ends][:, ~full_state]) < STORED["bfloat16"]
+    assert not full_state.any() or error(got[~ends][:, full_state], want[~ends][:, full_state]) < exact
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert error(device.state.get().astype(np.float64), oracle.state) < exact
 
 
 def test_no_tokens(rng, cupy):
@@ -212,7 +194,7 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
 def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
     """Shapes with other roles, groups, places and buffers in the flush, and reads with one head per tile."""
     plan = make_plan(layer, np.resize(OTHER_RANKS, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
-    check_sketch(plan, "bfloat16", activation, rng, cupy)
+    check_sketch(plan, "bfloat16", activation, rng)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +216,7 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
 def test_dense_maps_beyond_rank_16(layer, ranks, rng, cupy):
     """Blocks, teams and buffers of high ranks. Rows past a rank hold other numbers than rows past the largest rank."""
     plan = make_plan(layer, ranks, rng, map="ridge", ridge=RIDGE["ridge"], window=16)
-    check_sketch(plan, "bfloat16", "bfloat16", rng, cupy)
+    check_sketch(plan, "bfloat16", "bfloat16", rng)
 
 
 @pytest.mark.parametrize(
@@ -297,16 +279,18 @@ def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
 def test_epilogue_warps_in_turn(layer, kind, window, activation, rng, cupy):
     """Ranks up to 16, with room for sums and columns of two tiles; one block computes all tiles in turn."""
     plan = make_plan(layer, [9, FULL_STATE, 16], rng, map=kind, ridge=RIDGE[kind], window=window)
-    check_sketch(plan, "bfloat16", activation, rng, cupy, blocks=1)
+    check_sketch(plan, "bfloat16", activation, rng, blocks=1)
 
 
-@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
-def test_sketch_in_little_shared_memory(kind, rng, host, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "state_dtype"), [("lowrank", "float32"), ("ridge", "float32"), ("lowrank", "float16")]
+)
+def test_sketch_in_little_shared_memory(kind, state_dtype, rng, host, monkeypatch):
     """One place for the state and one buffer of prepared keys, as on sm_80."""
     monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
     monkeypatch.setattr(modules, "_modules", {})
     plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng, map=kind, ridge=RIDGE[kind])
-    check_sketch(plan, "bfloat16", "bfloat16", rng, host)
+    check_sketch(plan, "bfloat16", "bfloat16", rng, state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])

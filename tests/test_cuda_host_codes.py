@@ -11,6 +11,7 @@ from gpu.cuda_support import (
     SketchEngine,
     compare_window,
     error,
+    load_same,
     make_plan,
     make_tokens,
     poisoned,
@@ -81,9 +82,7 @@ def test_reads(layer, ranks, kind, window, activation, rng, cupy):
     oracle = Oracle(plan, 5)
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     device.reset(cupy.arange(5))
-    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), cupy.arange(5))
-    oracle.load_state(start.astype(np.float64), np.arange(5))
+    load_same(device, oracle, rng)
     length = 2 * window + 4
     tokens = make_tokens(layer, 4, length, activation, rng)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation)

@@ -13,6 +13,7 @@ from gpu.cuda_support import (
     SketchEngine,
     StandardEngine,
     error,
+    load_same,
     make_plan,
     make_tokens,
     named_gate,
@@ -175,9 +176,7 @@ def test_sketch(name, window, kind, stored, activation, rng, cupy):
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     everything = cupy.arange(SLOTS)
     device.reset(everything)
-    start = rng.standard_normal((SLOTS, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), everything)
-    oracle.load_state(start.astype(np.float64), np.arange(SLOTS))
+    load_same(device, oracle, rng)
     pair = Pair(cupy, device, oracle, activation, rng, gate)
     decode(pair, 14, min(window - 1, 8))
     pair.compare(plan.ranks == FULL_STATE, STORED[stored])

@@ -14,6 +14,7 @@ from gpu.cuda_support import (
     StandardEngine,
     check_raw_gates,
     error,
+    load_same,
     make_plan,
     make_tokens,
     named_gate,
@@ -155,9 +156,7 @@ def test_pivots_that_almost_depend_on_each_other(rng, cupy):
 def test_gates_of_one_strength(name, gate, rng, cupy):
     layer = LAYERS[name]
     device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
-    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), cupy.arange(2))
-    oracle.load_state(start.astype(np.float64), np.arange(2))
+    load_same(device, oracle, rng)
     tokens = make_tokens(layer, 2, 20, "bfloat16", rng, hard_gates=False)
     tokens.g[...] = gate
     if layer.kind == "kda":
@@ -248,9 +247,7 @@ def test_keys_of_zeros_and_tiny_keys(name, rng, cupy):
     """With beta = 2 and with beta below 1; keys of norm 1e-20 write next to nothing."""
     layer = LAYERS[name]
     device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
-    start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), cupy.arange(2))
-    oracle.load_state(start.astype(np.float64), np.arange(2))
+    load_same(device, oracle, rng)
     tokens = make_tokens(layer, 2, 40, "bfloat16", rng, hard_gates=False)
     tokens.k[:, ::3] = 0
     tokens.k[:, 1::3] = round_to(1e-20 * tokens.k[:, 1::3], "bfloat16")

@@ -7,26 +7,22 @@ from gpu.cuda_support import (
     LAYERS,
     RANKS,
     RIDGE,
-    STORED,
     TIPPED,
     ReplayEngine,
-    SketchEngine,
     StandardEngine,
+    check_sketch,
     error,
     make_plan,
     make_tokens,
     named_gate,
     poisoned,
-    run_mixed,
     run_pair,
     slot_table,
     tokens_to_device,
-    with_blocks,
 )
 from host import fixtures
 
 from sketchssm.arrays.options import EngineOptions
-from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import engines as reference
 
@@ -138,35 +134,6 @@ def test_replay(name, window, activation, stored, rng, cupy):
     assert error(wide(device.state), oracle.state) < TIPPED[stored]
 
 
-def check_sketch(plan, sketches, stored, activation, rng, cupy, gate=None, blocks=None):
-    layer, length = plan.layer, 2 * plan.window + 4
-    settings = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": stored}
-    device = SketchEngine(plan, 5, sketches, **settings)
-    oracle = reference.SketchEngine(
-        plan, 5, "float32" if sketches == "bfloat16" else sketches, EngineOptions(state_dtype=stored)
-    )
-    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
-    if blocks:
-        with_blocks(device, blocks)
-    device.reset(cupy.arange(5))
-    start = rng.standard_normal((5, *layer.state_shape)).astype(np.float32)
-    device.load_state(cupy.asarray(start), cupy.arange(5))
-    oracle.load_state(start.astype(np.float64), np.arange(5))
-    assert np.array_equal(wide(device.state), oracle.state)
-    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
-    flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
-    assert flushes.any()
-    assert error(got[flushes], want[flushes]) < TIPPED[stored]
-    assert error(wide(device.state), oracle.state) < TIPPED[stored]
-    if full_state.any():
-        assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < TIPPED[stored]
-    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < max(STORED[sketches], TIPPED[stored])
-    device.flush(cupy.arange(5))
-    oracle.flush(np.arange(5))
-    assert error(wide(device.state), oracle.state) < TIPPED[stored]
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "sketches", "stored"),
     [
@@ -182,7 +149,7 @@ def test_sketch(name, kind, sketches, stored, rng, cupy):
     """Mixed ranks, full-state heads, padding, staggered windows; sketches are made of the rounded states."""
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
-    check_sketch(plan, sketches, stored, "bfloat16", rng, cupy, named_gate(name, layer, rng))
+    check_sketch(plan, sketches, "bfloat16", rng, named_gate(name, layer, rng), state_dtype=stored)
 
 
 @pytest.mark.parametrize(
@@ -202,27 +169,4 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, stored, blocks,
     plan = make_plan(
         layer, np.resize([9, FULL_STATE, 33, 1], layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window
     )
-    check_sketch(plan, "bfloat16", stored, activation, rng, cupy, blocks=blocks)
-
-
-@pytest.mark.parametrize(("name", "stored"), [("gdn", "bfloat16"), ("kda-64", "float16")])
-def test_steps_of_mixed_sizes(name, stored, rng, cupy):
-    """Steps of any number of rows and tokens, windows that end inside a step, and flushes ahead of time."""
-    layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, window=8)
-    device = SketchEngine(plan, 5, output_dtype="float32", state_dtype=stored)
-    oracle = reference.SketchEngine(plan, 5, options=EngineOptions(state_dtype=stored))
-    poisoned(device).reset(cupy.arange(5))
-    got, want, exact = run_mixed(device, oracle, layer, 40, "bfloat16", rng)
-    assert error(got[exact], want[exact]) < TIPPED[stored]
-    device.flush(cupy.arange(5))
-    oracle.flush(np.arange(5))
-    assert error(wide(device.state), oracle.state) < TIPPED[stored]
-
-
-def test_in_little_shared_memory(rng, host, monkeypatch):
-    """As on sm_80."""
-    monkeypatch.setenv("SKETCHSSM_CUDA_OPTIONS", "-DHOST_MOST_SHARED=166912")
-    monkeypatch.setattr(modules, "_modules", {})
-    plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng)
-    check_sketch(plan, "bfloat16", "float16", "bfloat16", rng, host)
+    check_sketch(plan, "bfloat16", activation, rng, blocks=blocks, state_dtype=stored)

@@ -5,9 +5,8 @@ import doctest
 import importlib.util
 import inspect
 import operator
-import os
 import re
-import subprocess
+import runpy
 import sys
 import tomllib
 import types
@@ -101,19 +100,13 @@ def test_docstring_examples(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example(path, tmp_path):
+def test_example(path, tmp_path, monkeypatch):
     skip_unless_installed(path.read_text())
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.syspath_prepend(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

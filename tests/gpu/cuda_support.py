@@ -369,3 +369,41 @@ def run_served(device, oracle, layer, steps, activation, rng, cupy):
 
 def token(tokens, t, rows=slice(None)):
     return Tokens(*(None if x is None else np.ascontiguousarray(x[rows, t : t + 1]) for x in tokens))
+
+
+def load_same(device, oracle, rng):
+    """Load the same random states into all slots of both engines."""
+    import cupy
+
+    slots = np.arange(oracle.position.size)
+    start = rng.standard_normal((slots.size, *oracle.layer.state_shape)).astype(np.float32)
+    device.load_state(cupy.asarray(start), cupy.asarray(slots))
+    oracle.load_state(start.astype(np.float64), slots)
+    assert np.array_equal(device.state.get().astype(np.float64), oracle.state)
+
+
+def check_sketch(plan, stored, activation, rng, gate=None, blocks=None, state_dtype="float32"):
+    """Windows of mixed ranks with padding and staggered flushes against the reference; flushes in so many blocks."""
+    import cupy
+
+    layer, length, exact = plan.layer, 2 * plan.window + 4, TIPPED.get(state_dtype, EXACT)
+    options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": state_dtype}
+    device = SketchEngine(plan, 5, stored, **options)
+    oracle = ReferenceEngine(plan, 5, options=EngineOptions(state_dtype=state_dtype))
+    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
+    if blocks:
+        with_blocks(device, blocks)
+    device.reset(cupy.arange(5))
+    load_same(device, oracle, rng)
+    tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
+    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
+    flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
+    assert flushes.any()
+    assert error(got[flushes], want[flushes]) < exact
+    assert error(device.state.get().astype(np.float64), oracle.state) < exact
+    if full_state.any():
+        assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < exact
+    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < max(STORED[stored], exact)
+    device.flush(cupy.arange(5))
+    oracle.flush(np.arange(5))
+    assert error(device.state.get().astype(np.float64), oracle.state) < exact
