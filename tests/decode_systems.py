@@ -12,17 +12,17 @@ RANKS = np.array([FULL_STATE, 2, 3, FULL_STATE])
 SYSTEMS = ("standard", "replay", "sketch", "copy")
 
 
+def head_of(system, plan, slots, backend, **options):
+    """A head of a system for a plan's layer and window."""
+    if system == "sketch":
+        return ss.SketchHead(plan, slots, backend, **options)
+    if system == "standard":
+        return ss.StandardHead(plan.layer, slots, backend, **options)
+    kind = ss.ReplayHead if system == "replay" else ss.CopyReadHead
+    return kind(plan.layer, slots, backend, window=plan.window, **options)
+
+
 def maker(system, backend, layer):
     """A function that makes equal heads."""
     plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
-
-    def new(slots=SLOTS):
-        if system == "standard":
-            return ss.StandardHead(layer, slots, backend)
-        if system == "replay":
-            return ss.ReplayHead(layer, slots, backend, window=WINDOW)
-        if system == "copy":
-            return ss.CopyReadHead(layer, slots, backend, window=WINDOW)
-        return ss.SketchHead(plan, slots, backend)
-
-    return new
+    return lambda slots=SLOTS: head_of(system, plan, slots, backend)

@@ -94,24 +94,17 @@ class TestBackends:
             assert relative(output, run(layer, *tokens)[0]) < FLOAT32
 
 
-class TestConstructors:
-    def test_backend(self, system, layer):
-        with pytest.raises(ValueError, match=r"^backend: expected one of auto, reference, cpu.* got 'tpu'"):
-            head_of(system, layer, 2, "tpu")
-
-    def test_what_a_head_tells(self, make, backend, layer):
-        head = make()
-        assert (head.layer, head.num_slots, head.backend) == (layer, SLOTS, backend)
-        assert head.state.shape == (SLOTS, *layer.state_shape)
-        head.step(*tokens_of(np.random.default_rng(0), layer, 2, WINDOW + 1))
-        np.testing.assert_array_equal(head.position, 0)  # these heads buffer no tokens
-
-    def test_states_are_read_only(self, make):
-        with pytest.raises(ValueError, match="read-only"):
-            make().state[...] = 0
-
-    @pytest.mark.parametrize("slots", [0, 2.0, True, None])
-    def test_slots(self, system, layer, slots):
+def test_new_heads(make, system, backend, layer):
+    head = make()
+    assert (head.layer, head.num_slots, head.backend) == (layer, SLOTS, backend)
+    assert head.state.shape == (SLOTS, *layer.state_shape)
+    head.step(*tokens_of(np.random.default_rng(0), layer, 2, WINDOW + 1))
+    np.testing.assert_array_equal(head.position, 0)  # these heads buffer no tokens
+    with pytest.raises(ValueError, match="read-only"):
+        head.state[...] = 0
+    with pytest.raises(ValueError, match=r"^backend: expected one of auto, reference, cpu.* got 'tpu'"):
+        head_of(system, layer, 2, "tpu")
+    for slots in (0, 2.0, True, None):
         with pytest.raises(ValueError, match=re.escape(f"num_slots: expected a positive integer, got {slots!r}")):
             head_of(system, layer, slots, "reference")
 

@@ -4,33 +4,17 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from host import compiler, standin
+from test_bench import EXACT, LAYER, ROUNDED, WINDOW, cupy, invoke
 from test_traces import SHAPES
 
-from sketchssm import cuda
-from sketchssm.cli import main
-from sketchssm.cuda import modules
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import Layer
 from sketchssm.study import bench
 from sketchssm.study.bench import arrivals_device
 from sketchssm.study.bench.requests import SPARE, Requests
 
-WINDOW = 4
-LAYER = Layer("gdn", 2, 64, 80, 1)
+__all__ = ["cupy"]  # a fixture
+
 MODES = ["arrivals", "lockstep", "clock", "no clock"]
-
-# bf16 outputs and sketches: a few roundings of 2^-9 in a row; float32 states
-ROUNDED, EXACT = 1.2e-2, 2e-6
-
-_modules = {}  # compiled once for all tests of this file
-
-
-def invoke(*arguments, code=0):
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
 
 
 class TestRequests:
@@ -158,16 +142,6 @@ class TestHost:
 
 
 class TestDevice:
-    @pytest.fixture
-    def cupy(self, monkeypatch):
-        """CuPy replaced by the stand-in."""
-        if missing := compiler.missing():
-            pytest.skip(missing)
-        standin.install(monkeypatch)
-        monkeypatch.setattr(modules, "_modules", _modules)
-        monkeypatch.setattr(cuda, "missing", lambda: "")
-        return standin
-
     def test_command(self, cupy, monkeypatch, tmp_path):
         """Graphs whose slots change between replays, loads of those that begin, and rests between windows."""
         monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})

@@ -8,16 +8,12 @@ import pytest
 from gpu.cuda_support import EXACT, ROUNDED, STORED, error
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, narrow, sketch, tokens_of
+from samples import at
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
-from sketchssm.layer.recurrence import Tokens
 
 cupy = fixtures.of_heads
-
-
-def at(tokens, index):
-    return Tokens(*(None if x is None else x[index] for x in tokens))
 
 
 class TestHosts:
@@ -116,8 +112,8 @@ class TestDevice:
         assert head.step(*narrow(tokens, standin.asarray), out=out) is out
         assert error(out.get(), twin.step(*tokens)) < STORED["bfloat16"]
 
-    @pytest.mark.parametrize("at", ["values", "queries"])
-    def test_out_in_an_input_s_place(self, at, rng):
+    @pytest.mark.parametrize("place", ["values", "queries"])
+    def test_out_in_an_input_s_place(self, place, rng):
         """The head protects inputs that overlap the output, as kernels read some inputs after they write outputs."""
         head, apart = sketch(), sketch()
         for _ in range(2):
@@ -126,7 +122,7 @@ class TestDevice:
             memory = standin.empty(q.size + v.size, v.dtype)  # q, then v
             q_place, v_place = memory[: q.size].reshape(q.shape), memory[q.size :].reshape(v.shape)
             q_place[...], v_place[...] = q, v
-            out = v_place if at == "values" else memory[: v.size].reshape(v.shape)
+            out = v_place if place == "values" else memory[: v.size].reshape(v.shape)
             assert head.step(q_place, k, v_place, g, beta, out=out) is out
             assert np.array_equal(out, want)
         assert np.array_equal(head.state, apart.state)

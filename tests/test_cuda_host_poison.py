@@ -6,11 +6,11 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+from decode_systems import head_of
 from gpu.cuda_support import make_plan
 from host import heads, standin
 from samples import tokens_of
 
-import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 
 WINDOW, SLOTS, BAD = 4, 4, 3
@@ -36,13 +36,8 @@ def case(request, monkeypatch):
 
 
 def make(system, backend, layer):
-    if system == "sketch":
-        plan = make_plan(layer, [7, FULL_STATE], np.random.default_rng(1), window=WINDOW)
-        head = ss.SketchHead(plan, SLOTS, backend)
-    elif system == "replay":
-        head = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW)
-    else:
-        head = ss.StandardHead(layer, SLOTS, backend)
+    plan = make_plan(layer, [7, FULL_STATE], np.random.default_rng(1), window=WINDOW)
+    head = head_of(system, plan, SLOTS, backend)
     head.warmup(*(["float32"] if backend == "cuda" else []))
     return head
 

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from decode_systems import head_of
 from gpu.cuda_support import EXACT, ROUNDED, STORED, error, make_plan, make_tokens
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
@@ -86,14 +87,8 @@ class TestRawGates:
         gate = gate_of(np.random.default_rng(2), self.LAYER, bound)
         plan = make_plan(self.LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
 
-        def make(backend, **options):
-            if system == "sketch":
-                return ss.SketchHead(plan, 4, backend, gate=gate, **options)
-            if system == "replay":
-                return ss.ReplayHead(self.LAYER, 4, backend, window=4, gate=gate, **options)
-            return ss.StandardHead(self.LAYER, 4, backend, gate=gate, **options)
-
-        return make("cuda", **options), make("reference"), gate
+        device, twin = (head_of(system, plan, 4, x, gate=gate, **o) for x, o in (("cuda", options), ("reference", {})))
+        return device, twin, gate
 
     @fixtures.cold
     @pytest.mark.parametrize("bound", [None, -5.0])

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from decode_systems import head_of
 from samples import LAYERS, at, gate_of, plan_of, raw_of, states_of, tokens_of
 
 import sketchssm as ss
@@ -17,12 +18,8 @@ WIDE = {"reference": np.float64, "cpu": np.float32}
 
 
 def make(system, backend, layer=LAYER, **options):
-    if system == "standard":
-        return ss.StandardHead(layer, SLOTS, backend, **options)
-    if system == "replay":
-        return ss.ReplayHead(layer, SLOTS, backend, window=WINDOW, **options)
     plan = plan_of(np.random.default_rng(7), layer, [2, FULL_STATE, 3, 1], window=WINDOW)
-    return ss.SketchHead(plan, SLOTS, backend, **options)
+    return head_of(system, plan, SLOTS, backend, **options)
 
 
 class TestFormulas:

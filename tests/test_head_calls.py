@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
+from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, head_of, maker
 from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
 
 import sketchssm as ss
@@ -272,30 +272,17 @@ class TestSharing:
 class TestConstructors:
     @pytest.mark.parametrize("slots", [0, -1, 2.0, True, None, "4"])
     def test_slots(self, slots, system, rng):
-        layer = LAYERS["gdn"]
-        what = plan_of(rng, layer) if system == "sketch" else layer
-        heads = {
-            "standard": ss.StandardHead,
-            "replay": ss.ReplayHead,
-            "sketch": ss.SketchHead,
-            "copy": ss.CopyReadHead,
-        }
         with pytest.raises(ValueError, match=re.escape(f"num_slots: expected a positive integer, got {slots!r}")):
-            heads[system](what, slots, "reference")
+            head_of(system, plan_of(rng, LAYERS["gdn"]), slots, "reference")
 
     @pytest.mark.parametrize("window", [0, -1, 2.0, True])
     def test_window(self, window):
         with pytest.raises(ValueError, match=re.escape(f"window: expected an integer from 1 to 64, got {window!r}")):
             ss.ReplayHead(LAYERS["gdn"], 2, "reference", window=window)
 
-    def test_backend(self, rng):
-        for make in (
-            lambda: ss.StandardHead(LAYERS["gdn"], 2, "tpu"),
-            lambda: ss.ReplayHead(LAYERS["gdn"], 2, "tpu"),
-            lambda: ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, "tpu"),
-        ):
-            with pytest.raises(ValueError, match=r"^backend: expected one of auto, reference, cpu.* got 'tpu'"):
-                make()
+    def test_backend(self, system, rng):
+        with pytest.raises(ValueError, match=r"^backend: expected one of auto, reference, cpu.* got 'tpu'"):
+            head_of(system, plan_of(rng, LAYERS["gdn"]), 2, "tpu")
 
     @pytest.mark.parametrize("backend", ["auto", "reference", "cpu"])
     @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype"])
@@ -303,14 +290,10 @@ class TestConstructors:
         monkeypatch.setattr("sketchssm.cuda.missing", lambda: "CuPy is not installed")
         where = "cpu" if backend == "auto" else backend
         why = "CuPy is not installed" if backend == "auto" else f"the head was made with backend='{backend}'"
-        for make in (
-            lambda **o: ss.StandardHead(LAYERS["gdn"], 2, backend, **o),
-            lambda **o: ss.ReplayHead(LAYERS["gdn"], 2, backend, **o),
-            lambda **o: ss.SketchHead(plan_of(rng, LAYERS["gdn"]), 2, backend, **o),
-        ):
-            message = f"{name}: expected None on backend '{where}', as only 'cuda' has it ({why})"
+        message = f"{name}: expected None on backend '{where}', as only 'cuda' has it ({why})"
+        for system in ("standard", "replay", "sketch"):
             with pytest.raises(ValueError, match="^" + re.escape(message)):
-                make(**{name: "float32"})
+                head_of(system, plan_of(rng, LAYERS["gdn"]), 2, backend, **{name: "float32"})
 
     def test_what_a_head_tells(self, make, backend, layer):
         head = make()
@@ -322,13 +305,7 @@ class TestConstructors:
 
 @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
 def test_a_head_names_itself_and_its_window(system, backend, rng):
-    layer = LAYERS["gdn"]
-    made = {
-        "standard": lambda: ss.StandardHead(layer, 3, backend),
-        "replay": lambda: ss.ReplayHead(layer, 3, backend, window=8),
-        "sketch": lambda: ss.SketchHead(plan_of(rng, layer, window=8), 3, backend),
-    }
-    head = made[system]()
+    head = head_of(system, plan_of(rng, LAYERS["gdn"], window=8), 3, backend)
     window = 1 if system == "standard" else 8
     assert head.window == window
     shown = f"(gdn, heads=4, K=6, V=5, num_slots=3, window={window}, backend={backend!r})"

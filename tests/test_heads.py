@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, maker
+from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, head_of, maker
 from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
 
-import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference.recurrence import run
 
@@ -56,12 +55,7 @@ class TestExactness:
         """V = 80 and three heads per key head. NaN lies behind the inputs, which are slices."""
         layer = Layer(kind, 6, K, 80, key_heads=2)
         plan = plan_of(rng, layer, [FULL_STATE, 1, 4, 33, 5, FULL_STATE], window=WINDOW)
-        head = {
-            "standard": lambda: ss.StandardHead(layer, 2, backend),
-            "replay": lambda: ss.ReplayHead(layer, 2, backend, window=WINDOW),
-            "sketch": lambda: ss.SketchHead(plan, 2, backend),
-            "copy": lambda: ss.CopyReadHead(layer, 2, backend, window=WINDOW),
-        }[system]()
+        head = head_of(system, plan, 2, backend)
         tokens = tokens_of(rng, layer, 2, 2 * WINDOW, np.float64)
         behind = [np.full((*x.shape[:-1], x.shape[-1] + 7), np.nan)[..., :-7] for x in tokens]
         for x, y in zip(behind, tokens, strict=True):

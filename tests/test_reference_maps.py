@@ -78,6 +78,16 @@ def weighted_basis(rng, key_dim, rank):
     return phi[0], projection[0], basis.e0[0]
 
 
+def every_map(omega, phi, projection):
+    """Functions of a state."""
+    return (
+        lambda s: maps.exact_map(s, omega),
+        lambda s: maps.ridge_map(s, omega, 0.01),
+        lambda s: maps.lowrank_factors(s, omega, 2, 0.1).dense(),
+        lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
+    )
+
+
 @st.composite
 def cases(draw):
     """Sizes, a ridge, a state of any rank, and random numbers."""
@@ -326,12 +336,7 @@ def test_all_maps_are_finite_for_degenerate_states(scale, rank, pivots, rng):
 def test_maps_do_not_depend_on_the_state_scale(scale, rng):
     state, omega = state_of(rng, 8, 5), rotation(rng, 8, 3)
     phi, projection, _ = weighted_basis(rng, 8, 3)
-    for make in (
-        lambda s: maps.exact_map(s, omega),
-        lambda s: maps.ridge_map(s, omega, 0.01),
-        lambda s: maps.lowrank_factors(s, omega, 2, 0.1).dense(),
-        lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
-    ):
+    for make in every_map(omega, phi, projection):
         assert relative(make(scale * state), make(state)) < SOLVED
 
 
@@ -348,12 +353,7 @@ def test_leading_axes_are_batches(rng):
     """Every function takes stacked states, each treated as if alone."""
     states, omega = np.stack([state_of(rng, 8, 5, r) for r in (1, 3, 5)]), rotation(rng, 8, 3)
     phi, projection, _ = weighted_basis(rng, 8, 3)
-    for make in (
-        lambda s: maps.exact_map(s, omega),
-        lambda s: maps.ridge_map(s, omega, 0.01),
-        lambda s: maps.lowrank_factors(s, omega, 2, 0.1).dense(),
-        lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
-    ):
+    for make in every_map(omega, phi, projection):
         assert relative(make(states), np.stack([make(s) for s in states])) < SOLVED
 
 

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from decode_systems import head_of
 from safetensors import safe_open
 from safetensors.numpy import save_file as write_tensors
 from samples import at, gate_of, parts_of, plan_of, raw_of, same, states_of, tokens_of
@@ -17,26 +18,17 @@ from sketchssm.plans.files import save_file
 WINDOW = 4
 RANKS = np.array([FULL_STATE, 2, 3, 1])
 SYSTEMS = ("standard", "drafts", "replay", "sketch", "codes")
-BACKENDS = ("reference", "cpu")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 @pytest.fixture(params=SYSTEMS)
 def make(request, backend, layer):
     """A function that makes equal heads of five slots."""
-    plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
-    coded = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW, sketch_dtype="int8")
-    return {
-        "standard": lambda **o: ss.StandardHead(layer, 5, backend, **o),
-        "drafts": lambda **o: ss.StandardHead(layer, 5, backend, drafts=3, **o),
-        "replay": lambda **o: ss.ReplayHead(layer, 5, backend, window=WINDOW, **o),
-        "sketch": lambda **o: ss.SketchHead(plan, 5, backend, **o),
-        "codes": lambda **o: ss.SketchHead(coded, 5, backend, **o),
-    }[request.param]
+    kind = "int8" if request.param == "codes" else "bfloat16"
+    plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW, sketch_dtype=kind)
+    system, options = {"drafts": ("standard", {"drafts": 3}), "codes": ("sketch", {})}.get(
+        request.param, (request.param, {})
+    )
+    return lambda **more: head_of(system, plan, 5, backend, **(options | more))
 
 
 def busy(head, layer, rng):

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from tiny_models import (
     LAYERS,
-    SETTINGS,
     TOLERANCE,
     assert_same,
     cache_argument,
+    case,
     forward,
     generate,
     make,
+    model,
     plain,
     prompt,
+    qwen,
     unpatched,
 )
 
@@ -33,19 +35,7 @@ st = ss.transformers
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def case(request):
-    return request.param, make(request.param)
-
-
-@pytest.fixture
-def model(case):
-    return case[1]
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return make("Qwen3Next")
+__all__ = ["case", "model", "qwen"]  # fixtures
 
 
 def test_layers(case):

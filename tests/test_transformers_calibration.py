@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from samples import relative
-from tiny_models import SETTINGS, generate, make, prompt
+from tiny_models import SETTINGS, generate, make, prompt, qwen
 
 import sketchssm as ss
 from sketchssm.calibrate.allocation import allocate_ranks
@@ -18,16 +18,13 @@ from sketchssm.plans.model_plans import ModelPlans
 torch = pytest.importorskip("torch")
 st = ss.transformers
 
+__all__ = ["qwen"]  # a fixture
+
 WINDOW = 4
 
 
 def text(rows=3, length=24):
     return prompt(rows, length, seed=7)
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return make("Qwen3Next")
 
 
 @pytest.fixture(scope="module")

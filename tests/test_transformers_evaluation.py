@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_models import SETTINGS, cache_argument, forward, make, prompt
+from tiny_models import SETTINGS, cache_argument, forward, make, prompt, qwen
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import Layer
@@ -10,6 +10,8 @@ from sketchssm.plans import traffic
 
 torch = pytest.importorskip("torch")
 st = ss.transformers
+
+__all__ = ["qwen"]  # a fixture
 
 WINDOW = 4
 
@@ -71,11 +73,6 @@ def test_scores_are_those_of_stepwise_decoding(name):
     assert got.tokens == 28
     assert got.perplexity == pytest.approx(np.exp(got.loss))
     assert got.patched_perplexity == pytest.approx(np.exp(got.patched_loss))
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return make("Qwen3Next")
 
 
 @pytest.mark.parametrize("system", ("standard", "replay"))

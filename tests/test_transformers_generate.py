@@ -11,14 +11,15 @@ import pytest
 from tiny_models import (
     ATTENTION,
     BASE,
-    SETTINGS,
     TOLERANCE,
     assert_same,
+    case,
     forward,
     generate,
-    make,
+    model,
     plain,
     prompt,
+    qwen,
     unpatched,
 )
 
@@ -30,19 +31,7 @@ transformers = pytest.importorskip("transformers")
 st = ss.transformers
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def case(request):
-    return request.param, make(request.param)
-
-
-@pytest.fixture
-def model(case):
-    return case[1]
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return make("Qwen3Next")
+__all__ = ["case", "model", "qwen"]  # fixtures
 
 
 @pytest.fixture(params=("standard", "replay"))

@@ -152,3 +152,19 @@ def unpatched(model, ids, run=generate, **settings):
 def assert_same(got, want):
     assert torch.equal(got.sequences, want.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), **TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def case(request):
+    """A class's name and a model of it."""
+    return request.param, make(request.param)
+
+
+@pytest.fixture
+def model(case):
+    return case[1]
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return make("Qwen3Next")

@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import pytest
+from decode_systems import head_of
 from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens
 
-import sketchssm as ss
 from sketchssm.layer.recurrence import Tokens
 
 pytestmark = pytest.mark.gpu
@@ -27,18 +27,13 @@ def devices(cupy):
 def heads(request, devices, rng):
     """The same head on each device, and its float64 twin."""
     plan = make_plan(LAYER, RANKS, rng, window=WINDOW)
-    build = {
-        "standard": lambda *a: ss.StandardHead(LAYER, 6, *a),
-        "replay": lambda *a: ss.ReplayHead(LAYER, 6, *a, window=WINDOW),
-        "sketch": lambda *a: ss.SketchHead(plan, 6, *a),
-    }[request.param]
     made = []
     for device in devices:
         with device:
-            made.append(build("cuda"))
+            made.append(head_of(request.param, plan, 6, "cuda"))
     for head in made:  # the current device is neither head's concern
         head.warmup()
-    return made, build("reference")
+    return made, head_of(request.param, plan, 6, "reference")
 
 
 def on_device(x, device, torch, name):

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from decode_systems import head_of
 from gpu.cuda_support import (
     EXACT,
     LAYERS,
@@ -15,6 +16,7 @@ from gpu.cuda_support import (
     named_gate,
     slot_table,
 )
+from samples import at
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import Tokens
@@ -27,14 +29,9 @@ SYSTEMS = ("standard", "replay", "sketch")
 def heads_of(system, layer, slots, rng, gate=None, **device):
     """A head on the device and its float64 twin."""
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng)
-    build = {
-        "standard": lambda *a, **o: ss.StandardHead(layer, slots, *a, gate=gate, **o),
-        "replay": lambda *a, **o: ss.ReplayHead(layer, slots, *a, gate=gate, **o),
-        "sketch": lambda *a, **o: ss.SketchHead(plan, slots, *a, gate=gate, **o),
-    }[system]
-    head = build("cuda", **device)
+    head = head_of(system, plan, slots, "cuda", gate=gate, **device)
     head.warmup()
-    return head, build("reference")
+    return head, head_of(system, plan, slots, "reference", gate=gate)
 
 
 def each(tokens, convert, activation=None, gate=None):
@@ -43,10 +40,6 @@ def each(tokens, convert, activation=None, gate=None):
     return Tokens(
         *(None if x is None else convert(x, activation if i < narrow else None) for i, x in enumerate(tokens))
     )
-
-
-def at(tokens, index):
-    return Tokens(*(None if x is None else x[index] for x in tokens))
 
 
 def on_torch(torch):
