@@ -45,12 +45,14 @@ def turn(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, and deselect tests that need a CUDA device where there is none."""
+    """Order the files; without a CUDA device deselect what needs one, and thorough tests unless they are asked for."""
     items.sort(key=turn)
-    on_device = [item for item in items if item.get_closest_marker("gpu")]
-    if on_device and not has_cuda_device():
-        config.hook.pytest_deselected(items=on_device)
-        items[:] = [item for item in items if item not in on_device]
+    left = [] if os.environ.get("SKETCHSSM_THOROUGH") else ["thorough"]
+    out = [item for item in items if any(item.get_closest_marker(name) for name in ["gpu", *left])]
+    if out and not has_cuda_device():
+        config.hook.pytest_deselected(items=out)
+        out = set(out)
+        items[:] = [item for item in items if item not in out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

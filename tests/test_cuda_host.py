@@ -173,6 +173,7 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
     assert error(got, want) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "activation"),
     [
@@ -197,6 +198,7 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
     check_sketch(plan, "bfloat16", activation, rng)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "ranks"),
     [
@@ -219,6 +221,7 @@ def test_dense_maps_beyond_rank_16(layer, ranks, rng, cupy):
     check_sketch(plan, "bfloat16", "bfloat16", rng)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "stored", "output"),  # whose outputs in float32 other tests compute too
     [
@@ -265,6 +268,7 @@ def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
     assert np.array_equal(spoilt, want)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "activation"),
     [

@@ -19,6 +19,7 @@ from gpu.cuda_support import (
     named_gate,
     poisoned,
     slot_table,
+    thorough,
     tokens_to_device,
 )
 from host import fixtures, standin
@@ -151,19 +152,21 @@ def test_replay(name, window, activation, rng, cupy):
         *((name, 16, "lowrank", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw")),
         *((name, 16, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda")),
         ("mamba2-80", 16, "prior", "float32", "bfloat16"),
-        ("gdn-96", 32, "ridge", "float32", "bfloat16"),
         ("kda-64", 4, "offline", "float32", "bfloat16"),
         ("mamba2-80", 4, "ridge", "bfloat16", "float16"),
-        ("gdn", 8, "prior", "bfloat16", "bfloat16"),
-        ("gdn", 32, "lowrank", "bfloat16", "bfloat16"),
         ("mamba2", 32, "ridge", "bfloat16", "float32"),
-        ("kda-64-bounded", 8, "lowrank", "bfloat16", "float32"),
-        ("mamba2", 16, "ridge", "int8", "bfloat16"),
         ("gdn", 16, "ridge", "int8", "bfloat16"),
-        ("gdn-96", 8, "lowrank", "int8", "float16"),
         ("kda", 16, "lowrank", "int8", "bfloat16"),
-        ("kda-64", 8, "ridge", "int8", "bfloat16"),
         ("mamba2-80", 8, "prior", "int8", "float16"),
+        *thorough(
+            ("gdn-96", 32, "ridge", "float32", "bfloat16"),
+            ("gdn", 8, "prior", "bfloat16", "bfloat16"),
+            ("gdn", 32, "lowrank", "bfloat16", "bfloat16"),
+            ("kda-64-bounded", 8, "lowrank", "bfloat16", "float32"),
+            ("mamba2", 16, "ridge", "int8", "bfloat16"),
+            ("gdn-96", 8, "lowrank", "int8", "float16"),
+            ("kda-64", 8, "ridge", "int8", "bfloat16"),
+        ),
     ],
 )
 def test_sketch(name, window, kind, stored, activation, rng, cupy):

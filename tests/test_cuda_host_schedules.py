@@ -70,6 +70,7 @@ MANY_HEADS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", *MANY_HEADS])
 def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
     """Bitwise equal results where one block takes more tiles than its queue holds, and where many take a few. Few
@@ -153,6 +154,7 @@ def test_order_of_threads_does_not_matter(name, kind, rng, host, monkeypatch):
     check_orders(plan, rng, host, monkeypatch, named_gate(name, layer, rng))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layer",
     [Layer("mamba2", 3, 128, 64, 1), Layer("gdn", 3, 128, 128, 1), Layer("kda", 3, 128, 128, 3)],

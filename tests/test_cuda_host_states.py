@@ -152,6 +152,7 @@ def test_sketch(name, kind, sketches, stored, rng, cupy):
     check_sketch(plan, sketches, "bfloat16", rng, named_gate(name, layer, rng), state_dtype=stored)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "activation", "stored"),
     [

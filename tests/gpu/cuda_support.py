@@ -1,6 +1,7 @@
 """Inputs, plans and comparisons for tests and benchmarks of the CUDA kernels."""
 
 import numpy as np
+import pytest
 from samples import gate_of, map_of
 
 from sketchssm.arrays.options import EngineOptions
@@ -24,6 +25,11 @@ STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 # of the reference's: 1 / 127 of the largest number. Measured on the host: up to 8.5e-3.
 STORED["int8"] = 1.2e-2
 RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "offline": 0.0}
+
+
+def thorough(*cases):
+    """Cases of a test that the host runs with SKETCHSSM_THOROUGH=1 only."""
+    return [pytest.param(*case, marks=pytest.mark.thorough) for case in cases]
 
 
 def round_to(x, activation):
