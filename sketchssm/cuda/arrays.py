@@ -30,14 +30,7 @@ __all__ = ["DeviceArrays"]
 class DeviceArrays:
     """The arrays of one engine's calls: implements both `sketchssm.heads.engine.Arrays` and `Call`.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    options : EngineOptions
-        Types, whether the argument g is an activation too, and the slot number that means padding.
-    overlaps : callable
-        Tells whether a range of addresses meets the engine's memory.
+    `overlaps` tells whether a range of addresses meets the engine's memory.
     """
 
     def __init__(self, layer: Layer, options: EngineOptions, overlaps: Callable[[int, int], bool]) -> None:

@@ -25,23 +25,9 @@ REAL = ("bfloat16", "float16", "float32", "float64")
 class CallArguments:
     """Finds the framework and the address of arguments, and keeps copies alive until the call ends.
 
-    Parameters
-    ----------
-    activations : str
-        Names of the arguments that have the activations' type.
-    converts : bool
-        Whether activations of a wider type are rounded; else they are an error.
-    pad_slot : int
-        Slot number that means padding.
-
-    Attributes
-    ----------
-    framework : Framework
-        Of the present or the last call.
-    live : index or None
-        Rows or tokens without padding, if slots and lengths are on the host.
-    kept : list
-        Arrays that live until the kernels are launched.
+    `activations` names the arguments that have the activations' type; with `converts`, wider ones are rounded, else
+    they are an error. `framework` is that of the present or the last call, `live` the rows or tokens without padding,
+    if slots and lengths are on the host, and `kept` what lives until the kernels are launched.
     """
 
     def __init__(self, activations: str, converts: bool, pad_slot: int) -> None:

@@ -20,18 +20,8 @@ LARGEST = 2**31 - 1
 class ArrayLayout:
     """One argument: rows and tokens of contiguous, aligned elements, with any stride between rows and tokens.
 
-    Parameters
-    ----------
-    name : str
-        The argument.
-    dtype : str
-        Its type in the kernels.
-    rows, length : int
-        Size of the batch, and tokens of a row.
-    tail : tuple of int
-        Shape of a token.
-    several : bool
-        Whether arrays have an axis for tokens.
+    `dtype` is its type in the kernels, `rows` and `length` are the size of the batch and the tokens of a row, `tail`
+    is the shape of a token; `several` tells whether arrays have an axis for tokens.
     """
 
     def __init__(self, name: str, dtype: str, rows: int, length: int, tail: tuple[int, ...], several: bool) -> None:
@@ -75,20 +65,9 @@ class ArrayLayout:
 
 
 class CallLayout:
-    """All arrays of a call.
+    """All arrays of a call whose v has this shape.
 
-    Parameters
-    ----------
-    v_shape : tuple of int
-        Shape of v, which the head has compared with the other arrays'.
-    several : bool
-        Whether arrays have an axis for tokens.
-    tails : mapping of str to tuple of int
-        Shape of a token in each input.
-    dtypes : mapping of str to str
-        Type of each input.
-    output_dtype : str
-        Type of outputs.
+    `tails` and `dtypes` have the shape of a token and the type of each input; `several` is as in `ArrayLayout`.
     """
 
     def __init__(

@@ -22,10 +22,7 @@ NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
 class CallNumbers:
     """Checks and places the integers of a call.
 
-    Parameters
-    ----------
-    arguments : CallArguments
-        Of the same engine; its `live` rows follow from the slots and the lengths.
+    The `live` rows of the engine's other arguments follow from the slots and the lengths.
     """
 
     def __init__(self, arguments: CallArguments) -> None:

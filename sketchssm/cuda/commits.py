@@ -20,19 +20,7 @@ THREADS = 512
 
 
 class Committer:
-    """The kernel of ``commit.cu`` for one engine.
-
-    Parameters
-    ----------
-    cursor : cupy.ndarray of int32, (slots,)
-        Cursor words.
-    clock : cupy.ndarray of int32, (1,), or address 0
-        The head's clock.
-    window : int
-        Tokens from one flush to the next; 1 if the cursor words are only cleared.
-    slot_limits : tuple
-        Slot number of padding, and number of slots.
-    """
+    """The kernel of ``commit.cu`` for one engine; with a window of 1 it clears cursor words."""
 
     def __init__(self, cursor: Any, clock: Any, window: int, slot_limits: tuple[Any, ...]) -> None:
         kernel = load(COMMIT).get_function("commit")

@@ -21,17 +21,7 @@ THREADS, HELD = 512, 8
 
 
 class Copier:
-    """The kernels of ``copy.cu`` for one engine.
-
-    Parameters
-    ----------
-    memory : mapping of str to cupy.ndarray
-        All parts of the slots' memory.
-    clock : cupy.ndarray of int32, (1,), or address 0
-        The head's clock.
-    slot_limits : tuple
-        See `sketchssm.cuda.standard.StandardEngine`.
-    """
+    """The kernels of ``copy.cu`` for one engine; `memory` has all parts of its slots, and the cursor."""
 
     def __init__(self, memory: Mapping[str, Any], clock: Any, slot_limits: tuple[Any, ...]) -> None:
         import cupy
@@ -49,15 +39,7 @@ class Copier:
         self._rejoin = Launcher(module.get_function("rejoin"), (*cursor, clock), "Qiiii", slot_limits, overlaps=False)
 
     def copy(self, src: Slots, dst: Slots, workspace: int) -> None:
-        """Copy slots as if all were read before any is written.
-
-        Parameters
-        ----------
-        src, dst : Slots, (pairs,)
-            Source and destination of each pair; padding is skipped.
-        workspace : int
-            Address of the stream's `Schedule`.
-        """
+        """Copy slots as if all were read before any is written; the workspace is the stream's `Schedule`."""
         count = dst.shape[0]
         if count > MAX_ROWS:
             raise ValueError(f"dst: expected at most {MAX_ROWS} slots in a call, got {count}")

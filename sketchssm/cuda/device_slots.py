@@ -24,31 +24,11 @@ __all__ = ["DeviceSlots"]
 class DeviceSlots:
     """Memory of all slots, and the kernels that load, reset, copy, commit and rejoin slots.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of slots.
-    options : EngineOptions
-        Types, the caller's memory, the clock, and the slot number that means padding.
-    window : int, default 1
-        Tokens from one flush to the next, for which a slot has a ring; with 1 the ring is for drafts, if any.
-    packed : PackedPlan, optional
-        Place of the sketches in a slot.
-
-    Attributes
-    ----------
-    memory : dict of str to cupy.ndarray
-        Each part by name, ``(slots, *shape)``.
-    state, cursor : cupy.ndarray
-        The states, and the cursor words.
-    ring : tuple of cupy.ndarray
-        Keys, values, gates and betas; empty as long as the activations' type is not known.
-    clock : cupy.ndarray of int32, (1,), or address 0
-        Cursor word of a row that takes part in every call.
-    limits : tuple
-        Last arguments of most kernels: the slot that means padding, all slots, and the count of rows left out.
+    A slot has a ring for a window of more than one token, and for drafts; `packed` places its sketches. `memory` has
+    each part by name, ``(slots, *shape)``; `ring` has keys, values, gates and betas, and is empty as long as the
+    activations' type is not known. `clock` is the cursor word of a row that takes part in every call, or address 0.
+    `limits` are the last arguments of most kernels: the slot that means padding, all slots, and the count of rows left
+    out.
     """
 
     def __init__(

@@ -27,19 +27,9 @@ MOST_ROWS = 1 << 16
 
 
 class DirectStep:
-    """Direct steps of one engine, one token each.
+    """Direct steps of one engine, one token each, once the types of its arrays are settled.
 
-    Parameters
-    ----------
-    arrays : DeviceArrays
-        The engine's, whose types are settled.
-    layer : Layer
-        Kind and shape.
-    launches : sequence of (Launcher, tuple of str)
-        Launches of a step, in order. Each has a name for every argument that varies, from ``NAMES`` in
-        ``_direct.cpp``.
-    capacity : int
-        Number of state slots.
+    Each launch of a step, in order, has a name for every argument that varies, from ``NAMES`` in ``_direct.cpp``.
     """
 
     def __init__(
@@ -56,14 +46,7 @@ class DirectStep:
     def learn(self, rows: int, grids: list[tuple[int, int]], workspace: int) -> None:
         """Let later calls like the present call go through C++, if the arrays are PyTorch's.
 
-        Parameters
-        ----------
-        rows : int
-            Rows of the call.
-        grids : list of (int, int)
-            Blocks of each launch, and a block's threads.
-        workspace : int
-            Address of the stream's workspace.
+        `grids` has blocks and threads of each launch, `workspace` is the address of the stream's.
         """
         torch = self._arrays.torch
         stream = PER_THREAD if torch is None else torch.stream_address()

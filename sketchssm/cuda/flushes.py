@@ -21,29 +21,10 @@ NO_TOKENS = (0,) * len(TOKEN_INPUTS)
 
 
 class Flushes:
-    """The kernel of ``flush.cu`` for one engine.
+    """The kernel of ``flush.cu`` for one engine; `fixed` are the kernel's first arguments.
 
-    Parameters
-    ----------
-    module : cupy.RawModule
-        Of the variant.
-    fixed : sequence
-        The kernel's fixed arguments before the others.
-    slots : DeviceSlots
-        The engine's slots.
-    heads : int
-        Heads of the layer.
-    ridge : float
-        Ridge of the map.
-
-    Attributes
-    ----------
-    launches : list of Launcher
-        The launch of each mode.
-    blocks : int
-        Most blocks of a launch: those that are on the device at once.
-    threads : int
-        Threads of a block.
+    `launches` has the launch of each mode, `blocks` the most blocks of one (those that are on the device at once), and
+    `threads` the threads of a block.
     """
 
     def __init__(self, module: Any, fixed: Sequence[Any], slots: DeviceSlots, heads: int, ridge: float) -> None:

@@ -48,13 +48,7 @@ class Framework(Protocol):
 
 
 class CupyArrays:
-    """CuPy's arrays, and through DLPack those of all frameworks that have no class here.
-
-    Parameters
-    ----------
-    device : int
-        The head's device.
-    """
+    """CuPy's arrays, and through DLPack those of all frameworks that have no class here."""
 
     def __init__(self, device: int) -> None:
         import cupy
@@ -107,13 +101,7 @@ class CupyArrays:
 
 
 class TorchArrays:
-    """PyTorch's tensors.
-
-    Parameters
-    ----------
-    device : int
-        The head's device.
-    """
+    """PyTorch's tensors on the head's device."""
 
     def __init__(self, device: int) -> None:
         import cupy

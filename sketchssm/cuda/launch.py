@@ -108,20 +108,7 @@ class Launcher:
             struct.pack_into("<" + code, self._values, SLOT * place, plain)
 
     def __call__(self, blocks: int, threads: int, *values: int) -> None:
-        """Launch the kernel.
-
-        Parameters
-        ----------
-        blocks, threads : int
-            Size of the grid and of a block.
-        *values : int
-            The arguments that vary.
-
-        Raises
-        ------
-        cupy.cuda.driver.CUDADriverError
-            If the driver refuses.
-        """
+        """Launch the kernel with these sizes and varying arguments; CUDADriverError if the driver refuses."""
         self._pack(self._values, self._offset, *values)
         self._grid[0], self._block[0] = blocks, threads
         self._config.stream = self._stream().ptr
@@ -130,19 +117,10 @@ class Launcher:
             self._fail(status)
 
     def places(self, names: tuple[str, ...]) -> tuple[int, int, int, list[tuple[int, int, str]]]:
-        """Addresses of a launch's description, for C++ code that launches the kernel.
+        """Describe the launch for C++ code that launches the kernel, with names for the arguments that vary.
 
-        Parameters
-        ----------
-        names : tuple of str
-            Names for the arguments that vary.
-
-        Returns
-        -------
-        config, function, arguments : int
-            Arguments of the driver's launch function: addresses of CUlaunchConfig and of the arguments' addresses.
-        varying : list of (int, int, str)
-            Address, bytes and name of each argument that varies.
+        Returns the arguments of the driver's launch function (addresses of CUlaunchConfig, the function, and the
+        arguments' addresses), and address, bytes and name of each argument that varies.
         """
         first = ctypes.addressof(self._values) + self._offset
         varying = zip(names, self._varying, strict=True)
@@ -159,18 +137,7 @@ class Launcher:
             raise self.error(status)
 
     def error(self, status: int) -> Exception:
-        """Describe a launch that the driver refused.
-
-        Parameters
-        ----------
-        status : int
-            What the driver returned.
-
-        Returns
-        -------
-        cupy.cuda.driver.CUDADriverError
-            The error, with the launch's sizes.
-        """
+        """The error of a launch that the driver refused with this status, with the launch's sizes."""
         import cupy
 
         error: Exception = cupy.cuda.driver.CUDADriverError(status)
@@ -194,13 +161,7 @@ def _driver() -> Any:
 
 
 def driver_addresses() -> tuple[int, ...]:
-    """Addresses of the driver's functions that a direct step calls.
-
-    Returns
-    -------
-    tuple of int
-        In the order of `Driver` in ``_direct.cpp``.
-    """
+    """Addresses of the driver's functions that a direct step calls, in the order of `Driver` in ``_direct.cpp``."""
     functions = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing")
     return tuple(ctypes.cast(_library()[name], ctypes.c_void_p).value or 0 for name in functions)
 

@@ -20,20 +20,7 @@ ACCESS_BYTES = 16
 
 
 def layer_inputs_variant(heads: int, dim: int, types: tuple[str, ...]) -> Variant:
-    """Variant of ``layer_inputs.cu``.
-
-    Parameters
-    ----------
-    heads, dim : int
-        Heads of a row, and elements of a head.
-    types : tuple of str
-        Types of activations, of raw gates, of rates and skips, and of biases.
-
-    Returns
-    -------
-    Variant
-        The variant.
-    """
+    """Variant of ``layer_inputs.cu``; types of activations, of raw gates, of rates and skips, and of biases."""
     activation, raw, rate, bias = (TYPES[name] for name in types)
     sizes = {"HEADS": heads, "KEY_HEADS": heads, "K": 32, "V": dim}
     kinds = {"ACT": activation, "OUT": activation, "STATE": TYPES["float32"], "RAW": raw, "RATE": rate, "BIAS": bias}
@@ -43,14 +30,8 @@ def layer_inputs_variant(heads: int, dim: int, types: tuple[str, ...]) -> Varian
 class LayerInputs:
     """The kernels of ``layer_inputs.cu`` for layers of one shape; not from two threads at once.
 
-    Arrays are given as addresses, with elements from row to row where the name ends with ``stride``.
-
-    Parameters
-    ----------
-    heads, dim : int
-        Heads of a row, and elements of a head.
-    types : tuple of str
-        Types of activations, of raw gates, of rates and skips, and of biases.
+    Arrays are given as addresses, with elements from row to row where the name ends with ``stride``. `dim` are
+    elements of a head; `types` as of `layer_inputs_variant`.
     """
 
     def __init__(self, heads: int, dim: int, types: tuple[str, ...]) -> None:

@@ -58,19 +58,10 @@ class PackedPlan:
 
 
 def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:
-    """A basis ``(K, G)`` in the order in which the flush multiplies with it.
+    """A basis ``(K, G)`` in the order in which the flush multiplies with it, as a sum of 1 or 2 bf16 slices.
 
-    Parameters
-    ----------
-    omega : ndarray, (K, G)
-        The basis.
-    slices : int
-        Number of bf16 numbers whose sum is an element of the basis: 1 or 2.
-
-    Returns
-    -------
-    ndarray of uint16, (tiles of 8 columns, K / 16, slices, 32 lanes, 4)
-        bf16 bits: lane ``4 r + c`` holds channels ``4c`` to ``4c + 3`` of 16 of the tile's column r.
+    Returns bf16 bits ``(tiles of 8 columns, K / 16, slices, 32 lanes, 4)``: lane ``4 r + c`` holds channels ``4c`` to
+    ``4c + 3`` of 16 of the tile's column r.
     """
     import ml_dtypes
 
@@ -88,20 +79,7 @@ def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint
 
 
 def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
-    """Lay a plan out for the kernels.
-
-    Parameters
-    ----------
-    plan : SketchPlan
-        The plan.
-    sketch_dtype : str
-        Format of the sketches, one of `ELEMENTS`.
-
-    Returns
-    -------
-    PackedPlan
-        Arrays and constants of the kernels.
-    """
+    """Lay a plan out for the kernels, with sketches in this format."""
     layer, form = plan.layer, SketchFormat.of(sketch_dtype)
     if (plan.ranks == FULL_STATE).all():
         return pack_full_state(layer)
@@ -142,18 +120,7 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
 
 
 def pack_full_state(layer: Layer) -> PackedPlan:
-    """Lay out a layer whose heads all read full states: replay, which has no sketches.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-
-    Returns
-    -------
-    PackedPlan
-        Arrays and constants of the kernels.
-    """
+    """Lay out a layer whose heads all read full states: replay, which has no sketches."""
     heads, order = np.zeros((layer.heads, 4), dtype=np.int32), np.arange(layer.heads, dtype=np.int32)
     constants = {"MAP": MAPS["shared"], "PIVOTS": 1, "PRIOR": 0, "SKETCH": 0}
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)

@@ -58,10 +58,7 @@ def shared_limit() -> int:
 def check_shared(*variants: Variant) -> None:
     """Refuse kernels that need more shared memory than the device has; the error names what fits.
 
-    Parameters
-    ----------
-    *variants : Variant
-        Reads and flushes of one plan. The compiler gives their sizes without compiling the kernels.
+    The variants are reads and flushes of one plan. The compiler gives their sizes without compiling the kernels.
     """
     import cupy
 

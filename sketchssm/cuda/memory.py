@@ -62,28 +62,10 @@ def slot_parts(
 
 
 def allocate(parts: Iterable[SlotPart], num_slots: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Memory of some parts for all slots: the caller's arrays where given, else zeros.
+    """Memory of some parts for all slots, by name: the caller's arrays, taken from `given`, or else zeros.
 
-    Parameters
-    ----------
-    parts : iterable of SlotPart
-        The parts.
-    num_slots : int
-        Number of slots.
-    given : dict of str to array
-        The caller's memory by name. Entries that are used are removed.
-
-    Returns
-    -------
-    dict of str to cupy.ndarray
-        ``(num_slots, *shape)`` of every part.
-
-    Raises
-    ------
-    TypeError
-        If memory is not on a device, can't be written, or has another type.
-    ValueError
-        If shape, strides, alignment or device do not fit.
+    TypeError if memory is not on a device, can't be written, or has another type; ValueError if shape, strides,
+    alignment or device do not fit.
     """
     import cupy
 

@@ -25,22 +25,7 @@ MOST_DENSE_BLOCKS = 3
 
 
 def blocks_per_multiprocessor(layer: Layer, raw_keys: bool, dense: bool) -> int:
-    """Blocks of the flush for which a multiprocessor has registers.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    raw_keys : bool
-        RAW_KEYS in ``flush/config.cuh``.
-    dense : bool
-        Whether the map is dense.
-
-    Returns
-    -------
-    int
-        At least 1.
-    """
+    """Blocks of the flush for which a multiprocessor has registers; `raw_keys` is RAW_KEYS in ``flush/stages.cuh``."""
     blocks = FLUSH_BLOCKS.get((layer.erases, layer.value_dim), 1) if raw_keys else 1
     return min(blocks, MOST_DENSE_BLOCKS) if dense else blocks
 
@@ -54,18 +39,7 @@ PACE_SHARE = 0.85
 
 
 def read_pace(attributes: Mapping[str, int]) -> int:
-    """Bytes per cycle that the warps of a block of the read request at first; PACE in ``read/warp.cuh``.
-
-    Parameters
-    ----------
-    attributes : mapping of str to int
-        `cupy.cuda.Device.attributes`.
-
-    Returns
-    -------
-    int
-        At least `LEAST_PACE`.
-    """
+    """Bytes per cycle that the warps of a block of the read request at first, from a device's attributes (PACE)."""
     names = "MemoryClockRate", "GlobalMemoryBusWidth", "ClockRate", "MultiProcessorCount"
     memory_clock, bits, clock, processors = (attributes.get(name, 0) for name in names)
     delivered = memory_clock * 2 * bits / 8 / (clock * processors) if clock * processors else 0.0

@@ -31,18 +31,7 @@ def draft_variant(read: Variant) -> Variant:
 class Reads:
     """The kernel of ``read.cu`` for one engine: reads every row, and lists the rows that are due in a workspace.
 
-    Parameters
-    ----------
-    module : cupy.RawModule
-        Of the variant.
-    fixed : sequence
-        The kernel's fixed arguments before the others.
-    slots : DeviceSlots
-        The engine's slots.
-    full_state : int
-        Heads that read full states.
-    sketched : bool
-        Whether any head has a sketch.
+    `fixed` are the kernel's first arguments; `full_state` heads read full states, and others, if `sketched`, sketches.
     """
 
     def __init__(self, module: Any, fixed: Sequence[Any], slots: DeviceSlots, full_state: int, sketched: bool) -> None:
@@ -70,19 +59,7 @@ class Reads:
 
 
 class DraftReads:
-    """The kernel of ``read_draft.cu`` for one engine.
-
-    Parameters
-    ----------
-    variant : Variant
-        See `draft_variant`.
-    fixed : sequence
-        As for `Reads`.
-    slots : DeviceSlots
-        The engine's slots.
-    sketched : bool
-        Whether any head has a sketch.
-    """
+    """The kernel of ``read_draft.cu`` for one engine; arguments as of `Reads`."""
 
     def __init__(self, variant: Variant, fixed: Sequence[Any], slots: DeviceSlots, sketched: bool) -> None:
         check_shared(variant)

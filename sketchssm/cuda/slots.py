@@ -22,16 +22,7 @@ THREADS, MAX_PARTS = 256, 64
 class SlotWriter:
     """The kernel of ``slots.cu`` for one array, loaded when it is first needed.
 
-    Parameters
-    ----------
-    array : cupy.ndarray, (slots, ...)
-        Contiguous within a slot; slots start and end at multiples of 16 bytes.
-    cursor : cupy.ndarray of int32, (slots,)
-        Cursor words.
-    slot_limits : tuple
-        Slot number of padding, and number of slots.
-    clock : cupy.ndarray of int32, (1,), or address 0
-        The head's clock.
+    The array is contiguous within a slot; slots start and end at multiples of 16 bytes.
     """
 
     def __init__(self, array: Any, cursor: Any, slot_limits: tuple[Any, ...], clock: Any) -> None:
@@ -41,26 +32,12 @@ class SlotWriter:
         self._launch: Launcher | None = None
 
     def __call__(self, rows: Pointer | None, slots: Slots) -> None:
-        """Overwrite ``array[slots]`` and start the slots' windows anew; padding is skipped.
-
-        Parameters
-        ----------
-        rows : Pointer or None
-            One row for each of `slots`; None stands for zeros.
-        slots : Slots, (batch,)
-            Which slots, each at most once.
-        """
+        """Overwrite ``array[slots]``, by zeros without rows, and start the slots' windows anew; padding is skipped."""
         source, stride = (0, 0) if rows is None else (rows.address, rows.row)
         self._write(source, stride, self._size, slots, self._parts)
 
     def begin(self, slots: Slots) -> None:
-        """Start the slots' windows anew; the array stays.
-
-        Parameters
-        ----------
-        slots : Slots, (batch,)
-            Which slots, each at most once.
-        """
+        """Start the slots' windows anew; the array stays."""
         self._write(0, 0, 0, slots, 1)
 
     def _write(self, source: int, stride: int, size: int, slots: Slots, parts: int) -> None:

@@ -38,17 +38,7 @@ warps)."""
 
 
 class StandardEngine:
-    """The kernels of ``standard.cu`` and ``standard_draft.cu`` on a layer's slots; see `ExactEngine`.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    options : EngineOptions, optional
-        Types, memory, gate and drafts.
-    """
+    """The kernels of ``standard.cu`` and ``standard_draft.cu`` on a layer's slots; see `ExactEngine`."""
 
     supports: ClassVar = HOST_OPTIONS | {"activation_dtype", "output_dtype", "drafts"}
     window = 1

@@ -20,17 +20,7 @@ def standard_draft_variant(step: Variant, drafts: int) -> Variant:
 
 
 class StandardDrafts:
-    """The kernels of ``standard_draft.cu`` for one engine.
-
-    Parameters
-    ----------
-    variant : Variant
-        See `standard_draft_variant`.
-    slots : DeviceSlots
-        The engine's slots, with a ring.
-    gate : cupy.ndarray, or address 0
-        As for the engine's step.
-    """
+    """The kernels of ``standard_draft.cu`` for one engine, whose slots have a ring."""
 
     def __init__(self, variant: Variant, slots: DeviceSlots, gate: Any) -> None:
         module = load(variant, late=True)

@@ -34,18 +34,7 @@ __all__ = ["ReplayEngine", "SketchEngine"]
 class WindowEngine:
     """The kernels of ``read.cu``, ``flush.cu`` and ``read_draft.cu`` on a layer's slots; see `ExactEngine`.
 
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    window : int
-        Tokens of a window (W), from one flush to the next.
-    packed : PackedPlan
-        Which heads have a sketch, and the map of the sketches.
-    options : EngineOptions
-        Types, memory, gate and clock.
+    `packed` tells which heads have a sketch, and the map of the sketches.
     """
 
     supports: ClassVar = HOST_OPTIONS | {"activation_dtype", "output_dtype", "phase"}
@@ -241,19 +230,7 @@ class ReplayEngine(WindowEngine):
 
 
 class SketchEngine(WindowEngine):
-    """Exact states, written once in a window and read through their sketches in between.
-
-    Parameters
-    ----------
-    plan : SketchPlan
-        Bases, ranks and settings of the layer.
-    num_slots : int
-        Number of state slots.
-    sketch_dtype : {"bfloat16", "float32", "int8"}, default "bfloat16"
-        Format of sketches and maps.
-    options : EngineOptions, optional
-        As of `WindowEngine`.
-    """
+    """Exact states, written once in a window and read through their sketches in between."""
 
     def __init__(
         self,

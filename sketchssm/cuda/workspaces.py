@@ -63,19 +63,9 @@ class Workspaces:
         self._ready += list(made)
 
     def get(self) -> tuple[Any, bool]:
-        """Find the workspace of the current stream.
+        """The workspace (`Schedule`) of the current stream, and whether it belongs to a graph in capture.
 
-        Returns
-        -------
-        workspace : cupy.ndarray of int32
-            A `Schedule`.
-        captured : bool
-            Whether it belongs to a graph that is being captured.
-
-        Raises
-        ------
-        RuntimeError
-            If a graph is being captured and no workspace is left.
+        RuntimeError if a graph is being captured and no workspace is left.
         """
         stream = int(self._cupy.cuda.get_current_stream().ptr)
         capture = capture_of(stream)
